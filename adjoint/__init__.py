@@ -1,0 +1,26 @@
+"""GPU kernels that come with their gradients and their guarantees, for hybrid language models."""
+
+from adjoint.core.errors import ArgumentError, Unsupported, check, checked
+from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
+from adjoint.core.plan import Plan, plan
+from adjoint.core.preference import Preference, prefer
+from adjoint.ops.activation import silu, swiglu
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "Derived",
+    "Empirical",
+    "Enumerated",
+    "Guarantee",
+    "Plan",
+    "Preference",
+    "Unsupported",
+    "check",
+    "checked",
+    "plan",
+    "prefer",
+    "silu",
+    "swiglu",
+]

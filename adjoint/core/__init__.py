@@ -1,0 +1,1 @@
+"""The spine every operation stands on: operators, plans, guarantees, errors and kernels."""

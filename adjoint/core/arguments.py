@@ -1,0 +1,40 @@
+"""Checks of what metadata shows, shared by every op: each raises a sentence that names the argument."""
+
+from torch import Tensor, float16, float32, float64, bfloat16, dtype
+
+from adjoint.core.errors import ArgumentError
+from adjoint.core.plan import short
+
+FLOATING: tuple[dtype, ...] = (float64, float32, bfloat16, float16)
+_DEVICES = frozenset(("cpu", "cuda", "meta"))
+
+
+def require_floating(op: str, name: str, value: Tensor) -> None:
+    """A tensor of one of the four floating types, on a device the ops run on."""
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in FLOATING:
+        raise ArgumentError(
+            f"{op}: {name} must be one of {', '.join(map(short, FLOATING))}, got {short(value.dtype)}; "
+            f"convert it first, for example with {name}.float()"
+        )
+    if value.device.type not in _DEVICES:
+        raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
+
+
+def require_like(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    """A tensor of the same shape, dtype and device as another."""
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.shape != like.shape:
+        raise ArgumentError(
+            f"{op}: {name} must have the shape of {like_name}, {tuple(like.shape)}, got {tuple(value.shape)}"
+        )
+    if value.dtype != like.dtype:
+        raise ArgumentError(
+            f"{op}: {name} must have the dtype of {like_name}, {short(like.dtype)}, got {short(value.dtype)}"
+        )
+    if value.device != like.device:
+        raise ArgumentError(
+            f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}"
+        )

@@ -1,0 +1,152 @@
+"""The exceptions, and the device status word behind `check()`.
+
+What metadata shows (shape, dtype, device, layout) raises before any kernel runs. What only values
+show raises at once on the CPU; on an accelerator nobody pays a synchronisation for it: the kernel
+stays in bounds, records a fault in its device's status word, and `check()` raises it later.
+
+A status word is an int64 tensor `[MAX_FAULTS, 2]`. A fault owns one row. A kernel records the fault
+of an element by two atomic minima, so the row always describes the *first* offending element, in
+whatever order programs run:
+
+    word[row, 0] = min(word[row, 0], position << 32 | low half of the value)
+    word[row, 1] = min(word[row, 1], position << 32 | high half of the value)
+
+The device-side half is `adjoint.core.faults.record`.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class ArgumentError(ValueError):
+    """An argument is wrong; the sentence names the op, the argument, what was expected and what came."""
+
+
+class Unsupported(RuntimeError):
+    """The request is well-formed, but nothing here can serve it; the sentence gives every reason."""
+
+
+def second_derivative(op: str) -> Unsupported:
+    """The error of a backward that is itself asked for a gradient."""
+    return Unsupported(
+        f"{op}: second derivatives are not implemented, and create_graph=True asks for one. "
+        f"Call backward or torch.autograd.grad with create_graph=False."
+    )
+
+
+MAX_FAULTS = 64
+"""How many kinds of value error one device's status word can tell apart."""
+
+MAX_POSITION = 2**31 - 2
+"""An element past this position is reported at this position (31 bits, less the pattern that means clear)."""
+
+_CLEAR = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of value error: its row in the status word and the sentence it becomes.
+
+    The template is formatted with `position` and `value` of the first offending element.
+    """
+
+    row: int
+    template: str
+
+    def error(self, position: int, value: int) -> ArgumentError:
+        return ArgumentError(self.template.format(position=position, value=value))
+
+
+_lock = threading.Lock()
+_faults: list[Fault] = []
+_words: dict[torch.device, Tensor] = {}
+
+
+def register_fault(template: str) -> Fault:
+    """Registers a kind of value error; called once, when the module of its op is imported."""
+    with _lock:
+        for fault in _faults:
+            if fault.template == template:
+                return fault
+        if len(_faults) == MAX_FAULTS:
+            raise Unsupported(f"the status word holds {MAX_FAULTS} kinds of fault, and all are taken")
+        fault = Fault(len(_faults), template)
+        _faults.append(fault)
+        return fault
+
+
+def status_word(device: torch.device) -> Tensor:
+    """The status word of a device, allocated on first use and at the same address ever after."""
+    word = _words.get(device)
+    if word is not None:
+        return word
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            f"the status word of {device} must exist before a CUDA graph is captured: "
+            f"call plan.prepare() or run the op once first"
+        )
+    with _lock:
+        return _words.setdefault(
+            device, torch.full((MAX_FAULTS, 2), _CLEAR, dtype=torch.int64, device=device)
+        )
+
+
+def check() -> None:
+    """Raises the value errors that kernels have recorded since the last call, and clears them.
+
+    Waits for every device that has a status word. With several faults, the error names the first
+    registered and lists the others as notes.
+    """
+    errors = []
+    for device, word in list(_words.items()):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rows = word.tolist()
+        if all(low == _CLEAR for low, _ in rows):
+            continue
+        word.fill_(_CLEAR)
+        errors += [_faults[row].error(*_decode(*pair)) for row, pair in enumerate(rows) if pair[0] != _CLEAR]
+    if errors:
+        first, *others = errors
+        for other in others:
+            first.add_note(f"also: {other}")
+        raise first
+
+
+def _decode(low: int, high: int) -> tuple[int, int]:
+    """Position and value (a signed 64-bit integer) from the two words of a fault."""
+    mask = 2**32 - 1
+    value = ((high & mask) << 32) | (low & mask)
+    return low >> 32, value - 2**64 if value >= 2**63 else value
+
+
+class _Checking(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_checking = _Checking()
+
+
+def is_checking() -> bool:
+    """Whether this thread is inside `checked()`, where ops also verify their caller's promises."""
+    return _checking.depth > 0
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Runs a block in checking mode, and raises on leaving it what its kernels have recorded.
+
+    An exception raised inside the block takes precedence.
+    """
+    _checking.depth += 1
+    try:
+        yield
+    finally:
+        _checking.depth -= 1
+    check()

@@ -1,0 +1,178 @@
+"""What an output promises, as data, and how a promise about error is measured.
+
+A guarantee is made of independent flags about bits, facts about the arithmetic, and one statement
+about error, of a named kind:
+
+- `Enumerated`: every 16-bit input was tried; the largest error in units in the last place.
+- `Derived`: a running-error bound, evaluated in float64 for the very inputs of the call.
+- `Empirical`: a norm-relative ceiling recorded on named cases.
+
+Each kind measures an output against the exact result by `measure`, which tests and `adjoint verify`
+share: a tolerance that appears in no guarantee appears in no test.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An error found, the limit its guarantee states, and the unit of both."""
+
+    value: float
+    limit: float
+    unit: str
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} {self.unit} (limit {self.limit:.4g})"
+
+
+@dataclass(frozen=True)
+class Enumerated:
+    """The largest error, in units in the last place of the output, over an exhaustive set of inputs."""
+
+    max_ulp: float
+    over: str
+    kind: ClassVar[str] = "enumerated"
+
+    def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
+        return Measurement(_largest(error_in_ulp(output, exact)), self.max_ulp, "ulp")
+
+    def __str__(self) -> str:
+        return f"≤ {self.max_ulp:g} ulp, enumerated over {self.over}"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A running-error bound: `bound(*inputs)` gives, in float64, the largest error of each element.
+
+    `inputs` are those of the reference, in its order.
+    """
+
+    formula: str
+    bound: Callable[..., Tensor]
+    kind: ClassVar[str] = "derived"
+
+    def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
+        bound = self.bound(*inputs)
+        error = absolute_error(output, exact)
+        share = torch.where(error == 0, 0.0, error / bound)
+        return Measurement(_largest(share), 1.0, "of the bound")
+
+    def __str__(self) -> str:
+        return f"≤ {self.formula}, derived"
+
+
+@dataclass(frozen=True)
+class Empirical:
+    """A ceiling on ‖output − exact‖ / ‖exact‖, recorded on named cases."""
+
+    ceiling: float
+    cases: str
+    kind: ClassVar[str] = "empirical"
+
+    def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
+        error = absolute_error(output, exact).norm()
+        scale = exact.double().norm()
+        relative = float(error / scale) if scale > 0 else float(error)
+        return Measurement(relative, self.ceiling, "relative")
+
+    def __str__(self) -> str:
+        return f"≤ {self.ceiling:g} relative, recorded on {self.cases}"
+
+
+ErrorStatement = Enumerated | Derived | Empirical
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What one output of one plan promises. A flag that is not set is not promised.
+
+    Attributes:
+        repeatable: same inputs, same device, same bits.
+        batch_invariant: the item (an element, a row, a token) whose bits do not depend on what
+            shares its batch, on its alignment or on its strides; empty when not promised.
+        prefix_invariant: bits at a position depend on that position and earlier ones alone.
+        device_invariant: IEEE operations in an order fixed by the indices: the same bits everywhere.
+        accumulator: the type the arithmetic runs in.
+        roundings: roundings to the storage type between input and output.
+        error: how far the output may be from the exact result.
+        domain: the inputs all of this holds for.
+        special_values: what infinities, NaN and signed zeros give.
+        out_of_range: what an index out of range gives, for ops that take indices.
+        ties: how equal candidates are ordered, for ops that select.
+    """
+
+    repeatable: bool
+    batch_invariant: str
+    device_invariant: bool
+    accumulator: str
+    roundings: int
+    error: ErrorStatement
+    prefix_invariant: bool = False
+    domain: str = "every input"
+    special_values: str = ""
+    out_of_range: str = ""
+    ties: str = ""
+
+    @property
+    def flags(self) -> str:
+        """The promises about bits, in words; "none" when there are none."""
+        named = [name for name in ("repeatable", "prefix_invariant", "device_invariant") if getattr(self, name)]
+        if self.batch_invariant:
+            named.insert(1 if self.repeatable else 0, f"batch_invariant({self.batch_invariant})")
+        return ", ".join(named) or "none"
+
+    def __str__(self) -> str:
+        lines = [
+            f"bits: {self.flags}",
+            f"arithmetic: {self.accumulator}, {self.roundings} rounding{'s' if self.roundings != 1 else ''}",
+            f"error: {self.error}",
+            f"domain: {self.domain}",
+        ]
+        for name in ("special_values", "out_of_range", "ties"):
+            if getattr(self, name):
+                lines.append(f"{name.replace('_', ' ')}: {getattr(self, name)}")
+        return "\n".join(lines)
+
+
+def spacing(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between neighbouring values of `dtype` around `exact`, in float64."""
+    info = torch.finfo(dtype)
+    magnitude = exact.abs().double().clamp_min(info.smallest_normal)
+    _, exponent = torch.frexp(magnitude)  # magnitude = m · 2^exponent, m in [1/2, 1)
+    return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)
+
+
+def absolute_error(output: Tensor, exact: Tensor) -> Tensor:
+    """|output − exact| in float64, where agreement on NaN and on infinity counts as no error.
+
+    A finite exact value past the overflow threshold of the output's type is right as infinity.
+    """
+    info = torch.finfo(output.dtype)
+    got, exact = output.double(), exact.double()
+    half_ulp = math.ldexp(info.eps, math.frexp(info.max)[1] - 2)  # of the largest value
+    threshold = info.max + half_ulp
+    expected = torch.where(exact.abs() >= threshold, exact.sign() * float("inf"), exact)
+    agree = (got == expected) | (got.isnan() & expected.isnan())
+    return torch.where(agree, 0.0, (got - exact).abs())
+
+
+def error_in_ulp(output: Tensor, exact: Tensor) -> Tensor:
+    """The error of each element in units in the last place of the output's type at the exact value."""
+    return absolute_error(output, exact) / spacing(exact, output.dtype)
+
+
+def _largest(errors: Tensor) -> float:
+    if errors.numel() == 0:
+        return 0.0
+    return float(errors.nan_to_num(nan=float("inf")).max())

@@ -1,0 +1,291 @@
+"""The registry of Triton kernels: what is compiled, for which target, and how often it was launched.
+
+Kernels are compiled from explicit signatures instead of through Triton's call-time specialisation:
+a kernel's argument types, its constants and the arguments promised to be multiples of 16 are all
+stated by its family, so that what is compiled never depends on a batch's sizes or addresses by
+accident, the same description builds ahead of time for a GPU that is not there, and a launch costs
+no signature matching.
+
+    scale = kernels.register(_scale, budget=Budget(registers=32))      # once, in a family's kernels.py
+    variant = scale.variant(types, constants, aligned, num_warps=4)    # what to compile: a value
+    variant.prepare(device)                                            # compiles, once per device
+    variant.launch(device, (blocks,), x, y, n)
+    build(variant, "sm_90")                                            # registers, spills, shared memory
+
+This module imports Triton only inside functions: importing the package must not.
+"""
+
+import itertools
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adjoint.core.errors import Unsupported
+
+TRITON_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "sm_120": ("cuda", 120, 32),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
+}
+"""Targets kernels are built for ahead of time: backend, architecture and threads per warp."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a build may use per thread and per program. Spills are never in the budget."""
+
+    registers: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a kernel compiled for a target uses; registers are per thread, None where not reported."""
+
+    registers: int | None
+    spilled_bytes: int
+    shared_bytes: int
+
+
+@cache
+def triton_missing() -> str:
+    """Why the Triton backend cannot be used in this process at all; empty when it can."""
+    try:
+        import triton  # noqa: F401
+    except Exception as error:  # a broken install raises more than ImportError
+        return f"triton cannot be imported ({type(error).__name__}: {error})"
+    return ""
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU."""
+    if triton_missing():
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def why_not_triton(device: torch.device) -> str:
+    """Why Triton kernels cannot run on a device; empty when they can."""
+    if missing := triton_missing():
+        return missing
+    if interpreting():
+        return "" if device.type == "cpu" else "Triton's interpreter is on, and it runs on the CPU alone"
+    if device.type != "cuda":
+        return f"Triton has no {device.type} backend here; its interpreter is off"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than sm_80"
+    return ""
+
+
+_kernels: dict[str, "Kernel"] = {}
+_lock = threading.Lock()
+_launches: dict[str, itertools.count] = {}
+_compilations = itertools.count()
+
+
+class Kernel:
+    """One Triton function and the resources its builds may use."""
+
+    def __init__(self, function: Any, budget: Budget) -> None:
+        self.function = function
+        self.budget = budget
+        self.name: str = function.__name__
+        self.parameters: tuple[str, ...] = tuple(function.arg_names)
+
+    def variant(
+        self,
+        types: Mapping[str, str],
+        constants: Mapping[str, Any],
+        aligned: Iterable[str] = (),
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> "Variant":
+        """A description of what to compile.
+
+        Args:
+            types: the Triton type of every run-time parameter, in order ("*bf16", "i64").
+            constants: the value of every compile-time parameter, in order, after the others.
+            aligned: parameters that are multiples of 16 in every launch (bytes for pointers).
+            num_warps: warps a program.
+            num_stages: the depth of software pipelining.
+        """
+        if (*types, *constants) != self.parameters:
+            raise TypeError(f"{self.name} takes {self.parameters}, described as {(*types, *constants)}")
+        return Variant(
+            self.name, tuple(types.items()), tuple(constants.items()), tuple(aligned), num_warps, num_stages
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a kernel: its types, constants, alignment and launch shape. A plain value."""
+
+    kernel: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    num_warps: int
+    num_stages: int
+
+    def prepare(self, device: torch.device) -> Callable[..., None]:
+        """Compiles for a device unless that was done, and returns `launcher(grid, *arguments)`."""
+        launcher = _launchers.get((self, device))
+        if launcher is None:
+            with _lock:
+                launcher = _launchers.get((self, device))
+                if launcher is None:
+                    launcher = _launchers[self, device] = self._launcher(device)
+        return launcher
+
+    def launch(self, device: torch.device, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Runs on the device's current stream."""
+        launcher = _launchers.get((self, device)) or self.prepare(device)
+        launcher((*grid, 1, 1)[:3], *arguments)
+
+    def _launcher(self, device: torch.device) -> Callable[..., None]:
+        next(_compilations)
+        function = _kernels[self.kernel].function
+        constants = dict(self.constants)
+        if interpreting():
+            return lambda grid, *arguments: function[grid](*arguments, **constants)
+
+        from triton.runtime import driver
+
+        constant_values = tuple(constants.values())
+        index = device.index
+        with torch.cuda.device(device):
+            compiled = self.compile(driver.active.get_current_target())
+            compiled._init_handles()  # load the module now: launching must not
+
+        def launch(grid: tuple[int, int, int], *arguments: Any) -> None:
+            if torch.cuda.current_device() == index:
+                compiled[grid](*arguments, *constant_values)
+            else:
+                with torch.cuda.device(index):
+                    compiled[grid](*arguments, *constant_values)
+
+        return launch
+
+    def compile(self, target: Any) -> Any:
+        """Triton's compiled kernel for a `GPUTarget`; no GPU is needed."""
+        import triton
+        from triton.compiler import ASTSource
+
+        function = _kernels[self.kernel].function
+        signature = dict(self.types) | {name: "constexpr" for name, _ in self.constants}
+        position = {name: index for index, name in enumerate(signature)}
+        source = ASTSource(
+            fn=function,
+            signature=signature,
+            constexprs={(position[name],): value for name, value in self.constants},
+            attrs={(position[name],): [["tt.divisibility", 16]] for name in self.aligned},
+        )
+        options = {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            # Contraction would make bits depend on how a compiler happened to pair operations.
+            "enable_fp_fusion": False,
+        }
+        return triton.compile(source, target=target, options=options)
+
+
+_launchers: dict[tuple[Variant, torch.device], Callable[..., None]] = {}
+
+
+def register(function: Any, *, budget: Budget) -> Kernel:
+    """Registers a `@triton.jit` function under its own name, which must be unique."""
+    kernel = Kernel(function, budget)
+    if kernel.name in _kernels and _kernels[kernel.name].function.__module__ != function.__module__:
+        raise ValueError(f"two kernels are named {kernel.name}")
+    _kernels[kernel.name] = kernel
+    for key in [key for key in _launchers if key[0].kernel == kernel.name]:
+        del _launchers[key]
+    return kernel
+
+
+def registered() -> dict[str, Kernel]:
+    """Every kernel registered so far, by name."""
+    return dict(_kernels)
+
+
+def count_launch(sku: str) -> None:
+    """Counts one launch of a plan; thread-safe."""
+    counter = _launches.get(sku)
+    if counter is None:
+        counter = _launches.setdefault(sku, itertools.count())
+    next(counter)
+
+
+def launches() -> dict[str, int]:
+    """How often each plan has launched in this process, by SKU."""
+    return {sku: _count(counter) for sku, counter in _launches.items()}
+
+
+def compilations() -> int:
+    """How many kernels this process has compiled or loaded for a device."""
+    return _count(_compilations)
+
+
+def _count(counter: itertools.count) -> int:
+    return int(repr(counter)[6:-1])
+
+
+def build(variant: Variant, target: str) -> Build:
+    """Compiles for a named target and reports what the machine code uses.
+
+    Registers and spills come from the machine code itself: `cuobjdump` for NVIDIA, the code
+    object's own metadata for AMD.
+    """
+    if target not in TARGETS:
+        raise Unsupported(f"build: unknown target {target!r}; known are {', '.join(TARGETS)}")
+    from triton.backends.compiler import GPUTarget
+
+    compiled = variant.compile(GPUTarget(*TARGETS[target]))
+    if "cubin" in compiled.asm:
+        return Build(*_nvidia_usage(compiled.asm["cubin"]), compiled.metadata.shared)
+    text = compiled.asm["amdgcn"]
+    spilled = sum(int(n) for n in re.findall(r"\.private_segment_fixed_size:\s+(\d+)", text))
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
+    return Build(int(registers[1]) if registers else None, spilled, compiled.metadata.shared)
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of local memory (spills and stack) a thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", report)
+    if usage is None:
+        raise RuntimeError(f"cuobjdump reported no resource usage:\n{report}")
+    return int(usage[1]), int(usage[2]) + int(usage[3])

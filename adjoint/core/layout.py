@@ -1,0 +1,96 @@
+"""How several tensors of one shape lie in memory together, for kernels that visit every element once."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Axes(NamedTuple):
+    """The fewest axes that walk all tensors at once: `sizes`, and each tensor's strides by axis."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+
+
+def coalesce(tensors: Sequence[Tensor]) -> Axes:
+    """Merges the axes of tensors of equal shape wherever every tensor allows it.
+
+    Axes of size 1 vanish; the rest are ordered by the last tensor's strides, largest first, so
+    tensors that share a permutation walk like contiguous ones. At least one axis remains.
+
+    >>> import torch
+    >>> x = torch.empty(3, 4, 10)
+    >>> coalesce([x[..., :5], torch.empty(3, 4, 5)])
+    Axes(sizes=(12, 5), strides=((10, 1), (5, 1)))
+    """
+    shape = tensors[0].shape
+    leader = tensors[-1].stride()
+    order = sorted((axis for axis in range(len(shape)) if shape[axis] != 1), key=lambda axis: -leader[axis])
+    sizes: list[int] = []
+    strides: list[list[int]] = [[] for _ in tensors]
+    for axis in order:
+        steps = [tensor.stride(axis) for tensor in tensors]
+        if sizes and all(row[-1] == step * shape[axis] for row, step in zip(strides, steps, strict=True)):
+            sizes[-1] *= shape[axis]
+            for row, step in zip(strides, steps, strict=True):
+                row[-1] = step
+        else:
+            sizes.append(shape[axis])
+            for row, step in zip(strides, steps, strict=True):
+                row.append(step)
+    if not sizes:
+        return Axes((1,), tuple((1,) for _ in tensors))
+    return Axes(tuple(sizes), tuple(tuple(row) for row in strides))
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two indices of a tensor may share memory, as after `expand`. Never says no wrongly."""
+    reach = 0
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors, neither of which overlaps itself, may have an element in common.
+
+    Two halves of one packed tensor have address ranges that meet, and no element in common: tensors
+    with equal strides are compared exactly, others by their ranges.
+    """
+    if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
+        return False
+    a, b = _range(first), _range(second)
+    if a[1] <= b[0] or b[1] <= a[0]:
+        return False
+    if first.stride() != second.stride() or first.element_size() != second.element_size():
+        return True
+    distance = abs(first.data_ptr() - second.data_ptr())
+    if distance % first.element_size():
+        return True
+    return _reachable(distance // first.element_size(), first)
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def _reachable(distance: int, tensor: Tensor) -> bool:
+    """Whether two elements of a tensor that does not overlap itself lie `distance` elements apart."""
+    axes = sorted(
+        ((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1),
+        reverse=True,
+    )
+
+    def spans(rest: int, depth: int) -> bool:
+        if depth == len(axes):
+            return rest == 0
+        stride, size = axes[depth]
+        steps = (rest // stride, rest // stride + 1)  # inner axes reach less far than one outer step
+        return any(step < size and spans(abs(rest - step * stride), depth + 1) for step in steps)
+
+    return spans(distance, 0)

@@ -1,0 +1,484 @@
+"""Problem -> Plan: which kernel serves a call, with which guarantee, and why.
+
+An `Operator` is one direction of an op (`swiglu`, `swiglu_backward`). It lists `Candidate`s, best
+first. A `Problem` is what metadata tells about a call and a choice may depend on. `select` takes the
+first candidate that accepts the problem and meets the preference; the result is a `Plan`.
+
+A plan's parameters come in two kinds. Numeric ones change bits: they are part of the SKU and may
+depend on the item's own size and dtype alone. Schedule ones (warps, tiles along independent axes) may
+depend on anything, because they do not change a bit, which `verify` asserts. They are reviewed JSON,
+by GPU name, beside the kernels.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.core import kernels
+from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.guarantee import Guarantee
+from adjoint.core.preference import Preference, parse, resolve
+
+
+class Problem(NamedTuple):
+    """What a choice of plan may depend on. Hashable, cheap to build, and nothing else is looked at.
+
+    `sizes` holds only sizes the choice or the workspace depends on: an op whose plans fit every size
+    leaves it empty. `options` are the operator's arguments after its tensors.
+    """
+
+    op: str
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    layout: str = ""
+    sizes: tuple[int, ...] = ()
+    options: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.op} on {self.device}", "/".join(short(dtype) for dtype in self.dtypes)]
+        parts += [self.layout] * bool(self.layout) + [f"sizes {self.sizes}"] * bool(self.sizes)
+        parts += [f"options {self.options}"] * bool(self.options)
+        return ", ".join(parts)
+
+    def differences(self, other: "Problem") -> list[str]:
+        """Each field in which another problem differs, in words."""
+        return [
+            f"{name} is {_words(theirs)}, the plan was made for {_words(mine)}"
+            for name, mine, theirs in zip(self._fields, self, other, strict=True)
+            if mine != theirs
+        ]
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_words, value)) + ")"
+    return short(value) if isinstance(value, torch.dtype) else str(value)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute an operator. A family's `plans.py` holds these, and nothing else decides.
+
+    Attributes:
+        name: unique within the operator; what `Preference(plan=...)` names.
+        backend: "triton" or "eager".
+        kernel: the function that does the work.
+        revision: goes up when the kernel's bits change.
+        refuse: why it cannot serve a problem; empty when it can.
+        guarantee: what each output promises for a problem, by output name.
+        run: `run(plan, arguments, outputs, workspace)` computes and returns the outputs; where
+            `outputs` is None it allocates them (`plan.allocate`).
+        prepare: compiles whatever `run` will launch.
+        numeric: the parameters that change bits.
+        schedules: the parameters that do not, by GPU.
+        workspace_bytes: scratch needed; None where a library allocates what it likes.
+    """
+
+    name: str
+    backend: str
+    kernel: str
+    revision: int
+    refuse: Callable[[Problem], str]
+    guarantee: Callable[[Problem], Mapping[str, Guarantee]]
+    run: Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
+    prepare: Callable[["Plan"], None] = lambda plan: None
+    numeric: Callable[[Problem], Mapping[str, Any]] = lambda problem: {}
+    schedules: "Schedules | None" = None
+    workspace_bytes: Callable[[Problem], int | None] = lambda problem: 0
+
+
+@dataclass
+class Operator:
+    """One direction of an op: its arguments, its outputs and its candidates. Made by `define`.
+
+    Attributes:
+        name: as registered, `torch.ops.adjoint.<name>`.
+        outputs: the names of what it returns, or of what it overwrites.
+        tensors: the names of its tensor arguments, which come first.
+        check: raises `ArgumentError` for arguments whose metadata is wrong.
+        allocate: empty outputs for given arguments; the shape function is the same code.
+        describe: the `Problem` of given arguments.
+        candidates: best first; a function, so that no kernel module is imported to define an op.
+        call: the registered operator.
+    """
+
+    name: str
+    outputs: tuple[str, ...]
+    tensors: tuple[str, ...]
+    check: Callable[..., None]
+    allocate: Callable[..., tuple[Tensor, ...]]
+    describe: Callable[..., Problem]
+    candidates: Callable[[], tuple[Candidate, ...]]
+    call: Any = None
+    _plans: dict[tuple[Problem, str], "Plan"] = field(default_factory=dict, repr=False)
+
+    def launch(self, arguments: tuple[Any, ...], preference: str) -> tuple[Tensor, ...]:
+        """Chooses a plan and runs it; what the registered operator does on every device."""
+        problem = self.describe(*arguments)
+        plan = self._plans.get((problem, preference))
+        if plan is None:
+            plan = select(self, problem, preference)
+        return plan.execute(arguments, None, None)
+
+
+_CACHED_PLANS = 4096
+_lock = threading.Lock()
+
+
+def select(operator: Operator, problem: Problem, preference: str) -> "Plan":
+    """The first candidate that accepts the problem and meets the preference, as a plan."""
+    plan = operator._plans.get((problem, preference))
+    if plan is not None:
+        return plan
+    wanted = parse(preference)
+    verdicts: list[tuple[Candidate, str]] = [
+        (candidate, _objection(operator, candidate, problem, wanted)) for candidate in operator.candidates()
+    ]
+    taken = next((candidate for candidate, objection in verdicts if not objection), None)
+    if taken is None:
+        raise Unsupported(
+            f"{operator.name}: no plan for {problem} meets the preference "
+            f"({preference or 'none given'}). Candidates:\n"
+            + "\n".join(f"  {candidate.name}: {objection}" for candidate, objection in verdicts)
+        )
+    others = tuple(
+        (candidate.name, objection or f"would do, but ranks after {taken.name}")
+        for candidate, objection in verdicts
+        if candidate is not taken
+    )
+    plan = Plan(operator, taken, problem, preference, others)
+    with _lock:
+        while len(operator._plans) >= _CACHED_PLANS:
+            operator._plans.pop(next(iter(operator._plans)))
+        return operator._plans.setdefault((problem, preference), plan)
+
+
+def _objection(operator: Operator, candidate: Candidate, problem: Problem, wanted: Preference) -> str:
+    """Why a candidate is not taken; empty when it may be."""
+    if wanted.backend is not None and candidate.backend != wanted.backend:
+        return f"its backend is {candidate.backend}, the preference asks for {wanted.backend}"
+    if wanted.plan is not None and candidate.name != wanted.plan:
+        return f"the preference asks for the plan {wanted.plan}"
+    if reason := candidate.refuse(problem):
+        return reason
+    for output, guarantee in candidate.guarantee(problem).items():
+        for flag in ("repeatable", "batch_invariant", "device_invariant"):
+            if getattr(wanted, flag) and not getattr(guarantee, flag):
+                return f"{output} is not {flag}"
+    limit = wanted.max_workspace_bytes
+    if limit is not None:
+        needed = candidate.workspace_bytes(problem)
+        if needed is None:
+            return f"its workspace is the library's affair, the preference allows {limit} bytes"
+        if needed > limit:
+            return f"needs a workspace of {needed} bytes, the preference allows {limit}"
+    return ""
+
+
+class Schedules:
+    """Schedule parameters by kernel and GPU, from the reviewed JSON beside a family's kernels.
+
+    The file maps a GPU's name, or "default" for one nobody tuned, to parameters by kernel.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _by_gpu(self) -> dict[str, dict[str, dict[str, int]]]:
+        return json.loads(self._path.read_text(encoding="utf-8"))
+
+    def lookup(self, kernel: str, device: torch.device) -> dict[str, int]:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+        tuned = self._by_gpu.get(name, {})
+        return dict(tuned.get(kernel) or self._by_gpu["default"][kernel])
+
+
+class Sku(NamedTuple):
+    """The identity of a plan: plans with equal SKUs give equal bits."""
+
+    op: str
+    backend: str
+    kernel: str
+    revision: int
+    arch: str
+    elements: str
+    layout: str
+    numeric: str
+
+    def __str__(self) -> str:
+        return "/".join((self.op, self.backend, self.kernel, f"r{self.revision}", *filter(None, self[4:])))
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture of a device, as kernels are built for it: "sm_90", "gfx942", or its type."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A candidate bound to a problem. Owns no memory. `print(plan)` says why this one.
+
+    Attributes:
+        adjoint: the plan of the backward, when there is one.
+        memo: what the candidate keeps between launches, such as compiled kernels; never tensors.
+    """
+
+    operator: Operator
+    candidate: Candidate
+    problem: Problem
+    preference: str
+    others: tuple[tuple[str, str], ...]
+    adjoint: "Plan | None" = None
+    overrides: tuple[tuple[str, int], ...] = ()
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+    @property
+    def backend(self) -> str:
+        return self.candidate.backend
+
+    @cached_property
+    def sku(self) -> Sku:
+        numeric = self.candidate.numeric(self.problem)
+        return Sku(
+            self.operator.name,
+            self.candidate.backend,
+            self.candidate.kernel,
+            self.candidate.revision,
+            architecture(self.problem.device),
+            "+".join(short(dtype) for dtype in self.problem.dtypes),
+            self.problem.layout,
+            ",".join(f"{name}={value}" for name, value in numeric.items()),
+        )
+
+    @cached_property
+    def _sku_text(self) -> str:
+        return str(self.sku)
+
+    @cached_property
+    def guarantee(self) -> Mapping[str, Guarantee]:
+        return self.candidate.guarantee(self.problem)
+
+    @cached_property
+    def workspace_bytes(self) -> int | None:
+        return self.candidate.workspace_bytes(self.problem)
+
+    @cached_property
+    def schedule(self) -> dict[str, int]:
+        schedules = self.candidate.schedules
+        looked_up = schedules.lookup(self.candidate.kernel, self.problem.device) if schedules else {}
+        return looked_up | dict(self.overrides)
+
+    def with_schedule(self, **parameters: int) -> "Plan":
+        """The same plan under other schedule parameters: the same bits, another speed."""
+        unknown = sorted(set(parameters) - set(self.schedule))
+        if unknown:
+            raise ArgumentError(
+                f"{self.operator.name}: plan {self.name} has no schedule parameter {', '.join(unknown)}; "
+                f"it has {', '.join(self.schedule) or 'none'}"
+            )
+        return replace(self, overrides=tuple(parameters.items()), memo={})
+
+    def can_implement(self, *tensors: Tensor) -> None:
+        """Raises `ArgumentError` for wrong arguments, `Unsupported` for another problem than the plan's."""
+        names = self.operator.tensors
+        if len(tensors) != len(names):
+            raise ArgumentError(
+                f"{self.operator.name}: the plan takes {len(names)} tensors ({', '.join(names)}), got {len(tensors)}"
+            )
+        arguments = (*tensors, *self.problem.options)
+        self.operator.check(*arguments)
+        problem = self.operator.describe(*arguments)
+        if tensors[0].device.type == "meta":
+            problem = problem._replace(device=self.problem.device)
+        if problem != self.problem:
+            raise Unsupported(
+                f"{self.operator.name}: the plan {self.name} was not made for this problem: "
+                + "; ".join(self.problem.differences(problem))
+            )
+
+    def prepare(self) -> "Plan":
+        """Compiles everything `run` launches, here and in the adjoint; returns the plan."""
+        self.candidate.prepare(self)
+        if self.adjoint is not None:
+            self.adjoint.prepare()
+        return self
+
+    def run(
+        self,
+        *tensors: Tensor,
+        out: Tensor | tuple[Tensor, ...] | None = None,
+        workspace: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Computes the outputs from the operator's tensors, in its order; no gradient is recorded.
+
+        After `prepare()`, with `out=` and, where `workspace_bytes` is not 0, `workspace=` (any
+        contiguous tensor of at least that many bytes), a kernel plan compiles nothing, allocates
+        nothing and never waits for the device.
+        """
+        with torch.no_grad():
+            self.can_implement(*tensors)
+            arguments = (*tensors, *self.problem.options)
+            outputs = None
+            if out is not None:
+                outputs = out if isinstance(out, tuple) else (out,)
+                self._check_outputs(arguments, outputs)
+            if workspace is not None:
+                self._check_workspace(workspace)
+            results = self.execute(arguments, outputs, workspace)
+        return results[0] if len(results) == 1 else results
+
+    def execute(
+        self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`run` without its checks, on the operator's arguments, options included."""
+        if self.candidate.backend == "triton":
+            kernels.count_launch(self._sku_text)
+        return self.candidate.run(self, arguments, outputs, workspace)
+
+    def allocate(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        return self.operator.allocate(*arguments)
+
+    def _check_outputs(self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        like = self.operator.allocate(
+            *(a.to("meta") if isinstance(a, Tensor) else a for a in arguments)
+        )
+        op = self.operator.name
+        if len(outputs) != len(like):
+            raise ArgumentError(f"{op}: out= must hold {len(like)} tensors, got {len(outputs)}")
+        device = next(a.device for a in arguments if isinstance(a, Tensor))
+        for name, got, expected in zip(self.operator.outputs, outputs, like, strict=True):
+            if tuple(got.shape) != tuple(expected.shape):
+                raise ArgumentError(
+                    f"{op}: out= for {name} must have shape {tuple(expected.shape)}, got {tuple(got.shape)}"
+                )
+            if got.dtype != expected.dtype:
+                raise ArgumentError(f"{op}: out= for {name} must be {short(expected.dtype)}, got {short(got.dtype)}")
+            if got.device != device:
+                raise ArgumentError(f"{op}: out= for {name} must be on {device}, got {got.device}")
+            if got.stride() != expected.stride() and got.numel() > 1:
+                raise ArgumentError(
+                    f"{op}: out= for {name} must have strides {expected.stride()}, got {got.stride()}"
+                )
+
+    def _check_workspace(self, workspace: Tensor) -> None:
+        op, needed = self.operator.name, self.workspace_bytes
+        if needed is None:
+            raise ArgumentError(f"{op}: plan {self.name} takes no workspace=; the library behind it allocates its own")
+        if workspace.device != self.problem.device or not workspace.is_contiguous():
+            raise ArgumentError(
+                f"{op}: workspace= must be contiguous and on {self.problem.device}, got {workspace.device}"
+            )
+        got = workspace.numel() * workspace.element_size()
+        if got < needed:
+            raise ArgumentError(f"{op}: workspace= is too small: {needed} bytes are needed, got {got}")
+
+    def __str__(self) -> str:
+        lines = [
+            f"problem    {self.problem}",
+            f"preference {self.preference or 'none'}",
+            f"plan       {self.name}: the first of {len(self.others) + 1} candidates, best first, that fits",
+            f"sku        {self.sku}",
+            f"workspace  {'the library allocates its own' if self.workspace_bytes is None else f'{self.workspace_bytes} bytes'}",
+        ]
+        if self.schedule:
+            lines.append("schedule   " + ", ".join(f"{k}={v}" for k, v in self.schedule.items()))
+        for output, guarantee in self.guarantee.items():
+            first, *rest = str(guarantee).splitlines()
+            lines += [f"guarantee  {output}: {first}", *(f"           {line}" for line in rest)]
+        lines += [f"not taken  {name}: {reason}" for name, reason in self.others]
+        if self.adjoint is not None:
+            lines += ["adjoint", *(f"  {line}" for line in str(self.adjoint).splitlines())]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of a public function amounts to: operators and arguments.
+
+    `adjoint_arguments` gives, for the forward's outputs, the arguments of the adjoint when every
+    gradient is wanted and the upstream gradient is laid out like the output.
+    """
+
+    operator: Operator
+    arguments: tuple[Any, ...]
+    adjoint: Operator | None = None
+    adjoint_arguments: Callable[[tuple[Tensor, ...]], tuple[Any, ...]] | None = None
+
+
+_public: dict[Any, Callable[..., Call]] = {}
+
+
+def publish(function: Any, bind: Callable[..., Call]) -> None:
+    """Makes a public function known to `plan`; `bind` takes the same arguments and validates them."""
+    _public[function] = bind
+
+
+def plan(
+    function: Any,
+    *arguments: Any,
+    preference: Preference | None = None,
+    device: torch.device | str | None = None,
+    **keywords: Any,
+) -> Plan:
+    """The plan a call of a public function would use, with its adjoint; nothing is computed.
+
+    Args:
+        function: a public op, such as `adjoint.swiglu`.
+        arguments: as for the call; meta tensors will do.
+        preference: narrows the choice, over what `prefer(...)` asks.
+        device: where the op would run, for meta tensors; by default the GPU if there is one.
+        keywords: as for the call.
+
+    Raises:
+        ArgumentError: the arguments are wrong.
+        Unsupported: no candidate meets the preference; lists each with its reason.
+    """
+    bind = _public.get(function)
+    if bind is None:
+        names = ", ".join(sorted(f.__name__ for f in _public))
+        raise ArgumentError(f"plan: {getattr(function, '__name__', function)!r} is not an op; ops are {names}")
+    call = bind(*arguments, **keywords)
+    tensors = [a for a in call.arguments if isinstance(a, Tensor)]
+    target = _target_device(tensors[0].device, device)
+    text = resolve(preference)
+
+    def choose(operator: Operator, arguments: tuple[Any, ...]) -> Plan:
+        return select(operator, operator.describe(*arguments)._replace(device=target), text)
+
+    chosen = choose(call.operator, call.arguments)
+    if call.adjoint is None or call.adjoint_arguments is None:
+        return chosen
+    outputs = call.operator.allocate(*(a.to("meta") if isinstance(a, Tensor) else a for a in call.arguments))
+    return replace(chosen, adjoint=choose(call.adjoint, call.adjoint_arguments(outputs)))
+
+
+def _target_device(actual: torch.device, asked: torch.device | str | None) -> torch.device:
+    if actual.type != "meta":
+        if asked is not None:
+            raise ArgumentError(f"plan: device= is for meta tensors; these are on {actual}")
+        return actual
+    target = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if target.type == "cuda" and target.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return target

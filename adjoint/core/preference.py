@@ -1,0 +1,149 @@
+"""What a caller asks of a plan: `Preference`, and `prefer(...)` for a whole block.
+
+A preference travels as a short string. Schemas of operators take no Python objects, and the backward,
+which runs on autograd's own thread, must not depend on a context that is not there: so the public
+function resolves the preference once, and hands the same string to forward and backward.
+
+The ambient preference lives in a thread-local *instance* attribute: `torch.compile` traces that and
+guards on its value, which it does for no `ContextVar` and for no class attribute of a thread-local.
+"""
+
+import threading
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from adjoint.core.errors import ArgumentError
+
+BACKENDS = ("triton", "eager")
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A request that narrows the choice of plans. A field left alone asks for nothing.
+
+    An explicit request never falls back in silence: when no plan meets it, the call raises
+    `Unsupported` and lists every candidate with its reason.
+
+    Attributes:
+        backend: "triton" or "eager".
+        plan: the name of one plan, as `adjoint.plan(...)` prints it.
+        repeatable: every output must promise the same bits on every run.
+        batch_invariant: every output must promise bits that do not depend on the rest of the batch.
+        device_invariant: every output must promise the same bits on every device.
+        max_workspace_bytes: the plan may need at most this much scratch memory.
+
+    >>> Preference(backend="eager", repeatable=True).text
+    'backend=eager,repeatable'
+    """
+
+    backend: str | None = None
+    plan: str | None = None
+    repeatable: bool = False
+    batch_invariant: bool = False
+    device_invariant: bool = False
+    max_workspace_bytes: int | None = None
+    text: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ArgumentError(
+                f"Preference: backend must be one of {', '.join(map(repr, BACKENDS))}, got {self.backend!r}"
+            )
+        limit = self.max_workspace_bytes
+        if limit is not None and (not isinstance(limit, int) or limit < 0):
+            raise ArgumentError(f"Preference: max_workspace_bytes must be an integer ≥ 0, got {limit!r}")
+        if self.plan is not None and (not isinstance(self.plan, str) or set(self.plan) & set(",=")):
+            raise ArgumentError(f"Preference: plan must be the name of a plan, got {self.plan!r}")
+        object.__setattr__(self, "text", _encode(self))
+
+
+_FIELDS = tuple(f.name for f in fields(Preference) if f.init)
+
+
+def _encode(preference: Preference) -> str:
+    parts = []
+    for name in _FIELDS:
+        value = getattr(preference, name)
+        if value is True:
+            parts.append(name)
+        elif value not in (None, False) or value == 0 and value is not False:
+            parts.append(f"{name}={value}")
+    return ",".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Preference:
+    """The preference a string stands for; the inverse of `Preference.text`."""
+    values: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        values[name] = True if not equals else int(value) if name == "max_workspace_bytes" else value
+    return Preference(**values)
+
+
+@lru_cache(maxsize=1024)
+def _merge(outer: str, inner: str) -> str:
+    if not outer or not inner:
+        return outer or inner
+    asked = {name: value for name in _FIELDS if (value := getattr(parse(inner), name)) not in (None, False)}
+    if parse(inner).max_workspace_bytes == 0:
+        asked["max_workspace_bytes"] = 0
+    kept = {name: getattr(parse(outer), name) for name in _FIELDS}
+    return Preference(**(kept | asked)).text
+
+
+@torch.compiler.assume_constant_result
+def merge(outer: str, inner: str) -> str:
+    """`inner` on top of `outer`: what it asks for replaces, what it leaves alone is kept."""
+    return _merge(outer, inner)
+
+
+class _Ambient(threading.local):
+    def __init__(self) -> None:
+        self.text = ""
+
+
+_ambient = _Ambient()
+
+
+class prefer:
+    """Sets the preference for the calls inside a block, on this thread. Blocks nest.
+
+    >>> with prefer(backend="eager"):
+    ...     with prefer(repeatable=True):
+    ...         resolve(None)
+    'backend=eager,repeatable'
+    """
+
+    def __init__(self, preference: Preference | None = None, /, **fields: Any) -> None:
+        if preference is not None and fields:
+            raise ArgumentError("prefer: give a Preference or its fields, not both")
+        unknown = sorted(set(fields) - set(_FIELDS))
+        if unknown:
+            raise ArgumentError(f"prefer: unknown {', '.join(unknown)}; a Preference has {', '.join(_FIELDS)}")
+        self._text = (preference if preference is not None else Preference(**fields)).text
+        self._outer: list[str] = []
+
+    def __enter__(self) -> "prefer":
+        self._outer.append(_ambient.text)
+        _ambient.text = merge(_ambient.text, self._text)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _ambient.text = self._outer.pop()
+
+
+def resolve(preference: Preference | None) -> str:
+    """The string a call hands to its operators: its own preference over the ambient one.
+
+    `torch.use_deterministic_algorithms(True)` asks for repeatable plans.
+    """
+    text = _ambient.text
+    if preference is not None:
+        text = merge(text, preference.text)
+    if torch.are_deterministic_algorithms_enabled():
+        text = merge(text, "repeatable")
+    return text

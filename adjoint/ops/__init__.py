@@ -1,0 +1,8 @@
+"""The operations, one folder per family.
+
+Every family has the same rooms: the contract (one module per op), `reference`, `eager`, `kernels`,
+`plans` and `cases`. A family listed here is verified, benchmarked and documented with the others.
+"""
+
+FAMILIES = ("activation",)
+"""The families, by folder name."""

@@ -1,0 +1,274 @@
+"""Which kernel serves which activation problem, and what it guarantees."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
+from adjoint.core.kernels import why_not_triton
+from adjoint.core.layout import coalesce
+from adjoint.core.plan import Candidate, Plan, Problem, Schedules
+from adjoint.ops.activation import eager, reference
+from adjoint.ops.activation.packing import unpack
+
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+# ---------------------------------------------------------------------------------------------- layout
+
+
+def layout_of(tensors: list[Tensor]) -> str:
+    """ "rows" when every tensor is rows of adjacent elements, "strided" otherwise."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return "rows"
+    axes = coalesce(tensors)
+    adjacent = all(strides[-1] == 1 for strides in axes.strides) or axes.sizes == (1,)
+    return "rows" if len(axes.sizes) <= 2 and adjacent else "strided"
+
+
+def packed_layout_of(tensors: list[Tensor], packed: list[Tensor], order: str) -> str:
+    """As `layout_of`, and "pairs" when gate and up alternate along rows of adjacent elements.
+
+    `tensors` have the output's shape; `packed` hold gate and up, the output of a backward last.
+    """
+    if order != "interleaved":
+        return layout_of([*tensors, *(half for tensor in packed for half in unpack(tensor, order))])
+    if all(tensor.is_contiguous() for tensor in (*tensors, *packed)):
+        return "pairs"
+    gates = [unpack(tensor, order)[0] for tensor in packed]
+    axes = coalesce([*gates, *tensors])
+    strides = [row[-1] for row in axes.strides]
+    alternate = strides == [2] * len(packed) + [1] * len(tensors)
+    return "pairs" if len(axes.sizes) <= 2 and alternate else "strided"
+
+
+# ------------------------------------------------------------------------------------------- guarantee
+
+ULP: Mapping[str, Mapping[torch.dtype, Mapping[str, float]]] = {
+    "eager": {
+        torch.bfloat16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
+        torch.float16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
+    },
+    "triton": {
+        torch.bfloat16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
+        torch.float16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
+    },
+}
+"""Largest error in ulp over every 16-bit input, by backend, dtype and kind of output."""
+
+SPECIAL_VALUES = (
+    "silu(±0) = ±0, silu(+∞) = +∞, silu(−∞) = −0, silu'(−∞) = −0, silu'(+∞) = 1, NaN gives NaN; "
+    "the products with up and the upstream gradient are IEEE products"
+)
+
+
+def _error(backend: str, dtype: torch.dtype, kind: str, bound: Callable[..., Tensor]) -> ErrorStatement:
+    """The statement for an output of a kind: "y", "dgate" (a slope) or "dup" (a value)."""
+    if dtype in ULP[backend]:
+        over = f"every {str(dtype).removeprefix('torch.')} gate × a spread of other factors"
+        return Enumerated(ULP[backend][dtype][kind], over)
+    if backend == "eager" and dtype == torch.float32:
+        scale = 1 + 2**-20  # float64 arithmetic, one rounding
+    else:
+        scale = 80 if kind == "dgate" else 40
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    unit = torch.finfo(dtype).eps / 2
+    formula = {
+        "y": "|silu(gate)·up| + η·(2 + |gate| + |up|)",
+        "dgate": "|dy·up|·(σ + |gate|·σ·(1−σ)) + η·(2 + 4|dy| + 4|up|)",
+        "dup": "|dy·silu(gate)| + η·(2 + |gate| + |dy|)",
+    }[kind]
+    name = f"{scale:.3g}·{unit:.3g}·{formula}, η = {tiny:.3g}"
+    return Derived(name, lambda *inputs: bound(*inputs, scale * unit, tiny))
+
+
+def _value_bound(gate: Tensor, factor: Tensor, relative: float, tiny: float) -> Tensor:
+    """For silu(gate)·factor: every operation rounds once, products may underflow."""
+    return relative * (reference.silu(gate) * factor).abs() + tiny * (2 + gate.abs() + factor.abs())
+
+
+def _slope_bound(dy: Tensor, gate: Tensor, up: Tensor, relative: float, tiny: float) -> Tensor:
+    """For dy·up·silu'(gate): silu' has a root, so the bound is relative to the sum of its terms' sizes."""
+    s = reference.sigmoid(gate)
+    terms = s + gate.abs() * s * reference.sigmoid(-gate)
+    return relative * (dy * up).abs() * terms + tiny * (2 + 4 * dy.abs() + 4 * up.abs())
+
+
+def _bounds() -> dict[str, dict[str, tuple[str, Callable[..., Tensor]]]]:
+    """For each operator and output: the kind of output, and its bound from the reference's inputs."""
+
+    def packed_value(packed: Tensor, order: str, relative: float, tiny: float) -> Tensor:
+        return _value_bound(*reference.unpack(packed, order), relative, tiny)
+
+    def packed_gradient(dy: Tensor, packed: Tensor, order: str, relative: float, tiny: float) -> Tensor:
+        gate, up = reference.unpack(packed, order)
+        to_gate = _slope_bound(dy, gate, up, relative, tiny)
+        return reference.pack(to_gate, _value_bound(gate, dy, relative, tiny), order)
+
+    one = torch.ones((), dtype=torch.float64)
+    return {
+        "silu": {"y": ("y", lambda x, r, t: _value_bound(x, one.to(x.device), r, t))},
+        "silu_backward": {"dx": ("dgate", lambda dy, x, r, t: _slope_bound(dy, x, one.to(x.device), r, t))},
+        "swiglu": {"y": ("y", _value_bound)},
+        "swiglu_backward": {
+            "dgate": ("dgate", _slope_bound),
+            "dup": ("dup", lambda dy, gate, up, r, t: _value_bound(gate, dy, r, t)),
+        },
+        "swiglu_packed": {"y": ("y", packed_value)},
+        "swiglu_packed_backward": {"dpacked": ("dgate", packed_gradient)},
+    }
+
+
+_BOUNDS = _bounds()
+
+
+def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
+    """What each output of an operator promises."""
+    operator = problem.op.removesuffix("_reuse")
+    dtype = problem.dtypes[0]
+    wide = "float64" if backend == "eager" or dtype == torch.float64 else "float32"
+    return {
+        output: Guarantee(
+            repeatable=True,
+            batch_invariant="element" if backend == "triton" else "",
+            device_invariant=False,
+            accumulator=wide,
+            roundings=1,
+            error=_error(backend, dtype, kind, bound),
+            domain="every input; finite wherever the exact result is in range",
+            special_values=SPECIAL_VALUES,
+        )
+        for output, (kind, bound) in _BOUNDS[operator].items()
+    }
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _kernels() -> Any:
+    """The kernel module, imported on first use: it imports Triton."""
+    from adjoint.ops.activation import kernels
+
+    return kernels
+
+
+Launch = Callable[[Any, Plan, tuple[Any, ...], tuple[Tensor, ...]], None]
+"""`launch(kernels, plan, arguments, outputs)` runs a Triton plan."""
+
+
+def _triton(layout: str, kernel: str, launch: Launch) -> Candidate:
+    def refuse(problem: Problem) -> str:
+        if problem.layout != layout:
+            return f"reads tensors laid out as {layout}, these are {problem.layout}"
+        return why_not_triton(problem.device)
+
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        launch(_kernels(), plan, arguments, outputs)
+        return outputs
+
+    return Candidate(
+        name=f"triton.{layout}",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=refuse,
+        guarantee=lambda problem: guarantee("triton", problem),
+        run=run,
+        prepare=lambda plan: _kernels().prepare(plan),
+        schedules=_SCHEDULES,
+    )
+
+
+def _eager(compute: Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]) -> Candidate:
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        compute(arguments, outputs)
+        return outputs
+
+    return Candidate(
+        name="eager",
+        backend="eager",
+        kernel="pytorch",
+        revision=1,
+        refuse=lambda problem: "",
+        guarantee=lambda problem: guarantee("eager", problem),
+        run=run,
+        workspace_bytes=lambda problem: None,
+    )
+
+
+def _candidates(direction: str, launch: Launch, compute: Any, pairs: Launch | None = None) -> tuple[Candidate, ...]:
+    """The candidates of an operator, best first."""
+    alternating = (_triton("pairs", f"swiglu_{direction}_pairs", pairs),) if pairs is not None else ()
+    return (
+        _triton("rows", f"silu_{direction}_rows", launch),
+        *alternating,
+        _triton("strided", f"silu_{direction}_strided", launch),
+        _eager(compute),
+    )
+
+
+_BOTH = 3  # the bit mask of gradients: gate and up
+
+
+def _wanted(need: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(output if need >> bit & 1 else None for bit, output in enumerate(outputs))
+
+
+SILU = _candidates(
+    "forward",
+    lambda k, plan, a, out: k.forward(plan, a[0], None, out[0]),
+    lambda a, out: eager.forward(a[0], None, out[0]),
+)
+SILU_BACKWARD = _candidates(
+    "backward",
+    lambda k, plan, a, out: k.backward(plan, a[0], a[1], None, out[0], None, _BOTH),
+    lambda a, out: eager.backward(a[0], a[1], None, out[0], None),
+)
+SILU_BACKWARD_REUSE = _candidates(
+    "backward",
+    lambda k, plan, a, out: k.backward(plan, a[0], a[1], None, a[1], None, _BOTH),
+    lambda a, out: eager.backward(a[0], a[1], None, a[1], None),
+)
+SWIGLU = _candidates(
+    "forward",
+    lambda k, plan, a, out: k.forward(plan, a[0], a[1], out[0]),
+    lambda a, out: eager.forward(a[0], a[1], out[0]),
+)
+SWIGLU_BACKWARD = _candidates(
+    "backward",
+    lambda k, plan, a, out: k.backward(plan, *a[:3], *out, a[3]),
+    lambda a, out: eager.backward(*a[:3], *_wanted(a[3], out)),
+)
+SWIGLU_BACKWARD_REUSE = _candidates(
+    "backward",
+    lambda k, plan, a, out: k.backward(plan, *a, a[1], a[2], _BOTH),
+    lambda a, out: eager.backward(*a, a[1], a[2]),
+)
+SWIGLU_PACKED = _candidates(
+    "forward",
+    lambda k, plan, a, out: k.forward(plan, *unpack(*a), out[0]),
+    lambda a, out: eager.forward(*unpack(*a), out[0]),
+    lambda k, plan, a, out: k.forward_pairs(plan, a[0], out[0]),
+)
+SWIGLU_PACKED_BACKWARD = _candidates(
+    "backward",
+    lambda k, plan, a, out: k.backward(plan, a[0], *unpack(*a[1:]), *unpack(out[0], a[2]), _BOTH),
+    lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(out[0], a[2])),
+    lambda k, plan, a, out: k.backward_pairs(plan, a[0], a[1], out[0]),
+)
+SWIGLU_PACKED_BACKWARD_REUSE = _candidates(
+    "backward",
+    lambda k, plan, a, out: k.backward(plan, a[0], *unpack(*a[1:]), *unpack(*a[1:]), _BOTH),
+    lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(*a[1:])),
+    lambda k, plan, a, out: k.backward_pairs(plan, a[0], a[1], a[1]),
+)

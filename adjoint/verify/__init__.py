@@ -1,0 +1,1 @@
+"""The checks every op goes through, in CI and on the user's own machine."""

@@ -1,0 +1,66 @@
+"""One correction to Triton's interpreter: bfloat16.
+
+The interpreter of Triton 3.6 to 3.9 keeps bfloat16 as raw 16-bit integers. It truncates float32 to
+bfloat16 where the hardware rounds to nearest even, converts other types by their bits, and
+multiplies matrices of raw bits. `correct_bfloat16()` replaces its conversions and its product; it
+touches nothing outside the interpreter, and nothing in versions it was not written for.
+"""
+
+from typing import Any
+
+import numpy as np
+
+LAST_VERSION_WITH_FAULT = (3, 9)
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bit patterns as float32 values: exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """float32 values as bfloat16 bit patterns, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def correct_bfloat16() -> bool:
+    """Applies the correction in this process; returns whether this version of Triton needs it."""
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version > LAST_VERSION_WITH_FAULT:
+        return False
+    builder: Any = interpreter.InterpreterBuilder
+    if getattr(builder, "bfloat16_corrected", False):
+        return True
+    handle = interpreter.TensorHandle
+    cast, convert, dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
+
+    def as_float32(source: Any) -> Any:
+        return handle(widen(source.data), tl.float32) if source.dtype.scalar == tl.bfloat16 else source
+
+    def through_float32(original: Any) -> Any:
+        def replacement(self: Any, source: Any, destination: Any, *rest: Any) -> Any:
+            if tl.bfloat16 not in (source.dtype.scalar, destination.scalar):
+                return original(self, source, destination, *rest)
+            if source.dtype.scalar == destination.scalar:
+                return source
+            values = as_float32(source).data
+            if destination.scalar == tl.bfloat16:
+                return handle(narrow(values.astype(np.float32)), tl.bfloat16)
+            return handle(values.astype(interpreter._get_np_dtype(destination)), destination.scalar)
+
+        return replacement
+
+    def corrected_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, as_float32(a), as_float32(b), *rest)
+
+    builder.cast_impl = through_float32(cast)
+    builder.create_fp_to_fp = through_float32(convert)
+    builder.create_dot = corrected_dot
+    builder.bfloat16_corrected = True
+    return True
