@@ -34,6 +34,9 @@ MAX_AXES = 4
 MAX_ELEMENTS = 2**30
 """Elements a strided launch visits: its linear index is an int32, blocks past the end included."""
 
+MAX_GRID_Y = 65_535
+"""Programs along a grid's second axis, on every GPU."""
+
 NEED_GATE, NEED_UP = 1, 2
 
 
@@ -47,38 +50,68 @@ def widen(value):
 
 
 @triton.jit
-def half_exponential(x, NARROW: tl.constexpr):
-    """e^−|x|/2 for |x| ≤ 2048.
-
-    The hardware's exponential rounds x·log₂e first, an error that grows with |x|: harmless when the
-    result is rounded to 16 bits (NARROW); otherwise n = round(x·log₂e) is taken out exactly.
-    """
-    exponent = -0.5 * tl.abs(x)
-    if x.dtype == tl.float64 or NARROW:
-        return tl.exp(exponent)
+def exponential_2(x, NATIVE: tl.constexpr):
+    """2^x. NVIDIA's instruction; portable code spends three more on subnormal results, which no use here has."""
+    if NATIVE and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
-        n = tl.floor(exponent * 1.4426950408889634 + 0.5)
-        rest = (exponent - n * 0.693145751953125) - n * 1.428606765330187e-06
-        return tl.exp2(rest * 1.4426950408889634) * tl.exp2(n)
+        return tl.exp2(x)
 
 
 @triton.jit
-def silu_parts(x, NARROW: tl.constexpr):
-    """silu(x)/d, silu'(x)/d² and d, where d = e^(min(x, 0)/2)."""
-    bounded = tl.where(x < -2048.0, -2048.0, tl.where(x > 2048.0, 2048.0, x))  # NaN stays
-    h = half_exponential(bounded, NARROW)
+def reciprocal(x, NATIVE: tl.constexpr):
+    """1/x for x in [1, 2]. NVIDIA's instruction; portable code spends five more on scaling."""
+    if NATIVE and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def half_exponential(x, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """e^−|x|/2 for |x| ≤ 2048.
+
+    Rounding x·log₂e costs an error that grows with |x|: harmless when the result is rounded to 16
+    bits (NARROW); otherwise n = round(x·log₂e) is taken out exactly.
+    """
+    if x.dtype == tl.float64:
+        return tl.exp(-0.5 * tl.abs(x))
+    elif NARROW:
+        return exponential_2(tl.abs(x) * -0.7213475204444817, NATIVE)
+    else:
+        exponent = -0.5 * tl.abs(x)
+        n = tl.floor(exponent * 1.4426950408889634 + 0.5)
+        rest = (exponent - n * 0.693145751953125) - n * 1.428606765330187e-06
+        return exponential_2(rest * 1.4426950408889634, NATIVE) * exponential_2(n, NATIVE)
+
+
+@triton.jit
+def silu_parts(x, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """silu(x)/d, silu'(x)/d² and d, where d = e^(min(x, 0)/2).
+
+    Maximum and minimum drop a NaN, which h brings back.
+    """
+    bounded = tl.minimum(tl.maximum(x, -2048.0), 2048.0)
+    h = half_exponential(tl.where(x == x, bounded, x), NARROW, NATIVE)
     z = h * h
-    r = 1.0 / (1.0 + z)
+    r = reciprocal(1.0 + z, NATIVE)
     positive = x >= 0
     value = tl.where(positive, x, bounded * h) * r
-    slope = r * (1.0 + bounded * tl.where(positive, z, 1.0) * r)
+    slope = tl.fma(bounded * tl.where(positive, z, 1.0), r, 1.0) * r
     return value, slope, tl.where(positive, 1.0, h)
 
 
 @triton.jit
-def forward_value(gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr):
+def forward_value(gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     """silu(gate)·up."""
-    value, _, d = silu_parts(widen(gate), NARROW)
+    if HAS_UP and NARROW:
+        x = widen(gate)
+        product = tl.maximum(x, -2048.0) * (widen(up) * 0.00390625)
+        h = half_exponential(x, NARROW, NATIVE)
+        r = reciprocal(1.0 + h * h, NATIVE)
+        d = tl.where(x >= 0, 1.0, h)
+        return product * d * r * (d * 256.0)
+    value, _, d = silu_parts(widen(gate), NARROW, NATIVE)
     if HAS_UP:
         return value * (widen(up) * d)
     else:
@@ -86,12 +119,12 @@ def forward_value(gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def backward_values(dy, gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr):
+def backward_values(dy, gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     """dgate = dy·up·silu'(gate) and dup = dy·silu(gate).
 
     The slope, at most 1.1, enters halved: the product overflows only where its value does.
     """
-    value, slope, d = silu_parts(widen(gate), NARROW)
+    value, slope, d = silu_parts(widen(gate), NARROW, NATIVE)
     dy = widen(dy) * d
     if HAS_UP:
         dgate = dy * (widen(up) * d * (0.5 * slope)) * 2.0
@@ -101,18 +134,23 @@ def backward_values(dy, gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def row_and_column(blocks_per_row, BLOCK: tl.constexpr):
-    """The row of this program and the first column of its tile, as int64."""
-    program = tl.program_id(0)
-    return (program // blocks_per_row).to(tl.int64), (program % blocks_per_row).to(tl.int64) * BLOCK
+def row_and_column(ONE_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of this program and the first column of its tile, as int64.
+
+    One row may have any number of tiles; of several rows, the grid's second axis counts the tiles.
+    """
+    if ONE_ROW:
+        return tl.zeros((), tl.int64), tl.program_id(0).to(tl.int64) * BLOCK
+    else:
+        return tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * BLOCK
 
 
 @triton.jit
 def silu_forward_rows(
-    gate, up, y, gate_stride, up_stride, y_stride, columns, blocks_per_row,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    gate, up, y, gate_stride, up_stride, y_stride, columns,
+    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, start = row_and_column(blocks_per_row, BLOCK)
+    row, start = row_and_column(ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     gate += row * gate_stride + start
     up += row * up_stride + start
@@ -120,21 +158,21 @@ def silu_forward_rows(
     if columns - start >= BLOCK:  # no mask: wide accesses whatever the number of columns
         g = tl.load(gate + lane)
         u = tl.load(up + lane) if HAS_UP else g
-        tl.store(y + lane, forward_value(g, u, HAS_UP, NARROW).to(g.dtype))
+        tl.store(y + lane, forward_value(g, u, HAS_UP, NARROW, NATIVE).to(g.dtype))
     else:
         inside = lane < columns - start
         g = tl.load(gate + lane, inside)
         u = tl.load(up + lane, inside) if HAS_UP else g
-        tl.store(y + lane, forward_value(g, u, HAS_UP, NARROW).to(g.dtype), inside)
+        tl.store(y + lane, forward_value(g, u, HAS_UP, NARROW, NATIVE).to(g.dtype), inside)
 
 
 @triton.jit
 def silu_backward_rows(
     dy, gate, up, dgate, dup, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    columns, blocks_per_row, need,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    columns, need,
+    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, start = row_and_column(blocks_per_row, BLOCK)
+    row, start = row_and_column(ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     dy += row * dy_stride + start
     gate += row * gate_stride + start
@@ -146,7 +184,7 @@ def silu_backward_rows(
     if columns - start >= BLOCK:
         g = tl.load(gate + lane)
         u = tl.load(up + lane, need_gate) if HAS_UP else g
-        dg, du = backward_values(tl.load(dy + lane), g, u, HAS_UP, NARROW)
+        dg, du = backward_values(tl.load(dy + lane), g, u, HAS_UP, NARROW, NATIVE)
         tl.store(dgate + lane, dg.to(g.dtype), need_gate)
         if HAS_UP:
             tl.store(dup + lane, du.to(g.dtype), need_up)
@@ -154,7 +192,7 @@ def silu_backward_rows(
         inside = lane < columns - start
         g = tl.load(gate + lane, inside)
         u = tl.load(up + lane, inside & need_gate) if HAS_UP else g
-        dg, du = backward_values(tl.load(dy + lane, inside), g, u, HAS_UP, NARROW)
+        dg, du = backward_values(tl.load(dy + lane, inside), g, u, HAS_UP, NARROW, NATIVE)
         tl.store(dgate + lane, dg.to(g.dtype), inside & need_gate)
         if HAS_UP:
             tl.store(dup + lane, du.to(g.dtype), inside & need_up)
@@ -162,29 +200,29 @@ def silu_backward_rows(
 
 @triton.jit
 def swiglu_forward_pairs(
-    packed, y, packed_stride, y_stride, columns, blocks_per_row,
-    NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    packed, y, packed_stride, y_stride, columns,
+    NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, start = row_and_column(blocks_per_row, BLOCK)
+    row, start = row_and_column(ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     both = tl.arange(0, 2 * BLOCK)
     packed += row * packed_stride + 2 * start
     y += row * y_stride + start
     if columns - start >= BLOCK:
         g, u = tl.split(tl.reshape(tl.load(packed + both), (BLOCK, 2)))
-        tl.store(y + lane, forward_value(g, u, True, NARROW).to(g.dtype))
+        tl.store(y + lane, forward_value(g, u, True, NARROW, NATIVE).to(g.dtype))
     else:
         left = columns - start
         g, u = tl.split(tl.reshape(tl.load(packed + both, both < 2 * left), (BLOCK, 2)))
-        tl.store(y + lane, forward_value(g, u, True, NARROW).to(g.dtype), lane < left)
+        tl.store(y + lane, forward_value(g, u, True, NARROW, NATIVE).to(g.dtype), lane < left)
 
 
 @triton.jit
 def swiglu_backward_pairs(
-    dy, packed, dpacked, dy_stride, packed_stride, dpacked_stride, columns, blocks_per_row,
-    NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    dy, packed, dpacked, dy_stride, packed_stride, dpacked_stride, columns,
+    NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, start = row_and_column(blocks_per_row, BLOCK)
+    row, start = row_and_column(ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     both = tl.arange(0, 2 * BLOCK)
     dy += row * dy_stride + start
@@ -192,12 +230,12 @@ def swiglu_backward_pairs(
     dpacked += row * dpacked_stride + 2 * start
     if columns - start >= BLOCK:
         g, u = tl.split(tl.reshape(tl.load(packed + both), (BLOCK, 2)))
-        dg, du = backward_values(tl.load(dy + lane), g, u, True, NARROW)
+        dg, du = backward_values(tl.load(dy + lane), g, u, True, NARROW, NATIVE)
         tl.store(dpacked + both, tl.interleave(dg, du).to(g.dtype))
     else:
         left = columns - start
         g, u = tl.split(tl.reshape(tl.load(packed + both, both < 2 * left), (BLOCK, 2)))
-        dg, du = backward_values(tl.load(dy + lane, lane < left), g, u, True, NARROW)
+        dg, du = backward_values(tl.load(dy + lane, lane < left), g, u, True, NARROW, NATIVE)
         tl.store(dpacked + both, tl.interleave(dg, du).to(g.dtype), both < 2 * left)
 
 
@@ -215,14 +253,14 @@ def split_index(index, size_1, size_2, size_3):
 def silu_forward_strided(
     gate, up, y, total, size_1, size_2, size_3,
     gate_0, gate_1, gate_2, gate_3, up_0, up_1, up_2, up_3, y_0, y_1, y_2, y_3,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < total
     i0, i1, i2, i3 = split_index(index, size_1, size_2, size_3)
     g = tl.load(gate + i0 * gate_0 + i1 * gate_1 + i2 * gate_2 + i3 * gate_3, inside)
     u = tl.load(up + i0 * up_0 + i1 * up_1 + i2 * up_2 + i3 * up_3, inside) if HAS_UP else g
-    value = forward_value(g, u, HAS_UP, NARROW).to(g.dtype)
+    value = forward_value(g, u, HAS_UP, NARROW, NATIVE).to(g.dtype)
     tl.store(y + i0 * y_0 + i1 * y_1 + i2 * y_2 + i3 * y_3, value, inside)
 
 
@@ -231,7 +269,7 @@ def silu_backward_strided(
     dy, gate, up, dgate, dup, total, size_1, size_2, size_3,
     dy_0, dy_1, dy_2, dy_3, gate_0, gate_1, gate_2, gate_3, up_0, up_1, up_2, up_3,
     dgate_0, dgate_1, dgate_2, dgate_3, dup_0, dup_1, dup_2, dup_3, need,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < total
@@ -240,7 +278,7 @@ def silu_backward_strided(
     g = tl.load(gate + i0 * gate_0 + i1 * gate_1 + i2 * gate_2 + i3 * gate_3, inside)
     u = tl.load(up + i0 * up_0 + i1 * up_1 + i2 * up_2 + i3 * up_3, need_gate) if HAS_UP else g
     upstream = tl.load(dy + i0 * dy_0 + i1 * dy_1 + i2 * dy_2 + i3 * dy_3, inside)
-    dg, du = backward_values(upstream, g, u, HAS_UP, NARROW)
+    dg, du = backward_values(upstream, g, u, HAS_UP, NARROW, NATIVE)
     tl.store(dgate + i0 * dgate_0 + i1 * dgate_1 + i2 * dgate_2 + i3 * dgate_3, dg.to(g.dtype), need_gate)
     if HAS_UP:
         need_up = inside & ((need & 2) != 0)
@@ -260,48 +298,56 @@ for _function in (
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def variants(kernel: str, dtype: torch.dtype, has_up: bool, schedule: dict[str, int]) -> dict[Any, Variant]:
+def variants(
+    kernel: str, dtype: torch.dtype, has_up: bool, native: bool, schedule: dict[str, int]
+) -> dict[Any, Variant]:
     """What a kernel compiles for a dtype, by the key its launcher looks up.
 
     All of it is compiled together, so that no later size, address or number of rows compiles more.
+    `native` is for NVIDIA GPUs: their own instructions for 2^x and 1/x.
     """
     described = kernels.registered()[kernel]
-    runtime, constants = [], []
-    for name in described.parameters:
-        (constants if name.isupper() else runtime).append(name)
+    runtime = [name for name in described.parameters if not name.isupper()]
     pointers = [name for name in runtime if name in _POINTERS]
-    types = {name: f"*{TRITON_TYPES[dtype]}" if name in _POINTERS else _SCALARS.get(name, "i64") for name in runtime}
+    strides = [name for name in runtime if name.endswith("_stride")]
+    element = f"*{TRITON_TYPES[dtype]}"
+    types = {name: element if name in _POINTERS else _SCALARS.get(name, "i64") for name in runtime}
 
-    def variant(block: int, num_warps: int, aligned: list[str]) -> Variant:
-        values = {"HAS_UP": has_up, "NARROW": dtype in _NARROW, "BLOCK": block}
+    def variant(block: int, num_warps: int, one_row: bool, aligned: bool) -> Variant:
+        values = {
+            "HAS_UP": has_up,
+            "NARROW": dtype in _NARROW,
+            "NATIVE": native,
+            "ONE_ROW": one_row,
+            "BLOCK": block,
+        }
+        constants = {name: values[name] for name in described.parameters if name.isupper()}
         return described.variant(
-            types, {name: values[name] for name in constants}, aligned, num_warps=num_warps, num_stages=1
+            types, constants, [*pointers, *strides] if aligned else [], num_warps=num_warps, num_stages=1
         )
 
     if kernel.endswith("strided"):
-        return {"strided": variant(schedule["block"], schedule["num_warps"], [])}
-    strides = [name for name in runtime if name.endswith("_stride")]
-    return {
-        (wide, aligned): variant(
-            schedule["block"] if wide else schedule["short_block"],
-            schedule["num_warps"] if wide else schedule["short_num_warps"],
-            [*pointers, *strides] if aligned else [],
-        )
-        for wide in (True, False)
-        for aligned in (True, False)
+        return {"strided": variant(schedule["block"], schedule["num_warps"], False, False)}
+    shapes = {
+        "one row": (schedule["block"], schedule["num_warps"], True),
+        "long rows": (schedule["block"], schedule["num_warps"], False),
+        "short rows": (schedule["short_block"], schedule["short_num_warps"], False),
     }
+    return {(name, aligned): variant(*shape, aligned) for name, shape in shapes.items() for aligned in (True, False)}
 
 
 _POINTERS = frozenset(("dy", "gate", "up", "y", "dgate", "dup", "packed", "dpacked"))
-_SCALARS = {name: "i32" for name in ("blocks_per_row", "need", "total", "size_1", "size_2", "size_3")}
+_SCALARS = {name: "i32" for name in ("need", "total", "size_1", "size_2", "size_3")}
 
 
 def prepare(plan: Plan) -> dict[Any, Callable[..., None]]:
     """Compiles all variants of a plan's kernel, once; returns their launchers by key."""
     if not plan.memo:
+        device = plan.problem.device
         has_up = not plan.operator.name.startswith("silu")
-        described = variants(plan.candidate.kernel, plan.problem.dtypes[0], has_up, plan.schedule)
-        plan.memo.update({key: variant.prepare(plan.problem.device) for key, variant in described.items()})
+        native = device.type == "cuda" and torch.version.hip is None
+        described = variants(plan.candidate.kernel, plan.problem.dtypes[0], has_up, native, plan.schedule)
+        plan.memo.update({key: variant.prepare(device) for key, variant in described.items()})
     return plan.memo
 
 
@@ -310,26 +356,34 @@ def _launch_rows(plan: Plan, pointers: list[Tensor], walked: list[Tensor], *last
 
     Args:
         pointers: the kernel's tensors, in its order; absent ones are empty.
-        walked: tensors of the output's shape that stand for them, the output last.
+        walked: tensors of the output's shape that stand for those present, and the output last.
         last: the kernel's remaining scalar arguments.
     """
     launchers = plan.memo or prepare(plan)
     columns = walked[-1].numel()
     if columns == 0:
         return
-    if all(tensor.is_contiguous() for tensor in pointers):
-        rows, strides = 1, [0] * len(pointers)
-    else:
+    rows, strides = 1, [0] * len(pointers)
+    if not all(tensor.is_contiguous() for tensor in pointers):
         axes = coalesce(walked)
-        rows = axes.sizes[0] if len(axes.sizes) == 2 else 1
         columns = axes.sizes[-1]
-        steps = iter(axes.strides)
-        strides = [next(steps)[0] if rows > 1 and tensor.numel() else 0 for tensor in pointers]
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in pointers) and all(s % 16 == 0 for s in strides)
+        if len(axes.sizes) == 2:
+            rows = axes.sizes[0]
+            steps = iter(axes.strides)
+            strides = [next(steps)[0] if tensor.numel() else 0 for tensor in pointers]
     block, short_block = plan.schedule["block"], plan.schedule["short_block"]
-    wide = rows == 1 or columns > short_block
-    blocks_per_row = -(-columns // (block if wide else short_block))
-    launchers[wide, aligned]((rows * blocks_per_row, 1, 1), *pointers, *strides, columns, blocks_per_row, *last)
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in pointers) and all(s % 16 == 0 for s in strides)
+    if rows == 1:
+        launchers["one row", aligned]((-(-columns // block), 1, 1), *pointers, *strides, columns, *last)
+    elif columns <= short_block:
+        launchers["short rows", aligned]((rows, 1, 1), *pointers, *strides, columns, *last)
+    elif columns <= block * MAX_GRID_Y:
+        launchers["long rows", aligned]((rows, -(-columns // block), 1), *pointers, *strides, columns, *last)
+    else:
+        for row in range(rows):
+            starts = [_shift(t, row * s) if t.numel() else t for t, s in zip(pointers, strides, strict=True)]
+            grid = (-(-columns // block), 1, 1)
+            launchers["one row", aligned](grid, *starts, *strides, columns, *last)
 
 
 def _launch_strided(plan: Plan, pointers: list[Tensor], *last: int) -> None:
