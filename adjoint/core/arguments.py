@@ -22,11 +22,16 @@ def require_floating(op: str, name: str, value: Tensor) -> None:
         raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
 
 
-def require_like(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
-    """A tensor of the same shape, dtype and device as another."""
+def require_like(
+    op: str, name: str, value: Tensor, like_name: str, like: Tensor, shape: tuple[int, ...] | None = None
+) -> None:
+    """A tensor of the dtype and device of another, and of its shape or the one given."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if value.shape != like.shape:
+    if shape is not None:
+        if value.shape != shape:
+            raise ArgumentError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    elif value.shape != like.shape:
         raise ArgumentError(
             f"{op}: {name} must have the shape of {like_name}, {tuple(like.shape)}, got {tuple(value.shape)}"
         )

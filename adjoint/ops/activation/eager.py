@@ -31,7 +31,7 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, 
         value, slope, d = _parts(gate)
         scaled = dy * d
         to_up = scaled * value
-        to_gate = scaled * (d * slope) if up is None else scaled * (up * d * (0.5 * slope)) * 2
+        to_gate = scaled * (d * slope) if up is None else scaled * (up * (d * (0.5 * slope))) * 2
     else:
         x = gate.double().clamp_(-_BOUND, torch.inf)
         to_up = F.silu(x).mul_(dy)

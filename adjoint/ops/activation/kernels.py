@@ -89,7 +89,7 @@ def half_exponential(x, NARROW: tl.constexpr, NATIVE: tl.constexpr):
 def silu_parts(x, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     """silu(x)/d, silu'(x)/d² and d, where d = e^(min(x, 0)/2).
 
-    Maximum and minimum drop a NaN, which h brings back.
+    Bounding x keeps infinities from meeting zeros; it drops a NaN, which h brings back.
     """
     bounded = tl.minimum(tl.maximum(x, -2048.0), 2048.0)
     h = half_exponential(tl.where(x == x, bounded, x), NARROW, NATIVE)
@@ -104,14 +104,15 @@ def silu_parts(x, NARROW: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def forward_value(gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     """silu(gate)·up."""
+    x = widen(gate)
     if HAS_UP and NARROW:
-        x = widen(gate)
+        # The product comes first, so that both loads are issued before the arithmetic: the compiler
+        # otherwise sinks the second load below it. Scaled by 2^−8, it cannot overflow where x < 0.
         product = tl.maximum(x, -2048.0) * (widen(up) * 0.00390625)
         h = half_exponential(x, NARROW, NATIVE)
-        r = reciprocal(1.0 + h * h, NATIVE)
         d = tl.where(x >= 0, 1.0, h)
-        return product * d * r * (d * 256.0)
-    value, _, d = silu_parts(widen(gate), NARROW, NATIVE)
+        return product * d * reciprocal(1.0 + h * h, NATIVE) * (d * 256.0)
+    value, _, d = silu_parts(x, NARROW, NATIVE)
     if HAS_UP:
         return value * (widen(up) * d)
     else:
@@ -127,7 +128,7 @@ def backward_values(dy, gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr, NA
     value, slope, d = silu_parts(widen(gate), NARROW, NATIVE)
     dy = widen(dy) * d
     if HAS_UP:
-        dgate = dy * (widen(up) * d * (0.5 * slope)) * 2.0
+        dgate = dy * (widen(up) * (d * (0.5 * slope))) * 2.0
     else:
         dgate = dy * (d * slope)
     return dgate, dy * value
@@ -285,15 +286,17 @@ def silu_backward_strided(
         tl.store(dup + i0 * dup_0 + i1 * dup_1 + i2 * dup_2 + i3 * dup_3, du.to(g.dtype), need_up)
 
 
-for _function in (
-    silu_forward_rows,
-    silu_backward_rows,
-    swiglu_forward_pairs,
-    swiglu_backward_pairs,
-    silu_forward_strided,
-    silu_backward_strided,
-):
-    kernels.register(_function, budget=Budget(registers=128))
+_ROWS = Budget(registers=168)
+_PAIRS = Budget(registers=128, shared_bytes=16384)  # gate and up change lanes through shared memory
+
+KERNELS = (
+    kernels.register(silu_forward_rows, budget=_ROWS),
+    kernels.register(silu_backward_rows, budget=_ROWS),
+    kernels.register(swiglu_forward_pairs, budget=_PAIRS),
+    kernels.register(swiglu_backward_pairs, budget=_PAIRS),
+    kernels.register(silu_forward_strided, budget=_ROWS),
+    kernels.register(silu_backward_strided, budget=_ROWS),
+)
 
 _NARROW = (torch.bfloat16, torch.float16)
 

@@ -16,6 +16,12 @@ from adjoint.ops.activation.packing import unpack
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
+
+def default_schedule(kernel: str) -> dict[str, int]:
+    """The schedule of a kernel on a GPU nobody tuned."""
+    return _SCHEDULES.lookup(kernel)
+
+
 # ---------------------------------------------------------------------------------------------- layout
 
 
@@ -64,6 +70,12 @@ SPECIAL_VALUES = (
 )
 
 
+DOMAIN = (
+    "every input; finite wherever the exact result is in range; "
+    "the error in ulp for |up| and |dy| either 0 or within [2⁻⁶⁰, 2⁶⁰]"
+)
+
+
 def _error(backend: str, dtype: torch.dtype, kind: str, bound: Callable[..., Tensor]) -> ErrorStatement:
     """The statement for an output of a kind: "y", "dgate" (a slope) or "dup" (a value)."""
     if dtype in ULP[backend]:
@@ -96,37 +108,33 @@ def _slope_bound(dy: Tensor, gate: Tensor, up: Tensor, relative: float, tiny: fl
     return relative * (dy * up).abs() * terms + tiny * (2 + 4 * dy.abs() + 4 * up.abs())
 
 
-def _bounds() -> dict[str, dict[str, tuple[str, Callable[..., Tensor]]]]:
-    """For each operator and output: the kind of output, and its bound from the reference's inputs."""
+def _kinds(operator: str, options: tuple[Any, ...]) -> dict[str, tuple[str, Callable[..., Tensor]]]:
+    """For each output of an operator: its kind, and its bound from the reference's tensors."""
+    if operator == "silu":
+        return {"y": ("y", lambda x, r, t: _value_bound(x, torch.ones_like(x), r, t))}
+    if operator == "silu_backward":
+        return {"dx": ("dgate", lambda dy, x, r, t: _slope_bound(dy, x, torch.ones_like(x), r, t))}
+    if operator == "swiglu":
+        return {"y": ("y", _value_bound)}
+    if operator == "swiglu_backward":
+        return {
+            "dgate": ("dgate", _slope_bound),
+            "dup": ("dup", lambda dy, gate, up, r, t: _value_bound(gate, dy, r, t)),
+        }
+    (order,) = options
+    if operator == "swiglu_packed":
+        return {"y": ("y", lambda packed, r, t: _value_bound(*reference.unpack(packed, order), r, t))}
 
-    def packed_value(packed: Tensor, order: str, relative: float, tiny: float) -> Tensor:
-        return _value_bound(*reference.unpack(packed, order), relative, tiny)
-
-    def packed_gradient(dy: Tensor, packed: Tensor, order: str, relative: float, tiny: float) -> Tensor:
+    def packed_gradient(dy: Tensor, packed: Tensor, relative: float, tiny: float) -> Tensor:
         gate, up = reference.unpack(packed, order)
         to_gate = _slope_bound(dy, gate, up, relative, tiny)
         return reference.pack(to_gate, _value_bound(gate, dy, relative, tiny), order)
 
-    one = torch.ones((), dtype=torch.float64)
-    return {
-        "silu": {"y": ("y", lambda x, r, t: _value_bound(x, one.to(x.device), r, t))},
-        "silu_backward": {"dx": ("dgate", lambda dy, x, r, t: _slope_bound(dy, x, one.to(x.device), r, t))},
-        "swiglu": {"y": ("y", _value_bound)},
-        "swiglu_backward": {
-            "dgate": ("dgate", _slope_bound),
-            "dup": ("dup", lambda dy, gate, up, r, t: _value_bound(gate, dy, r, t)),
-        },
-        "swiglu_packed": {"y": ("y", packed_value)},
-        "swiglu_packed_backward": {"dpacked": ("dgate", packed_gradient)},
-    }
-
-
-_BOUNDS = _bounds()
+    return {"dpacked": ("dgate", packed_gradient)}
 
 
 def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
     """What each output of an operator promises."""
-    operator = problem.op.removesuffix("_reuse")
     dtype = problem.dtypes[0]
     wide = "float64" if backend == "eager" or dtype == torch.float64 else "float32"
     return {
@@ -137,10 +145,10 @@ def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
             accumulator=wide,
             roundings=1,
             error=_error(backend, dtype, kind, bound),
-            domain="every input; finite wherever the exact result is in range",
+            domain=DOMAIN,
             special_values=SPECIAL_VALUES,
         )
-        for output, (kind, bound) in _BOUNDS[operator].items()
+        for output, (kind, bound) in _kinds(problem.op.removesuffix("_reuse"), problem.options).items()
     }
 
 

@@ -51,11 +51,11 @@ def _check_packed(packed: Tensor, order: str) -> None:
 
 def _check_packed_backward(dy: Tensor, packed: Tensor, order: str) -> None:
     _check_packed(packed, order)
-    require_like("swiglu", "dy", dy, "the output", _half(packed, "meta").to(packed.dtype).expand(_half_shape(packed)))
+    require_like("swiglu", "dy", dy, "packed", packed, _half_shape(packed))
 
 
-def _half_shape(packed: Tensor) -> list[int]:
-    return [*packed.shape[:-1], packed.shape[-1] // 2]
+def _half_shape(packed: Tensor) -> tuple[int, ...]:
+    return (*packed.shape[:-1], packed.shape[-1] // 2)
 
 
 def _half(packed: Tensor, device: str | None = None) -> Tensor:

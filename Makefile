@@ -1,0 +1,60 @@
+# make demo      create .venv, install, run `adjoint verify`
+# make test      the same set-up, then lint, types and tests (no GPU needed)
+# make test-all  the long one: every case, every build target
+#
+# Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+READY := .venv/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench wheel clean
+
+help:
+	@sed -n 's/^# \{0,1\}//; 1,5p' Makefile
+
+setup: $(READY)
+
+# The constraints keep pip from choosing a newer torch, and gigabytes of CUDA libraries with it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "adjoint needs Python 3.11 or newer, and '$(PYTHON)' is not;" \
+		     "name one that is: make PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/adjoint verify
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Triton runs kernels either on a GPU or in its interpreter, and one process can do only one of the two.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS)
+
+test: lint
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -m kernels
+
+test-all: lint
+	$(PYTEST) --all
+	TRITON_INTERPRET=1 $(PYTEST) -m kernels --all
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/adjoint bench
+
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find adjoint tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""`python -m adjoint` is the `adjoint` command."""
+
+from adjoint.cli import main
+
+main()

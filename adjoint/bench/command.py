@@ -1,0 +1,64 @@
+"""What `adjoint bench` does, once its arguments are read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from adjoint.bench import environment, report, results, run, tables
+from adjoint.bench import overhead as host
+
+
+def times(
+    console: Console,
+    ops: Sequence[str],
+    device: torch.device,
+    *,
+    compile: bool = True,
+    folder: Path | None = None,
+    plot: Path | None = None,
+) -> bool:
+    """Times and prints; saves where a folder is given. Whether every result was right."""
+    selected = run.select(ops)
+    options = ["--no-compile"] * (not compile) + ["--save"] * (folder is not None)
+    command = " ".join(["adjoint bench", *ops, *options])
+
+    def progress(result: run.Result) -> None:
+        """One line a workload, so that a long run shows where it is; what it saves survives an interruption."""
+        last = result.rows[-1].workload
+        own = ", ".join(
+            f"{row.direction} {row.status if row.microseconds is None else f'{row.microseconds:.1f} µs'}"
+            for row in result.rows
+            if row.workload == last and row.contender == run.OURS
+        )
+        done = len({row.workload for row in result.rows})
+        console.print(Text(f"{done}/{len(selected)} {last}: ours {own}", style="dim"), soft_wrap=True)
+        if folder is not None:
+            results.save(result, command, folder)
+
+    result = run.run(selected, device, compile=compile, report=progress)
+    name = environment.device_name(device)
+    console.print(tables.times(result, name))
+    if folder is not None:
+        console.print(f"saved in {results.save(result, command, folder)}", highlight=False, soft_wrap=True)
+    if plot is not None:
+        from adjoint.bench.plot import plot as draw
+
+        draw(result, name, plot)
+    return result.ok
+
+
+def overhead(console: Console, device: torch.device) -> None:
+    """Prints host costs: on the CPU always, on a GPU too when that is the device."""
+    rows = host.overhead(torch.device("cpu"))
+    if device.type == "cuda":
+        rows += host.overhead(device)
+    console.print(tables.overheads(rows))
+
+
+def readme(console: Console, path: Path, folder: Path) -> None:
+    """Writes the saved GPU results into a README."""
+    written = report.update_readme(path, folder)
+    console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)

@@ -1,0 +1,93 @@
+"""The host cost of one call: what a small tensor pays before and after its arithmetic.
+
+    host cost = the whole call − the arithmetic of its plan
+
+beside the same work as a user writes it in torch, and beside torch with the same arithmetic (float64
+inside, one rounding), which is what the eager plan computes.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import adjoint
+from adjoint.bench.check import synchronize
+from adjoint.core.plan import short
+
+TARGET = 12.0
+"""Microseconds of host cost a call may have, on the CPU."""
+
+SHAPE = (4, 64)
+DTYPES = (torch.float32, torch.bfloat16)
+CALLS = 20  # of one contender in a row: enough for the clock, few enough to fall between interruptions
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds a call, for one op and dtype."""
+
+    op: str
+    dtype: str
+    device: str
+    plan: str
+    whole: float
+    arithmetic: float
+    torch: float
+    torch_same_arithmetic: float
+
+    @property
+    def host(self) -> float:
+        return self.whole - self.arithmetic
+
+    @property
+    def inside(self) -> bool:
+        return self.host <= TARGET
+
+
+_TORCH: dict[Any, Callable[..., torch.Tensor]] = {
+    adjoint.silu: F.silu,
+    adjoint.swiglu: lambda gate, up: F.silu(gate) * up,
+}
+_COUNTS = {adjoint.silu: 1, adjoint.swiglu: 2}
+
+
+def overhead(device: torch.device, batches: int = 400) -> list[Overhead]:
+    """Measures silu and swiglu without gradients; on a GPU the launch alone, without waiting for it."""
+    with torch.no_grad():
+        return [_one(function, dtype, device, batches) for function in _TORCH for dtype in DTYPES]
+
+
+def _one(function: Any, dtype: torch.dtype, device: torch.device, batches: int) -> Overhead:
+    inputs = tuple(torch.randn(SHAPE, device=device).to(dtype) for _ in range(_COUNTS[function]))
+    plan = adjoint.plan(function, *inputs).prepare()
+    arguments = (*inputs, *plan.problem.options)
+    candidate, composition = plan.candidate, _TORCH[function]
+    times = _medians(
+        {
+            "whole": lambda: function(*inputs),
+            "arithmetic": lambda: candidate.run(plan, arguments, None, None),
+            "torch": lambda: composition(*inputs),
+            "torch_same_arithmetic": lambda: composition(*(tensor.double() for tensor in inputs)).to(dtype),
+        },
+        device,
+        batches,
+    )
+    return Overhead(function.__name__, short(dtype), device.type, plan.name, **times)
+
+
+def _medians(functions: dict[str, Callable[[], Any]], device: torch.device, batches: int) -> dict[str, float]:
+    """Microseconds a call of each, measured in turns: the median over batches, after one to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(batches + 1):
+        for name, function in functions.items():
+            synchronize(device)
+            start = perf_counter()
+            for _ in range(CALLS):
+                function()
+            times[name].append((perf_counter() - start) * 1e6 / CALLS)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}

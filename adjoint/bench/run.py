@@ -1,0 +1,247 @@
+"""Runs workloads: builds the contenders, checks each, times them in turns, and checks each again."""
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint.bench.check import Verdict, check, poison, synchronize
+from adjoint.bench.contenders import (
+    BACKWARD,
+    DIRECTIONS,
+    FORWARD,
+    Builder,
+    Contender,
+    NotInstalled,
+    Task,
+    compiled,
+    eager,
+    ours,
+)
+from adjoint.bench.peers import PEERS
+from adjoint.bench.timing import copy_ceiling, time_on
+from adjoint.core.cases import Workload
+from adjoint.core.errors import ArgumentError
+from adjoint.ops import FAMILIES
+
+DTYPE = torch.bfloat16
+OURS, EAGER, COMPILED = "adjoint", "torch eager", "torch.compile"
+
+ROUNDS = 3
+"""Contenders are timed in turns, this often, and the median taken: a clock that drifts meets them all."""
+
+CPU_ELEMENTS = 2**20
+"""The largest input on a CPU: workloads are cut along their batch axis to fit."""
+
+OK, FAILED, ERROR, ABSENT = "ok", "failed", "error", "not installed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender in one direction of one workload.
+
+    Attributes:
+        status: `OK` has a time; `FAILED` gave a wrong result, `ERROR` raised, `ABSENT` is not installed.
+        bytes: the fewest bytes the direction must move.
+        ratio: its time over ours, in the same run: above 1, ours is faster.
+        error: norm-relative, against float64.
+        guarantee: the error in the terms of the guarantee, for ours.
+        note: what went wrong.
+    """
+
+    family: str
+    workload: str
+    direction: str
+    contender: str
+    status: str
+    bytes: int
+    microseconds: float | None = None
+    ratio: float | None = None
+    error: float | None = None
+    guarantee: str = ""
+    note: str = ""
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return None if self.microseconds is None else self.bytes / self.microseconds / 1e3
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with it: a peer may be absent or raise, but no result may be wrong."""
+        return self.status != FAILED and not (self.contender == OURS and self.status == ERROR)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run found; the ceiling is the larger of two, measured before and after."""
+
+    device: torch.device
+    ceiling: float
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+
+def select(ops: Sequence[str]) -> list[tuple[str, Workload]]:
+    """Each workload of the named ops, or of all, with its family."""
+    every = [
+        (family, workload) for family in FAMILIES for workload in import_module(f"adjoint.ops.{family}.cases").WORKLOADS
+    ]
+    known = {name for _, workload in every for name in _names(workload)}
+    unknown = sorted(set(ops) - known)
+    if unknown:
+        raise ArgumentError(
+            f"bench: unknown op {', '.join(unknown)}; ops with workloads are {', '.join(sorted(known))}"
+        )
+    return [(family, workload) for family, workload in every if not ops or set(ops) & _names(workload)]
+
+
+def _names(workload: Workload) -> set[str]:
+    return {workload.subject.name, workload.subject.function.__name__}
+
+
+def run(
+    selected: Sequence[tuple[str, Workload]],
+    device: torch.device,
+    *,
+    compile: bool = True,
+    rounds: int = ROUNDS,
+    report: Callable[[Result], None] = lambda result: None,
+) -> Result:
+    """Times workloads on a device.
+
+    Args:
+        selected: families and workloads, from `select`.
+        compile: whether `torch.compile` takes part.
+        rounds: how often each contender is timed.
+        report: called after each workload with what is known so far.
+    """
+    rows: tuple[Row, ...] = ()
+    ceiling = copy_ceiling(device)
+    for family, workload in selected:
+        rows += tuple(measure(family, workload, device, compile=compile, rounds=rounds))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        report(Result(device, ceiling, rows))
+    return Result(device, max(ceiling, copy_ceiling(device)), rows)
+
+
+def measure(
+    family: str, workload: Workload, device: torch.device, *, compile: bool = True, rounds: int = ROUNDS
+) -> Iterator[Row]:
+    """The rows of one workload, forward and backward."""
+    source = torch.Generator().manual_seed(0)
+    inputs, share, name = _cut(workload, workload.make(DTYPE, device, source), device)
+    plan = adjoint.plan(workload.subject.function, *inputs, **workload.subject.keywords)
+    with torch.no_grad():
+        outputs = plan.allocate((*inputs, *plan.problem.options))
+    upstream = tuple(_normal_like(output, source) for output in outputs)
+    builders: dict[str, Builder] = {OURS: ours, EAGER: eager}
+    if compile:
+        builders[COMPILED] = compiled
+    builders |= {PEERS[peer].label: PEERS[peer].build for peer in workload.peers}
+    for direction in DIRECTIONS:
+        size = {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}[direction]
+        task = Task(workload, direction, inputs, upstream)
+        blank = Row(family, name, direction, "", OK, round(size * share))
+        yield from _with_ratios(
+            [_Entry(replace(blank, contender=label), task, b) for label, b in builders.items()], rounds
+        )
+
+
+def _cut(workload: Workload, inputs: tuple[Tensor, ...], device: torch.device) -> tuple[tuple[Tensor, ...], float, str]:
+    """On a CPU, the first items of the inputs, the share of the whole they are, and a name that says so."""
+    axis, first = workload.subject.batch_axis, inputs[0]
+    items = first.shape[axis]
+    kept = max(1, CPU_ELEMENTS * items // max(1, first.numel()))
+    if device.type == "cuda" or kept >= items:
+        return inputs, 1.0, workload.name
+    cut = tuple(tensor.narrow(axis, 0, kept).clone() for tensor in inputs)
+    return cut, kept / items, f"{workload.name}, first {kept}"
+
+
+def _normal_like(output: Tensor, source: torch.Generator) -> Tensor:
+    own = torch.Generator(output.device).manual_seed(int(torch.randint(2**31, (), generator=source)))
+    return torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=own)
+
+
+class _Entry:
+    """A contender on its way to a row."""
+
+    def __init__(self, row: Row, task: Task, build: Builder) -> None:
+        self.row, self.task = row, task
+        self.times: list[float] = []
+        self.contender: Contender | None = None
+        self._last: tuple[Tensor, ...] = ()
+        try:
+            contender = build(task)
+            poison(contender)
+            if contender.restore is not None:
+                contender.restore()
+            outputs = contender.run()
+            synchronize(task.device)
+            self.judge(check(task, outputs, contender.guarantee))
+        except NotInstalled as absent:
+            self.row = replace(row, status=ABSENT, note=str(absent))
+        except Exception as error:
+            self.row = replace(row, status=ERROR, note=first_line(error))
+        else:
+            self.contender = contender
+
+    @property
+    def running(self) -> bool:
+        return self.row.status == OK
+
+    def judge(self, verdict: Verdict) -> None:
+        status = FAILED if verdict.failure else self.row.status
+        self.row = replace(
+            self.row, status=status, error=verdict.error, guarantee=verdict.guarantee, note=verdict.failure
+        )
+
+    def time(self) -> None:
+        contender = self.contender
+        assert contender is not None
+
+        def run() -> None:
+            self._last = contender.run()
+
+        try:
+            self.times.append(time_on(self.task.device, run, contender.restore) * 1e3)
+        except Exception as error:
+            self.row = replace(self.row, status=ERROR, note=first_line(error))
+
+    def finish(self) -> None:
+        """Checks what the last timed run left behind, and only then states a time."""
+        assert self.contender is not None
+        self.judge(check(self.task, self._last, self.contender.guarantee))
+        if self.running:
+            self.row = replace(self.row, microseconds=statistics.median(self.times))
+
+
+def _with_ratios(entries: list[_Entry], rounds: int) -> list[Row]:
+    for turn in range(rounds):
+        for position in range(len(entries)):
+            entry = entries[(position + turn) % len(entries)]
+            if entry.running:
+                entry.time()
+    for entry in entries:
+        if entry.running:
+            entry.finish()
+    own = entries[0].row.microseconds
+    return [
+        replace(entry.row, ratio=entry.row.microseconds / own) if own and entry.row.microseconds else entry.row
+        for entry in entries
+    ]
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

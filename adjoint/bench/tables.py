@@ -1,0 +1,84 @@
+"""The tables of `adjoint bench`, for a terminal."""
+
+from collections.abc import Iterable
+
+from rich.markup import escape
+from rich.table import Table
+
+from adjoint.bench.overhead import TARGET, Overhead
+from adjoint.bench.run import ABSENT, FAILED, OK, OURS, Result, Row
+
+
+def times(result: Result, name: str) -> Table:
+    """One line a contender; a line where there is no time says why."""
+    where = "GPU time, cold L2" if result.device.type == "cuda" else "CPU time, workloads cut to small sizes"
+    table = Table(
+        title=f"{escape(name)}: {where}, bfloat16, medians; copy ceiling of this run {result.ceiling:.0f} GB/s",
+        caption="× ours: its time over ours, so above 1 ours is faster. Error: norm-relative, against float64.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("workload", no_wrap=True)
+    table.add_column("direction", no_wrap=True)
+    table.add_column("contender", no_wrap=True)
+    for head in ("µs", "GB/s", "of copy", "× ours"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("error")
+    previous: tuple[str, str] | None = None
+    for row in result.rows:
+        group = row.workload, row.direction
+        if previous is not None and group != previous:
+            table.add_section()
+        labels = ("", "") if group == previous else group
+        previous = group
+        style = "bold" if row.contender == OURS else None
+        table.add_row(*map(escape, labels), escape(row.contender), *_cells(row, result.ceiling), style=style)
+    return table
+
+
+def _cells(row: Row, ceiling: float) -> Iterable[str]:
+    speed = row.gigabytes_per_second
+    if row.status != OK or row.microseconds is None or speed is None:
+        word = {FAILED: "[red]FAILED[/red]", ABSENT: "[dim]not installed[/dim]"}.get(row.status, "[yellow]n/a[/yellow]")
+        return word, "", "", "", escape(row.note)
+    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+    if row.ratio is not None and row.ratio < 1:
+        ratio = f"[yellow]{ratio}[/yellow]"
+    error = f"{row.error:.1e}" + (f", {row.guarantee}" if row.guarantee else "")
+    return (
+        f"{row.microseconds:.1f}",
+        f"{speed:.{0 if speed >= 100 else 2}f}",
+        f"{100 * speed / ceiling:.1f}%",
+        ratio,
+        escape(error),
+    )
+
+
+def overheads(rows: list[Overhead]) -> Table:
+    """One line an op and dtype."""
+    table = Table(
+        title=f"Microseconds a call on a 4×64 tensor, no grad; target: host cost ≤ {TARGET:g} on the CPU",
+        caption=(
+            "Host cost = whole call − arithmetic of its plan. On CUDA these are launches, not waited for, and "
+            "have no target."
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for head in ("op", "dtype", "device", "plan"):
+        table.add_column(head, no_wrap=True)
+    for head in ("whole call", "arithmetic", "host cost", "torch", "torch, same arithmetic"):
+        table.add_column(head, justify="right")
+    table.add_column("verdict")
+    for row in rows:
+        verdict = "[green]inside[/green]" if row.inside else "[red]over[/red]"
+        numbers = (row.whole, row.arithmetic, row.host, row.torch, row.torch_same_arithmetic)
+        table.add_row(
+            row.op,
+            row.dtype,
+            row.device,
+            row.plan,
+            *(f"{number:.1f}" for number in numbers),
+            verdict if row.device == "cpu" else "–",
+        )
+    return table

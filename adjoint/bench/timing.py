@@ -1,0 +1,82 @@
+"""Clocks: GPU time with a cold cache, CPU time, and the copy that sets the memory ceiling."""
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+Action = Callable[[], Any]
+
+WARM_UP_MILLISECONDS, REPEAT_MILLISECONDS = 25, 100
+
+
+class _BeforeEachRun:
+    """Acts where `do_bench` clears the gradient of a tensor: before every timed run, outside its time."""
+
+    def __init__(self, action: Action) -> None:
+        self._action = action
+
+    @property
+    def grad(self) -> None:
+        return None
+
+    @grad.setter
+    def grad(self, value: None) -> None:
+        self._action()
+
+
+def time_gpu(function: Action, restore: Action | None = None) -> float:
+    """Milliseconds of GPU time a call takes: the median, with a cold L2.
+
+    Args:
+        function: launches the work on the current stream.
+        restore: runs before every timed call, for a function that overwrites its own inputs: otherwise
+            later runs would work on what earlier ones left, and soon on zeros or infinities.
+    """
+    from triton.testing import do_bench
+
+    return float(
+        do_bench(
+            function,
+            warmup=WARM_UP_MILLISECONDS,
+            rep=REPEAT_MILLISECONDS,
+            return_mode="median",
+            grad_to_none=None if restore is None else [_BeforeEachRun(restore)],
+        )
+    )
+
+
+def time_cpu(function: Action, restore: Action | None = None) -> float:
+    """Milliseconds of wall time a call takes on the CPU: the median, after a warm-up."""
+    times: list[float] = []
+    begin = perf_counter()
+    while len(times) < 5 or (perf_counter() - begin) * 1e3 < REPEAT_MILLISECONDS:
+        if restore is not None:
+            restore()
+        start = perf_counter()
+        function()
+        times.append((perf_counter() - start) * 1e3)
+    warm_up = len(times) // 5
+    return statistics.median(times[warm_up:])
+
+
+def time_on(device: torch.device, function: Action, restore: Action | None = None) -> float:
+    """Milliseconds a call takes on a device."""
+    if device.type != "cuda":
+        return time_cpu(function, restore)
+    with torch.cuda.device(device):
+        return time_gpu(function, restore)
+
+
+def copy_ceiling(device: torch.device) -> float:
+    """GB/s, read and written bytes together, of one large bfloat16 copy: 1 GiB on a GPU, 64 MiB on a CPU.
+
+    On random data: zeros can move faster than anything real.
+    """
+    elements = 2**29 if device.type == "cuda" else 2**25
+    source = torch.randn(elements, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    milliseconds = time_on(device, lambda: target.copy_(source))
+    return 2 * source.numel() * source.element_size() / milliseconds / 1e6

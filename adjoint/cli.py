@@ -1,0 +1,355 @@
+"""The `adjoint` command: env, plan, verify, bench.
+
+Commands import what they need when they run, so that help is quick. A mistake of the user is one red
+sentence and exit status 2; a check that fails is exit status 1.
+"""
+
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    import torch
+
+    from adjoint.core.cases import Subject
+    from adjoint.verify import Row
+
+app = typer.Typer(
+    help="GPU kernels that come with their gradients and their guarantees.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+_WIDE = 160  # columns where nothing tells: a log is better wide than folded
+
+
+def _console(*, stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDE)
+
+
+def _refuse(message: object) -> NoReturn:
+    _console(stderr=True).print(Text(str(message), style="red"), soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _device(name: str | None) -> "torch.device":
+    """The named device, or the GPU if there is one."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        _refuse(f"unknown device {name!r}; devices are cpu, cuda and cuda:N")
+    return device
+
+
+def _present(device: "torch.device") -> "torch.device":
+    """A device that is there."""
+    import torch
+
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        _refuse(f"torch sees {torch.cuda.device_count()} GPUs here, and {device} is none of them; use --device cpu")
+    return device
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import adjoint
+
+        print(f"adjoint {adjoint.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------------------- env
+
+
+@app.command()
+def env(
+    import_time: Annotated[
+        bool, typer.Option("--import-time", help="Measure how long importing takes, in fresh processes.")
+    ] = False,
+) -> None:
+    """Show versions, GPUs, and which backends work here and why not."""
+    import torch
+
+    from adjoint.bench import environment
+    from adjoint.core.kernels import why_not_triton
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, version in environment.versions().items():
+        table.add_row(name, escape(version or "not there"))
+    table.add_row("CPU", escape(environment.device_name(torch.device("cpu"))))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        table.add_row(f"cuda:{index}", escape(f"{properties.name}, {capability}, {memory:.0f} GiB"))
+    if not count:
+        table.add_row("GPU", "torch sees none")
+    for device in (torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))):
+        reason = why_not_triton(device)
+        table.add_row(f"triton on {device}", f"[yellow]no:[/] {escape(reason)}" if reason else "[green]works[/]")
+        table.add_row(f"eager on {device}", "[green]works[/]")
+    if import_time:
+        theirs, both = _import_seconds("torch"), _import_seconds("torch, adjoint")
+        table.add_row("import torch", f"{theirs:.2f} s")
+        table.add_row("import adjoint", f"{max(0.0, both - theirs):.2f} s more")
+    _console().print(table)
+
+
+def _import_seconds(modules: str) -> float:
+    """Seconds to import in a fresh process: the median of three, after one that fills the file cache."""
+    code = f"import time; start = time.perf_counter(); import {modules}; print(time.perf_counter() - start)"
+    runs = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(4)
+    ]
+    return statistics.median(runs[1:])
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+
+@app.command()
+def plan(
+    op: Annotated[str, typer.Argument(metavar="OP", help="An op, such as swiglu.")],
+    shape: Annotated[
+        list[str], typer.Option(help="Sizes joined by x, such as 4x64. One for all tensors, or one for each.")
+    ],
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Ask for triton or eager.")] = None,
+    name: Annotated[str | None, typer.Option("--plan", metavar="NAME", help="Ask for one plan by name.")] = None,
+    repeatable: Annotated[bool, typer.Option("--repeatable", help="Same bits on every run.")] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Bits that do not depend on the rest of the batch.")
+    ] = False,
+    device_invariant: Annotated[
+        bool, typer.Option("--device-invariant", help="The same bits on every device.")
+    ] = False,
+    max_workspace_bytes: Annotated[int | None, typer.Option(help="Scratch memory the plan may need.")] = None,
+    order: Annotated[
+        str | None, typer.Option(help="swiglu on one packed tensor: gate_up, up_gate or interleaved.")
+    ] = None,
+) -> None:
+    """Explain which plan a call would use, what it guarantees, and why no other was taken."""
+    import torch
+
+    import adjoint
+
+    subject = _subject(op, order)
+    shapes = [_shape(text) for text in shape]
+    if len(shapes) == 1:
+        shapes *= len(subject.inputs)
+    if len(shapes) != len(subject.inputs):
+        _refuse(f"{op} takes {len(subject.inputs)} tensors ({', '.join(subject.inputs)}), got {len(shapes)} shapes")
+    if dtype not in DTYPES:
+        _refuse(f"unknown dtype {dtype!r}; dtypes are {', '.join(DTYPES)}")
+    tensors = [torch.empty(sizes, dtype=getattr(torch, dtype), device="meta") for sizes in shapes]
+    keywords: dict[str, Any] = dict(subject.keywords) | ({"order": order} if order else {})
+    try:
+        preference = adjoint.Preference(
+            backend=backend,
+            plan=name,
+            repeatable=repeatable,
+            batch_invariant=batch_invariant,
+            device_invariant=device_invariant,
+            max_workspace_bytes=max_workspace_bytes,
+        )
+        chosen = adjoint.plan(subject.function, *tensors, preference=preference, device=_device(device), **keywords)
+    except (adjoint.ArgumentError, adjoint.Unsupported) as error:
+        _refuse(error)
+    _console().print(_styled(str(chosen)), soft_wrap=True)
+
+
+def _subject(op: str, order: str | None) -> "Subject":
+    """The op, or the mode of it, that the arguments name."""
+    from adjoint.verify import subjects
+
+    every = subjects()
+    named = [s for s in every if op in (s.name, s.function.__name__)]
+    if not named:
+        _refuse(f"unknown op {op!r}; ops are {', '.join(dict.fromkeys(s.function.__name__ for s in every))}")
+    if order is None:
+        return named[0]
+    ordered = [s for s in named if "order" in s.keywords]
+    if not ordered:
+        _refuse(f"{op} has no --order")
+    # An unknown order goes to the op, whose own error says which there are.
+    return next((s for s in ordered if s.keywords["order"] == order), ordered[0])
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        _refuse(f"cannot read the shape {text!r}; write its sizes joined by x, such as 4x64, or 128 for one axis")
+    return tuple(map(int, text.split("x")))
+
+
+def _styled(explanation: str) -> Text:
+    """A printed plan with the words that open its lines in bold."""
+    text = Text(explanation)
+    text.highlight_regex(
+        r"(?m)^ *(problem|preference|plan|sku|workspace|schedule|guarantee|not taken|adjoint)\b", "bold cyan"
+    )
+    return text
+
+
+# ---------------------------------------------------------------------------------------------- verify
+
+
+@app.command()
+def verify(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every check on every dtype.")] = False,
+) -> None:
+    """Check every promise on this machine; exit status 1 when one does not hold."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    import adjoint
+    from adjoint.verify import jobs
+
+    target = _present(_device(device))
+    try:
+        listed = jobs(ops or None, target, everything)
+    except adjoint.ArgumentError as error:
+        _refuse(error)
+    console = _console()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    rows: list[Row] = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(listed))
+        for job in listed:
+            progress.update(task, description=escape(job.label))
+            rows += job.run()
+            progress.advance(task)
+    console.print(_verdicts(rows, f"Checks on {target}"))
+    failures = [row for row in rows if not row.passed]
+    for row in failures:
+        where = " ".join(filter(None, (row.op, row.dtype, row.plan)))
+        console.print(Text(f"FAILED {where}: {row.check}: {row.measured}: {row.detail}", style="red"), soft_wrap=True)
+    console.print(f"{len(rows) - len(failures)} passed, {len(failures)} failed", highlight=False)
+    raise typer.Exit(1 if failures else 0)
+
+
+def _verdicts(rows: "Sequence[Row]", title: str) -> Table:
+    """One line for each op, check, dtype and plan."""
+    table = Table(title=escape(title), title_justify="left")
+    for head in ("op", "dtype", "plan", "check"):
+        table.add_column(head, no_wrap=True)
+    for head in ("guarantee", "measured"):
+        table.add_column(head)
+    table.add_column("verdict", no_wrap=True)
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.dtype, row.plan, row.check), []).append(row)
+    previous = ""
+    for key in sorted(groups, key=lambda key: list(dict.fromkeys(k[:3] for k in groups)).index(key[:3])):
+        group = groups[key]
+        if previous and key[0] != previous:
+            table.add_section()
+        previous = key[0]
+        failed = sum(not row.passed for row in group)
+        verdict = f"[red]{failed} of {len(group)} FAILED[/red]" if failed else "[green]passed[/green]"
+        table.add_row(*map(escape, (*key, *_worst(group))), verdict)
+    return table
+
+
+def _worst(group: "Sequence[Row]") -> tuple[str, str]:
+    """The guarantee and the measurement of the row that comes closest to its limit, or goes past it.
+
+    Rows that measured no error beside a limit are counted instead.
+    """
+    failed = [row for row in group if not row.passed]
+    measured = [(share, row) for row in failed or group if (share := _share(str(row.measured))) is not None]
+    if measured:
+        row = max(measured, key=lambda pair: pair[0])[1]
+        return row.guarantee, str(row.measured)
+    row = (failed or list(group))[0]
+    alike = len({r.guarantee for r in group}) == 1
+    guarantee = row.guarantee if alike or failed else ""
+    return guarantee, str(row.measured) if len(group) == 1 or failed else f"{len(group)} cases"
+
+
+def _share(measured: str) -> float | None:
+    """The share of its limit an error like "dup: 0.5 ulp (limit 0.51)" takes up; None for other words."""
+    number = r"((?:\d|inf|nan)\S*)"
+    found = re.search(rf"{number} [^()]*\(limit {number}\)", measured)
+    if found is None:
+        return None
+    value, limit = float(found[1]), float(found[2])
+    share = value / limit if limit else value
+    return share if share == share else float("inf")
+
+
+# ----------------------------------------------------------------------------------------------- bench
+
+
+@app.command()
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to time; all by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile as well.")] = True,
+    overhead: Annotated[
+        bool, typer.Option("--overhead", help="Time the host cost of a call on a small tensor instead.")
+    ] = False,
+    save: Annotated[bool, typer.Option("--save", help="Merge the times into the results of this machine.")] = False,
+    results: Annotated[Path, typer.Option(help="The folder of saved results.")] = Path("benchmarks/results"),
+    readme: Annotated[
+        bool,
+        typer.Option("--readme", help="Write the saved GPU results into README.md; times nothing without --save."),
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times; needs matplotlib.")] = None,
+) -> None:
+    """Time ours beside torch eager, torch.compile and peers; no time is shown for a wrong result."""
+    import adjoint
+    from adjoint.bench import command
+
+    console, passed = _console(), True
+    target = _present(_device(device))
+    try:
+        if overhead:
+            command.overhead(console, target)
+        elif save or plot is not None or not readme:
+            passed = command.times(
+                console, ops or [], target, compile=compile, folder=results if save else None, plot=plot
+            )
+        if readme:
+            command.readme(console, Path("README.md"), results)
+    except (adjoint.ArgumentError, adjoint.Unsupported) as error:
+        _refuse(error)
+    raise typer.Exit(0 if passed else 1)
+
+
+def main() -> None:
+    """The entry point of the `adjoint` command."""
+    app()

@@ -1,0 +1,437 @@
+"""The shapes, layouts and values the activations are tested, verified and timed on."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import adjoint
+from adjoint.core.cases import Answers, BadCall, Case, Make, Special, Subject, Workload
+from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.kernels import Variant
+from adjoint.ops.activation import reference
+from adjoint.ops.activation.packing import ORDERS
+from adjoint.ops.activation.silu import silu
+from adjoint.ops.activation.swiglu import swiglu
+
+# --------------------------------------------------------------------------------------- layouts
+
+Layout = Callable[[Callable[..., Tensor]], Tensor]
+"""Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": lambda fill: fill(6, 70),
+    "three axes": lambda fill: fill(2, 3, 40),
+    "past one tile": lambda fill: fill(2, 2500),
+    "rows apart": lambda fill: fill(3, 3 * 4208)[:, 4208:8416],
+    "short rows apart": lambda fill: fill(5, 48)[:, :16],
+    "shifted by one": lambda fill: fill(2051)[1:],
+    "transposed": lambda fill: fill(70, 6).T,
+    "every other": lambda fill: fill(6, 140)[:, ::2],
+    "expanded": lambda fill: fill(6, 1).expand(6, 70),
+    "six axes": lambda fill: fill(2, 3, 4, 2, 3, 4).permute(5, 3, 1, 0, 2, 4)[:, :, 1:],
+    "one element": lambda fill: fill(1),
+    "no axes": lambda fill: fill(1).reshape(()),
+    "empty": lambda fill: fill(3, 0, 4),
+}
+
+_PACKED_LAYOUTS: dict[str, Layout] = {
+    "contiguous": lambda fill: fill(6, 140),
+    "three axes": lambda fill: fill(2, 3, 80),
+    "past one tile": lambda fill: fill(2, 5000),
+    "odd halves": lambda fill: fill(3, 2 * 4201),
+    "rows apart": lambda fill: fill(2, 2, 2 * 4208)[:, 1],
+    "short rows apart": lambda fill: fill(5, 96)[:, 32:64],
+    "shifted by one": lambda fill: fill(4101)[1:],
+    "transposed": lambda fill: fill(140, 6).T,
+    "every other": lambda fill: fill(6, 280)[:, ::2],
+    "expanded": lambda fill: fill(1, 140).expand(6, 140),
+    "five axes": lambda fill: fill(4, 3, 2, 5, 6).permute(3, 1, 0, 2, 4)[:, 1:],
+    "one pair": lambda fill: fill(2),
+    "empty": lambda fill: fill(3, 0, 4),
+    "empty width": lambda fill: fill(3, 0),
+}
+
+
+def _values(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    """Random values whose sizes span what a model sees and far beyond: normal, times 1, 8 or 50."""
+
+    def fill(*shape: int) -> Tensor:
+        scale = torch.tensor([1.0, 8.0, 50.0])[torch.randint(3, shape, generator=generator)]
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
+
+    return fill
+
+
+def _each(layout: Layout, count: int) -> Make:
+    """`count` tensors of a layout."""
+    return lambda dtype, device, generator: tuple(layout(_values(generator, dtype, device)) for _ in range(count))
+
+
+def _mixed(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    fill = _values(generator, dtype, device)
+    return fill(70, 6).T, fill(6, 280)[:, ::4]
+
+
+# ------------------------------------------------------------------------------------ exhaustive
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """Every bit pattern of a 16-bit type, NaNs and infinities included."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def spread(dtype: torch.dtype) -> list[float]:
+    """Factors the exhaustive cases meet: signs, zero, and the ends of the stated domain."""
+    small, large = (2.0**-24, 65504.0) if dtype == torch.float16 else (2.0**-60, 2.0**60)
+    return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -large]
+
+
+def _exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[torch.dtype], Iterator[Case]]:
+    """For each factor, a case with every gate; the upstream gradient walks the spread at another pace."""
+
+    def cases(dtype: torch.dtype) -> Iterator[Case]:
+        factors = spread(dtype)
+        for index, factor in enumerate(factors):
+
+            def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+                gate = every_value(dtype)
+                return tuple(t.to(device) for t in arrange(gate, torch.full_like(gate, factor)))  # noqa: B023
+
+            def upstream(output: Tensor, generator: torch.Generator) -> Tensor:
+                return torch.full_like(output, factors[(4 * index + 1) % len(factors)])  # noqa: B023
+
+            yield Case(f"every gate, factor {factor:.3g}", make, upstream)
+
+    return cases
+
+
+# -------------------------------------------------------------------------------- special values
+
+_INF, _NAN = float("inf"), float("nan")
+
+_SILU_SPECIALS = tuple(
+    Special(f"x = {x}", (x,), dy, (y,), (dx,))
+    for x, dy, y, dx in [
+        (0.0, 1.0, 0.0, 0.5),
+        (-0.0, 1.0, -0.0, 0.5),
+        (_INF, 3.0, _INF, 3.0),
+        (-_INF, 3.0, -0.0, -0.0),
+        (_NAN, 1.0, _NAN, _NAN),
+        (1.0, 0.0, None, 0.0),
+        (1.0, _NAN, None, _NAN),
+        (-_INF, _INF, -0.0, _NAN),
+    ]
+    if y is not None
+)
+
+_SWIGLU_SPECIALS = tuple(
+    Special(f"gate = {gate}, up = {up}", (gate, up), 1.0, (y,), (dgate, dup))
+    for gate, up, y, dgate, dup in [
+        (0.0, 2.0, 0.0, 1.0, 0.0),
+        (-0.0, 2.0, -0.0, 1.0, -0.0),
+        (-0.0, -2.0, 0.0, -1.0, -0.0),
+        (_INF, 2.0, _INF, 2.0, _INF),
+        (_INF, 0.0, _NAN, 0.0, _INF),
+        (-_INF, 2.0, -0.0, -0.0, -0.0),
+        (-_INF, _INF, _NAN, _NAN, -0.0),
+        (0.0, _INF, _NAN, _INF, 0.0),
+        (_NAN, 2.0, _NAN, _NAN, _NAN),
+    ]
+)
+
+# -------------------------------------------------------------------------------------- mistakes
+
+
+def _answers(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Answers]:
+    """A wrong answer computed in float64 by given formulas and rounded once: only the formula is wrong."""
+
+    def answer(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
+        wide = [t.double() for t in inputs]
+        outputs = _tuple(forward(*wide))
+        gradients = _tuple(backward(*(t.double() for t in upstream), *wide))
+        dtype = inputs[0].dtype
+        return tuple(t.to(dtype) for t in outputs), tuple(t.to(dtype) for t in gradients)
+
+    return answer
+
+
+def _tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _narrow_arithmetic(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Answers]:
+    """Every operation rounded to bfloat16, or to float16 for float16 itself."""
+
+    def answer(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
+        dtype = inputs[0].dtype
+        narrow = torch.float16 if dtype == torch.float16 else torch.bfloat16
+        values = [t.to(narrow) for t in inputs]
+        outputs = _tuple(forward(*values))
+        gradients = _tuple(backward(*(t.to(narrow) for t in upstream), *values))
+        return tuple(t.to(dtype) for t in outputs), tuple(t.to(dtype) for t in gradients)
+
+    return answer
+
+
+def _zeros(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
+    return tuple(torch.zeros_like(t) for t in upstream), tuple(torch.zeros_like(t) for t in inputs)
+
+
+_SILU_MISTAKES = {
+    "zero output": _zeros,
+    "narrow arithmetic": _narrow_arithmetic(reference.silu, reference.silu_backward),
+    "slope without its second term": _answers(reference.silu, lambda dy, x: dy * reference.sigmoid(x)),
+    "sigmoid instead of silu": _answers(reference.sigmoid, reference.silu_backward),
+    "upstream gradient ignored": _answers(reference.silu, lambda dy, x: reference.silu_slope(x)),
+}
+
+_SWIGLU_MISTAKES = {
+    "zero output": _zeros,
+    "narrow arithmetic": _narrow_arithmetic(reference.swiglu, reference.swiglu_backward),
+    "gate and up exchanged": _answers(
+        lambda gate, up: reference.swiglu(up, gate), lambda dy, gate, up: reference.swiglu_backward(dy, up, gate)
+    ),
+    "gradients exchanged": _answers(
+        reference.swiglu, lambda dy, gate, up: reference.swiglu_backward(dy, gate, up)[::-1]
+    ),
+    "slope without its second term": _answers(
+        reference.swiglu,
+        lambda dy, gate, up: (dy * up * reference.sigmoid(gate), dy * reference.silu(gate)),
+    ),
+    "dgate without up": _answers(
+        reference.swiglu, lambda dy, gate, up: (dy * reference.silu_slope(gate), dy * reference.silu(gate))
+    ),
+}
+
+
+def _packed_mistakes(order: str) -> dict[str, Any]:
+    other = "up_gate" if order == "gate_up" else "gate_up"
+    return {
+        "zero output": _zeros,
+        "another order": _answers(
+            lambda packed: reference.swiglu_packed(packed, other),
+            lambda dy, packed: reference.swiglu_packed_backward(dy, packed, other),
+        ),
+        "gradients exchanged": _answers(
+            lambda packed: reference.swiglu_packed(packed, order),
+            lambda dy, packed: reference.pack(
+                *reference.swiglu_backward(dy, *reference.unpack(packed, order))[::-1], order
+            ),
+        ),
+    }
+
+
+# -------------------------------------------------------------------------------------- subjects
+
+SILU = Subject(
+    name="silu",
+    function=silu,
+    inputs=("x",),
+    reference=lambda x: (reference.silu(x),),
+    reference_backward=lambda dy, x: (reference.silu_backward(dy, x),),
+    cases=tuple(Case(name, _each(layout, 1)) for name, layout in LAYOUTS.items()),
+    exhaustive=_exhaustive(lambda gate, factor: (gate,)),
+    mistakes=_SILU_MISTAKES,
+    specials=_SILU_SPECIALS,
+)
+
+SWIGLU = Subject(
+    name="swiglu",
+    function=swiglu,
+    inputs=("gate", "up"),
+    reference=lambda gate, up: (reference.swiglu(gate, up),),
+    reference_backward=reference.swiglu_backward,
+    cases=(*(Case(name, _each(layout, 2)) for name, layout in LAYOUTS.items()), Case("mixed strides", _mixed)),
+    exhaustive=_exhaustive(lambda gate, factor: (gate, factor)),
+    mistakes=_SWIGLU_MISTAKES,
+    specials=_SWIGLU_SPECIALS,
+)
+
+PACKED = tuple(
+    Subject(
+        name=f"swiglu[{order}]",
+        function=swiglu,
+        keywords={"order": order},
+        inputs=("packed",),
+        reference=lambda packed, order=order: (reference.swiglu_packed(packed, order),),
+        reference_backward=lambda dy, packed, order=order: (reference.swiglu_packed_backward(dy, packed, order),),
+        cases=tuple(Case(name, _each(layout, 1)) for name, layout in _PACKED_LAYOUTS.items()),
+        exhaustive=_exhaustive(lambda gate, factor, order=order: (reference.pack(gate, factor, order),)),  # type: ignore[misc]
+        mistakes=_packed_mistakes(order),
+    )
+    for order in ORDERS
+)
+
+SUBJECTS = (SILU, SWIGLU, *PACKED)
+
+# ------------------------------------------------------------------------------------- bad calls
+
+
+def _pair(device: torch.device, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _run_second_derivative(device: torch.device) -> None:
+    x = _pair(device).requires_grad_()
+    (dx,) = torch.autograd.grad(silu(x).sum(), x, create_graph=True)
+    dx.sum().backward()
+
+
+def _run_second_backward(device: torch.device) -> None:
+    gate, up = (_pair(device).requires_grad_() for _ in range(2))
+    y = swiglu(gate * 1, up * 1, reuse_inputs=True).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+
+
+def _plan_for_float32(device: torch.device) -> adjoint.Plan:
+    return adjoint.plan(swiglu, _pair(device), _pair(device))
+
+
+BAD_CALLS = (
+    BadCall(
+        "shapes differ",
+        lambda d: swiglu(_pair(d), _pair(d, (4, 5))),
+        ArgumentError,
+        ("swiglu", "up", "(4, 6)", "(4, 5)"),
+    ),
+    BadCall("integer gate", lambda d: swiglu(_pair(d).long(), _pair(d).long()), ArgumentError, ("gate", "int64")),
+    BadCall("integer x", lambda d: silu(_pair(d).int()), ArgumentError, ("silu", "x", "int32")),
+    BadCall("boolean x", lambda d: silu(_pair(d).bool()), ArgumentError, ("silu", "x", "bool")),
+    BadCall("not a tensor", lambda d: silu([1.0]), ArgumentError, ("silu", "x", "list")),  # type: ignore[arg-type]
+    BadCall(
+        "dtypes differ",
+        lambda d: swiglu(_pair(d), _pair(d).half()),
+        ArgumentError,
+        ("up", "float32", "float16"),
+    ),
+    BadCall("devices differ", lambda d: swiglu(_pair(d), _pair(torch.device("meta"))), ArgumentError, ("up", "meta")),
+    BadCall("odd packed width", lambda d: swiglu(_pair(d, (4, 5))), ArgumentError, ("packed", "even", "5")),
+    BadCall("packed without axes", lambda d: swiglu(_pair(d, ())), ArgumentError, ("packed", "no axes")),
+    BadCall(
+        "unknown order",
+        lambda d: swiglu(_pair(d), order="gateup"),  # type: ignore[arg-type]
+        ArgumentError,
+        ("order", "gate_up", "interleaved", "gateup"),
+    ),
+    BadCall(
+        "order with two tensors",
+        lambda d: swiglu(_pair(d), _pair(d), order="gate_up"),
+        ArgumentError,
+        ("order", "up is given"),
+    ),
+    BadCall(
+        "a preference nothing satisfies",
+        lambda d: silu(_pair(d), preference=adjoint.Preference(device_invariant=True)),
+        Unsupported,
+        ("triton.rows", "triton.strided", "eager", "device_invariant"),
+    ),
+    BadCall(
+        "an unknown backend", lambda d: adjoint.Preference(backend="cuda"), ArgumentError, ("backend", "triton", "cuda")
+    ),
+    BadCall(
+        "an unknown plan",
+        lambda d: silu(_pair(d), preference=adjoint.Preference(plan="fastest")),
+        Unsupported,
+        ("fastest", "eager"),
+    ),
+    BadCall(
+        "another problem than the plan's",
+        lambda d: _plan_for_float32(d).run(_pair(d).half(), _pair(d).half()),
+        Unsupported,
+        ("not made for", "float16", "float32"),
+    ),
+    BadCall("too few tensors", lambda d: _plan_for_float32(d).run(_pair(d)), ArgumentError, ("2 tensors", "gate, up")),
+    BadCall(
+        "out= of the wrong shape",
+        lambda d: _plan_for_float32(d).run(_pair(d), _pair(d), out=_pair(d, (4, 7))),
+        ArgumentError,
+        ("out=", "(4, 6)", "(4, 7)"),
+    ),
+    BadCall(
+        "out= of the wrong dtype",
+        lambda d: _plan_for_float32(d).run(_pair(d), _pair(d), out=_pair(d).double()),
+        ArgumentError,
+        ("out=", "float32", "float64"),
+    ),
+    BadCall("create_graph=True", _run_second_derivative, Unsupported, ("silu", "second derivative", "create_graph")),
+    BadCall("a second backward over reused memory", _run_second_backward, Unsupported, ("swiglu", "reuse_inputs")),
+    BadCall(
+        "reuse of overlapping memory",
+        lambda d: swiglu(
+            _pair(d, (4, 1)).requires_grad_().expand(4, 6), _pair(d).requires_grad_(), reuse_inputs=True
+        ),
+        ArgumentError,
+        ("reuse_inputs", "gate", "overlap"),
+    ),
+    BadCall(
+        "reuse of one tensor twice",
+        lambda d: (lambda x: swiglu(x, x, reuse_inputs=True))(_pair(d).requires_grad_() * 1),
+        ArgumentError,
+        ("reuse_inputs", "gate and up", "overlap"),
+    ),
+)
+
+# ------------------------------------------------------------------------------ workloads, builds
+
+_BENCH_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))
+
+
+def _normal(count: int, shape: tuple[int, ...]) -> Make:
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+        seed = int(torch.randint(2**31, (), generator=generator))
+        own = torch.Generator(device).manual_seed(seed)
+        return tuple(torch.randn(shape, dtype=dtype, device=device, generator=own) for _ in range(count))
+
+    return make
+
+
+def _workloads() -> Iterable[Workload]:
+    for rows, columns in _BENCH_SHAPES:
+        size = rows * columns * 2  # bytes of one bfloat16 tensor
+        shape = f"{rows}×{columns}"
+        yield Workload(
+            f"silu {shape}", SILU, _normal(1, (rows, columns)), 2 * size, 3 * size, F.silu, peers=()
+        )
+        yield Workload(
+            f"swiglu {shape}",
+            SWIGLU,
+            _normal(2, (rows, columns)),
+            3 * size,
+            5 * size,
+            lambda gate, up: F.silu(gate) * up,
+            peers=("liger_swiglu",),
+        )
+    rows, columns = _BENCH_SHAPES[0]
+    size = rows * columns * 2
+    for subject in PACKED:
+        order = subject.keywords["order"]
+        yield Workload(
+            f"{subject.name} {rows}×2·{columns}",
+            subject,
+            _normal(1, (rows, 2 * columns)),
+            3 * size,
+            5 * size,
+            lambda packed, order=order: reference.swiglu_packed(packed, order),
+        )
+
+
+WORKLOADS = tuple(_workloads())
+
+
+def builds(target: str) -> Iterator[tuple[str, Variant]]:
+    """Every kernel variant, named, as it would be compiled for a target."""
+    from adjoint.ops.activation import kernels
+    from adjoint.ops.activation.plans import default_schedule
+
+    for kernel in kernels.KERNELS:
+        for dtype in SILU.dtypes:
+            for has_up in (False, True) if "HAS_UP" in kernel.parameters else (True,):
+                variants = kernels.variants(
+                    kernel.name, dtype, has_up, target.startswith("sm_"), default_schedule(kernel.name)
+                )
+                for key, variant in variants.items():
+                    yield f"{kernel.name} {dtype} has_up={has_up} {key}", variant

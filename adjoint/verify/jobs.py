@@ -1,0 +1,141 @@
+"""The list of checks for a device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from adjoint.core.cases import BadCall, Subject
+from adjoint.core.errors import ArgumentError
+from adjoint.core.kernels import why_not_triton
+from adjoint.core.plan import short
+from adjoint.core.preference import BACKENDS, Preference
+from adjoint.ops import FAMILIES
+from adjoint.verify import bits, framework, numerics
+from adjoint.verify.row import Row
+
+
+@dataclass(frozen=True)
+class Job:
+    """One check on one op, dtype and backend. `run` never raises: an exception is a failed row."""
+
+    label: str
+    op: str
+    check: str
+    dtype: str
+    backend: str
+    body: Callable[[], list[Row]]
+
+    def run(self) -> list[Row]:
+        try:
+            return self.body()
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"
+            return [Row(self.op, self.check, self.dtype, self.backend, "", "raised", False, detail)]
+
+
+def families() -> list[ModuleType]:
+    """The `cases` module of every family."""
+    return [import_module(f"adjoint.ops.{family}.cases") for family in FAMILIES]
+
+
+def subjects(ops: Sequence[str] | None = None) -> list[Subject]:
+    """The subjects of the named ops, or of all; a mode may be named too ("swiglu[gate_up]")."""
+    every = [subject for family in families() for subject in family.SUBJECTS]
+    if not ops:
+        return every
+    known = {subject.name for subject in every} | {subject.function.__name__ for subject in every}
+    unknown = sorted(set(ops) - known)
+    if unknown:
+        raise ArgumentError(f"verify: unknown op {', '.join(unknown)}; ops are {', '.join(sorted(known))}")
+    return [subject for subject in every if {subject.name, subject.function.__name__} & set(ops)]
+
+
+def available_backends(device: torch.device) -> list[str]:
+    """The backends that can run on a device, here."""
+    return [backend for backend in BACKENDS if backend != "triton" or not why_not_triton(device)]
+
+
+def jobs(
+    ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False
+) -> list[Job]:
+    """Every check of the named ops on a device. `thorough` runs the framework checks on every dtype."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    chosen = subjects(ops)
+    listed = []
+    for subject in chosen:
+        for backend in available_backends(device):
+            listed += _numerical(subject, backend, device)
+            listed += _framework(subject, backend, device, thorough)
+    names = {subject.function.__name__ for subject in chosen}
+    for family in families():
+        if names & {subject.function.__name__ for subject in family.SUBJECTS}:
+            listed += [_bad_call(bad, family.__name__.split(".")[-2], device) for bad in family.BAD_CALLS]
+    return listed
+
+
+def _numerical(subject: Subject, backend: str, device: torch.device) -> list[Job]:
+    preference = Preference(backend=backend)
+    listed = []
+    for dtype in subject.dtypes:
+        checks: dict[str, Callable[[], list[Row]]] = {
+            "accuracy": partial(
+                numerics.accuracy, subject, dtype, device, preference, subject.cases, "accuracy"
+            ),
+            "special values": partial(numerics.specials, subject, dtype, device, preference),
+            "mistakes are caught": partial(numerics.mistakes, subject, dtype, device, preference),
+            "repeats": partial(bits.repeats, subject, dtype, device, preference),
+            "batch invariance": partial(bits.invariance, subject, dtype, device, preference),
+            "upstream layouts": partial(bits.upstreams, subject, dtype, device, preference),
+            "schedules": partial(bits.schedules, subject, dtype, device, preference),
+            "poison": partial(bits.poison, subject, dtype, device, preference),
+        }
+        exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
+        if exhaustive:
+            checks["exhaustive"] = partial(
+                numerics.accuracy, subject, dtype, device, preference, exhaustive, "exhaustive"
+            )
+        listed += [_job(subject, name, dtype, backend, body) for name, body in checks.items()]
+    if torch.float64 in subject.dtypes:
+        body = partial(numerics.gradients, subject, device, preference)
+        listed.append(_job(subject, "gradients", torch.float64, backend, body))
+    return listed
+
+
+def _framework(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
+    preference = Preference(backend=backend)
+    checks = [framework.registration, framework.compilation, framework.modes, framework.recompilation]
+    if device.type == "cuda":
+        checks += [framework.streams, framework.capture]
+    default = torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
+    return [
+        _job(subject, check.__name__, dtype, backend, partial(check, subject, dtype, device, preference))
+        for check in checks
+        for dtype in (subject.dtypes if thorough else (default,))
+    ]
+
+
+def _job(subject: Subject, check: str, dtype: torch.dtype, backend: str, body: Callable[[], list[Row]]) -> Job:
+    label = f"{subject.name} {short(dtype)} {backend}: {check}"
+    return Job(label, subject.name, check, short(dtype), backend, body)
+
+
+def _bad_call(bad: BadCall, family: str, device: torch.device) -> Job:
+    def body() -> list[Row]:
+        try:
+            bad.call(device)
+            message, passed = "nothing was raised", False
+        except bad.error as error:
+            message = str(error)
+            missing = [word for word in bad.words if word not in message]
+            passed = not missing
+            if missing:
+                message = f"the message lacks {', '.join(missing)}: {message}"
+        return [Row(family, "bad input", "", "", bad.error.__name__, bad.name, passed, "" if passed else message)]
+
+    return Job(f"{family}: {bad.name}", family, "bad input", "", "", body)

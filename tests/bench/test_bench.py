@@ -1,0 +1,357 @@
+"""`adjoint bench`: a wrong result gets no time, and what is saved and shown is what was measured."""
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typer.testing import CliRunner
+
+from adjoint.bench import check as checking
+from adjoint.bench import contenders, overhead, peers, report, results, run, tables, timing
+from adjoint.bench.contenders import Contender, Task
+from adjoint.cli import app
+from adjoint.core.cases import Workload
+from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.ops.activation import cases
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "REPEAT_MILLISECONDS", 0)
+
+
+def small(**changes: Any) -> Workload:
+    """A workload of the real family, small enough for a test."""
+    workload = next(w for w in cases.WORKLOADS if w.subject.name == "swiglu")
+    make = lambda dtype, device, generator: tuple(  # noqa: E731
+        torch.randn(12, 32, generator=generator).to(dtype) for _ in workload.subject.inputs
+    )
+    made = replace(workload, name="swiglu 12×32", make=make, forward_bytes=3 * 768, backward_bytes=5 * 768, peers=())
+    return replace(made, **changes)
+
+
+def rows_of(workload: Workload, **options: Any) -> dict[tuple[str, str], run.Row]:
+    found = run.measure("activation", workload, CPU, **({"compile": False, "rounds": 1} | options))
+    return {(row.contender, row.direction): row for row in found}
+
+
+def test_right_results_have_times_and_ratios() -> None:
+    rows = rows_of(small(), rounds=2)
+    assert {row.status for row in rows.values()} == {run.OK}
+    for (contender, _), row in rows.items():
+        assert row.microseconds and row.microseconds > 0
+        assert row.error is not None and 0 < row.error < 5e-3
+        assert bool(row.guarantee) == (contender == run.OURS)
+        assert row.gigabytes_per_second == pytest.approx(row.bytes / row.microseconds / 1e3)
+    own, eager = rows[run.OURS, "backward"], rows[run.EAGER, "backward"]
+    assert own.ratio == 1.0 and eager.ratio == pytest.approx(eager.microseconds / own.microseconds)  # type: ignore[operator]
+
+
+def test_compiled_takes_part_in_both_directions() -> None:
+    rows = rows_of(small(), compile=True)
+    for direction in contenders.DIRECTIONS:
+        row = rows[run.COMPILED, direction]
+        assert row.status == run.OK or (row.status == run.ERROR and row.note), row
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "three percent off": lambda gate, up: F.silu(gate) * up * 1.03,
+    "not a number": lambda gate, up: F.silu(gate) * up / torch.zeros_like(up) * 0,
+    "zeros": lambda gate, up: F.silu(gate) * up * 0,
+    "another shape": lambda gate, up: (F.silu(gate) * up)[:, :31],
+    "last row missing": lambda gate, up: torch.cat([(F.silu(gate) * up)[:-1], up[-1:] * 0]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_baseline_gets_no_time(name: str) -> None:
+    rows = rows_of(small(baseline=WRONG[name]))
+    wrong = rows[run.EAGER, "forward"]
+    assert wrong.status == run.FAILED and wrong.microseconds is None and wrong.note
+    assert not wrong.ok and rows[run.OURS, "forward"].status == run.OK
+
+
+def test_ours_is_held_to_its_guarantee_not_to_the_limit_of_others() -> None:
+    subject = small().subject
+    wrong = replace(subject, reference=lambda gate, up: (subject.reference(gate, up)[0] * 1.01,))
+    rows = rows_of(small(subject=wrong))
+    assert rows[run.OURS, "forward"].status == run.FAILED and "ulp" in rows[run.OURS, "forward"].note
+    assert rows[run.EAGER, "forward"].status == run.OK, "1% is inside the limit of those who promise nothing"
+    assert rows[run.EAGER, "forward"].ratio is None, "there is nothing of ours to compare with"
+
+
+def test_a_result_that_goes_wrong_while_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(10**9))
+
+    def drifting(task: Task) -> Contender:
+        good = contenders.eager(task)
+        return Contender(lambda: good.run() if next(calls) < 2 else tuple(t * 2 for t in good.run()))
+
+    monkeypatch.setattr(run, "eager", drifting)
+    assert rows_of(small())[run.EAGER, "forward"].status == run.FAILED
+
+
+def test_memory_left_unwritten_fails() -> None:
+    workload = small()
+    inputs = workload.make(torch.bfloat16, CPU, torch.Generator().manual_seed(0))
+    task = Task(workload, "forward", inputs, (torch.ones_like(inputs[0]),))
+    contender = contenders.ours(task)
+    contender.run()
+    assert not checking.check(task, contender.outputs, contender.guarantee).failure
+    checking.poison(contender)
+    assert checking.check(task, contender.outputs, contender.guarantee).failure
+
+
+def test_large_tensors_are_checked_whole_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "_PIECE", 100)
+    workload = small()
+    inputs = workload.make(torch.bfloat16, CPU, torch.Generator().manual_seed(0))
+    task = Task(workload, "forward", inputs, ())
+    (output,) = contenders.eager(task).run()
+    assert len(list(checking._pieces(task, (output,)))) == 4
+    assert checking.check(task, (output,), None).error < 5e-3
+    output[7, 5] = float("nan")
+    verdict = checking.check(task, (output,), None)
+    assert verdict.failure and math.isnan(verdict.error)
+
+
+def test_peers_that_are_absent_or_raise_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(task: Task) -> Contender:
+        raise contenders.NotInstalled("pip install it")
+
+    def broken(task: Task) -> Contender:
+        raise RuntimeError("no driver\nand much more")
+
+    monkeypatch.setitem(peers.PEERS, "absent", peers.Peer("Absent", "absent", absent))
+    monkeypatch.setitem(peers.PEERS, "broken", peers.Peer("Broken", "broken", broken))
+    rows = rows_of(small(peers=("absent", "broken")))
+    assert rows["Absent", "forward"].status == run.ABSENT
+    assert rows["Broken", "forward"].note == "RuntimeError: no driver"
+    assert all(row.ok for row in rows.values())
+
+
+@pytest.mark.parametrize("returns", ["everything", "the output alone"])
+def test_liger_overwrites_its_inputs_and_is_given_fresh_ones(returns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(a: Tensor, b: Tensor) -> Any:
+        c = F.silu(a) * b
+        return (a, b, c) if returns == "everything" else c
+
+    def backward(a: Tensor, b: Tensor, dc: Tensor) -> Any:
+        da, db = cases.SWIGLU.reference_backward(dc.double(), a.double(), b.double())
+        a.copy_(da)
+        b.copy_(db)
+        return (a, b) if returns == "everything" else None
+
+    module = SimpleNamespace(swiglu_forward=forward, swiglu_backward=backward)
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.swiglu", module)
+    rows = rows_of(small(peers=("liger_swiglu",)))
+    assert rows["Liger", "forward"].status == rows["Liger", "backward"].status == run.OK
+
+
+def test_gpu_times_are_medians_of_do_bench_with_inputs_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("triton.testing")
+    signature, done = inspect.signature(testing.do_bench), []
+
+    def do_bench(*arguments: Any, **keywords: Any) -> float:
+        given = signature.bind(*arguments, **keywords).arguments
+        assert given["return_mode"] == "median"
+        for tensor in given["grad_to_none"]:
+            tensor.grad = None
+        given["fn"]()
+        return 0.5
+
+    monkeypatch.setattr(testing, "do_bench", do_bench)
+    assert timing.time_gpu(lambda: done.append("run"), lambda: done.append("restored")) == 0.5
+    assert done == ["restored", "run"]
+
+
+def test_workloads_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CPU_ELEMENTS", 4 * 32)
+    row = rows_of(small())[run.OURS, "forward"]
+    assert row.workload == "swiglu 12×32, first 4" and row.bytes == 768
+
+
+def test_selection() -> None:
+    assert {w.subject.name for _, w in run.select(["swiglu"])} >= {"swiglu", "swiglu[gate_up]"}
+    assert {w.subject.name for _, w in run.select(["silu"])} == {"silu"}
+    assert len(run.select([])) == len(cases.WORKLOADS)
+    with pytest.raises(ArgumentError, match=r"unknown op relu.*silu"):
+        run.select(["relu"])
+
+
+# ------------------------------------------------------------------------------------ saved results
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(results.environment, "device_name", lambda device: "NVIDIA H200")
+    yield
+
+
+def row(contender: str, microseconds: float | None, ratio: float | None = None, **changes: Any) -> run.Row:
+    made = run.Row("activation", "swiglu 8×8", "forward", contender, run.OK, 10**6, microseconds, ratio, 1.7e-3)
+    return replace(made, **changes)
+
+
+def measured(*rows: run.Row) -> run.Result:
+    return run.Result(torch.device("cuda"), 4000.0, rows)
+
+
+def test_saving_merges_and_keeps_the_conditions_of_each_run(tmp_path: Path, gpu: None) -> None:
+    path = results.save(measured(row(run.OURS, 100.0, 1.0), row("Liger", 90.0, 0.9)), "adjoint bench --save", tmp_path)
+    assert path == tmp_path / "nvidia-h200.json"
+    results.save(measured(row(run.OURS, 80.0, 1.0)), "adjoint bench swiglu --save", tmp_path)
+    content = json.loads(path.read_text())
+    assert content["schema"] == results.SCHEMA and content["device"] == "NVIDIA H200" and content["dtype"] == "bfloat16"
+    by_name = {r["contender"]: r for r in content["rows"]}
+    assert by_name[run.OURS]["microseconds"] == 80.0 and by_name["Liger"]["microseconds"] == 90.0
+    assert by_name[run.OURS]["gb_per_s"] == 12.5 and by_name[run.OURS]["share_of_copy_ceiling"] == 0.0031
+    assert content["runs"][by_name["Liger"]["run"]]["command"] == "adjoint bench --save"
+    assert content["runs"][by_name[run.OURS]["run"]]["command"] == "adjoint bench swiglu --save"
+    for one in content["runs"]:
+        assert set(one) == {"date", "command", "versions", "copy_ceiling_gb_per_s"}
+        assert {"python", "torch", "triton", "driver", "liger-kernel"} <= set(one["versions"])
+
+    results.save(measured(row(run.OURS, 70.0, 1.0), row("Liger", 75.0, 1.07)), "again", tmp_path)
+    assert [one["command"] for one in json.loads(path.read_text())["runs"]] == ["again"]
+
+
+def test_a_failed_row_is_saved_without_numbers(tmp_path: Path, gpu: None) -> None:
+    path = results.save(measured(row("Liger", None, status=run.FAILED, error=math.nan)), "c", tmp_path)
+    (saved,) = json.loads(path.read_text())["rows"]
+    assert saved["status"] == "failed" and saved["microseconds"] is saved["error"] is saved["gb_per_s"] is None
+
+
+def test_a_file_that_is_not_results_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(ArgumentError, match=r"x\.json"):
+        results.saved(tmp_path)
+
+
+def test_readme_shows_rows_where_a_peer_is_ahead(tmp_path: Path, gpu: None) -> None:
+    rows = (row(run.EAGER, 150.0, 1.5), row(run.OURS, 100.0, 1.0), row("Liger", 90.0, 0.9))
+    results.save(measured(*rows, row("Broken", None, status=run.ERROR)), "adjoint bench --save", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("# t\n<!-- bench:activation:begin -->\nearlier text\n<!-- bench:activation:end -->\ntail\n")
+    assert report.update_readme(readme, tmp_path) == ["activation"]
+    once = readme.read_text()
+    assert "| workload | direction | adjoint | torch eager | Liger | Broken | GB/s | of copy |" in once
+    assert "| swiglu 8×8 | forward | 100.0 | 150.0 (1.50×) | **90.0** (0.90×) | error | 10 | 0.2% |" in once
+    assert "NVIDIA H200" in once and "`adjoint bench --save`" in once and f"torch {torch.__version__}" in once
+    assert (
+        once.startswith("# t\n")
+        and once.endswith("<!-- bench:activation:end -->\ntail\n")
+        and "earlier text" not in once
+    )
+    report.update_readme(readme, tmp_path)
+    assert readme.read_text() == once
+
+
+def test_readme_without_markers_or_results_is_refused(tmp_path: Path, gpu: None) -> None:
+    readme = tmp_path / "README.md"
+    with pytest.raises(ArgumentError, match="no results of a GPU"):
+        report.update_readme(readme, tmp_path)
+    results.save(measured(row(run.OURS, 100.0, 1.0)), "c", tmp_path)
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        report.update_readme(readme, tmp_path)
+    readme.write_text("nothing")
+    with pytest.raises(ArgumentError, match="bench:activation:begin"):
+        report.update_readme(readme, tmp_path)
+
+
+def test_plot_says_what_it_needs(tmp_path: Path) -> None:
+    plot = pytest.importorskip("adjoint.bench.plot").plot
+    file = tmp_path / "times.svg"
+    try:
+        import matplotlib  # type: ignore[import-not-found] # noqa: F401
+    except ImportError:
+        with pytest.raises(Unsupported, match="matplotlib"):
+            plot(measured(row(run.OURS, 1.0, 1.0)), "GPU", file)
+    else:
+        plot(measured(row(run.OURS, 1.0, 1.0)), "GPU", file)
+        assert file.stat().st_size > 0
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Workload], None]:
+    """Makes a workload the only one, and the ceiling quick."""
+    monkeypatch.setattr(run, "copy_ceiling", lambda device: 10.0)
+    return lambda workload: monkeypatch.setattr(cases, "WORKLOADS", (workload,))
+
+
+def bench(*options: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "--device", "cpu", "--no-compile", *options])
+
+
+def test_the_command_prints_and_saves(only: Callable[[Workload], None], tmp_path: Path) -> None:
+    only(small(peers=("liger_swiglu",)))
+    done = bench("swiglu", "--save", "--results", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "CPU" in done.output and "torch eager" in done.output and "Liger" in done.output
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["device_type"] == "cpu"
+    assert content["runs"][0]["command"] == "adjoint bench swiglu --no-compile --save"
+    assert [r["contender"] for r in content["rows"][:2]] == [run.OURS, run.EAGER]
+
+
+def test_the_command_refuses_a_time_for_a_wrong_result(only: Callable[[Workload], None]) -> None:
+    only(small(baseline=lambda gate, up: F.silu(up) * gate))
+    done = bench()
+    assert done.exit_code == 1
+    (line,) = [text for text in done.output.splitlines() if "torch eager" in text and "relative error" in text][:1]
+    assert "FAILED" in line and "µs" not in line
+
+
+def test_unknown_ops_and_devices_are_refused() -> None:
+    done = bench("relu")
+    assert done.exit_code == 2 and "unknown op relu" in done.stderr and "silu" in done.stderr
+    done = CliRunner().invoke(app, ["bench", "--device", "cuda:7"])
+    assert done.exit_code == 2 and "cuda:7" in done.stderr
+
+
+def test_readme_alone_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: None) -> None:
+    monkeypatch.setattr(run, "run", None)
+    monkeypatch.chdir(tmp_path)
+    results.save(measured(row(run.OURS, 100.0, 1.0)), "c", tmp_path / "kept")
+    Path("README.md").write_text("<!-- bench:activation:begin --><!-- bench:activation:end -->")
+    done = bench("--readme", "--results", "kept")
+    assert done.exit_code == 0, done.output
+    assert "| swiglu 8×8 | forward | **100.0** |" in Path("README.md").read_text()
+
+
+def test_overhead_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = overhead.overhead
+    monkeypatch.setattr(overhead, "overhead", lambda device: original(device, batches=3))
+    done = bench("--overhead")
+    assert done.exit_code == 0, done.output
+    for word in ("swiglu", "silu", "bfloat16", "float32", "host cost", "≤ 12", "arithmetic"):
+        assert word in done.output
+
+
+def test_overhead_verdict() -> None:
+    cost = overhead.Overhead("silu", "float32", "cpu", "eager", 20.0, 9.0, 2.0, 9.0)
+    assert cost.host == 11.0 and cost.inside and not replace(cost, whole=22.0).inside
+    assert tables.overheads([cost]).row_count == 1
+
+
+def test_copy_ceiling_counts_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time_on", lambda device, function: 1.0)
+    assert timing.copy_ceiling(CPU) == pytest.approx(2 * 2 * 2**25 / 1e6)

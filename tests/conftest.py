@@ -1,0 +1,45 @@
+"""Two processes run these tests: an ordinary one, and one with Triton's interpreter (TRITON_INTERPRET=1).
+
+Tests marked `kernels` execute Triton kernels: they need the interpreter or a GPU, and are skipped
+elsewhere. Where the interpreter is on, nothing but them is worth running again.
+"""
+
+import pytest
+import torch
+
+from adjoint.core import kernels
+from adjoint.verify.interpreter import correct_bfloat16
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the whole product of ops, dtypes, checks and targets")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if kernels.interpreting():
+        correct_bfloat16()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reason = kernels.why_not_triton(device_under_test())
+    for item in items:
+        if reason and item.get_closest_marker("kernels"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def device_under_test() -> torch.device:
+    if torch.cuda.is_available() and not kernels.interpreting():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return device_under_test()
+
+
+@pytest.fixture
+def everything(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--all"))

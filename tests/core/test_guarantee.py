@@ -1,0 +1,65 @@
+"""How errors are measured: what counts as agreement, and that a bound can fail."""
+
+import math
+
+import pytest
+import torch
+
+from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee, absolute_error, error_in_ulp, spacing
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_spacing_is_the_distance_to_the_next_value(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    values = torch.tensor([1.0, 1.5, 3.0, -4.0, info.smallest_normal, info.max], dtype=torch.float64)
+    away = torch.nextafter(values.abs().to(dtype), torch.tensor(0.0, dtype=dtype)).double()
+    expected = values.abs() - away
+    expected = torch.where(values.abs().log2().frac() == 0, 2 * expected, expected)  # the binade below is finer
+    expected[4] = info.smallest_normal * info.eps
+    assert torch.equal(spacing(values, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_and_subnormals_have_the_smallest_spacing(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal * info.eps
+    assert spacing(torch.tensor([0.0, tiny, 3 * tiny], dtype=torch.float64), dtype).tolist() == [tiny] * 3
+
+
+def test_agreement_on_nan_and_infinity_is_no_error() -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf])
+    assert absolute_error(values, values.double()).tolist() == [0, 0, 0]
+    assert not Enumerated(0.5, "").measure(torch.tensor([math.nan]), torch.tensor([1.0])).holds
+    assert not Enumerated(0.5, "").measure(torch.tensor([1.0]), torch.tensor([math.nan])).holds
+    assert not Empirical(0.5, "").measure(torch.tensor([math.nan]), torch.tensor([1.0])).holds
+    assert not Derived("", lambda x: torch.ones(1)).measure(
+        torch.tensor([math.nan]), torch.tensor([1.0]), torch.ones(1)
+    ).holds
+
+
+def test_overflow_is_infinity_from_the_rounding_threshold_on() -> None:
+    exact = torch.tensor([65519.0, 65520.0, 1e6, -1e6], dtype=torch.float64)
+    right = torch.tensor([65504.0, math.inf, math.inf, -math.inf], dtype=torch.float16)
+    assert (error_in_ulp(right, exact) < 0.5).all()
+    wrong = torch.tensor([math.inf, 65504.0, 65504.0, math.inf], dtype=torch.float16)
+    assert (error_in_ulp(wrong, exact) > 0.49).all()
+
+
+def test_a_derived_bound_is_per_element() -> None:
+    exact = torch.tensor([1.0, 1e-3], dtype=torch.float64)
+    bound = Derived("1e-6·|x|", lambda x: 1e-6 * x.abs())
+    assert bound.measure(exact * (1 + 5e-7), exact, exact).holds
+    assert not bound.measure(exact + 5e-7, exact, exact).holds
+
+
+def test_norm_relative_judges_zero_output_of_small_values() -> None:
+    exact = torch.full((4,), 1e-9, dtype=torch.float64)
+    assert not Empirical(1e-2, "").measure(torch.zeros(4), exact).holds
+
+
+def test_flags_in_words() -> None:
+    promise = Guarantee(True, "row", True, "float32", 1, Enumerated(0.5, "every input"))
+    assert promise.flags == "repeatable, batch_invariant(row), device_invariant"
+    assert Guarantee(False, "", False, "float32", 1, Enumerated(0.5, "all")).flags == "none"

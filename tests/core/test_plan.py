@@ -1,0 +1,195 @@
+"""The plan contract on a toy operator with a workspace, and on the activations."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import Preference
+from adjoint.core import plan as plans
+from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.op import define
+from adjoint.core.plan import Call, Candidate, Plan, Problem, publish, select
+
+NEEDED = 256
+
+
+def _promise(**flags: object) -> Guarantee:
+    fields: dict[str, object] = {
+        "repeatable": True,
+        "batch_invariant": "",
+        "device_invariant": False,
+        "accumulator": "float32",
+        "roundings": 1,
+        "error": Empirical(1e-6, "the toy's cases"),
+    }
+    return Guarantee(**(fields | flags))  # type: ignore[arg-type]
+
+
+def _candidate(name: str, workspace: int | None, refusal: str = "", **flags: object) -> Candidate:
+    def run(plan: Plan, arguments: tuple, outputs: tuple[Tensor, ...] | None, scratch: Tensor | None):  # type: ignore
+        outputs = outputs or plan.allocate(arguments)
+        outputs[0].copy_(arguments[0] * 2)
+        return outputs
+
+    return Candidate(
+        name,
+        "eager",
+        "double",
+        3,
+        refuse=lambda problem: refusal,
+        guarantee=lambda problem: {"y": _promise(**flags)},
+        run=run,
+        numeric=lambda problem: {"tile": 64},
+        workspace_bytes=lambda problem: workspace,
+    )
+
+
+CANDIDATES = (
+    _candidate("fast", NEEDED, repeatable=False),
+    _candidate("steady", NEEDED, batch_invariant="row"),
+    _candidate("frugal", 0),
+    _candidate("vendor", None),
+    _candidate("never", 0, refusal="the moon is in the wrong phase"),
+)
+
+
+def _toy(x: Tensor) -> Tensor:
+    return x * 2
+
+
+TOY = define(
+    "toy_double",
+    "Tensor x",
+    "Tensor",
+    outputs=("y",),
+    tensors=("x",),
+    check=lambda x: None,
+    allocate=lambda x: (torch.empty_like(x),),
+    describe=lambda x: Problem("toy_double", x.device, (x.dtype,), sizes=(x.numel(),)),
+    candidates=lambda: CANDIDATES,
+)
+publish(_toy, lambda x: Call(TOY, (x,)))
+
+X = torch.arange(6.0)
+
+
+@pytest.mark.parametrize(
+    ("preference", "taken"),
+    [
+        (Preference(), "fast"),
+        (Preference(repeatable=True), "steady"),
+        (Preference(repeatable=True, max_workspace_bytes=NEEDED - 1), "frugal"),
+        (Preference(max_workspace_bytes=0), "frugal"),
+        (Preference(batch_invariant=True), "steady"),
+        (Preference(plan="vendor"), "vendor"),
+    ],
+)
+def test_the_first_that_fits_is_taken(preference: Preference, taken: str) -> None:
+    assert adjoint.plan(_toy, X, preference=preference).name == taken
+
+
+def test_the_deterministic_flag_is_honoured() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert adjoint.plan(_toy, X).name == "steady"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_preference_nothing_meets_lists_every_candidate() -> None:
+    with pytest.raises(adjoint.Unsupported) as caught:
+        adjoint.plan(_toy, X, preference=Preference(device_invariant=True))
+    message = str(caught.value)
+    assert all(f"  {candidate.name}: " in message for candidate in CANDIDATES)
+    assert "the moon is in the wrong phase" in message
+    assert message.count("y is not device_invariant") == 4
+
+
+def test_max_workspace_is_explained() -> None:
+    with pytest.raises(adjoint.Unsupported) as caught:
+        adjoint.plan(_toy, X, preference=Preference(batch_invariant=True, max_workspace_bytes=8))
+    assert f"steady: needs a workspace of {NEEDED} bytes, the preference allows 8" in str(caught.value)
+
+
+def test_an_explicit_backend_never_falls_back() -> None:
+    with pytest.raises(adjoint.Unsupported, match="its backend is eager, the preference asks for triton"):
+        adjoint.plan(_toy, X, preference=Preference(backend="triton"))
+
+
+def test_print_says_why_each_was_or_was_not_taken() -> None:
+    text = str(adjoint.plan(_toy, X, preference=Preference(repeatable=True)))
+    assert "steady: the first of 5 candidates" in text
+    assert "fast: y is not repeatable" in text
+    assert "frugal: would do, but ranks after steady" in text
+    assert "never: the moon is in the wrong phase" in text
+    assert "repeatable, batch_invariant(row)" in text
+
+
+def test_the_sku_names_what_decides_bits() -> None:
+    sku = adjoint.plan(_toy, X).sku
+    assert (sku.op, sku.backend, sku.kernel, sku.revision) == ("toy_double", "eager", "double", 3)
+    assert str(sku) == "toy_double/eager/double/r3/cpu/float32/tile=64"
+
+
+def test_run_takes_out_and_workspace() -> None:
+    plan = adjoint.plan(_toy, X)
+    out = torch.full_like(X, float("nan"))
+    result = plan.run(X, out=out, workspace=torch.empty(NEEDED, dtype=torch.uint8))
+    assert result is out
+    assert torch.equal(out, X * 2)
+
+
+def test_a_workspace_too_small_names_both_sizes() -> None:
+    with pytest.raises(adjoint.ArgumentError, match=f"{NEEDED} bytes are needed, got {NEEDED - 4}"):
+        adjoint.plan(_toy, X).run(X, workspace=torch.empty(NEEDED // 4 - 1))
+
+
+def test_a_library_plan_takes_no_workspace() -> None:
+    plan = adjoint.plan(_toy, X, preference=Preference(plan="vendor"))
+    with pytest.raises(adjoint.ArgumentError, match="allocates its own"):
+        plan.run(X, workspace=torch.empty(64))
+
+
+@pytest.mark.parametrize("like", [torch.empty(7), torch.empty(6).double(), torch.empty(12)[::2]])
+def test_a_wrong_out_is_named(like: Tensor) -> None:
+    with pytest.raises(adjoint.ArgumentError, match="toy_double: out= for y must"):
+        adjoint.plan(_toy, X).run(X, out=like)
+
+
+def test_another_problem_names_each_difference() -> None:
+    with pytest.raises(adjoint.Unsupported) as caught:
+        adjoint.plan(_toy, X).run(torch.empty(5).double())
+    assert "dtypes is (float64), the plan was made for (float32)" in str(caught.value)
+    assert "sizes is (5), the plan was made for (6)" in str(caught.value)
+
+
+def test_meta_tensors_plan_for_a_device() -> None:
+    meta = torch.empty(6, device="meta")
+    assert adjoint.plan(_toy, meta, device="cpu").problem.device == torch.device("cpu")
+    with pytest.raises(adjoint.ArgumentError, match="device= is for meta tensors"):
+        adjoint.plan(_toy, X, device="cpu")
+
+
+def test_what_is_not_an_op_is_named() -> None:
+    with pytest.raises(adjoint.ArgumentError, match=r"'len' is not an op; ops are .*silu"):
+        adjoint.plan(len, X)
+
+
+def test_selection_is_cached_and_the_cache_is_bounded() -> None:
+    problem = TOY.describe(X)
+    assert select(TOY, problem, "") is select(TOY, problem, "")
+    for size in range(plans._CACHED_PLANS + 10):
+        select(TOY, problem._replace(sizes=(size,)), "")
+    assert len(TOY._plans) <= plans._CACHED_PLANS
+
+
+def test_unknown_schedule_parameters_are_named() -> None:
+    with pytest.raises(adjoint.ArgumentError, match="no schedule parameter stages"):
+        adjoint.plan(adjoint.silu, X).with_schedule(stages=3)
+
+
+def test_the_registered_operator_honours_the_preference_string() -> None:
+    with pytest.raises(adjoint.Unsupported, match="device_invariant"):
+        torch.ops.adjoint.toy_double(X, "device_invariant")
+    assert torch.equal(torch.ops.adjoint.toy_double(X, "repeatable"), X * 2)

@@ -1,0 +1,190 @@
+"""The `adjoint` command: what it prints, how it refuses, its exit status."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import adjoint
+import adjoint.verify
+from adjoint import cli
+from adjoint.cli import app
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_version_and_help() -> None:
+    assert call("--version").output.strip() == f"adjoint {adjoint.__version__}"
+    done = call("--help")
+    assert done.exit_code == 0
+    for command in ("env", "plan", "verify", "bench"):
+        assert command in done.output
+        assert call(command, "--help").exit_code == 0
+
+
+def test_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "adjoint", "plan", "relu", "--shape", "4"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "unknown op 'relu'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_env_names_versions_and_backends() -> None:
+    done = call("env")
+    assert done.exit_code == 0, done.output
+    for word in (adjoint.__version__, torch.__version__, "triton on cpu", "eager on cpu", "works"):
+        assert word in done.output
+    if not torch.cuda.is_available():
+        assert "torch sees none" in done.output
+
+
+def test_env_import_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_import_seconds", lambda modules: 2.5 if "adjoint" in modules else 2.0)
+    assert "0.50 s more" in call("env", "--import-time").output
+
+
+def test_import_seconds_are_measured_in_other_processes() -> None:
+    assert 0 < cli._import_seconds("sys") < 1
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "inputs", "keywords"),
+    [
+        (("silu", "--shape", "4x64"), 1, {}),
+        (("swiglu", "--shape", "4x64"), 2, {}),
+        (("swiglu", "--shape", "4x64", "--shape", "4x64"), 2, {}),
+        (("swiglu", "--shape", "4x64", "--order", "interleaved"), 1, {"order": "interleaved"}),
+        (("swiglu[up_gate]", "--shape", "4x64"), 1, {"order": "up_gate"}),
+    ],
+)
+def test_plan_prints_all_of_the_explanation(arguments: tuple[str, ...], inputs: int, keywords: dict[str, str]) -> None:
+    done = call("plan", *arguments, "--dtype", "float16", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    function = getattr(adjoint, arguments[0].split("[")[0])
+    tensors = [torch.empty(4, 64, dtype=torch.float16, device="meta")] * inputs
+    expected = str(adjoint.plan(function, *tensors, device="cpu", **keywords))
+    assert done.output.rstrip("\n") == expected
+
+
+def test_plan_passes_the_preference_on() -> None:
+    options = ("--backend", "eager", "--repeatable", "--plan", "eager")
+    done = call("plan", "silu", "--shape", "8", "--device", "cpu", *options)
+    assert "preference backend=eager,plan=eager,repeatable" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("relu", "--shape", "4"), ("unknown op 'relu'", "silu", "swiglu")),
+        (("silu", "--shape", "4,64"), ("'4,64'", "4x64")),
+        (("silu", "--shape", "-4"), ("-4", "4x64")),
+        (("silu", "--shape", "4", "--dtype", "int8"), ("'int8'", "bfloat16")),
+        (("silu", "--shape", "4", "--device", "tpu"), ("'tpu'", "cuda")),
+        (("silu", "--shape", "4", "--backend", "cuda"), ("backend", "triton", "'cuda'")),
+        (("silu", "--shape", "4", "--order", "gate_up"), ("silu", "--order")),
+        (("silu", "--shape", "4", "--device-invariant"), ("triton.rows", "eager", "device_invariant")),
+        (("silu", "--shape", "4", "--device", "cpu", "--batch-invariant"), ("eager", "batch_invariant")),
+        (("silu", "--shape", "4", "--max-workspace-bytes", "-1"), ("max_workspace_bytes", "-1")),
+        (("silu", "--shape", "4", "--shape", "4"), ("1 tensors", "2 shapes")),
+        (("swiglu", "--shape", "4x6", "--shape", "4x5"), ("up", "(4, 6)", "(4, 5)")),
+        (("swiglu", "--shape", "4x5", "--order", "gate_up"), ("even", "5")),
+        (("swiglu", "--shape", "4x6", "--order", "gateup"), ("order", "interleaved", "'gateup'")),
+    ],
+)
+def test_plan_refuses_in_a_sentence(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    done = call("plan", *arguments)
+    assert done.exit_code == 2, done.output
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.output
+
+
+# ---------------------------------------------------------------------------------------------- verify
+
+
+@dataclass
+class FakeJob:
+    label: str
+    rows: list[adjoint.verify.Row] = field(default_factory=list)
+
+    def run(self) -> list[adjoint.verify.Row]:
+        return self.rows
+
+
+def result(measured: str, passed: bool = True, detail: str = "", **changes: str) -> adjoint.verify.Row:
+    values = {"op": "swiglu[gate_up]", "check": "accuracy", "dtype": "bfloat16", "plan": "eager", "guarantee": "stated"}
+    return adjoint.verify.Row(**(values | changes), measured=measured, passed=passed, detail=detail)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Jobs to be run, and the arguments they were asked for with."""
+    holder: list[Any] = [[], None]
+
+    def jobs(ops: Any, device: torch.device, thorough: bool) -> list[FakeJob]:
+        holder[1] = (ops, device, thorough)
+        return holder[0]
+
+    monkeypatch.setattr(adjoint.verify, "jobs", jobs)
+    return holder
+
+
+def test_verify_shows_the_worst_of_each_group(fake: list[Any]) -> None:
+    fake[0] = [
+        FakeJob("one", [result("y: 0.1 ulp (limit 0.51)"), result("dup: 0.5 ulp (limit 0.51)")]),
+        FakeJob("two", [result("y: 0.3 ulp (limit 0.51)")]),
+        FakeJob("three", [result("x = inf", check="special values"), result("x = 0", check="special values")]),
+        FakeJob("four", [result("12 bit comparisons", check="repeats")]),
+    ]
+    done = call("verify", "swiglu", "--device", "cpu", "--all")
+    assert done.exit_code == 0, done.output
+    assert fake[1] == (["swiglu"], torch.device("cpu"), True)
+    assert "dup: 0.5 ulp (limit 0.51)" in done.output and "0.3 ulp" not in done.output
+    assert "2 cases" in done.output and "12 bit comparisons" in done.output and "swiglu[gate_up]" in done.output
+    assert done.output.rstrip().endswith("6 passed, 0 failed")
+
+
+def test_verify_prints_failures_in_full(fake: list[Any]) -> None:
+    fake[0] = [
+        FakeJob(
+            "one", [result("y: 0.5 ulp (limit 0.51)"), result("y: inf ulp (limit 0.51)", False, "case 'empty' [x]")]
+        ),
+        FakeJob("two", [result("raised", False, "ValueError: broken " + "and long " * 40, check="modes")]),
+    ]
+    done = call("verify", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "1 of 2 FAILED" in done.output and "inf ulp" in done.output
+    assert "case 'empty' [x]" in done.output
+    assert "ValueError: broken " + "and long " * 39 in done.output
+    assert done.output.rstrip().endswith("1 passed, 2 failed")
+
+
+@pytest.mark.parametrize(
+    ("measured", "share"),
+    [
+        ("y: 0.255 ulp (limit 0.51)", 0.5),
+        ("dy: 2e-3 relative (limit 1e-3)", 2.0),
+        ("y: nan of the bound (limit 1)", float("inf")),
+        ("y: inf ulp (limit 0.51)", float("inf")),
+        ("12 bit comparisons", None),
+        ("gate = inf, up = 2.0", None),
+    ],
+)
+def test_share_of_the_limit(measured: str, share: float | None) -> None:
+    assert cli._share(measured) == (share if share is None else pytest.approx(share))
+
+
+def test_verify_refuses_unknown_ops_and_devices() -> None:
+    done = call("verify", "relu", "--device", "cpu")
+    assert done.exit_code == 2 and "relu" in done.stderr and "swiglu" in done.stderr
+    done = call("verify", "--device", "cuda:9")
+    assert done.exit_code == 2 and "cuda:9" in done.stderr

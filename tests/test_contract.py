@@ -1,0 +1,46 @@
+"""Every op on every backend goes through the same checks; a new family is covered by being registered."""
+
+import pytest
+import torch
+
+from adjoint.core import kernels
+from adjoint.verify import Job, available_backends, jobs
+from tests.conftest import device_under_test
+
+COVERED_ONCE = frozenset(
+    ("repeats", "batch invariance", "upstream layouts", "schedules", "poison", "exhaustive", "gradients")
+)
+"""Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
+
+
+def _parameters() -> list[object]:
+    device = device_under_test()
+    return [
+        pytest.param(job, id=job.label, marks=[pytest.mark.kernels] if job.backend == "triton" else [])
+        for job in jobs(None, device)
+    ]
+
+
+@pytest.mark.parametrize("job", _parameters())
+def test_check(job: Job, everything: bool) -> None:
+    if kernels.interpreting() and not everything:
+        if job.backend != "triton":
+            pytest.skip("the ordinary process runs this")
+        if job.check in COVERED_ONCE and job.dtype not in ("bfloat16", "float64" if job.check == "gradients" else ""):
+            pytest.skip("covered for bfloat16; all dtypes with --all")
+    for row in job.run():
+        assert row.passed, f"{job.label}: {row.measured}: {row.detail}"
+
+
+@pytest.mark.kernels
+def test_both_backends_are_covered(device: torch.device) -> None:
+    assert available_backends(device) == ["triton", "eager"]
+
+
+def test_jobs_name_unknown_ops() -> None:
+    with pytest.raises(ValueError, match=r"unknown op nonsense; ops are .*silu"):
+        jobs(["nonsense"])
+
+
+def test_a_mode_can_be_named() -> None:
+    assert {job.op for job in jobs(["swiglu[gate_up]"])} == {"swiglu[gate_up]", "activation"}

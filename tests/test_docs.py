@@ -1,0 +1,264 @@
+"""README and docs say what is true: every block runs, every output and table is the real one.
+
+A ```text block right after a ```python block is its output. Blocks of a document share one
+namespace and run top to bottom, on the CPU, in a process of their own.
+
+`python -m tests.test_docs` writes outputs and tables anew, for review in the diff.
+"""
+
+import doctest
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from adjoint.core.guarantee import Guarantee
+from adjoint.core.plan import Problem
+from adjoint.ops.activation import plans
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TRITON_MODULES = re.compile(r"adjoint\.(ops\..*\.kernels|core\.faults|__main__)")
+MODULES = sorted(
+    name
+    for path in (ROOT / "adjoint").rglob("*.py")
+    if not TRITON_MODULES.fullmatch(
+        name := ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    )
+)
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+# ------------------------------------------------------------------------------------------ blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: `start` is the line of its opening fence, counted from 0; `end` that of its closing one."""
+
+    language: str
+    lines: tuple[str, ...]
+    start: int
+    end: int
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{line}\n" for line in self.lines)
+
+
+def blocks(text: str) -> Iterator[Block]:
+    lines = text.splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+        else:
+            yield Block(lines[start].removeprefix("```"), tuple(lines[start + 1 : number]), start, number)
+            start = None
+    assert start is None, "a fence is not closed"
+
+
+def outputs(text: str) -> list[tuple[Block, Block | None]]:
+    """Each Python block with the block that shows its output, if there is one."""
+    found = list(blocks(text))
+    lines = text.splitlines()
+    pairs: list[tuple[Block, Block | None]] = []
+    for block, after in zip(found, [*found[1:], None], strict=True):
+        if block.language == "python":
+            shown = after is not None and after.language == "text" and not any(lines[block.end + 1 : after.start])
+            pairs.append((block, after if shown else None))
+    return pairs
+
+
+RUN_BLOCKS = """
+import contextlib, io, json, sys
+name, blocks = json.load(sys.stdin)
+namespace = {"__name__": "__main__"}
+printed = []
+for line, code in blocks:
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        exec(compile("\\n" * line + code, name, "exec"), namespace)
+    printed.append(stream.getvalue())
+json.dump(printed, sys.stdout)
+"""
+
+
+def plain_environment() -> dict[str, str]:
+    """No GPU, no interpreter, one thread, this checkout: the same output everywhere."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return kept | fixed | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+
+
+def run(arguments: list[str], given: str | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], input=given, env=plain_environment(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def printed_by(document: Path) -> list[tuple[Block, Block | None, str]]:
+    """Each Python block of a document, the block that shows its output, and what it really prints."""
+    pairs = outputs(document.read_text(encoding="utf-8"))
+    code = [(block.start + 1, block.text) for block, _ in pairs]
+    results = json.loads(run(["-c", RUN_BLOCKS], json.dumps([document.name, code])))
+    return [(block, shown, result) for (block, shown), result in zip(pairs, results, strict=True)]
+
+
+@each_document
+def test_every_python_block_runs_and_prints_what_is_shown(document: Path) -> None:
+    for block, shown, printed in printed_by(document):
+        assert bool(printed) == (shown is not None), f"{document.name}:{block.start + 1} prints {printed!r}"
+        if shown is not None:
+            assert shown.text == printed, f"{document.name}:{shown.start + 1} is not what the block above prints"
+
+
+# ---------------------------------------------------------------------------------------- commands
+
+
+def commands(document: Path) -> list[str]:
+    found = blocks(document.read_text(encoding="utf-8"))
+    lines = [line for block in found if block.language in ("bash", "console") for line in block.lines]
+    return [line.removeprefix("$ ").split("  #")[0].strip() for line in lines]
+
+
+RUN_COMMANDS = """
+import json, sys
+from adjoint.cli import app
+for arguments in json.load(sys.stdin):
+    try:
+        app(arguments)
+    except SystemExit as done:
+        if done.code:
+            sys.exit(f"adjoint {arguments} gives {done.code}")
+"""
+
+
+def test_every_adjoint_command_is_one() -> None:
+    """Cheap ones run; the others are parsed: `--help` still rejects unknown options."""
+    lines = {tuple(shlex.split(command)) for document in DOCUMENTS for command in commands(document)}
+    ours = sorted(line[1:] for line in lines if line[:1] == ("adjoint",))
+    assert len(ours) > 3
+    run(["-c", RUN_COMMANDS], json.dumps([[*c, *(() if c[0] in ("env", "plan") else ("--help",))] for c in ours]))
+
+
+@each_document
+def test_every_make_target_is_one(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for command in commands(document):
+        name, *arguments = shlex.split(command) or [""]
+        if name == "make":
+            assert {argument for argument in arguments if "=" not in argument} <= targets, command
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+OPERATORS = {"swiglu": plans.SWIGLU, "swiglu_backward": plans.SWIGLU_BACKWARD}
+
+
+def activation_guarantees() -> str:
+    """The guarantees of swiglu, as candidates state them; rows that differ in the dtype alone are one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    everything: list[Guarantee] = []
+    for backend in ("triton", "eager"):
+        for dtype in DTYPES:
+            for operator, candidates in OPERATORS.items():
+                candidate = next(c for c in candidates if c.backend == backend)
+                stated = candidate.guarantee(Problem(operator, torch.device("cpu"), (dtype,), "rows"))
+                everything += stated.values()
+                for output, guarantee in stated.items():
+                    row = (backend, output, guarantee.flags, guarantee.accumulator, error_cell(guarantee))
+                    rows.setdefault(row, []).append(str(dtype).removeprefix("torch."))
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for (backend, output, *rest), dtypes in rows.items():
+        merged.setdefault((backend, ", ".join(dtypes), *rest), []).append(f"`{output}`")
+    domain = sorted({guarantee.domain for guarantee in everything})
+    lines = ["| backend | dtype | output | bits | arithmetic | error |", "|---|---|---|---|---|---|"]
+    for (backend, dtypes, flags, accumulator, error), named in merged.items():
+        lines.append(f"| {backend} | {dtypes} | {', '.join(named)} | {flags} | {accumulator} | {error} |")
+    return "\n".join((*lines, "", f"Domain: {'; '.join(domain)}."))
+
+
+def error_cell(guarantee: Guarantee) -> str:
+    """An error statement that fits a table's cell, without the dtype it names."""
+    return re.sub(r"every (float|bfloat)\d+ ", "every ", str(guarantee.error)).replace("|", "\\|")
+
+
+TABLES = {"guarantees:activation": activation_guarantees}
+
+
+def with_tables(text: str) -> str:
+    """A document with every generated table as it should be."""
+    for name, table in TABLES.items():
+        begin, end = (re.escape(f"<!-- {name}:{edge} -->") for edge in ("begin", "end"))
+        text = re.sub(f"({begin}\n).*?({end})", lambda match: f"{match[1]}{table()}\n{match[2]}", text, flags=re.S)  # noqa: B023
+    return text
+
+
+@each_document
+def test_tables_show_the_stated_guarantees(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert text == with_tables(text), "run: python -m tests.test_docs"
+
+
+def test_the_readme_has_the_tables() -> None:
+    readme = DOCUMENTS[0].read_text(encoding="utf-8")
+    for name in (*TABLES, "bench:activation"):
+        assert readme.count(f"<!-- {name}:begin -->") == readme.count(f"<!-- {name}:end -->") == 1
+
+
+# --------------------------------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_runs(example: Path) -> None:
+    assert run([str(example)])
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md", *EXAMPLES], ids=lambda path: path.name)
+def test_no_paths_of_a_machine(document: Path) -> None:
+    assert not re.findall(r"(?<![\w.])/(?:work|tmp|root|home)\b", document.read_text(encoding="utf-8"))
+
+
+@each_document
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), target
+
+
+# --------------------------------------------------------------------------------------- rewriting
+
+
+def rewrite(document: Path) -> None:
+    """Puts the real outputs and tables into a document."""
+    document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
+    lines = document.read_text(encoding="utf-8").splitlines(keepends=True)
+    for _, shown, printed in reversed(printed_by(document)):
+        if shown is not None:
+            lines[shown.start + 1 : shown.end] = [printed]
+    document.write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for _document in DOCUMENTS:
+        rewrite(_document)

@@ -1,0 +1,101 @@
+"""What a stranger gets: a cheap import, the right files, one version."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import adjoint
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+IMPORT = """
+import sys, time
+start = time.perf_counter()
+import torch
+between = time.perf_counter()
+before = set(sys.modules)
+import adjoint
+end = time.perf_counter()
+added = set(sys.modules) - before
+print(between - start, end - between)
+print(sorted(added & {"numpy", "torch._dynamo", "triton"}), torch.cuda.is_initialized())
+print(sorted(name for name in added if name.startswith("adjoint.") and name.endswith(".kernels")))
+"""
+
+
+def import_in_a_new_process() -> tuple[float, float, str, str]:
+    """Seconds for torch, seconds more for adjoint, what that imported and initialised, and kernel modules."""
+    command = [sys.executable, "-c", IMPORT]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    of_torch, of_adjoint = map(float, lines[0].split())
+    return of_torch, of_adjoint, lines[1], lines[2]
+
+
+def test_importing_is_cheap_and_touches_no_gpu() -> None:
+    runs = [import_in_a_new_process() for _ in range(2)]
+    of_torch, of_adjoint, imported, kernels = min(runs)
+    print(f"\nimport torch {of_torch:.2f} s, then import adjoint {of_adjoint:.2f} s")
+    assert imported == "[] False", "heavy modules imported; whether CUDA was initialised"
+    assert kernels == "['adjoint.core.kernels']", "a family's kernels import Triton: they wait for their first use"
+    assert of_adjoint < 0.5 * of_torch + 0.5
+
+
+def test_the_version_is_the_changelogs() -> None:
+    assert "version" in PROJECT["dynamic"], "the version is read from adjoint.__version__"
+    newest = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None and newest[1] == adjoint.__version__
+
+
+def test_the_dependencies_are_few() -> None:
+    names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    assert names == {"torch", "triton", "jaxtyping", "rich", "typer"}
+
+
+def test_every_dependency_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    for requirement in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]:
+        assert re.split(r"[<>=;\s]", requirement)[0] in pins, requirement
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    pytest.importorskip("setuptools", minversion="77", reason="a wheel is built without a build environment")
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "adjoint", source / "adjoint", ignore=shutil.ignore_patterns("__pycache__"))
+    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", str(built), str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (path,) = built.glob("*.whl")
+    assert path.name.startswith(f"adjoint-{adjoint.__version__}-")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
+    shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "adjoint").rglob("*")
+        if path.suffix in (".py", ".json") or path.name == "py.typed"
+    }
+    assert "adjoint/py.typed" in shipped
+    assert "adjoint/ops/activation/schedules.json" in shipped
+    assert shipped == sources
+
+
+def test_the_wheel_holds_the_licence_and_the_command(wheel: zipfile.ZipFile) -> None:
+    held = {name.split("/", 1)[1]: name for name in wheel.namelist() if ".dist-info/" in name}
+    assert "Apache License" in wheel.read(held["licenses/LICENSE"]).decode()
+    assert "adjoint = adjoint.cli:main" in wheel.read(held["entry_points.txt"]).decode()
+    metadata = wheel.read(held["METADATA"]).decode()
+    assert f"Version: {adjoint.__version__}\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata

@@ -1,0 +1,65 @@
+"""The correction to the interpreter's bfloat16, against torch's own conversions."""
+
+import numpy as np
+import pytest
+import torch
+
+from adjoint.core import kernels
+from adjoint.verify import interpreter
+
+
+def _floats() -> torch.Tensor:
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00008000, 0x7F7FFFFF], dtype=torch.int32)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45])
+    return torch.cat([ties.view(torch.float32), special, torch.randn(1000) * 1e3])
+
+
+def test_narrow_rounds_to_nearest_even_like_torch() -> None:
+    values = _floats()
+    bits = torch.from_numpy(interpreter.narrow(values.numpy()).astype(np.int16)).view(torch.bfloat16)
+    expected = values.to(torch.bfloat16)
+    assert torch.equal(bits.isnan(), expected.isnan())
+    keep = ~expected.isnan()
+    assert torch.equal(bits[keep].view(torch.int16), expected[keep].view(torch.int16))
+
+
+def test_widen_is_exact_for_every_value() -> None:
+    bits = np.arange(2**16, dtype=np.uint16)
+    values = torch.from_numpy(interpreter.widen(bits))
+    expected = torch.from_numpy(bits.astype(np.int16)).view(torch.bfloat16).float()
+    assert torch.equal(values.isnan(), expected.isnan())
+    keep = ~expected.isnan()
+    assert torch.equal(values[keep], expected[keep])
+
+
+@pytest.mark.kernels
+def test_kernels_convert_bfloat16_like_torch(device: torch.device) -> None:
+    from tests.verify.conversion_kernels import convert, product
+
+    values = _floats().to(device)
+    narrow = torch.empty_like(values, dtype=torch.bfloat16)
+    back = torch.empty_like(values)
+    convert[(1,)](values, narrow, back, values.numel(), BLOCK=2048)
+    expected = values.to(torch.bfloat16)
+    assert torch.equal(narrow.isnan(), expected.isnan())
+    keep = ~expected.isnan()
+    assert torch.equal(narrow[keep].view(torch.int16), expected[keep].view(torch.int16))
+    assert torch.equal(back[keep], expected[keep].float())
+
+    left = torch.randn(16, 16, device=device).to(torch.bfloat16)
+    right = torch.randn(16, 16, device=device).to(torch.bfloat16)
+    out = torch.empty(16, 16, device=device)
+    product[(1,)](left, right, out, SIZE=16)
+    exact = left.double() @ right.double()
+    bound = 16 * 2.0**-23 * (left.double().abs() @ right.double().abs())  # 16 products summed in float32
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.kernels
+def test_correction_is_applied_once_and_only_where_needed() -> None:
+    if not kernels.interpreting():
+        pytest.skip("the interpreter is off")
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    assert interpreter.correct_bfloat16() == (version <= interpreter.LAST_VERSION_WITH_FAULT)
