@@ -6,19 +6,36 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import short
 
 FLOATING: tuple[dtype, ...] = (float64, float32, bfloat16, float16)
-_DEVICES = frozenset(("cpu", "cuda", "meta"))
+_FLOATING = frozenset(FLOATING)
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    """Whether two values are floating tensors an op takes, of one shape, dtype and device: the common case, fast.
+
+    When not, `require_floating` and `require_like` say why.
+    """
+    try:
+        return (
+            first.shape == second.shape
+            and first.dtype == second.dtype
+            and first.device == second.device
+            and first.dtype in _FLOATING
+            and (first.is_cpu or first.is_cuda)
+        )
+    except AttributeError:
+        return False
 
 
 def require_floating(op: str, name: str, value: Tensor) -> None:
     """A tensor of one of the four floating types, on a device the ops run on."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if value.dtype not in FLOATING:
+    if value.dtype not in _FLOATING:
         raise ArgumentError(
             f"{op}: {name} must be one of {', '.join(map(short, FLOATING))}, got {short(value.dtype)}; "
             f"convert it first, for example with {name}.float()"
         )
-    if value.device.type not in _DEVICES:
+    if not (value.is_cpu or value.is_cuda or value.is_meta):
         raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
 
 
@@ -40,6 +57,4 @@ def require_like(
             f"{op}: {name} must have the dtype of {like_name}, {short(like.dtype)}, got {short(value.dtype)}"
         )
     if value.device != like.device:
-        raise ArgumentError(
-            f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}"
-        )
+        raise ArgumentError(f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}")

@@ -91,9 +91,7 @@ def status_word(device: torch.device) -> Tensor:
             f"call plan.prepare() or run the op once first"
         )
     with _lock:
-        return _words.setdefault(
-            device, torch.full((MAX_FAULTS, 2), _CLEAR, dtype=torch.int64, device=device)
-        )
+        return _words.setdefault(device, torch.full((MAX_FAULTS, 2), _CLEAR, dtype=torch.int64, device=device))
 
 
 def check() -> None:

@@ -136,9 +136,7 @@ class Kernel:
         """
         if (*types, *constants) != self.parameters:
             raise TypeError(f"{self.name} takes {self.parameters}, described as {(*types, *constants)}")
-        return Variant(
-            self.name, tuple(types.items()), tuple(constants.items()), tuple(aligned), num_warps, num_stages
-        )
+        return Variant(self.name, tuple(types.items()), tuple(constants.items()), tuple(aligned), num_warps, num_stages)
 
 
 @dataclass(frozen=True)
@@ -282,9 +280,7 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        report = subprocess.run(
-            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        report = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", report)
     if usage is None:
         raise RuntimeError(f"cuobjdump reported no resource usage:\n{report}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.plan import Candidate, Operator, Problem
+from adjoint.core.plan import Candidate, Operator, Problem, register_operator
 
 DEVICES = ("cpu", "cuda")
 """Device types operators are registered for."""
@@ -52,4 +52,5 @@ def define(
         _library.impl(name, run, device.upper())
     torch.library.register_fake(f"adjoint::{name}", shape, lib=_library)
     operator.call = getattr(torch.ops.adjoint, name).default
+    register_operator(operator)
     return operator

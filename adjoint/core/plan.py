@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.nn import Parameter
 
 from adjoint.core import kernels
 from adjoint.core.errors import ArgumentError, Unsupported
@@ -123,6 +125,18 @@ class Operator:
     call: Any = None
     _plans: dict[tuple[Problem, str], "Plan"] = field(default_factory=dict, repr=False)
 
+    def __call__(self, *everything: Any) -> Any:
+        """Runs the operator on its arguments and the preference's string.
+
+        Through torch's dispatcher whenever anyone could be listening there (a compiler, a mode, a
+        tensor subclass, a transform, the profiler), and straight to the launch otherwise: entering
+        Python through the dispatcher costs as much as everything else in a call together.
+        """
+        if torch.compiler.is_compiling() or listening(everything[: len(self.tensors)]):
+            return self.call(*everything)
+        results = self.launch(everything[:-1], everything[-1])
+        return results[0] if len(self.outputs) == 1 and results else results
+
     def launch(self, arguments: tuple[Any, ...], preference: str) -> tuple[Tensor, ...]:
         """Chooses a plan and runs it; what the registered operator does on every device."""
         problem = self.describe(*arguments)
@@ -130,6 +144,32 @@ class Operator:
         if plan is None:
             plan = select(self, problem, preference)
         return plan.execute(arguments, None, None)
+
+
+def listening(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether calling these tensors' operator past the dispatcher could be noticed."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.is_meta:
+            return True
+    return bool(_dispatch_modes() or _transforms() is not None or profiler._is_profiler_enabled)
+
+
+_PLAIN = frozenset((Tensor, Parameter))
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+_operators: dict[str, Operator] = {}
+
+
+def register_operator(operator: Operator) -> None:
+    _operators[operator.name] = operator
+
+
+def operators() -> list[Operator]:
+    """Every operator defined so far."""
+    return list(_operators.values())
 
 
 _CACHED_PLANS = 4096
@@ -366,9 +406,7 @@ class Plan:
         return self.operator.allocate(*arguments)
 
     def _check_outputs(self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        like = self.operator.allocate(
-            *(a.to("meta") if isinstance(a, Tensor) else a for a in arguments)
-        )
+        like = self.operator.allocate(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
         op = self.operator.name
         if len(outputs) != len(like):
             raise ArgumentError(f"{op}: out= must hold {len(like)} tensors, got {len(outputs)}")
@@ -383,9 +421,7 @@ class Plan:
             if got.device != device:
                 raise ArgumentError(f"{op}: out= for {name} must be on {device}, got {got.device}")
             if got.stride() != expected.stride() and got.numel() > 1:
-                raise ArgumentError(
-                    f"{op}: out= for {name} must have strides {expected.stride()}, got {got.stride()}"
-                )
+                raise ArgumentError(f"{op}: out= for {name} must have strides {expected.stride()}, got {got.stride()}")
 
     def _check_workspace(self, workspace: Tensor) -> None:
         op, needed = self.operator.name, self.workspace_bytes

@@ -95,10 +95,14 @@ def _merge(outer: str, inner: str) -> str:
     return Preference(**(kept | asked)).text
 
 
-@torch.compiler.assume_constant_result
 def merge(outer: str, inner: str) -> str:
     """`inner` on top of `outer`: what it asks for replaces, what it leaves alone is kept."""
     return _merge(outer, inner)
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler: a pure
+# function of strings may be called while tracing.
+merge._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Ambient(threading.local):

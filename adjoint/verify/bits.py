@@ -55,9 +55,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def repeats(
-    subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference
-) -> list[Row]:
+def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """The same inputs give the same bits, on a GPU while another stream keeps it busy."""
     comparison = _Comparison(subject, "repeats", dtype, "repeatable")
     load = _Load(device) if device.type == "cuda" else None
@@ -112,9 +110,7 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
             def part(t: Tensor, begin: int = begin, length: int = length) -> Tensor:
                 return t.narrow(axis, begin, length)
 
-            alone = differentiate(
-                subject, tuple(map(part, whole.inputs)), tuple(map(part, whole.upstream)), preference
-            )
+            alone = differentiate(subject, tuple(map(part, whole.inputs)), tuple(map(part, whole.upstream)), preference)
             comparison.equal(f"{case.name}: items {begin}+{length}", alone.results, tuple(map(part, whole.results)))
     return [comparison.row()]
 

@@ -59,9 +59,7 @@ def available_backends(device: torch.device) -> list[str]:
     return [backend for backend in BACKENDS if backend != "triton" or not why_not_triton(device)]
 
 
-def jobs(
-    ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False
-) -> list[Job]:
+def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False) -> list[Job]:
     """Every check of the named ops on a device. `thorough` runs the framework checks on every dtype."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -84,9 +82,7 @@ def _numerical(subject: Subject, backend: str, device: torch.device) -> list[Job
     listed = []
     for dtype in subject.dtypes:
         checks: dict[str, Callable[[], list[Row]]] = {
-            "accuracy": partial(
-                numerics.accuracy, subject, dtype, device, preference, subject.cases, "accuracy"
-            ),
+            "accuracy": partial(numerics.accuracy, subject, dtype, device, preference, subject.cases, "accuracy"),
             "special values": partial(numerics.specials, subject, dtype, device, preference),
             "mistakes are caught": partial(numerics.mistakes, subject, dtype, device, preference),
             "repeats": partial(bits.repeats, subject, dtype, device, preference),

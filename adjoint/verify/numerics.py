@@ -13,7 +13,12 @@ from adjoint.verify.run import Evaluation, as_tuple, evaluate, generator, measur
 
 
 def accuracy(
-    subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference, cases: Iterable[Case], check: str
+    subject: Subject,
+    dtype: torch.dtype,
+    device: torch.device,
+    preference: Preference,
+    cases: Iterable[Case],
+    check: str,
 ) -> list[Row]:
     """Every output and gradient of every case is inside its stated bound."""
     rows = []

@@ -34,9 +34,11 @@ def test_agreement_on_nan_and_infinity_is_no_error() -> None:
     assert not Enumerated(0.5, "").measure(torch.tensor([math.nan]), torch.tensor([1.0])).holds
     assert not Enumerated(0.5, "").measure(torch.tensor([1.0]), torch.tensor([math.nan])).holds
     assert not Empirical(0.5, "").measure(torch.tensor([math.nan]), torch.tensor([1.0])).holds
-    assert not Derived("", lambda x: torch.ones(1)).measure(
-        torch.tensor([math.nan]), torch.tensor([1.0]), torch.ones(1)
-    ).holds
+    assert (
+        not Derived("", lambda x: torch.ones(1))
+        .measure(torch.tensor([math.nan]), torch.tensor([1.0]), torch.ones(1))
+        .holds
+    )
 
 
 def test_overflow_is_infinity_from_the_rounding_threshold_on() -> None:

@@ -12,7 +12,7 @@ from adjoint.core.cases import Answers, BadCall, Case, Make, Special, Subject, W
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.kernels import Variant
 from adjoint.ops.activation import reference
-from adjoint.ops.activation.packing import ORDERS
+from adjoint.ops.activation.packing import ORDERS, unpack
 from adjoint.ops.activation.silu import silu
 from adjoint.ops.activation.swiglu import swiglu
 
@@ -361,9 +361,7 @@ BAD_CALLS = (
     BadCall("a second backward over reused memory", _run_second_backward, Unsupported, ("swiglu", "reuse_inputs")),
     BadCall(
         "reuse of overlapping memory",
-        lambda d: swiglu(
-            _pair(d, (4, 1)).requires_grad_().expand(4, 6), _pair(d).requires_grad_(), reuse_inputs=True
-        ),
+        lambda d: swiglu(_pair(d, (4, 1)).requires_grad_().expand(4, 6), _pair(d).requires_grad_(), reuse_inputs=True),
         ArgumentError,
         ("reuse_inputs", "gate", "overlap"),
     ),
@@ -389,20 +387,23 @@ def _normal(count: int, shape: tuple[int, ...]) -> Make:
     return make
 
 
+def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """As users write it."""
+    return F.silu(gate) * up
+
+
 def _workloads() -> Iterable[Workload]:
     for rows, columns in _BENCH_SHAPES:
         size = rows * columns * 2  # bytes of one bfloat16 tensor
         shape = f"{rows}×{columns}"
-        yield Workload(
-            f"silu {shape}", SILU, _normal(1, (rows, columns)), 2 * size, 3 * size, F.silu, peers=()
-        )
+        yield Workload(f"silu {shape}", SILU, _normal(1, (rows, columns)), 2 * size, 3 * size, F.silu, peers=())
         yield Workload(
             f"swiglu {shape}",
             SWIGLU,
             _normal(2, (rows, columns)),
             3 * size,
             5 * size,
-            lambda gate, up: F.silu(gate) * up,
+            _torch_swiglu,
             peers=("liger_swiglu",),
         )
     rows, columns = _BENCH_SHAPES[0]
@@ -415,7 +416,7 @@ def _workloads() -> Iterable[Workload]:
             _normal(1, (rows, 2 * columns)),
             3 * size,
             5 * size,
-            lambda packed, order=order: reference.swiglu_packed(packed, order),
+            lambda packed, order=order: _torch_swiglu(*unpack(packed, order)),
         )
 
 

@@ -202,6 +202,24 @@ def _eager(compute: Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]) -> Ca
         compute(arguments, outputs)
         return outputs
 
+    return _eager_candidate(run)
+
+
+def _eager_forward(unpacked: Callable[[tuple[Any, ...]], tuple[Tensor, Tensor | None]]) -> Candidate:
+    """A forward in plain PyTorch; a contiguous result is rounded into its memory by the library itself."""
+
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        gate, up = unpacked(arguments)
+        if outputs is None and not gate.is_contiguous():
+            outputs = plan.allocate(arguments)
+        return (eager.forward(gate, up, None if outputs is None else outputs[0]),)
+
+    return _eager_candidate(run)
+
+
+def _eager_candidate(run: Any) -> Candidate:
     return Candidate(
         name="eager",
         backend="eager",
@@ -214,14 +232,16 @@ def _eager(compute: Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]) -> Ca
     )
 
 
-def _candidates(direction: str, launch: Launch, compute: Any, pairs: Launch | None = None) -> tuple[Candidate, ...]:
+def _candidates(
+    direction: str, launch: Launch, in_pytorch: Candidate, pairs: Launch | None = None
+) -> tuple[Candidate, ...]:
     """The candidates of an operator, best first."""
     alternating = (_triton("pairs", f"swiglu_{direction}_pairs", pairs),) if pairs is not None else ()
     return (
         _triton("rows", f"silu_{direction}_rows", launch),
         *alternating,
         _triton("strided", f"silu_{direction}_strided", launch),
-        _eager(compute),
+        in_pytorch,
     )
 
 
@@ -235,48 +255,48 @@ def _wanted(need: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]
 SILU = _candidates(
     "forward",
     lambda k, plan, a, out: k.forward(plan, a[0], None, out[0]),
-    lambda a, out: eager.forward(a[0], None, out[0]),
+    _eager_forward(lambda a: (a[0], None)),
 )
 SILU_BACKWARD = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, a[0], a[1], None, out[0], None, _BOTH),
-    lambda a, out: eager.backward(a[0], a[1], None, out[0], None),
+    _eager(lambda a, out: eager.backward(a[0], a[1], None, out[0], None)),
 )
 SILU_BACKWARD_REUSE = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, a[0], a[1], None, a[1], None, _BOTH),
-    lambda a, out: eager.backward(a[0], a[1], None, a[1], None),
+    _eager(lambda a, out: eager.backward(a[0], a[1], None, a[1], None)),
 )
 SWIGLU = _candidates(
     "forward",
     lambda k, plan, a, out: k.forward(plan, a[0], a[1], out[0]),
-    lambda a, out: eager.forward(a[0], a[1], out[0]),
+    _eager_forward(lambda a: (a[0], a[1])),
 )
 SWIGLU_BACKWARD = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, *a[:3], *out, a[3]),
-    lambda a, out: eager.backward(*a[:3], *_wanted(a[3], out)),
+    _eager(lambda a, out: eager.backward(*a[:3], *_wanted(a[3], out))),
 )
 SWIGLU_BACKWARD_REUSE = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, *a, a[1], a[2], _BOTH),
-    lambda a, out: eager.backward(*a, a[1], a[2]),
+    _eager(lambda a, out: eager.backward(*a, a[1], a[2])),
 )
 SWIGLU_PACKED = _candidates(
     "forward",
     lambda k, plan, a, out: k.forward(plan, *unpack(*a), out[0]),
-    lambda a, out: eager.forward(*unpack(*a), out[0]),
+    _eager_forward(lambda a: unpack(*a)),
     lambda k, plan, a, out: k.forward_pairs(plan, a[0], out[0]),
 )
 SWIGLU_PACKED_BACKWARD = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, a[0], *unpack(*a[1:]), *unpack(out[0], a[2]), _BOTH),
-    lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(out[0], a[2])),
+    _eager(lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(out[0], a[2]))),
     lambda k, plan, a, out: k.backward_pairs(plan, a[0], a[1], out[0]),
 )
 SWIGLU_PACKED_BACKWARD_REUSE = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, a[0], *unpack(*a[1:]), *unpack(*a[1:]), _BOTH),
-    lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(*a[1:])),
+    _eager(lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(*a[1:]))),
     lambda k, plan, a, out: k.backward_pairs(plan, a[0], a[1], a[1]),
 )

@@ -83,7 +83,7 @@ class _Silu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, preference: str, reuse_inputs: bool) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
         ctx.preference, ctx.reuse_inputs = preference, reuse_inputs
-        return _silu.call(x, preference)
+        return _silu(x, preference)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -91,11 +91,11 @@ class _Silu(torch.autograd.Function):
             raise second_derivative("silu")
         if ctx.reuse_inputs:
             (x,) = claim_saved("silu", ctx)
-            _silu_backward_reuse.call(dy, x, ctx.preference)
+            _silu_backward_reuse(dy, x, ctx.preference)
             mark_overwritten(x)
             return x.detach(), None, None
         (x,) = ctx.saved_tensors
-        return _silu_backward.call(dy, x, ctx.preference), None, None
+        return _silu_backward(dy, x, ctx.preference), None, None
 
 
 def silu(
@@ -120,7 +120,7 @@ def silu(
     _check(x)
     text = resolve(preference)
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return _silu.call(x, text)
+        return _silu(x, text)
     if reuse_inputs:
         check_reusable("silu", x=x)
     return _Silu.apply(x, text, reuse_inputs)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_like
+from adjoint.core.arguments import alike, require_floating, require_like
 from adjoint.core.errors import ArgumentError, second_derivative
 from adjoint.core.op import define
 from adjoint.core.plan import Call, Problem, publish
@@ -29,6 +29,8 @@ NEED_GATE, NEED_UP = 1, 2
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
+    if alike(gate, up):
+        return
     require_floating("swiglu", "gate", gate)
     require_like("swiglu", "up", up, "gate", gate)
 
@@ -174,7 +176,7 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, preference: str, reuse_inputs: bool) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(gate, up)
         ctx.preference, ctx.reuse_inputs = preference, reuse_inputs
-        return _swiglu.call(gate, up, preference)
+        return _swiglu(gate, up, preference)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -183,13 +185,13 @@ class _Swiglu(torch.autograd.Function):
         needs_gate, needs_up = ctx.needs_input_grad[:2]
         if ctx.reuse_inputs:
             gate, up = claim_saved("swiglu", ctx)
-            _swiglu_backward_reuse.call(dy, gate, up, ctx.preference)
+            _swiglu_backward_reuse(dy, gate, up, ctx.preference)
             mark_overwritten(gate, up)
             dgate, dup = gate.detach(), up.detach()
         else:
             gate, up = ctx.saved_tensors
             need = NEED_GATE * needs_gate + NEED_UP * needs_up
-            dgate, dup = _swiglu_backward.call(dy, gate, up, need, ctx.preference)
+            dgate, dup = _swiglu_backward(dy, gate, up, need, ctx.preference)
         return dgate if needs_gate else None, dup if needs_up else None, None, None
 
 
@@ -198,7 +200,7 @@ class _SwigluPacked(torch.autograd.Function):
     def forward(ctx: Any, packed: Tensor, order: str, preference: str, reuse_inputs: bool) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(packed)
         ctx.order, ctx.preference, ctx.reuse_inputs = order, preference, reuse_inputs
-        return _swiglu_packed.call(packed, order, preference)
+        return _swiglu_packed(packed, order, preference)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -206,11 +208,11 @@ class _SwigluPacked(torch.autograd.Function):
             raise second_derivative("swiglu")
         if ctx.reuse_inputs:
             (packed,) = claim_saved("swiglu", ctx)
-            _swiglu_packed_backward_reuse.call(dy, packed, ctx.order, ctx.preference)
+            _swiglu_packed_backward_reuse(dy, packed, ctx.order, ctx.preference)
             mark_overwritten(packed)
             return packed.detach(), None, None, None
         (packed,) = ctx.saved_tensors
-        return _swiglu_packed_backward.call(dy, packed, ctx.order, ctx.preference), None, None, None
+        return _swiglu_packed_backward(dy, packed, ctx.order, ctx.preference), None, None, None
 
 
 def swiglu(
@@ -251,7 +253,7 @@ def swiglu(
         raise ArgumentError(f"swiglu: order={order!r} describes one packed tensor, but up is given as well")
     text = resolve(preference)
     if not ((gate.requires_grad or up.requires_grad) and torch.is_grad_enabled()):
-        return _swiglu.call(gate, up, text)
+        return _swiglu(gate, up, text)
     if reuse_inputs:
         check_reusable("swiglu", gate=gate, up=up)
     return _Swiglu.apply(gate, up, text, reuse_inputs)  # type: ignore[no-any-return]
@@ -261,15 +263,13 @@ def _packed(packed: Tensor, order: str, reuse_inputs: bool, preference: Preferen
     _check_packed(packed, order)
     text = resolve(preference)
     if not (packed.requires_grad and torch.is_grad_enabled()):
-        return _swiglu_packed.call(packed, order, text)
+        return _swiglu_packed(packed, order, text)
     if reuse_inputs:
         check_reusable("swiglu", packed=packed)
     return _SwigluPacked.apply(packed, order, text, reuse_inputs)  # type: ignore[no-any-return]
 
 
-def _bind(
-    gate: Tensor, up: Tensor | None = None, *, order: str | None = None, reuse_inputs: bool = False
-) -> Call:
+def _bind(gate: Tensor, up: Tensor | None = None, *, order: str | None = None, reuse_inputs: bool = False) -> Call:
     if up is None:
         order = order or "gate_up"
         _check_packed(gate, order)

@@ -1,0 +1,191 @@
+"""Every arithmetic operator, comparison and constant in every kernel is broken in turn; a check must notice.
+
+The mutants are made from the syntax tree of each family's `kernels.py`, inside its `@triton.jit`
+functions, and run in the interpreter. One that survives is either a hole in the checks or an
+equivalent program, and must then be listed here with the reason.
+"""
+
+import ast
+import copy
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+import adjoint.core.plan
+from adjoint.core import kernels
+from adjoint.core.cases import Case, Subject
+from adjoint.core.preference import Preference
+from adjoint.ops import FAMILIES
+from adjoint.verify import bits, numerics
+from adjoint.verify.row import Row
+
+EQUIVALENT = {
+    ("silu_parts", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
+    ("forward_value", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
+    ("*", "columns - start >= BLOCK -> columns - start > BLOCK"): "a full tile is also right under a mask",
+    ("*", "2048.0 -> 3072.0"): "any bound past the asymptote serves",
+    ("*", "1024.0 -> 2048.0"): "any bound past the asymptote serves",
+    ("half_exponential", "0.5 -> 0.75"): "another integer n, taken out just as exactly",
+    ("half_exponential", "exponent * 1.4426950408889634 + 0.5 -> exponent * 1.4426950408889634 - 0.5"): (
+        "another integer n, taken out just as exactly"
+    ),
+}
+"""Mutants that compute the same: (function or "*", change) -> why."""
+
+_SWAPS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
+_COMPARISONS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq
+}  # fmt: skip
+_CALLS = {"maximum": "minimum", "minimum": "maximum", "exp": "exp2", "exp2": "exp", "floor": "ceil"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    function: str
+    change: str
+    line: int
+    source: str
+
+
+def _mutations(node: ast.AST) -> Iterator[ast.AST]:
+    """The node, changed in each way that applies to it."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
+        yield ast.BinOp(node.left, _SWAPS[type(node.op)](), node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
+        yield ast.BinOp(node.left, ast.Mod() if isinstance(node.op, ast.FloorDiv) else ast.FloorDiv(), node.right)
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+        yield ast.Compare(node.left, [_COMPARISONS[type(node.ops[0])]()], node.comparators)
+    if isinstance(node, ast.Constant) and type(node.value) is float:
+        yield ast.Constant(node.value * 1.5 if node.value else 1.0)
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value:
+        yield ast.Constant(node.value + 1)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield node.operand
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+        if name in _CALLS:
+            yield ast.Call(ast.Attribute(node.func.value, _CALLS[name], ast.Load()), node.args, node.keywords)
+        if name == "abs":
+            yield node.args[0]
+        if name == "where":
+            yield ast.Call(node.func, [node.args[0], node.args[2], node.args[1]], node.keywords)
+        if name == "store" and len(node.args) > 2:
+            yield ast.Call(node.func, node.args[:2], node.keywords)
+
+
+def mutants(path: Path) -> Iterator[Mutant]:
+    """Every mutant of a kernel module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for function in tree.body:
+        if not (
+            isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list)
+        ):
+            continue
+        for statement in ast.walk(function):
+            for field, value in ast.iter_fields(statement):
+                children = value if isinstance(value, list) else [value]
+                for index, child in enumerate(children):
+                    if not isinstance(child, ast.AST) or isinstance(child, ast.FunctionDef):
+                        continue
+                    if "NATIVE" in ast.unparse(statement)[:120] and isinstance(statement, ast.If):
+                        continue  # inline assembly: no interpreter runs it; the builds check its text
+                    for changed in _mutations(child):
+                        before, after = ast.unparse(child), ast.unparse(changed)
+                        if isinstance(value, list):
+                            value[index] = changed
+                        else:
+                            setattr(statement, field, changed)
+                        source = ast.unparse(ast.fix_missing_locations(copy.deepcopy(tree)))
+                        if isinstance(value, list):
+                            value[index] = child
+                        else:
+                            setattr(statement, field, child)
+                        yield Mutant(function.name, f"{before} -> {after}", getattr(child, "lineno", 0), source)
+
+
+def equivalent(mutant: Mutant) -> bool:
+    return any((function, mutant.change) in EQUIVALENT for function in (mutant.function, "*"))
+
+
+def _load(family: str, path: Path) -> ModuleType:
+    """Puts a file in the place of a family's kernel module."""
+    name = f"adjoint.ops.{family}.kernels"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    setattr(import_module(f"adjoint.ops.{family}"), "kernels", module)
+    for operator in adjoint.core.plan.operators():
+        operator._plans.clear()
+    return module
+
+
+def _noticed(subjects: tuple[Subject, ...], device: torch.device) -> bool:
+    """Whether any check fails, the ones that fail soonest first."""
+    preference = Preference(backend="triton")
+
+    def failed(body: object) -> bool:
+        try:
+            rows: list[Row] = body()  # type: ignore[operator]
+        except Exception:
+            return True
+        return not all(row.passed for row in rows)
+
+    def only(subject: Subject, *names: str) -> tuple[Case, ...]:
+        return tuple(case for case in subject.cases if case.name in names)
+
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for subject in subjects:
+            cases = subject.cases if dtype == torch.bfloat16 else only(subject, "past one tile")
+            if failed(partial(numerics.accuracy, subject, dtype, device, preference, cases, "accuracy")):
+                return True
+            if failed(partial(numerics.specials, subject, dtype, device, preference)):
+                return True
+    return any(
+        failed(partial(check, subject, torch.bfloat16, device, preference))
+        for subject in subjects
+        for check in (bits.poison, bits.upstreams)
+    )
+
+
+def _parameters() -> list[object]:
+    return [
+        pytest.param(family, mutant, id=f"{family}:{mutant.function}:{mutant.line}:{mutant.change}"[:120])
+        for family in FAMILIES
+        for mutant in mutants(Path(import_module(f"adjoint.ops.{family}").__path__[0]) / "kernels.py")
+        if not equivalent(mutant)
+    ]
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
+@pytest.mark.parametrize(("family", "mutant"), _parameters())
+def test_mutant_dies(family: str, mutant: Mutant, tmp_path: Path, device: torch.device) -> None:
+    broken = tmp_path / "kernels.py"
+    broken.write_text(mutant.source, encoding="utf-8")
+    subjects = import_module(f"adjoint.ops.{family}.cases").SUBJECTS
+    try:
+        _load(family, broken)
+        with np.errstate(all="ignore"):
+            assert _noticed(subjects, device), f"line {mutant.line}: {mutant.change} goes unnoticed"
+    finally:
+        _load(family, Path(import_module(f"adjoint.ops.{family}").__path__[0]) / "kernels.py")
+
+
+def test_mutants_are_found() -> None:
+    for family in FAMILIES:
+        found = list(mutants(Path(import_module(f"adjoint.ops.{family}").__path__[0]) / "kernels.py"))
+        assert len(found) > 50
+        functions = {mutant.function for mutant in found}
+        listed = {function for function, _ in EQUIVALENT} - {"*"}
+        assert listed <= functions, "an equivalent mutant names a function that is gone"
