@@ -1,6 +1,6 @@
 """Checks of what metadata shows, shared by every op: each raises a sentence that names the argument."""
 
-from torch import Tensor, float16, float32, float64, bfloat16, dtype
+from torch import Tensor, bfloat16, dtype, float16, float32, float64
 
 from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import short

@@ -103,7 +103,7 @@ def why_not_triton(device: torch.device) -> str:
 
 _kernels: dict[str, "Kernel"] = {}
 _lock = threading.Lock()
-_launches: dict[str, itertools.count] = {}
+_launches: dict[str, "itertools.count[int]"] = {}
 _compilations = itertools.count()
 
 
@@ -249,7 +249,7 @@ def compilations() -> int:
     return _count(_compilations)
 
 
-def _count(counter: itertools.count) -> int:
+def _count(counter: "itertools.count[int]") -> int:
     return int(repr(counter)[6:-1])
 
 

@@ -436,12 +436,14 @@ class Plan:
             raise ArgumentError(f"{op}: workspace= is too small: {needed} bytes are needed, got {got}")
 
     def __str__(self) -> str:
+        needed = self.workspace_bytes
+        scratch = "the library allocates its own" if needed is None else f"{needed} bytes"
         lines = [
             f"problem    {self.problem}",
             f"preference {self.preference or 'none'}",
             f"plan       {self.name}: the first of {len(self.others) + 1} candidates, best first, that fits",
             f"sku        {self.sku}",
-            f"workspace  {'the library allocates its own' if self.workspace_bytes is None else f'{self.workspace_bytes} bytes'}",
+            f"workspace  {scratch}",
         ]
         if self.schedule:
             lines.append("schedule   " + ", ".join(f"{k}={v}" for k, v in self.schedule.items()))

@@ -69,7 +69,7 @@ def _encode(preference: Preference) -> str:
         value = getattr(preference, name)
         if value is True:
             parts.append(name)
-        elif value not in (None, False) or value == 0 and value is not False:
+        elif value is not None and value is not False:
             parts.append(f"{name}={value}")
     return ",".join(parts)
 

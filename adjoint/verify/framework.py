@@ -161,14 +161,13 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     upstream = tuple(t.clone() for t in first.upstream)
     outputs = chosen.allocate((*inputs, *chosen.problem.options))
     gradients = chosen.adjoint.allocate((*upstream, *inputs, *chosen.adjoint.problem.options))
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
         chosen.run(*inputs, out=outputs)
         chosen.adjoint.run(*upstream, *inputs, out=gradients)
+        allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
     wrong = []
-    allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
     if chosen.backend == "triton" and allocated:
         wrong.append(f"{allocated} allocations during capture")
     for data in (second, first):

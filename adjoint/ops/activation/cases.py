@@ -89,21 +89,44 @@ def spread(dtype: torch.dtype) -> list[float]:
     return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -large]
 
 
+ROOT = -1.2784645427610738
+"""Where silu' is 0: the slope's relative error is largest beside it."""
+
+
+def around_root(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The 64 values nearest the root of silu', each with every significand of a factor in [1, 2)."""
+    values = every_value(dtype)
+    values = values[values.isfinite()]
+    nearest = values[(values.double() - ROOT).abs().argsort()[:64]]
+    count = round(1 / torch.finfo(dtype).eps)
+    factors = 1 + torch.arange(count, dtype=torch.float64) / count
+    return nearest.repeat_interleave(count), factors.to(dtype).repeat(64)
+
+
 def _exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[torch.dtype], Iterator[Case]]:
-    """For each factor, a case with every gate; the upstream gradient walks the spread at another pace."""
+    """For each factor, a case with every gate; the upstream gradient walks the spread at another pace.
+
+    Then, where rounding errors weigh most, every significand of the factor, and of the upstream.
+    """
+
+    def made(gate: Tensor, factor: Tensor) -> Make:
+        return lambda dtype, device, generator: tuple(t.to(device) for t in arrange(gate, factor))
+
+    def filled(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
+        return lambda output, generator: torch.full_like(output, value)
 
     def cases(dtype: torch.dtype) -> Iterator[Case]:
         factors = spread(dtype)
+        gate = every_value(dtype)
         for index, factor in enumerate(factors):
-
-            def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-                gate = every_value(dtype)
-                return tuple(t.to(device) for t in arrange(gate, torch.full_like(gate, factor)))  # noqa: B023
-
-            def upstream(output: Tensor, generator: torch.Generator) -> Tensor:
-                return torch.full_like(output, factors[(4 * index + 1) % len(factors)])  # noqa: B023
-
-            yield Case(f"every gate, factor {factor:.3g}", make, upstream)
+            upstream = filled(factors[(4 * index + 1) % len(factors)])
+            yield Case(f"every gate, factor {factor:.3g}", made(gate, torch.full_like(gate, factor)), upstream)
+        gate, significand = around_root(dtype)
+        yield Case("root, every factor", made(gate, significand), filled(1.0))
+        ones = torch.ones_like(gate)
+        yield Case(
+            "root, every upstream", made(gate, ones), lambda y, generator: significand.to(y.device).view(y.shape)
+        )
 
     return cases
 

@@ -343,15 +343,31 @@ _POINTERS = frozenset(("dy", "gate", "up", "y", "dgate", "dup", "packed", "dpack
 _SCALARS = {name: "i32" for name in ("need", "total", "size_1", "size_2", "size_3")}
 
 
-def prepare(plan: Plan) -> dict[Any, Callable[..., None]]:
-    """Compiles all variants of a plan's kernel, once; returns their launchers by key."""
-    if not plan.memo:
-        device = plan.problem.device
-        has_up = not plan.operator.name.startswith("silu")
-        native = device.type == "cuda" and torch.version.hip is None
-        described = variants(plan.candidate.kernel, plan.problem.dtypes[0], has_up, native, plan.schedule)
-        plan.memo.update({key: variant.prepare(device) for key, variant in described.items()})
-    return plan.memo
+def prepare(plan: Plan) -> None:
+    """Compiles all variants of a plan's kernel, so that no later size, address or stride compiles more."""
+    for key in _variants_of(plan):
+        launcher(plan, key)
+
+
+def launcher(plan: Plan, key: Any) -> Callable[..., None]:
+    """The compiled variant of a plan's kernel under a key; the first one brings the others along.
+
+    A plan with a schedule of its own, as `verify` and tuning make them, compiles what it launches.
+    """
+    compiled = plan.memo.get(key)
+    if compiled is None:
+        described = _variants_of(plan)
+        for other in (key,) if plan.overrides else described:
+            plan.memo[other] = described[other].prepare(plan.problem.device)
+        compiled = plan.memo[key]
+    return compiled
+
+
+def _variants_of(plan: Plan) -> dict[Any, Variant]:
+    device = plan.problem.device
+    has_up = not plan.operator.name.startswith("silu")
+    native = device.type == "cuda" and torch.version.hip is None
+    return variants(plan.candidate.kernel, plan.problem.dtypes[0], has_up, native, plan.schedule)
 
 
 def _launch_rows(plan: Plan, pointers: list[Tensor], walked: list[Tensor], *last: int) -> None:
@@ -362,7 +378,6 @@ def _launch_rows(plan: Plan, pointers: list[Tensor], walked: list[Tensor], *last
         walked: tensors of the output's shape that stand for those present, and the output last.
         last: the kernel's remaining scalar arguments.
     """
-    launchers = plan.memo or prepare(plan)
     columns = walked[-1].numel()
     if columns == 0:
         return
@@ -377,34 +392,35 @@ def _launch_rows(plan: Plan, pointers: list[Tensor], walked: list[Tensor], *last
     block, short_block = plan.schedule["block"], plan.schedule["short_block"]
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in pointers) and all(s % 16 == 0 for s in strides)
     if rows == 1:
-        launchers["one row", aligned]((-(-columns // block), 1, 1), *pointers, *strides, columns, *last)
+        launcher(plan, ("one row", aligned))((-(-columns // block), 1, 1), *pointers, *strides, columns, *last)
     elif columns <= short_block:
-        launchers["short rows", aligned]((rows, 1, 1), *pointers, *strides, columns, *last)
+        launcher(plan, ("short rows", aligned))((rows, 1, 1), *pointers, *strides, columns, *last)
     elif columns <= block * MAX_GRID_Y:
-        launchers["long rows", aligned]((rows, -(-columns // block), 1), *pointers, *strides, columns, *last)
+        launcher(plan, ("long rows", aligned))((rows, -(-columns // block), 1), *pointers, *strides, columns, *last)
     else:
         for row in range(rows):
             starts = [_shift(t, row * s) if t.numel() else t for t, s in zip(pointers, strides, strict=True)]
             grid = (-(-columns // block), 1, 1)
-            launchers["one row", aligned](grid, *starts, *strides, columns, *last)
+            launcher(plan, ("one row", aligned))(grid, *starts, *strides, columns, *last)
 
 
 def _launch_strided(plan: Plan, pointers: list[Tensor], *last: int) -> None:
     """Launches a strided kernel, once for each index of the axes past what it walks."""
-    launchers = plan.memo or prepare(plan)
     present = [tensor for tensor in pointers if tensor.numel()]
     if not present:
         return
     axes = coalesce(present)
     block = plan.schedule["block"]
     for offsets, sizes, inner in _windows(axes.sizes, axes.strides):
-        starts, steps, position = [], [], iter(range(len(present)))
+        starts: list[Tensor] = []
+        steps: list[int] = []
+        position = iter(range(len(present)))
         for tensor in pointers:
             which = next(position) if tensor.numel() else None
             starts.append(tensor if which is None or not offsets[which] else _shift(tensor, offsets[which]))
             steps += [0] * MAX_AXES if which is None else inner[which]
         total = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-        launchers["strided"]((-(-total // block), 1, 1), *starts, total, *sizes[1:], *steps, *last)
+        launcher(plan, "strided")((-(-total // block), 1, 1), *starts, total, *sizes[1:], *steps, *last)
 
 
 def _shift(tensor: Tensor, elements: int) -> Tensor:

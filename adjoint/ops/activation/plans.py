@@ -54,15 +54,18 @@ def packed_layout_of(tensors: list[Tensor], packed: list[Tensor], order: str) ->
 
 ULP: Mapping[str, Mapping[torch.dtype, Mapping[str, float]]] = {
     "eager": {
-        torch.bfloat16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
-        torch.float16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
+        torch.bfloat16: {"y": 0.501, "dgate": 0.501, "dup": 0.501},
+        torch.float16: {"y": 0.501, "dgate": 0.501, "dup": 0.501},
     },
     "triton": {
-        torch.bfloat16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
-        torch.float16: {"y": 0.51, "dgate": 0.51, "dup": 0.51},
+        torch.bfloat16: {"y": 0.502, "dgate": 0.502, "dup": 0.501},
+        torch.float16: {"y": 0.502, "dgate": 1.05, "dup": 0.502},
     },
 }
-"""Largest error in ulp over every 16-bit input, by backend, dtype and kind of output."""
+"""Largest error in ulp over every 16-bit input, by backend, dtype and kind of output.
+
+silu' has a root. Beside it, float32 arithmetic leaves an error of half a unit of float16 (and next to
+nothing of bfloat16, whose values stay further from the root) before the rounding."""
 
 SPECIAL_VALUES = (
     "silu(±0) = ±0, silu(+∞) = +∞, silu(−∞) = −0, silu'(−∞) = −0, silu'(+∞) = 1, NaN gives NaN; "
@@ -248,8 +251,9 @@ def _candidates(
 _BOTH = 3  # the bit mask of gradients: gate and up
 
 
-def _wanted(need: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(output if need >> bit & 1 else None for bit, output in enumerate(outputs))
+def _wanted(need: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    dgate, dup = outputs
+    return dgate if need & 1 else None, dup if need & 2 else None
 
 
 SILU = _candidates(
@@ -275,12 +279,12 @@ SWIGLU = _candidates(
 SWIGLU_BACKWARD = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, *a[:3], *out, a[3]),
-    _eager(lambda a, out: eager.backward(*a[:3], *_wanted(a[3], out))),
+    _eager(lambda a, out: eager.backward(a[0], a[1], a[2], *_wanted(a[3], out))),
 )
 SWIGLU_BACKWARD_REUSE = _candidates(
     "backward",
     lambda k, plan, a, out: k.backward(plan, *a, a[1], a[2], _BOTH),
-    _eager(lambda a, out: eager.backward(*a, a[1], a[2])),
+    _eager(lambda a, out: eager.backward(a[0], a[1], a[2], a[1], a[2])),
 )
 SWIGLU_PACKED = _candidates(
     "forward",

@@ -1,0 +1,35 @@
+"""Builds the kernels of a family ahead of time for one target, and prints what each build uses.
+
+    python tests/build_family.py FAMILY TARGET [SHARD/COUNT]
+
+One JSON object a line: name, kernel, registers, spilled_bytes, shared_bytes, seconds. Run in a process
+of its own: an intrinsic of another architecture ends the process, not the test run.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, with nothing installed
+
+from adjoint.core import kernels
+
+
+def main(family: str, target: str, part: str = "1/1") -> None:
+    shard, count = map(int, part.split("/"))
+    if kernels.interpreting():
+        raise SystemExit("Triton's interpreter is on: nothing would be compiled")
+    cases = import_module(f"adjoint.ops.{family}.cases")
+    for name, variant in islice(cases.builds(target), shard - 1, None, count):
+        begin = time.perf_counter()
+        built = asdict(kernels.build(variant, target))
+        seconds = round(time.perf_counter() - begin, 3)
+        print(json.dumps({"name": name, "kernel": variant.kernel, **built, "seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,316 @@
+"""Calls skip torch's dispatcher only when nobody listens there, as modes, subclasses, tracers and profilers do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import adjoint
+from adjoint.core import plan as plans
+from adjoint.ops.activation import reference
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: adjoint.silu(x),
+    "swiglu": lambda x: adjoint.swiglu(x, x + 1),
+    "swiglu_packed": lambda x: adjoint.swiglu(x, order="interleaved"),
+}
+
+every_op = pytest.mark.parametrize("name", OPS)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) * 3
+
+
+class _Seen(TorchDispatchMode):
+    """Notes the operators dispatched while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+class _Wrapped(Tensor):
+    """A tensor subclass that holds a plain one, and notes the operators called on it."""
+
+    names: list[str]
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "_Wrapped":
+        wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        wrapper.inner, wrapper.names = inner, []
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(tensor: "_Wrapped") -> Tensor:
+            tensor.names.append(function.name())
+            return tensor.inner
+
+        args, kwargs = tree_map_only(_Wrapped, unwrap, (args, kwargs or {}))
+        return tree_map_only(Tensor, _Wrapped, function(*args, **kwargs))
+
+
+class _Plain(Tensor):
+    """A subclass without any behaviour of its own."""
+
+
+# ------------------------------------------------------------------------------------------ nobody listens
+
+
+def _count_dispatches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    operator = next(operator for operator in plans.operators() if operator.name == name)
+    registered = operator.call
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return registered(*arguments)
+
+    monkeypatch.setattr(operator, "call", call)
+    return calls
+
+
+@every_op
+def test_a_plain_call_skips_the_dispatcher(name: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _count_dispatches(monkeypatch, name)
+    OPS[name](x)
+    OPS[name](Parameter(x))
+    with torch.no_grad():
+        OPS[name](x)
+    with torch.inference_mode():
+        OPS[name](x)
+    assert not calls
+
+
+def test_both_ways_give_equal_bits(x: Tensor) -> None:
+    up, dy = x.flip(0) * 2, x.cos()
+    registered = torch.ops.adjoint
+    assert torch.equal(adjoint.silu(x), registered.silu(x, ""))
+    assert torch.equal(adjoint.swiglu(x, up), registered.swiglu(x, up, ""))
+    assert torch.equal(adjoint.swiglu(x, order="up_gate"), registered.swiglu_packed(x, "up_gate", ""))
+
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(adjoint.silu(leaf), leaf, dy)
+    assert torch.equal(dx, registered.silu_backward(dy, x, ""))
+    pair = [x.clone().requires_grad_(), up.clone().requires_grad_()]
+    gradients = torch.autograd.grad(adjoint.swiglu(*pair), pair, dy)
+    assert all(map(torch.equal, gradients, registered.swiglu_backward(dy, x, up, 3, "")))
+    half = dy[:, :3].contiguous()
+    (dpacked,) = torch.autograd.grad(adjoint.swiglu(leaf, order="gate_up"), leaf, half)
+    assert torch.equal(dpacked, registered.swiglu_packed_backward(half, x, "gate_up", ""))
+
+
+def test_both_ways_return_the_same_kind_of_value(x: Tensor) -> None:
+    """One tensor, a tuple, or nothing from an operator that overwrites."""
+    direct = {operator.name: operator for operator in plans.operators()}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "silu": (x, ""),
+        "swiglu_backward": (x, x, x, 3, ""),
+        "silu_backward": (x, x, ""),
+    }
+    for name, given in arguments.items():
+        assert type(direct[name](*given)) is type(direct[name].call(*given))
+
+
+# ---------------------------------------------------------------------------------------------- listeners
+
+
+@every_op
+def test_a_dispatch_mode_sees_the_operator(name: str, x: Tensor) -> None:
+    expected = OPS[name](x)
+    with _Seen() as seen:
+        result = OPS[name](x)
+    assert f"adjoint::{name}" in seen.names
+    assert torch.equal(result, expected)
+
+
+def test_a_dispatch_mode_sees_the_backward(x: Tensor) -> None:
+    leaf = x.requires_grad_()
+    y = adjoint.silu(leaf)
+    with _Seen() as seen:
+        torch.autograd.grad(y, leaf, torch.ones_like(y))
+    assert "adjoint::silu_backward" in seen.names
+
+
+def test_a_dispatch_mode_may_answer_itself(x: Tensor) -> None:
+    class Zero(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.adjoint.silu.default:
+                return torch.zeros_like(args[0])
+            return function(*args, **(kwargs or {}))
+
+    with Zero():
+        assert not adjoint.silu(x).any()
+    assert adjoint.silu(x).any()
+
+
+@every_op
+def test_fake_tensors_give_fake_tensors(name: str, x: Tensor) -> None:
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(x.T)
+    expected = OPS[name](x.T)
+    with mode:
+        inside = OPS[name](fake)
+    outside = OPS[name](fake)  # the mode is not active, but the tensor remembers it
+    for result in (inside, outside):
+        assert isinstance(result, FakeTensor)
+        assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert result.device == torch.device("cpu")
+
+
+@every_op
+def test_a_subclass_is_dispatched(name: str, x: Tensor) -> None:
+    wrapped = _Wrapped(x)
+    result = OPS[name](wrapped)
+    assert f"adjoint::{name}" in wrapped.names
+    assert isinstance(result, _Wrapped)
+    assert torch.equal(result.inner, OPS[name](x))
+
+
+def test_a_subclass_as_the_second_tensor_is_dispatched(x: Tensor) -> None:
+    wrapped = _Wrapped(x)
+    result = adjoint.swiglu(x, wrapped)
+    assert wrapped.names == ["adjoint::swiglu"]
+    assert isinstance(result, _Wrapped)
+
+
+@every_op
+def test_a_subclass_without_behaviour_gives_right_values(name: str, x: Tensor) -> None:
+    assert torch.equal(OPS[name](x.as_subclass(_Plain)).as_subclass(Tensor), OPS[name](x))
+
+
+@every_op
+def test_the_profiler_sees_the_operator(name: str, x: Tensor) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        OPS[name](x)
+    assert f"adjoint::{name}" in {event.key for event in profiled.key_averages()}
+
+
+@every_op
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_tracing_records_the_operator(name: str, mode: str, x: Tensor) -> None:
+    traced = make_fx(OPS[name], tracing_mode=mode)(x)
+    targets = [node.target for node in traced.graph.nodes]
+    assert getattr(torch.ops.adjoint, name).default in targets
+    other = torch.randn(4, 6)
+    assert torch.equal(traced(other), OPS[name](other))
+
+
+def test_tracing_records_the_backward(x: Tensor) -> None:
+    def gradient(leaf: Tensor) -> Tensor:
+        return torch.autograd.grad(adjoint.silu(leaf).sum(), leaf)[0]
+
+    traced = make_fx(gradient)(x.clone().requires_grad_())
+    targets = [node.target for node in traced.graph.nodes]
+    assert torch.ops.adjoint.silu_backward.default in targets
+    other = torch.randn(4, 6).requires_grad_()
+    assert torch.equal(traced(other), gradient(other))
+
+
+@every_op
+def test_meta_tensors_give_meta_tensors(name: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _count_dispatches(monkeypatch, name)
+    for count, view in enumerate((x, x.T, x[:, ::3]), start=1):
+        result, expected = OPS[name](view.to("meta")), OPS[name](view)
+        assert result.is_meta
+        assert len(calls) == count
+        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+
+
+def test_a_function_mode_changes_nothing(x: Tensor) -> None:
+    class Quiet(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    expected = adjoint.silu(x)
+    with Quiet():
+        assert torch.equal(adjoint.silu(x), expected)
+
+
+# --------------------------------------------------------------------------------------------- transforms
+
+
+def _right_or_raises(call: Callable[[], Tensor], expected: Tensor) -> None:
+    try:
+        result = call()
+    except (RuntimeError, NotImplementedError):  # adjoint.Unsupported is a RuntimeError
+        return
+    assert result.shape == expected.shape
+    assert torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("in_dim", "out_dim"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_vmap_is_right_or_raises(in_dim: int, out_dim: int, x: Tensor) -> None:
+    def mapped(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return torch.func.vmap(function, in_dims=in_dim, out_dims=out_dim)(*tensors)
+
+    y = torch.nn.functional.silu(x)
+    turned = y if in_dim == out_dim else y.T
+    _right_or_raises(lambda: mapped(adjoint.silu, x), turned)
+    y = torch.nn.functional.silu(x) * (x + 1)
+    turned = y if in_dim == out_dim else y.T
+    _right_or_raises(lambda: mapped(adjoint.swiglu, x, x + 1), turned)
+    halves = x.movedim(in_dim, 0).chunk(2, dim=-1)
+    y = (torch.nn.functional.silu(halves[0]) * halves[1]).movedim(0, out_dim)
+    _right_or_raises(lambda: mapped(adjoint.swiglu, x), y)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_dispatched(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel cannot read the tensors a transform wraps."""
+    calls = _count_dispatches(monkeypatch, "silu")
+    torch.func.vmap(adjoint.silu)(x)
+    assert calls
+
+
+def test_vmap_over_one_of_two_is_right_or_raises(x: Tensor) -> None:
+    expected = torch.nn.functional.silu(x) * x[0]
+    _right_or_raises(lambda: torch.func.vmap(adjoint.swiglu, in_dims=(0, None))(x, x[0]), expected)
+
+
+def test_functional_gradients_are_right_or_raise(x: Tensor) -> None:
+    slope = reference.silu_slope(x.double()).float()
+    _right_or_raises(lambda: torch.func.grad(lambda t: adjoint.silu(t).sum())(x), slope)
+    _right_or_raises(lambda: torch.func.vmap(torch.func.grad(lambda t: adjoint.silu(t).sum()))(x), slope)
+    _right_or_raises(lambda: torch.func.vjp(adjoint.silu, x)[1](torch.ones_like(x))[0], slope)
+    _right_or_raises(lambda: torch.func.jacrev(lambda t: adjoint.silu(t).sum())(x), slope)
+
+
+def test_functional_forward_derivatives_are_right_or_raise(x: Tensor) -> None:
+    """Never a tangent of zeros."""
+    slope = reference.silu_slope(x.double()).float()
+    _right_or_raises(lambda: torch.func.jvp(adjoint.silu, (x,), (torch.ones_like(x),))[1], slope)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_forward_mode_is_right_or_raises(backend: str, x: Tensor, device: torch.device) -> None:
+    """Never a result without its tangent."""
+    x = x.to(device)
+    slope = reference.silu_slope(x.double()).float()
+
+    def tangent() -> Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            y = adjoint.silu(dual, preference=adjoint.Preference(backend=backend))
+            found = forward_ad.unpack_dual(y).tangent
+            return torch.zeros_like(x) if found is None else found
+
+    _right_or_raises(tangent, slope)

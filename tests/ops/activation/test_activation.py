@@ -1,0 +1,329 @@
+"""Values a user would try, the tightness of the stated errors, random layouts, and very large tensors."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import adjoint
+from adjoint import Preference
+from adjoint.core.cases import Subject
+from adjoint.core.guarantee import error_in_ulp
+from adjoint.ops.activation import plans, reference
+from adjoint.ops.activation.cases import SILU, SUBJECTS, SWIGLU, every_value
+from adjoint.verify.run import Evaluation, differentiate, evaluate, measure, plan_of
+
+BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NARROW = [torch.bfloat16, torch.float16]
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def _silu(x: float) -> float:
+    with mpmath.workdps(50):
+        return float(mpmath.mpf(x) / (1 + mpmath.exp(-mpmath.mpf(x))))
+
+
+# ------------------------------------------------------------------------------- values a user would try
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("x", [-80.0, -87.0, -88.0, -89.0, -90.0, -91.0])
+def test_far_below_zero_results_are_normal_and_right(
+    x: float, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """A naive x / (1 + e^−x) gives 0 from −88.8 on."""
+    exact = _silu(x)
+    assert abs(exact) > torch.finfo(dtype).smallest_normal
+    inputs = torch.full((5,), x, dtype=dtype, device=device)
+    for result in adjoint.silu(inputs, preference=Preference(backend=backend)).tolist():
+        assert abs(result / exact - 1) <= torch.finfo(dtype).eps * 4
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_results_fade_through_the_subnormals(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """No cliff: the last nonzero result is the smallest the type has."""
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    x = torch.linspace(-760, -80, 40001, dtype=dtype, device=device)
+    y = adjoint.silu(x, preference=Preference(backend=backend)).double()
+    exact = reference.silu(x.double())
+    assert ((y - exact).abs() <= 40 * torch.finfo(dtype).eps * exact.abs() + tiny * (3 + x.abs())).all()
+    assert float(-y[y != 0].max()) < 1e3 * tiny
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_every_finite_input_gives_finite_results(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    x = every_value(dtype)
+    x = x[x.isfinite()].to(device).requires_grad_()
+    y = adjoint.silu(x, preference=Preference(backend=backend))
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.isfinite().all()
+    assert dx.isfinite().all()
+    assert float(dx.max()) <= 1.11  # the largest slope, 1.0998, rounded
+    assert float(y.detach().min()) >= -0.28
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_ends_of_each_type_are_finite(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    info = torch.finfo(dtype)
+    x = torch.tensor([info.max, info.min, info.smallest_normal, -info.smallest_normal], dtype=dtype, device=device)
+    x.requires_grad_()
+    y = adjoint.silu(x, preference=Preference(backend=backend))
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.tolist() == [info.max, 0.0, info.smallest_normal / 2, -info.smallest_normal / 2]
+    assert dx.tolist() == [1.0, 0.0, 0.5, 0.5]
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zero_is_exactly_zero(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """With its sign, in every output that silu multiplies."""
+    preference = Preference(backend=backend)
+    zeros = torch.tensor([0.0, -0.0], dtype=dtype, device=device)
+    up = torch.tensor([3.0, 3.0], dtype=dtype, device=device)
+    for y in (
+        adjoint.silu(zeros, preference=preference),
+        adjoint.swiglu(zeros, up, preference=preference),
+        adjoint.swiglu(torch.stack((zeros, up), dim=-1), order="gate_up", preference=preference).flatten(),
+    ):
+        assert y.tolist() == [0.0, 0.0]
+        assert y.signbit().tolist() == [False, True]
+
+
+@every_backend
+def test_a_product_in_range_does_not_overflow_on_the_way(backend: str, device: torch.device) -> None:
+    """gate·up alone would overflow; silu(gate)·up is small."""
+    gate = torch.tensor([-60.0], dtype=torch.bfloat16, device=device)
+    up = torch.tensor([2.0**60], dtype=torch.bfloat16, device=device)
+    y = adjoint.swiglu(gate, up, preference=Preference(backend=backend)).item()
+    assert abs(y / (_silu(-60.0) * 2.0**60) - 1) <= 2.0**-8
+    gate = torch.tensor([-100.0], device=device)
+    up = torch.tensor([3e38], device=device)
+    y = adjoint.swiglu(gate, up, preference=Preference(backend=backend)).item()
+    assert abs(y / (_silu(-100.0) * 3e38) - 1) <= 1e-5
+
+
+# ----------------------------------------------------------------------------------- stated error is tight
+
+STEP = 0.01
+"""Stated errors are the measured ones, rounded up by at most this much of a unit in the last place."""
+
+
+def _enumerated(backend: str, dtype: torch.dtype, device: torch.device, every: int = 1) -> dict[str, float]:
+    """The largest error by kind of output, over every gate and the spread of factors, or some of those."""
+    preference = Preference(backend=backend)
+    largest: dict[str, float] = defaultdict(float)
+    for subject in (SILU, SWIGLU):
+        for case in list(subject.exhaustive(dtype))[::-every]:  # the ones near the root first
+            found = evaluate(subject, case, dtype, device, preference)
+            chosen = plan_of(subject, found.inputs, preference)
+            for output, measured in measure(subject, chosen, found).items():
+                kind = "dgate" if output == "dx" else output
+                largest[kind] = max(largest[kind], measured.value)
+    return dict(largest)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_stated_errors_of_eager_are_tight(dtype: torch.dtype, device: torch.device) -> None:
+    stated = plans.ULP["eager"][dtype]
+    measured = _enumerated("eager", dtype, device)
+    assert measured.keys() == stated.keys()
+    for kind, value in measured.items():
+        assert value <= stated[kind], f"{kind}: measured {value}, stated {stated[kind]}"
+        assert stated[kind] - value <= STEP, f"{kind}: measured {value}, stated {stated[kind]}"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_stated_errors_of_the_kernels_hold(dtype: torch.dtype, device: torch.device, everything: bool) -> None:
+    """Tight on a GPU alone: the interpreter's 2^x and 1/x are not the hardware's."""
+    if dtype == torch.bfloat16 and device.type == "cpu" and not everything:
+        pytest.skip("the contract's exhaustive check covers it in the interpreter")
+    stated = plans.ULP["triton"][dtype]
+    every = 1 if everything or device.type == "cuda" else 4
+    for kind, value in _enumerated("triton", dtype, device, every).items():
+        assert value <= stated[kind], f"{kind}: measured {value}, stated {stated[kind]}"
+        if device.type == "cuda":
+            assert stated[kind] - value <= 5 * STEP, f"{kind}: measured {value}, stated {stated[kind]}"
+
+
+# --------------------------------------------------------------------------------------- random layouts
+
+
+@st.composite
+def _views(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of a shape, seen through a random permutation, slices, a shift, and an expanded axis."""
+    axes = draw(st.permutations(range(len(shape))))
+    steps = [draw(st.integers(1, 3)) for _ in shape]
+    begins = [draw(st.integers(0, 2)) for _ in shape]
+    expanded = draw(st.sampled_from([None, None, *range(len(shape))]))
+    sizes = [1 if axis == expanded else size * step + begin for axis, (size, step, begin) in
+             enumerate(zip(shape, steps, begins, strict=True))]  # fmt: skip
+    shift = draw(st.integers(0, 3))
+    scale = draw(st.sampled_from([0.1, 1.0, 30.0, 100.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    memory = torch.randn(math.prod(sizes) + shift, generator=generator, dtype=torch.float64).mul_(scale).to(dtype)
+    physical = memory[shift:].view([sizes[axis] for axis in axes])
+    view = physical.permute([axes.index(axis) for axis in range(len(shape))])
+    for axis, (size, step, begin) in enumerate(zip(shape, steps, begins, strict=True)):
+        if axis != expanded:
+            view = view.narrow(axis, begin, size * step)
+            view = view[(slice(None),) * axis + (slice(None, None, step),)]
+    return view.expand(shape)
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> tuple[Subject, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A subject, its inputs and an upstream gradient, each laid out in its own way."""
+    subject = draw(st.sampled_from(SUBJECTS))
+    dtype = draw(st.sampled_from(DTYPES))
+    packed = subject not in (SILU, SWIGLU)
+    rank = draw(st.integers(1 if packed else 0, 5))
+    shape = tuple(draw(st.integers(0, 5)) for _ in range(rank))
+    inner = shape
+    if packed:
+        inner, shape = shape, (*shape[:-1], 2 * shape[-1])
+    inputs = tuple(draw(_views(shape, dtype)) for _ in subject.inputs)
+    return subject, inputs, (draw(_views(inner, dtype)),)
+
+
+def _within_the_guarantee(
+    call: tuple[Subject, tuple[Tensor, ...], tuple[Tensor, ...]], preference: Preference, device: torch.device
+) -> None:
+    subject, inputs, upstream = call
+    inputs, upstream = tuple(t.to(device) for t in inputs), tuple(t.to(device) for t in upstream)
+    found: Evaluation = differentiate(subject, inputs, upstream, preference)
+    chosen = plan_of(subject, inputs, preference)
+    for output, measured in measure(subject, chosen, found).items():
+        assert measured.holds, f"{subject.name} {inputs[0].dtype} {output}: {measured}"
+    for gradient, tensor in zip(found.gradients, inputs, strict=True):
+        assert gradient.shape == tensor.shape
+        assert gradient.dtype == tensor.dtype
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(call=_calls())
+def test_random_layouts_in_eager(call: tuple[Subject, tuple[Tensor, ...], tuple[Tensor, ...]]) -> None:
+    _within_the_guarantee(call, Preference(backend="eager"), torch.device("cpu"))
+
+
+@pytest.mark.kernels
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(call=_calls())
+def test_random_layouts_in_kernels(call: tuple[Subject, tuple[Tensor, ...], tuple[Tensor, ...]]) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _within_the_guarantee(call, Preference(backend="triton"), device)
+
+
+# ------------------------------------------------------------------------------- past 2^31 elements
+
+PAST = 2**31 + 8 * 1024 + 3
+CHUNK = 1 << 20
+
+
+def _ramp(tensor: Tensor) -> Tensor:
+    """Fills a tensor with a pattern whose period is prime: no two places a tile or 2^31 apart agree."""
+    pattern = torch.linspace(-12, 9, 65521, device=tensor.device).to(tensor.dtype)
+    flat = tensor.view(-1)
+    for begin in range(0, flat.numel(), 65521 * 1024):
+        part = flat[begin : begin + 65521 * 1024]
+        part.copy_(pattern.repeat(-(-part.numel() // 65521))[: part.numel()])
+    return tensor
+
+
+def _spots(length: int) -> Iterator[slice]:
+    """The first, the middle and the last places along an axis, and those around 2^30 and 2^31."""
+    for centre in (0, 2**30, length // 2, 2**31, length):
+        begin = max(0, min(centre, length) - CHUNK // 2)
+        if begin < length:
+            yield slice(begin, min(begin + CHUNK, length))
+
+
+def _near(got: Tensor, exact: Tensor, kind: str) -> None:
+    limit = plans.ULP["triton"][got.dtype][kind]
+    assert float(error_in_ulp(got, exact).max()) <= limit
+
+
+def _check_large(x: Tensor, dy: Tensor, spots: Callable[[Tensor], Iterator[Tensor]], layout: str) -> None:
+    """silu and its gradient at the given spots of tensors that share a shape."""
+    chosen = adjoint.plan(adjoint.silu, x)
+    assert chosen.name == f"triton.{layout}"
+    y = adjoint.silu(x)
+    for spot, got in zip(spots(x), spots(y), strict=True):
+        _near(got, reference.silu(spot.double()), "y")
+    del y
+    leaf = x.detach().requires_grad_()
+    (dx,) = torch.autograd.grad(adjoint.silu(leaf), leaf, dy)
+    for spot, upstream, got in zip(spots(x), spots(dy), spots(dx), strict=True):
+        _near(got, reference.silu_backward(upstream.double(), spot.double()), "dgate")
+
+
+@pytest.fixture
+def memory() -> Iterator[None]:
+    if torch.cuda.mem_get_info()[1] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of GPU memory")
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_past_2_31_contiguous(memory: None) -> None:
+    x = _ramp(torch.empty(PAST, dtype=torch.bfloat16, device="cuda"))
+    _check_large(x, x.flip(0), lambda t: (t[spot] for spot in _spots(PAST)), "rows")
+
+
+@pytest.mark.gpu
+def test_past_2_31_in_rows_apart(memory: None) -> None:
+    """Two rows out of a wider tensor: each row's tiles exceed the grid's second axis."""
+    columns = 2**30 + 5
+    x = _ramp(torch.empty(2, columns + 11, dtype=torch.bfloat16, device="cuda"))[:, 3 : 3 + columns]
+    dy = _ramp(torch.empty(2, columns, dtype=torch.bfloat16, device="cuda"))
+
+    def spots(t: Tensor) -> Iterator[Tensor]:
+        return (t[row, spot] for row in (0, 1) for spot in _spots(columns))
+
+    _check_large(x, dy, spots, "rows")
+
+
+@pytest.mark.gpu
+def test_past_2_31_strided(memory: None) -> None:
+    """Every other element, and an expanded upstream gradient, through the strided kernel in several launches."""
+    columns = 2**30 + 5
+    x = _ramp(torch.empty(2, 2 * columns, dtype=torch.bfloat16, device="cuda"))[:, ::2]
+    dy = torch.tensor([[0.75], [-1.5]], dtype=torch.bfloat16, device="cuda").expand(2, columns)
+
+    def spots(t: Tensor) -> Iterator[Tensor]:
+        return (t[row, spot] for row in (0, 1) for spot in _spots(columns))
+
+    _check_large(x, dy, spots, "strided")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["gate_up", "interleaved"])
+def test_past_2_31_packed(order: str, memory: None) -> None:
+    columns = 2**30 + 4
+    packed = _ramp(torch.empty(2, 2 * columns, dtype=torch.bfloat16, device="cuda"))
+    dy = torch.full((2, columns), -1.25, dtype=torch.bfloat16, device="cuda")
+    leaf = packed.detach().requires_grad_()
+    y = adjoint.swiglu(leaf, order=order)  # type: ignore[arg-type]
+    (dpacked,) = torch.autograd.grad(y, leaf, dy)
+    gate, up = reference.unpack(packed, order)
+    dgate, dup = reference.unpack(dpacked, order)
+    for row in (0, 1):
+        for spot in _spots(columns):
+            g, u, upstream = (t[row, spot].double() for t in (gate, up, dy))
+            to_gate, to_up = reference.swiglu_backward(upstream, g, u)
+            _near(y[row, spot], reference.swiglu(g, u), "y")
+            _near(dgate[row, spot], to_gate, "dgate")
+            _near(dup[row, spot], to_up, "dup")

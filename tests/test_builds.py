@@ -1,0 +1,182 @@
+"""Every kernel compiles for every target it lists, inside its budget, and to the instructions it is written for."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from adjoint.core import kernels
+from adjoint.core.kernels import TARGETS, Variant
+from adjoint.ops import FAMILIES
+
+SCRIPT = Path(__file__).with_name("build_family.py")
+SHARDS = 4
+AMD_REGISTERS = 256
+"""Vector registers a thread of four resident waves may have; NVIDIA's are in each kernel's budget."""
+
+
+def _build(family: str, target: str, part: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The builds of one shard, in a process that compiles even where this one interprets."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), family, target, part]
+    return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, timeout=600)
+
+
+def _over_budget(build: dict[str, object], target: str) -> list[str]:
+    """Each way in which a build uses more than it may, in words."""
+    budget = kernels.registered()[str(build["kernel"])].budget
+    registers = budget.registers if target.startswith("sm_") else AMD_REGISTERS
+    limits = {"registers": registers, "spilled_bytes": 0, "shared_bytes": budget.shared_bytes}
+    wrong = []
+    for what, limit in limits.items():
+        used = build[what]
+        if not isinstance(used, int) or used > limit:
+            wrong.append(f"{build['name']}: {what} {used}, the budget is {limit}")
+    return wrong
+
+
+@pytest.mark.parametrize("shard", range(1, SHARDS + 1))
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_builds_are_inside_their_budget(family: str, target: str, shard: int, everything: bool) -> None:
+    if target != "sm_90" and not everything:
+        pytest.skip("sm_90 alone, unless --all")
+    built = _build(family, target, f"{shard}/{SHARDS}")
+    assert built.returncode == 0, "\n".join(built.stderr.splitlines()[-15:])
+    reports = [json.loads(line) for line in built.stdout.splitlines()]
+    expected = [name for name, _ in import_module(f"adjoint.ops.{family}.cases").builds(target)][shard - 1 :: SHARDS]
+    assert [report["name"] for report in reports] == expected
+    wrong = [line for report in reports for line in _over_budget(report, target)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kernel_is_built(family: str) -> None:
+    """In every type it takes, for every target."""
+    registered = {kernel.name for kernel in import_module(f"adjoint.ops.{family}.kernels").KERNELS}
+    for target in TARGETS:
+        listed = list(import_module(f"adjoint.ops.{family}.cases").builds(target))
+        assert {variant.kernel for _, variant in listed} == registered
+        assert len({name for name, _ in listed}) == len(listed), "two builds of one name"
+        assert len({variant for _, variant in listed}) == len(listed), "a build listed twice"
+
+
+def test_a_budget_can_be_exceeded() -> None:
+    """The check of a build notices each resource."""
+    within = {"name": "x", "kernel": "silu_forward_rows", "registers": 32, "spilled_bytes": 0, "shared_bytes": 0}
+    import_module("adjoint.ops.activation.kernels")
+    assert _over_budget(within, "sm_90") == []
+    for change in ({"registers": 255}, {"registers": None}, {"spilled_bytes": 4}, {"shared_bytes": 1 << 20}):
+        (line,) = _over_budget(within | change, "sm_90")
+        assert next(iter(change)) in line
+
+
+def test_a_failed_build_is_noticed() -> None:
+    unknown = _build("activation", "sm_1", "1/1000")
+    assert unknown.returncode != 0
+    assert "unknown target 'sm_1'" in unknown.stderr
+    interpreted = _build("activation", "sm_90", "1/1000", TRITON_INTERPRET="1")
+    assert interpreted.returncode != 0
+
+
+# ------------------------------------------------------------------------------------- instructions
+
+compiles = pytest.mark.skipif(kernels.interpreting(), reason="the ordinary process compiles")
+
+
+def _ptx(kernel: str, has_up: bool, key: tuple[str, bool]) -> tuple[Variant, str]:
+    """The bfloat16 kernel with NVIDIA's own instructions, as assembly for sm_90."""
+    from triton.backends.compiler import GPUTarget
+
+    from adjoint.ops.activation.kernels import variants
+    from adjoint.ops.activation.plans import default_schedule
+
+    variant = variants(kernel, torch.bfloat16, has_up, True, default_schedule(kernel))[key]
+    return variant, variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
+
+
+ROWS = [
+    ("silu_forward_rows", False),
+    ("silu_forward_rows", True),
+    ("silu_backward_rows", False),
+    ("silu_backward_rows", True),
+]
+LOADS_STORES = {
+    ("silu_forward_rows", False): (1, 1),
+    ("silu_forward_rows", True): (2, 1),
+    ("silu_backward_rows", False): (2, 1),
+    ("silu_backward_rows", True): (3, 2),
+}
+
+rows_kernels = pytest.mark.parametrize(("kernel", "has_up"), ROWS)
+
+
+def _per_thread(variant: Variant) -> int:
+    return int(dict(variant.constants)["BLOCK"]) // (32 * variant.num_warps)
+
+
+@compiles
+@rows_kernels
+@pytest.mark.parametrize("key", [("one row", True), ("long rows", False), ("short rows", True)], ids=str)
+def test_exponentials_and_reciprocals_are_single_instructions(kernel: str, has_up: bool, key: tuple[str, bool]) -> None:
+    """One each for every element of a thread, in the path without a mask and in the one with it."""
+    variant, ptx = _ptx(kernel, has_up, key)
+    used = Counter(re.findall(r"\b(?:ex2|rcp|div|sqrt|rsqrt|lg2|tanh)\.[.\w]*", ptx))
+    elements = 2 * _per_thread(variant)
+    assert used == {"ex2.approx.ftz.f32": elements, "rcp.approx.ftz.f32": elements}
+
+
+@compiles
+@rows_kernels
+def test_inline_assembly_reads_its_operand(kernel: str, has_up: bool) -> None:
+    """Each 2^x reads a product with −log₂(e)/2, each 1/x a sum with 1: no interpreter runs this text."""
+    _, ptx = _ptx(kernel, has_up, ("one row", True))
+    written_by = {}
+    sources: dict[str, set[str]] = {"ex2": set(), "rcp": set()}
+    for line in ptx.splitlines():
+        instruction = re.match(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+(%\w+), (.*);", line)
+        if instruction is None:
+            continue
+        operation, destination, operands = instruction.groups()
+        name = operation.split(".")[0]
+        if name in sources:
+            assert re.fullmatch(r"%r\d+", operands), line
+            assert operands != destination, f"reads what it writes: {line.strip()}"
+            sources[name].add(operands)
+            producer, given = written_by[operands]
+            if name == "ex2":
+                assert producer.startswith("mul") and given.endswith("0fBF38AA3B"), (producer, given, line)
+            else:
+                assert producer.startswith("add") and "0f3F800000" in given, (producer, given, line)
+        written_by[destination] = (operation, operands)
+    count = len(re.findall(r"ex2\.approx", ptx))
+    assert {name: len(found) for name, found in sources.items()} == {"ex2": count, "rcp": count}
+    assert count > 0
+
+
+@compiles
+@rows_kernels
+@pytest.mark.parametrize("rows", ["one row", "long rows", "short rows"])
+def test_aligned_accesses_are_128_bits_wide(kernel: str, has_up: bool, rows: str) -> None:
+    """Whatever the number of columns: the path of full tiles has no mask."""
+    _, ptx = _ptx(kernel, has_up, (rows, True))
+    loads, stores = LOADS_STORES[kernel, has_up]
+    wide = Counter(re.findall(r"\b(?:ld|st)\.global\.v\w+\.b\w+", ptx))
+    assert wide == {"ld.global.v4.b32": loads, "st.global.v4.b32": stores}
+
+
+@compiles
+@rows_kernels
+def test_nothing_is_divided_or_contracted(kernel: str, has_up: bool) -> None:
+    """No integer division for addresses; no multiply-add but the ones the kernel writes as such."""
+    variant, ptx = _ptx(kernel, has_up, ("long rows", True))
+    assert not re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)
+    written = 2 * _per_thread(variant) if "backward" in kernel else 0
+    assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == written
