@@ -1,5 +1,6 @@
 """GPU kernels that come with their gradients and their guarantees, for hybrid language models."""
 
+from adjoint import nn
 from adjoint.core.errors import ArgumentError, Unsupported, check, checked
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
@@ -19,6 +20,7 @@ __all__ = [
     "Unsupported",
     "check",
     "checked",
+    "nn",
     "plan",
     "prefer",
     "silu",

@@ -1,6 +1,6 @@
 """Checks of what metadata shows, shared by every op: each raises a sentence that names the argument."""
 
-from torch import Tensor, bfloat16, dtype, float16, float32, float64
+from torch import Tensor, bfloat16, dtype, float16, float32, float64, strided
 
 from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import short
@@ -21,6 +21,8 @@ def alike(first: Tensor, second: Tensor) -> bool:
             and first.device == second.device
             and first.dtype in _FLOATING
             and (first.is_cpu or first.is_cuda)
+            and first.layout == second.layout == strided
+            and not (first.is_nested or second.is_nested)
         )
     except AttributeError:
         return False
@@ -35,8 +37,15 @@ def require_floating(op: str, name: str, value: Tensor) -> None:
             f"{op}: {name} must be one of {', '.join(map(short, FLOATING))}, got {short(value.dtype)}; "
             f"convert it first, for example with {name}.float()"
         )
+    _require_strided(op, name, value)
     if not (value.is_cpu or value.is_cuda or value.is_meta):
         raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
+
+
+def _require_strided(op: str, name: str, value: Tensor) -> None:
+    if value.layout != strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise ArgumentError(f"{op}: {name} must be a dense tensor with strides, got {kind}; convert it first")
 
 
 def require_like(
@@ -45,6 +54,7 @@ def require_like(
     """A tensor of the dtype and device of another, and of its shape or the one given."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    _require_strided(op, name, value)
     if shape is not None:
         if value.shape != shape:
             raise ArgumentError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")

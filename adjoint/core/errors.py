@@ -90,7 +90,7 @@ def status_word(device: torch.device) -> Tensor:
             f"the status word of {device} must exist before a CUDA graph is captured: "
             f"call plan.prepare() or run the op once first"
         )
-    with _lock:
+    with _lock, torch.inference_mode(False):
         return _words.setdefault(device, torch.full((MAX_FAULTS, 2), _CLEAR, dtype=torch.int64, device=device))
 
 
@@ -140,11 +140,19 @@ def is_checking() -> bool:
 def checked() -> Iterator[None]:
     """Runs a block in checking mode, and raises on leaving it what its kernels have recorded.
 
-    An exception raised inside the block takes precedence.
+    What was recorded before raises on entering. An exception raised inside the block takes
+    precedence, with what was recorded as a note.
     """
+    check()
     _checking.depth += 1
     try:
         yield
+    except BaseException as error:
+        try:
+            check()
+        except ArgumentError as fault:
+            error.add_note(f"meanwhile, a kernel recorded: {fault}")
+        raise
     finally:
         _checking.depth -= 1
     check()

@@ -43,9 +43,12 @@ def define(
         return None if returns == "()" else results[0] if len(results) == 1 else results
 
     def run(*everything: Any) -> Any:
+        check(*everything[:-1])
         return unwrap(operator.launch(everything[:-1], everything[-1]))
 
     def shape(*everything: Any) -> Any:
+        if returns != "()":  # an operator that overwrites its arguments also checks addresses: real ones only
+            check(*everything[:-1])
         return unwrap(allocate(*everything[:-1]))
 
     for device in DEVICES:

@@ -10,6 +10,7 @@ depend on anything, because they do not change a bit, which `verify` asserts. Th
 by GPU name, beside the kernels.
 """
 
+import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -20,12 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
 from adjoint.core import kernels
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.guarantee import Guarantee
+from adjoint.core.layout import share_memory
 from adjoint.core.preference import Preference, parse, resolve
 
 
@@ -85,6 +87,7 @@ class Candidate:
         numeric: the parameters that change bits.
         schedules: the parameters that do not, by GPU.
         workspace_bytes: scratch needed; None where a library allocates what it likes.
+        any_layout: serves every layout, so a plan made for one runs the others.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Candidate:
     numeric: Callable[[Problem], Mapping[str, Any]] = lambda problem: {}
     schedules: "Schedules | None" = None
     workspace_bytes: Callable[[Problem], int | None] = lambda problem: 0
+    any_layout: bool = False
 
 
 @dataclass
@@ -132,7 +136,11 @@ class Operator:
         tensor subclass, a transform, the profiler), and straight to the launch otherwise: entering
         Python through the dispatcher costs as much as everything else in a call together.
         """
-        if torch.compiler.is_compiling() or listening(everything[: len(self.tensors)]):
+        tensors = everything[: len(self.tensors)]
+        if torch.compiler.is_compiling():
+            return self.call(*everything)
+        if listening(tensors):
+            refuse_transforms(self.name, tensors)
             return self.call(*everything)
         results = self.launch(everything[:-1], everything[-1])
         return results[0] if len(self.outputs) == 1 and results else results
@@ -149,9 +157,25 @@ class Operator:
 def listening(tensors: tuple[Tensor, ...]) -> bool:
     """Whether calling these tensors' operator past the dispatcher could be noticed."""
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.is_meta:
+        if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
             return True
-    return bool(_dispatch_modes() or _transforms() is not None or profiler._is_profiler_enabled)
+    return bool(
+        _dispatch_modes()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    )
+
+
+def refuse_transforms(op: str, tensors: tuple[Tensor, ...]) -> None:
+    """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
+    if _transforms() is not None:
+        raise Unsupported(
+            f"{op}: torch.func transforms (vmap, grad, jvp) and batched gradients are not supported; "
+            f"use the op outside the transform, with torch.autograd"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise Unsupported(f"{op}: forward-mode gradients are not implemented; use reverse mode (backward)")
 
 
 _PLAIN = frozenset((Tensor, Parameter))
@@ -343,6 +367,11 @@ class Plan:
                 f"{self.operator.name}: plan {self.name} has no schedule parameter {', '.join(unknown)}; "
                 f"it has {', '.join(self.schedule) or 'none'}"
             )
+        for name, value in parameters.items():
+            if value < 1 or value & (value - 1):
+                raise ArgumentError(
+                    f"{self.operator.name}: schedule parameter {name} must be a power of two, got {value}"
+                )
         return replace(self, overrides=tuple(parameters.items()), memo={})
 
     def can_implement(self, *tensors: Tensor) -> None:
@@ -357,6 +386,8 @@ class Plan:
         problem = self.operator.describe(*arguments)
         if tensors[0].device.type == "meta":
             problem = problem._replace(device=self.problem.device)
+        if self.candidate.any_layout:
+            problem = problem._replace(layout=self.problem.layout)
         if problem != self.problem:
             raise Unsupported(
                 f"{self.operator.name}: the plan {self.name} was not made for this problem: "
@@ -384,14 +415,20 @@ class Plan:
         """
         with torch.no_grad():
             self.can_implement(*tensors)
+            if tensors[0].is_meta:
+                raise ArgumentError(f"{self.operator.name}: run computes; give it tensors on {self.problem.device}")
+            tensors = tuple(tensor.resolve_neg() for tensor in tensors)
             arguments = (*tensors, *self.problem.options)
             outputs = None
             if out is not None:
-                outputs = out if isinstance(out, tuple) else (out,)
+                outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
                 self._check_outputs(arguments, outputs)
             if workspace is not None:
                 self._check_workspace(workspace)
             results = self.execute(arguments, outputs, workspace)
+            for written in outputs or ():
+                if not written.is_inference():
+                    torch.autograd.graph.increment_version(written)
         return results[0] if len(results) == 1 else results
 
     def execute(
@@ -412,6 +449,8 @@ class Plan:
             raise ArgumentError(f"{op}: out= must hold {len(like)} tensors, got {len(outputs)}")
         device = next(a.device for a in arguments if isinstance(a, Tensor))
         for name, got, expected in zip(self.operator.outputs, outputs, like, strict=True):
+            if not isinstance(got, Tensor):
+                raise ArgumentError(f"{op}: out= for {name} must be a tensor, got {type(got).__name__}")
             if tuple(got.shape) != tuple(expected.shape):
                 raise ArgumentError(
                     f"{op}: out= for {name} must have shape {tuple(expected.shape)}, got {tuple(got.shape)}"
@@ -420,11 +459,26 @@ class Plan:
                 raise ArgumentError(f"{op}: out= for {name} must be {short(expected.dtype)}, got {short(got.dtype)}")
             if got.device != device:
                 raise ArgumentError(f"{op}: out= for {name} must be on {device}, got {got.device}")
-            if got.stride() != expected.stride() and got.numel() > 1:
+            if got.numel() and any(
+                size > 1 and mine != theirs
+                for size, mine, theirs in zip(got.shape, got.stride(), expected.stride(), strict=True)
+            ):
                 raise ArgumentError(f"{op}: out= for {name} must have strides {expected.stride()}, got {got.stride()}")
+
+        taken = {n: a for n, a in zip(self.operator.tensors, arguments, strict=False) if isinstance(a, Tensor)}
+        for name, got in zip(self.operator.outputs, outputs, strict=True):
+            for other, memory in taken.items():
+                if share_memory(got, memory):
+                    raise ArgumentError(
+                        f"{op}: out= for {name} shares memory with {other}, which the kernel reads or writes as well; "
+                        f"give it memory of its own"
+                    )
+            taken[f"out= for {name}"] = got
 
     def _check_workspace(self, workspace: Tensor) -> None:
         op, needed = self.operator.name, self.workspace_bytes
+        if not isinstance(workspace, Tensor):
+            raise ArgumentError(f"{op}: workspace= must be a tensor, got {type(workspace).__name__}")
         if needed is None:
             raise ArgumentError(f"{op}: plan {self.name} takes no workspace=; the library behind it allocates its own")
         if workspace.device != self.problem.device or not workspace.is_contiguous():
@@ -498,10 +552,14 @@ def plan(
         ArgumentError: the arguments are wrong.
         Unsupported: no candidate meets the preference; lists each with its reason.
     """
-    bind = _public.get(function)
+    bind = _public.get(function) if callable(function) else None
     if bind is None:
         names = ", ".join(sorted(f.__name__ for f in _public))
         raise ArgumentError(f"plan: {getattr(function, '__name__', function)!r} is not an op; ops are {names}")
+    try:
+        inspect.signature(bind).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise ArgumentError(f"plan: {function.__name__}: {error}") from None
     call = bind(*arguments, **keywords)
     tensors = [a for a in call.arguments if isinstance(a, Tensor)]
     target = _target_device(tensors[0].device, device)
@@ -523,6 +581,10 @@ def _target_device(actual: torch.device, asked: torch.device | str | None) -> to
             raise ArgumentError(f"plan: device= is for meta tensors; these are on {actual}")
         return actual
     target = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if target.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"plan: device must be the CPU or a CUDA device, got {target}")
+    if torch.cuda.is_available() and (target.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(f"plan: there is no {target} here; there are {torch.cuda.device_count()} CUDA devices")
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return target

@@ -52,8 +52,11 @@ class Preference:
             raise ArgumentError(
                 f"Preference: backend must be one of {', '.join(map(repr, BACKENDS))}, got {self.backend!r}"
             )
+        for name in ("repeatable", "batch_invariant", "device_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"Preference: {name} must be True or False, got {getattr(self, name)!r}")
         limit = self.max_workspace_bytes
-        if limit is not None and (not isinstance(limit, int) or limit < 0):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise ArgumentError(f"Preference: max_workspace_bytes must be an integer ≥ 0, got {limit!r}")
         if self.plan is not None and (not isinstance(self.plan, str) or set(self.plan) & set(",=")):
             raise ArgumentError(f"Preference: plan must be the name of a plan, got {self.plan!r}")
@@ -116,6 +119,8 @@ _ambient = _Ambient()
 class prefer:
     """Sets the preference for the calls inside a block, on this thread. Blocks nest.
 
+    One object serves one block at a time; asyncio tasks of one thread share what is set.
+
     >>> with prefer(backend="eager"):
     ...     with prefer(repeatable=True):
     ...         resolve(None)
@@ -123,6 +128,10 @@ class prefer:
     """
 
     def __init__(self, preference: Preference | None = None, /, **fields: Any) -> None:
+        if preference is not None and not isinstance(preference, Preference):
+            raise ArgumentError(
+                f"prefer: expected a Preference or its fields, such as backend='eager', got {preference!r}"
+            )
         if preference is not None and fields:
             raise ArgumentError("prefer: give a Preference or its fields, not both")
         unknown = sorted(set(fields) - set(_FIELDS))
@@ -147,6 +156,8 @@ def resolve(preference: Preference | None) -> str:
     """
     text = _ambient.text
     if preference is not None:
+        if not isinstance(preference, Preference):
+            raise ArgumentError(f"preference= must be an adjoint.Preference, got {type(preference).__name__}")
         text = merge(text, preference.text)
     if torch.are_deterministic_algorithms_enabled():
         text = merge(text, "repeatable")

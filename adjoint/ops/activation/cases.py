@@ -75,6 +75,12 @@ def _mixed(dtype: torch.dtype, device: torch.device, generator: torch.Generator)
     return fill(70, 6).T, fill(6, 280)[:, ::4]
 
 
+def _huge(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Gates far into underflow, each with the largest up there is."""
+    gate = torch.linspace(-500, 5, 1011, dtype=torch.float64).to(dtype).to(device)
+    return gate, torch.full_like(gate, torch.finfo(dtype).max)
+
+
 # ------------------------------------------------------------------------------------ exhaustive
 
 
@@ -85,8 +91,8 @@ def every_value(dtype: torch.dtype) -> Tensor:
 
 def spread(dtype: torch.dtype) -> list[float]:
     """Factors the exhaustive cases meet: signs, zero, and the ends of the stated domain."""
-    small, large = (2.0**-24, 65504.0) if dtype == torch.float16 else (2.0**-60, 2.0**60)
-    return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -large]
+    small = max(2.0**-60, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -torch.finfo(dtype).max]
 
 
 ROOT = -1.2784645427610738
@@ -94,12 +100,15 @@ ROOT = -1.2784645427610738
 
 
 def around_root(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The 64 values nearest the root of silu', each with every significand of a factor in [1, 2)."""
+    """The 64 values nearest the root of silu', each with every significand of a factor.
+
+    Scaled by 2^10, so that the products are normal numbers, whose units in the last place are finest.
+    """
     values = every_value(dtype)
     values = values[values.isfinite()]
     nearest = values[(values.double() - ROOT).abs().argsort()[:64]]
     count = round(1 / torch.finfo(dtype).eps)
-    factors = 1 + torch.arange(count, dtype=torch.float64) / count
+    factors = 1024 * (1 + torch.arange(count, dtype=torch.float64) / count)
     return nearest.repeat_interleave(count), factors.to(dtype).repeat(64)
 
 
@@ -267,7 +276,11 @@ SWIGLU = Subject(
     inputs=("gate", "up"),
     reference=lambda gate, up: (reference.swiglu(gate, up),),
     reference_backward=reference.swiglu_backward,
-    cases=(*(Case(name, _each(layout, 2)) for name, layout in LAYOUTS.items()), Case("mixed strides", _mixed)),
+    cases=(
+        *(Case(name, _each(layout, 2)) for name, layout in LAYOUTS.items()),
+        Case("mixed strides", _mixed),
+        Case("huge up", _huge),
+    ),
     exhaustive=_exhaustive(lambda gate, factor: (gate, factor)),
     mistakes=_SWIGLU_MISTAKES,
     specials=_SWIGLU_SPECIALS,
@@ -324,6 +337,26 @@ BAD_CALLS = (
     BadCall("integer gate", lambda d: swiglu(_pair(d).long(), _pair(d).long()), ArgumentError, ("gate", "int64")),
     BadCall("integer x", lambda d: silu(_pair(d).int()), ArgumentError, ("silu", "x", "int32")),
     BadCall("boolean x", lambda d: silu(_pair(d).bool()), ArgumentError, ("silu", "x", "bool")),
+    BadCall("complex x", lambda d: silu(_pair(d).to(torch.complex64)), ArgumentError, ("silu", "x", "complex64")),
+    BadCall("sparse x", lambda d: silu(_pair(d).to_sparse()), ArgumentError, ("silu", "x", "dense", "sparse")),
+    BadCall(
+        "a preference of another type",
+        lambda d: silu(_pair(d), preference="eager"),  # type: ignore[arg-type]
+        ArgumentError,
+        ("preference=", "adjoint.Preference", "str"),
+    ),
+    BadCall(
+        "out= over an input",
+        lambda d: (lambda x: adjoint.plan(silu, x[:-1]).run(x[:-1], out=x[1:]))(_pair(d, (9,))),
+        ArgumentError,
+        ("out=", "shares memory", "x"),
+    ),
+    BadCall(
+        "a forward-mode gradient",
+        lambda d: torch.func.jvp(silu, (_pair(d),), (_pair(d),)),
+        Unsupported,
+        ("silu", "torch.func"),
+    ),
     BadCall("not a tensor", lambda d: silu([1.0]), ArgumentError, ("silu", "x", "list")),  # type: ignore[arg-type]
     BadCall(
         "dtypes differ",

@@ -69,13 +69,14 @@ nothing of bfloat16, whose values stay further from the root) before the roundin
 
 SPECIAL_VALUES = (
     "silu(±0) = ±0, silu(+∞) = +∞, silu(−∞) = −0, silu'(−∞) = −0, silu'(+∞) = 1, NaN gives NaN; "
-    "the products with up and the upstream gradient are IEEE products"
+    "products with up and the upstream gradient are IEEE products, in which a value below the range of the "
+    "arithmetic's type (float32: from a gate of −207 on) counts as 0"
 )
 
 
 DOMAIN = (
     "every input; finite wherever the exact result is in range; "
-    "the error in ulp for |up| and |dy| either 0 or within [2⁻⁶⁰, 2⁶⁰]"
+    "the error in ulp for |up| and |dy| either 0 or at least 2⁻⁶⁰"
 )
 
 
@@ -165,6 +166,11 @@ def _kernels() -> Any:
     return kernels
 
 
+def _numeric(problem: Problem) -> dict[str, Any]:
+    """The order of a packed tensor is the one parameter that changes results."""
+    return {"order": problem.options[0]} if "packed" in problem.op else {}
+
+
 Launch = Callable[[Any, Plan, tuple[Any, ...], tuple[Tensor, ...]], None]
 """`launch(kernels, plan, arguments, outputs)` runs a Triton plan."""
 
@@ -192,6 +198,7 @@ def _triton(layout: str, kernel: str, launch: Launch) -> Candidate:
         guarantee=lambda problem: guarantee("triton", problem),
         run=run,
         prepare=lambda plan: _kernels().prepare(plan),
+        numeric=_numeric,
         schedules=_SCHEDULES,
     )
 
@@ -231,7 +238,9 @@ def _eager_candidate(run: Any) -> Candidate:
         refuse=lambda problem: "",
         guarantee=lambda problem: guarantee("eager", problem),
         run=run,
+        numeric=_numeric,
         workspace_bytes=lambda problem: None,
+        any_layout=True,
     )
 
 
@@ -283,8 +292,8 @@ SWIGLU_BACKWARD = _candidates(
 )
 SWIGLU_BACKWARD_REUSE = _candidates(
     "backward",
-    lambda k, plan, a, out: k.backward(plan, *a, a[1], a[2], _BOTH),
-    _eager(lambda a, out: eager.backward(a[0], a[1], a[2], a[1], a[2])),
+    lambda k, plan, a, out: k.backward(plan, *a[:3], a[1], a[2], a[3]),
+    _eager(lambda a, out: eager.backward(a[0], a[1], a[2], *_wanted(a[3], (a[1], a[2])))),
 )
 SWIGLU_PACKED = _candidates(
     "forward",

@@ -29,6 +29,11 @@ def check_reusable(op: str, **saved: Tensor) -> None:
         )
 
 
+def apart(dy: Tensor, *saved: Tensor) -> Tensor:
+    """The upstream gradient, copied if overwriting the saved tensors would change it."""
+    return dy.clone() if overlaps_itself(dy) or any(share_memory(dy, tensor) for tensor in saved) else dy
+
+
 def claim_saved(op: str, context: Any) -> tuple[Tensor, ...]:
     """The saved tensors, for the one backward that may overwrite them."""
     if getattr(context, "spent", False):

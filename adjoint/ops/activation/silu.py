@@ -17,7 +17,7 @@ from adjoint.core.op import define
 from adjoint.core.plan import Call, Problem, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.ops.activation import plans
-from adjoint.ops.activation.reuse import check_reusable, claim_saved, mark_overwritten
+from adjoint.ops.activation.reuse import apart, check_reusable, claim_saved, mark_overwritten
 
 
 def _check(x: Tensor) -> None:
@@ -27,6 +27,11 @@ def _check(x: Tensor) -> None:
 def _check_backward(dy: Tensor, x: Tensor) -> None:
     _check(x)
     require_like("silu", "dy", dy, "x", x)
+
+
+def _check_reuse(dy: Tensor, x: Tensor) -> None:
+    _check_backward(dy, x)
+    check_reusable("silu", x=x)
 
 
 def _describe(x: Tensor) -> Problem:
@@ -71,7 +76,7 @@ _silu_backward_reuse = define(
     "()",
     outputs=("dx",),
     tensors=("dy", "x"),
-    check=_check_backward,
+    check=_check_reuse,
     allocate=lambda dy, x: (),
     describe=_describe_reuse,
     candidates=lambda: plans.SILU_BACKWARD_REUSE,
@@ -91,7 +96,7 @@ class _Silu(torch.autograd.Function):
             raise second_derivative("silu")
         if ctx.reuse_inputs:
             (x,) = claim_saved("silu", ctx)
-            _silu_backward_reuse(dy, x, ctx.preference)
+            _silu_backward_reuse(apart(dy, x), x, ctx.preference)
             mark_overwritten(x)
             return x.detach(), None, None
         (x,) = ctx.saved_tensors

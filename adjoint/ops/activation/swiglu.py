@@ -20,7 +20,7 @@ from adjoint.core.plan import Call, Problem, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.ops.activation import plans
 from adjoint.ops.activation.packing import ORDERS
-from adjoint.ops.activation.reuse import check_reusable, claim_saved, mark_overwritten
+from adjoint.ops.activation.reuse import apart, check_reusable, claim_saved, mark_overwritten
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
 
@@ -40,6 +40,11 @@ def _check_backward(dy: Tensor, gate: Tensor, up: Tensor, need: int = 3) -> None
     require_like("swiglu", "dy", dy, "gate", gate)
 
 
+def _check_reuse(dy: Tensor, gate: Tensor, up: Tensor, need: int) -> None:
+    _check_backward(dy, gate, up)
+    check_reusable("swiglu", gate=gate, up=up)
+
+
 def _check_packed(packed: Tensor, order: str) -> None:
     require_floating("swiglu", "packed", packed)
     if order not in ORDERS:
@@ -54,6 +59,11 @@ def _check_packed(packed: Tensor, order: str) -> None:
 def _check_packed_backward(dy: Tensor, packed: Tensor, order: str) -> None:
     _check_packed(packed, order)
     require_like("swiglu", "dy", dy, "packed", packed, _half_shape(packed))
+
+
+def _check_packed_reuse(dy: Tensor, packed: Tensor, order: str) -> None:
+    _check_packed_backward(dy, packed, order)
+    check_reusable("swiglu", packed=packed)
 
 
 def _half_shape(packed: Tensor) -> tuple[int, ...]:
@@ -77,8 +87,9 @@ def _describe_backward(dy: Tensor, gate: Tensor, up: Tensor, need: int) -> Probl
     return Problem("swiglu_backward", gate.device, (gate.dtype,), layout, options=(need,))
 
 
-def _describe_reuse(dy: Tensor, gate: Tensor, up: Tensor) -> Problem:
-    return Problem("swiglu_backward_reuse", gate.device, (gate.dtype,), plans.layout_of([dy, gate, up]))
+def _describe_reuse(dy: Tensor, gate: Tensor, up: Tensor, need: int) -> Problem:
+    layout = plans.layout_of([dy, gate, up])
+    return Problem("swiglu_backward_reuse", gate.device, (gate.dtype,), layout, options=(need,))
 
 
 def _describe_packed(packed: Tensor, order: str) -> Problem:
@@ -127,12 +138,12 @@ _swiglu_backward = define(
 )
 _swiglu_backward_reuse = define(
     "swiglu_backward_reuse",
-    "Tensor dy, Tensor(a!) gate, Tensor(b!) up",
+    "Tensor dy, Tensor(a!) gate, Tensor(b!) up, int need",
     "()",
     outputs=("dgate", "dup"),
     tensors=("dy", "gate", "up"),
-    check=_check_backward,
-    allocate=lambda dy, gate, up: (),
+    check=_check_reuse,
+    allocate=lambda dy, gate, up, need: (),
     describe=_describe_reuse,
     candidates=lambda: plans.SWIGLU_BACKWARD_REUSE,
 )
@@ -164,7 +175,7 @@ _swiglu_packed_backward_reuse = define(
     "()",
     outputs=("dpacked",),
     tensors=("dy", "packed"),
-    check=_check_packed_backward,
+    check=_check_packed_reuse,
     allocate=lambda dy, packed, order: (),
     describe=_describe_packed_reuse,
     candidates=lambda: plans.SWIGLU_PACKED_BACKWARD_REUSE,
@@ -183,14 +194,14 @@ class _Swiglu(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise second_derivative("swiglu")
         needs_gate, needs_up = ctx.needs_input_grad[:2]
+        need = NEED_GATE * needs_gate + NEED_UP * needs_up
         if ctx.reuse_inputs:
             gate, up = claim_saved("swiglu", ctx)
-            _swiglu_backward_reuse(dy, gate, up, ctx.preference)
-            mark_overwritten(gate, up)
+            _swiglu_backward_reuse(apart(dy, gate, up), gate, up, need, ctx.preference)
+            mark_overwritten(*(tensor for tensor, needed in ((gate, needs_gate), (up, needs_up)) if needed))
             dgate, dup = gate.detach(), up.detach()
         else:
             gate, up = ctx.saved_tensors
-            need = NEED_GATE * needs_gate + NEED_UP * needs_up
             dgate, dup = _swiglu_backward(dy, gate, up, need, ctx.preference)
         return dgate if needs_gate else None, dup if needs_up else None, None, None
 
@@ -208,7 +219,7 @@ class _SwigluPacked(torch.autograd.Function):
             raise second_derivative("swiglu")
         if ctx.reuse_inputs:
             (packed,) = claim_saved("swiglu", ctx)
-            _swiglu_packed_backward_reuse(dy, packed, ctx.order, ctx.preference)
+            _swiglu_packed_backward_reuse(apart(dy, packed), packed, ctx.order, ctx.preference)
             mark_overwritten(packed)
             return packed.detach(), None, None, None
         (packed,) = ctx.saved_tensors
@@ -247,7 +258,7 @@ def swiglu(
     tensor([2.1932, 7.0464])
     """
     if up is None:
-        return _packed(gate, order or "gate_up", reuse_inputs, preference)
+        return _packed(gate, "gate_up" if order is None else order, reuse_inputs, preference)
     _check(gate, up)
     if order is not None:
         raise ArgumentError(f"swiglu: order={order!r} describes one packed tensor, but up is given as well")
@@ -271,17 +282,15 @@ def _packed(packed: Tensor, order: str, reuse_inputs: bool, preference: Preferen
 
 def _bind(gate: Tensor, up: Tensor | None = None, *, order: str | None = None, reuse_inputs: bool = False) -> Call:
     if up is None:
-        order = order or "gate_up"
+        order = "gate_up" if order is None else order
         _check_packed(gate, order)
         adjoint = _swiglu_packed_backward_reuse if reuse_inputs else _swiglu_packed_backward
         return Call(_swiglu_packed, (gate, order), adjoint, lambda outputs: (outputs[0], gate, order))
     if order is not None:
         raise ArgumentError(f"swiglu: order={order!r} describes one packed tensor, but up is given as well")
     _check(gate, up)
-    if reuse_inputs:
-        return Call(_swiglu, (gate, up), _swiglu_backward_reuse, lambda outputs: (outputs[0], gate, up))
-    need = NEED_GATE | NEED_UP
-    return Call(_swiglu, (gate, up), _swiglu_backward, lambda outputs: (outputs[0], gate, up, need))
+    adjoint = _swiglu_backward_reuse if reuse_inputs else _swiglu_backward
+    return Call(_swiglu, (gate, up), adjoint, lambda outputs: (outputs[0], gate, up, NEED_GATE | NEED_UP))
 
 
 publish(swiglu, _bind)

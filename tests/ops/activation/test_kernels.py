@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -303,6 +304,18 @@ def test_nothing_compiles_after_prepare(subject: Any, device: torch.device) -> N
     assert registry.compilations() == prepared
     for y, tensors in found:
         assert torch.equal(y, subject(*tensors, preference=TRITON))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+def test_the_first_call_brings_every_variant(subject: Any, kernels: ModuleType, device: torch.device) -> None:
+    base = evaluate(subject, subject.cases[0], torch.float32, device, TRITON)
+    chosen = plan_of(subject, base.inputs, TRITON)
+    assert chosen.adjoint is not None
+    for plan, tensors in ((chosen, base.inputs), (chosen.adjoint, (*base.upstream, *base.inputs))):
+        fresh = replace(plan, memo={})
+        fresh.run(*tensors)
+        assert set(fresh.memo) == set(itertools.product(("one row", "long rows", "short rows"), (True, False)))
 
 
 @pytest.mark.kernels
