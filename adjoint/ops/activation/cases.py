@@ -76,9 +76,9 @@ def _mixed(dtype: torch.dtype, device: torch.device, generator: torch.Generator)
 
 
 def _huge(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Gates far into underflow, each with the largest up there is."""
+    """Gates far into underflow, each with the largest up there is (past which float64 could not be the judge)."""
     gate = torch.linspace(-500, 5, 1011, dtype=torch.float64).to(dtype).to(device)
-    return gate, torch.full_like(gate, torch.finfo(dtype).max)
+    return gate, torch.full_like(gate, min(torch.finfo(dtype).max, torch.finfo(torch.float32).max))
 
 
 # ------------------------------------------------------------------------------------ exhaustive
@@ -99,17 +99,20 @@ ROOT = -1.2784645427610738
 """Where silu' is 0: the slope's relative error is largest beside it."""
 
 
-def around_root(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The 64 values nearest the root of silu', each with every significand of a factor.
+def around_root(dtype: torch.dtype, gates: int, others: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The values nearest the root of silu', each with every significand of one factor and some of another.
 
     Scaled by 2^10, so that the products are normal numbers, whose units in the last place are finest.
+    Pairs matter: the largest error is that of a product just below a power of two, rounded just above.
     """
     values = every_value(dtype)
     values = values[values.isfinite()]
-    nearest = values[(values.double() - ROOT).abs().argsort()[:64]]
+    nearest = values[(values.double() - ROOT).abs().argsort()[:gates]]
     count = round(1 / torch.finfo(dtype).eps)
-    factors = 1024 * (1 + torch.arange(count, dtype=torch.float64) / count)
-    return nearest.repeat_interleave(count), factors.to(dtype).repeat(64)
+    significands = (1 + torch.arange(count, dtype=torch.float64) / count).to(dtype)
+    other = significands[:: max(1, count // others)][:others]
+    gate, factor, other = (t.flatten() for t in torch.meshgrid(nearest, 1024 * significands, other, indexing="ij"))
+    return gate, factor, other
 
 
 def _exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[torch.dtype], Iterator[Case]]:
@@ -124,18 +127,19 @@ def _exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Call
     def filled(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
         return lambda output, generator: torch.full_like(output, value)
 
+    def laid(values: Tensor) -> Callable[[Tensor, torch.Generator], Tensor]:
+        return lambda output, generator: values.to(output.device).view(output.shape)
+
     def cases(dtype: torch.dtype) -> Iterator[Case]:
         factors = spread(dtype)
         gate = every_value(dtype)
         for index, factor in enumerate(factors):
             upstream = filled(factors[(4 * index + 1) % len(factors)])
             yield Case(f"every gate, factor {factor:.3g}", made(gate, torch.full_like(gate, factor)), upstream)
-        gate, significand = around_root(dtype)
-        yield Case("root, every factor", made(gate, significand), filled(1.0))
-        ones = torch.ones_like(gate)
-        yield Case(
-            "root, every upstream", made(gate, ones), lambda y, generator: significand.to(y.device).view(y.shape)
-        )
+        for name, gates, others in (("root, every significand", 64, 1), ("root, pairs of significands", 1, 64)):
+            gate, first, second = around_root(dtype, gates, others)
+            yield Case(f"{name} of the factor", made(gate, first), laid(second))
+            yield Case(f"{name} of the upstream", made(gate, second), laid(first))
 
     return cases
 

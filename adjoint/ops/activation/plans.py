@@ -58,14 +58,14 @@ ULP: Mapping[str, Mapping[torch.dtype, Mapping[str, float]]] = {
         torch.float16: {"y": 0.501, "dgate": 0.501, "dup": 0.501},
     },
     "triton": {
-        torch.bfloat16: {"y": 0.502, "dgate": 0.502, "dup": 0.501},
-        torch.float16: {"y": 0.502, "dgate": 1.05, "dup": 0.502},
+        torch.bfloat16: {"y": 0.502, "dgate": 0.51, "dup": 0.501},
+        torch.float16: {"y": 0.502, "dgate": 2.2, "dup": 0.502},
     },
 }
 """Largest error in ulp over every 16-bit input, by backend, dtype and kind of output.
 
-silu' has a root. Beside it, float32 arithmetic leaves an error of half a unit of float16 (and next to
-nothing of bfloat16, whose values stay further from the root) before the rounding."""
+silu' has a root. At the float16 value nearest to it, float32 arithmetic leaves an error of up to 1.6 units
+before the rounding; bfloat16 has no value that near."""
 
 SPECIAL_VALUES = (
     "silu(±0) = ±0, silu(+∞) = +∞, silu(−∞) = −0, silu'(−∞) = −0, silu'(+∞) = 1, NaN gives NaN; "
