@@ -168,8 +168,8 @@ def test_aligned_accesses_are_128_bits_wide(kernel: str, has_up: bool, rows: str
     """Whatever the number of columns: the path of full tiles has no mask."""
     _, ptx = _ptx(kernel, has_up, (rows, True))
     loads, stores = LOADS_STORES[kernel, has_up]
-    wide = Counter(re.findall(r"\b(?:ld|st)\.global\.v\w+\.b\w+", ptx))
-    assert wide == {"ld.global.v4.b32": loads, "st.global.v4.b32": stores}
+    wide = Counter(re.findall(r"\b(ld|st)\.global[\w.:]*\.(v\d\.b\d+)", ptx))
+    assert wide == {("ld", "v4.b32"): loads, ("st", "v4.b32"): stores}
 
 
 @compiles

@@ -60,7 +60,7 @@ def available_backends(device: torch.device) -> list[str]:
 
 
 def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False) -> list[Job]:
-    """Every check of the named ops on a device. `thorough` runs the framework checks on every dtype."""
+    """Every check of the named ops on a device. `thorough` runs the checks that hardly depend on it for every dtype."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -68,7 +68,7 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
     listed = []
     for subject in chosen:
         for backend in available_backends(device):
-            listed += _numerical(subject, backend, device)
+            listed += _numerical(subject, backend, device, thorough)
             listed += _framework(subject, backend, device, thorough)
     names = {subject.function.__name__ for subject in chosen}
     for family in families():
@@ -77,7 +77,7 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
     return listed
 
 
-def _numerical(subject: Subject, backend: str, device: torch.device) -> list[Job]:
+def _numerical(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
     preference = Preference(backend=backend)
     listed = []
     for dtype in subject.dtypes:
@@ -88,9 +88,10 @@ def _numerical(subject: Subject, backend: str, device: torch.device) -> list[Job
             "repeats": partial(bits.repeats, subject, dtype, device, preference),
             "batch invariance": partial(bits.invariance, subject, dtype, device, preference),
             "upstream layouts": partial(bits.upstreams, subject, dtype, device, preference),
-            "schedules": partial(bits.schedules, subject, dtype, device, preference),
             "poison": partial(bits.poison, subject, dtype, device, preference),
         }
+        if thorough or dtype == _default_dtype(subject):  # each schedule is another compilation
+            checks["schedules"] = partial(bits.schedules, subject, dtype, device, preference)
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
             checks["exhaustive"] = partial(
@@ -103,12 +104,17 @@ def _numerical(subject: Subject, backend: str, device: torch.device) -> list[Job
     return listed
 
 
+def _default_dtype(subject: Subject) -> torch.dtype:
+    """The dtype that stands for all where a check does not depend on it."""
+    return torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
+
+
 def _framework(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
     preference = Preference(backend=backend)
     checks = [framework.registration, framework.compilation, framework.modes, framework.recompilation]
     if device.type == "cuda":
         checks += [framework.streams, framework.capture]
-    default = torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
+    default = _default_dtype(subject)
     return [
         _job(subject, check.__name__, dtype, backend, partial(check, subject, dtype, device, preference))
         for check in checks

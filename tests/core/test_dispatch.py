@@ -234,6 +234,21 @@ def test_meta_tensors_give_meta_tensors(name: str, x: Tensor, monkeypatch: pytes
         assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_lazily_negated_tensors_are_negated(backend: str, x: Tensor, device: torch.device) -> None:
+    """The imaginary part of a conjugate is a view whose sign is a flag: a kernel would read it unnegated."""
+    preference = adjoint.Preference(backend=backend)
+    values = x.to(device)
+    negated = torch.complex(values, -values).conj().imag
+    assert negated.is_neg()
+    assert torch.equal(adjoint.silu(negated, preference=preference), adjoint.silu(values, preference=preference))
+    assert torch.equal(
+        adjoint.swiglu(values, negated, preference=preference), adjoint.swiglu(values, values, preference=preference)
+    )
+    plan = adjoint.plan(adjoint.silu, negated, preference=preference)
+    assert torch.equal(plan.run(negated), adjoint.silu(values, preference=preference))  # type: ignore[arg-type]
+
+
 def test_a_function_mode_changes_nothing(x: Tensor) -> None:
     class Quiet(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

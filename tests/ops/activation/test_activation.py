@@ -155,7 +155,7 @@ def test_stated_errors_of_the_kernels_hold(dtype: torch.dtype, device: torch.dev
     for kind, value in _enumerated("triton", dtype, device, every).items():
         assert value <= stated[kind], f"{kind}: measured {value}, stated {stated[kind]}"
         if device.type == "cuda":
-            assert stated[kind] - value <= 5 * STEP, f"{kind}: measured {value}, stated {stated[kind]}"
+            assert value >= 0.9 * stated[kind], f"{kind}: measured {value}, stated {stated[kind]}"
 
 
 # --------------------------------------------------------------------------------------- random layouts

@@ -151,6 +151,28 @@ def test_splitting_long_rows_changes_no_bit(
     assert len(launched) >= 2 * 3, "nothing was split"
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize("columns", [40, 700])
+def test_splitting_many_rows_changes_no_bit(
+    subject: Any, columns: int, kernels: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than a grid's first axis holds are launched in turns."""
+    generator = torch.Generator().manual_seed(0)
+    width = columns * (2 if subject in PACKED else 1)
+    memory = [torch.randn(7, width + 16, generator=generator).mul_(9).to(device) for _ in subject.inputs]
+    tensors = tuple(tensor[:, :width] for tensor in memory)
+    y = subject(*tensors, preference=TRITON)
+    upstream = (torch.randn(y.shape, generator=generator).to(device),)
+    whole = differentiate(subject, tensors, upstream, TRITON)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "MAX_GRID_X", 3)
+        launched = _record_launches(kernels, patch)
+        pieces = differentiate(subject, tensors, upstream, TRITON)
+    assert all(map(torch.equal, pieces.results, whole.results))
+    assert [grid[0] for _, grid in launched] == [3, 3, 1] * 2
+
+
 def _record_launches(kernels: ModuleType, patch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[int, ...]]]:
     """The variants launched from now on, by key, each with its grid."""
     launched: list[tuple[Any, tuple[int, ...]]] = []

@@ -220,18 +220,38 @@ def test_halves_of_one_tensor_are_separate(order: str, backend: str, device: tor
 
 @every_backend
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_one_gradient_alone(wanted: int, backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_gradient_alone_leaves_the_other_input_alone(
+    wanted: int, layout: str, backend: str, device: torch.device
+) -> None:
     preference = Preference(backend=backend)
 
-    def gradient(reuse: bool) -> tuple[Tensor, Tensor]:
-        tensors = _inputs(SWIGLU, device)
+    def gradient(reuse: bool) -> tuple[Tensor, list[Tensor]]:
+        tensors = [LAYOUTS[layout](tensor) for tensor in _inputs(SWIGLU, device)]
         tensors[wanted].requires_grad_()
         y = adjoint.swiglu(*tensors, reuse_inputs=reuse, preference=preference)
-        return torch.autograd.grad(y, tensors[wanted], _upstream(y))[0], tensors[wanted]
+        return torch.autograd.grad(y, tensors[wanted], _upstream(y))[0], tensors
 
-    got, leaf = gradient(True)
-    assert torch.equal(got, gradient(False)[0])
-    assert got.data_ptr() == leaf.data_ptr()
+    got, inputs = gradient(True)
+    expected, untouched = gradient(False)
+    assert torch.equal(got, expected)
+    assert got.data_ptr() == inputs[wanted].data_ptr()
+    assert torch.equal(inputs[1 - wanted], untouched[1 - wanted])
+
+
+@every_backend
+@every_subject
+def test_an_upstream_in_the_inputs_memory_is_read_first(subject: Subject, backend: str, device: torch.device) -> None:
+    """As when the upstream gradient is a view of an input: elements are overwritten out of order."""
+    preference = Preference(backend=backend)
+
+    def gradients(reuse: bool) -> tuple[Tensor, ...]:
+        leaves = _leaves([tensor[:, :16].reshape(-1)[:96].view(6, 16).clone() for tensor in _inputs(subject, device)])
+        y = subject(*leaves, preference=preference, reuse_inputs=reuse)
+        dy = leaves[-1].detach().as_strided(y.shape, (1, 6))
+        return torch.autograd.grad(y, leaves, dy)
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
 @every_backend
