@@ -293,7 +293,7 @@ def silu_backward_strided(
 
 
 _ROWS = Budget(registers=168)
-_PAIRS = Budget(registers=128, shared_bytes=16384)  # gate and up change lanes through shared memory
+_PAIRS = Budget(registers=168, shared_bytes=16384)  # gate and up change lanes through shared memory
 
 KERNELS = (
     kernels.register(silu_forward_rows, budget=_ROWS),
