@@ -30,13 +30,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Special:
-    """Inputs whose outputs are stated exactly, signs of zeros included; NaN matches NaN."""
+    """Inputs whose outputs are stated exactly, signs of zeros included; NaN matches NaN.
+
+    `dtypes` are those the statement is for; all of the subject's when empty.
+    """
 
     name: str
     inputs: tuple[float, ...]
     upstream: float
     outputs: tuple[float, ...]
     gradients: tuple[float, ...]
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 Answers = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]

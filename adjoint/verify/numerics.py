@@ -48,6 +48,8 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     copies = 19  # more than one vector of every type, and a ragged end
     rows = []
     for special in subject.specials:
+        if special.dtypes and dtype not in special.dtypes:
+            continue
         inputs = tuple(torch.full((copies,), value, dtype=dtype, device=device) for value in special.inputs)
         leaves = tuple(tensor.requires_grad_() for tensor in inputs)
         outputs = as_tuple(subject(*leaves, preference=preference))

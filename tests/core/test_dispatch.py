@@ -38,29 +38,29 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.called: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(function.name())
+        self.called.append(function.name())
         return function(*args, **(kwargs or {}))
 
 
 class _Wrapped(Tensor):
     """A tensor subclass that holds a plain one, and notes the operators called on it."""
 
-    names: list[str]
+    called: list[str]
     inner: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "_Wrapped":
         wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
-        wrapper.inner, wrapper.names = inner, []
+        wrapper.inner, wrapper.called = inner, []
         return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def unwrap(tensor: "_Wrapped") -> Tensor:
-            tensor.names.append(function.name())
+            tensor.called.append(function.name())
             return tensor.inner
 
         args, kwargs = tree_map_only(_Wrapped, unwrap, (args, kwargs or {}))
@@ -137,7 +137,7 @@ def test_a_dispatch_mode_sees_the_operator(name: str, x: Tensor) -> None:
     expected = OPS[name](x)
     with _Seen() as seen:
         result = OPS[name](x)
-    assert f"adjoint::{name}" in seen.names
+    assert f"adjoint::{name}" in seen.called
     assert torch.equal(result, expected)
 
 
@@ -146,7 +146,7 @@ def test_a_dispatch_mode_sees_the_backward(x: Tensor) -> None:
     y = adjoint.silu(leaf)
     with _Seen() as seen:
         torch.autograd.grad(y, leaf, torch.ones_like(y))
-    assert "adjoint::silu_backward" in seen.names
+    assert "adjoint::silu_backward" in seen.called
 
 
 def test_a_dispatch_mode_may_answer_itself(x: Tensor) -> None:
@@ -179,7 +179,7 @@ def test_fake_tensors_give_fake_tensors(name: str, x: Tensor) -> None:
 def test_a_subclass_is_dispatched(name: str, x: Tensor) -> None:
     wrapped = _Wrapped(x)
     result = OPS[name](wrapped)
-    assert f"adjoint::{name}" in wrapped.names
+    assert f"adjoint::{name}" in wrapped.called
     assert isinstance(result, _Wrapped)
     assert torch.equal(result.inner, OPS[name](x))
 
@@ -187,7 +187,7 @@ def test_a_subclass_is_dispatched(name: str, x: Tensor) -> None:
 def test_a_subclass_as_the_second_tensor_is_dispatched(x: Tensor) -> None:
     wrapped = _Wrapped(x)
     result = adjoint.swiglu(x, wrapped)
-    assert wrapped.names == ["adjoint::swiglu"]
+    assert wrapped.called == ["adjoint::swiglu"]
     assert isinstance(result, _Wrapped)
 
 

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, Layout] = {
     "transposed": lambda fill: fill(70, 6).T,
     "every other": lambda fill: fill(6, 140)[:, ::2],
     "expanded": lambda fill: fill(6, 1).expand(6, 70),
-    "six axes": lambda fill: fill(2, 3, 4, 2, 3, 4).permute(5, 3, 1, 0, 2, 4)[:, :, 1:],
+    "six axes": lambda fill: fill(3, 3, 3, 3, 3, 6)[:2, 1:, :2, 1:, :2, ::2],
     "one element": lambda fill: fill(1),
     "no axes": lambda fill: fill(1).reshape(()),
     "empty": lambda fill: fill(3, 0, 4),
@@ -76,9 +76,9 @@ def _mixed(dtype: torch.dtype, device: torch.device, generator: torch.Generator)
 
 
 def _huge(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Gates far into underflow, each with the largest up there is (past which float64 could not be the judge)."""
+    """Gates far into underflow, each with the largest up the domain of the stated error allows."""
     gate = torch.linspace(-500, 5, 1011, dtype=torch.float64).to(dtype).to(device)
-    return gate, torch.full_like(gate, min(torch.finfo(dtype).max, torch.finfo(torch.float32).max))
+    return gate, torch.full_like(gate, min(torch.finfo(dtype).max, 2.0**98))
 
 
 # ------------------------------------------------------------------------------------ exhaustive
@@ -91,8 +91,8 @@ def every_value(dtype: torch.dtype) -> Tensor:
 
 def spread(dtype: torch.dtype) -> list[float]:
     """Factors the exhaustive cases meet: signs, zero, and the ends of the stated domain."""
-    small = max(2.0**-60, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
-    return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -torch.finfo(dtype).max]
+    small, large = (2.0**-24, 65504.0) if dtype == torch.float16 else (2.0**-60, 2.0**88)
+    return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -large]
 
 
 ROOT = -1.2784645427610738
@@ -176,6 +176,17 @@ _SWIGLU_SPECIALS = tuple(
         (0.0, _INF, _NAN, _INF, 0.0),
         (_NAN, 2.0, _NAN, _NAN, _NAN),
     ]
+)
+
+_SWIGLU_SPECIALS += (
+    Special(
+        "gate = -300, up the largest number",
+        (-300.0, torch.finfo(torch.bfloat16).max),
+        1.0,
+        (-0.0,),
+        (-0.0, -0.0),
+        dtypes=(torch.float32, torch.bfloat16),
+    ),
 )
 
 # -------------------------------------------------------------------------------------- mistakes

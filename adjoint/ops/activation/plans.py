@@ -76,7 +76,7 @@ SPECIAL_VALUES = (
 
 DOMAIN = (
     "every input; finite wherever the exact result is in range; "
-    "the error in ulp for |up| and |dy| either 0 or at least 2⁻⁶⁰"
+    "the error in ulp for |up|, |dy| and |up·dy| each 0 or within [2⁻⁶⁰, 2¹⁰⁰]"
 )
 
 
