@@ -150,7 +150,7 @@ def test_stated_errors_of_the_kernels_hold(dtype: torch.dtype, device: torch.dev
     """Tight on a GPU alone: the interpreter's 2^x and 1/x are not the hardware's."""
     if dtype == torch.bfloat16 and device.type == "cpu" and not everything:
         pytest.skip("the contract's exhaustive check covers it in the interpreter")
-    stated = plans.ULP["triton"][dtype]
+    stated = plans.ULP[plans.arithmetic("triton", device)][dtype]
     every = 1 if everything or device.type == "cuda" else 4
     for kind, value in _enumerated("triton", dtype, device, every).items():
         assert value <= stated[kind], f"{kind}: measured {value}, stated {stated[kind]}"
@@ -251,7 +251,7 @@ def _spots(length: int) -> Iterator[slice]:
 
 
 def _near(got: Tensor, exact: Tensor, kind: str) -> None:
-    limit = plans.ULP["triton"][got.dtype][kind]
+    limit = plans.ULP[plans.arithmetic("triton", got.device)][got.dtype][kind]
     assert float(error_in_ulp(got, exact).max()) <= limit
 
 
