@@ -4,6 +4,7 @@ Commands import what they need when they run, so that help is quick. A mistake o
 sentence and exit status 2; a check that fails is exit status 1.
 """
 
+import math
 import re
 import statistics
 import subprocess
@@ -211,7 +212,10 @@ def _subject(op: str, order: str | None) -> "Subject":
 def _shape(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(x\d+)*", text):
         _refuse(f"cannot read the shape {text!r}; write its sizes joined by x, such as 4x64, or 128 for one axis")
-    return tuple(map(int, text.split("x")))
+    sizes = tuple(map(int, text.split("x")))
+    if math.prod(sizes) >= 2**60:
+        _refuse(f"the shape {text!r} has more elements than memory can ever hold")
+    return sizes
 
 
 def _styled(explanation: str) -> Text:
@@ -340,6 +344,11 @@ def bench(
         if overhead:
             command.overhead(console, target)
         elif save or plot is not None or not readme:
+            if save:
+                try:
+                    results.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    _refuse(f"cannot save results in {results}: {error}")
             passed = command.times(
                 console, ops or [], target, compile=compile, folder=results if save else None, plot=plot
             )

@@ -83,7 +83,7 @@ def arithmetic(backend: str, device: torch.device) -> str:
 SPECIAL_VALUES = (
     "silu(±0) = ±0, silu(+∞) = +∞, silu(−∞) = −0, silu'(−∞) = −0, silu'(+∞) = 1, NaN gives NaN; "
     "products with up and the upstream gradient are IEEE products, in which a value below the range of the "
-    "arithmetic's type (float32: from a gate of −207 on) counts as 0"
+    "arithmetic's type (float32: gates below about −174) counts as 0"
 )
 
 
