@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.plan import Problem
+from adjoint.core.problem import Problem
 from adjoint.ops.activation import plans
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import adjoint
 from adjoint.bench.check import synchronize
-from adjoint.core.plan import short
+from adjoint.core.problem import short
 
 TARGET = 12.0
 """Microseconds of host cost a call may have, on the CPU."""

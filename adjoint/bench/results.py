@@ -14,7 +14,7 @@ from typing import Any
 from adjoint.bench import environment
 from adjoint.bench.run import DTYPE, Result, Row
 from adjoint.core.errors import ArgumentError
-from adjoint.core.plan import short
+from adjoint.core.problem import short
 
 FOLDER = Path("benchmarks") / "results"
 SCHEMA = 1

@@ -3,7 +3,7 @@
 from torch import Tensor, bfloat16, dtype, float16, float32, float64, strided
 
 from adjoint.core.errors import ArgumentError
-from adjoint.core.plan import short
+from adjoint.core.problem import short
 
 FLOATING: tuple[dtype, ...] = (float64, float32, bfloat16, float16)
 _FLOATING = frozenset(FLOATING)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.plan import Candidate, Operator, Problem, register_operator
+from adjoint.core.plan import Candidate, Operator, register_operator
+from adjoint.core.problem import Problem
 
 DEVICES = ("cpu", "cuda")
 """Device types operators are registered for."""

@@ -11,63 +11,23 @@ by GPU name, beside the kernels.
 """
 
 import inspect
-import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
-from torch.nn import Parameter
 
 from adjoint.core import kernels
+from adjoint.core.dispatch import listening, refuse_transforms
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.layout import share_memory
 from adjoint.core.preference import Preference, parse, resolve
-
-
-class Problem(NamedTuple):
-    """What a choice of plan may depend on. Hashable, cheap to build, and nothing else is looked at.
-
-    `sizes` holds only sizes the choice or the workspace depends on: an op whose plans fit every size
-    leaves it empty. `options` are the operator's arguments after its tensors.
-    """
-
-    op: str
-    device: torch.device
-    dtypes: tuple[torch.dtype, ...]
-    layout: str = ""
-    sizes: tuple[int, ...] = ()
-    options: tuple[Any, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [f"{self.op} on {self.device}", "/".join(short(dtype) for dtype in self.dtypes)]
-        parts += [self.layout] * bool(self.layout) + [f"sizes {self.sizes}"] * bool(self.sizes)
-        parts += [f"options {self.options}"] * bool(self.options)
-        return ", ".join(parts)
-
-    def differences(self, other: "Problem") -> list[str]:
-        """Each field in which another problem differs, in words."""
-        return [
-            f"{name} is {_words(theirs)}, the plan was made for {_words(mine)}"
-            for name, mine, theirs in zip(self._fields, self, other, strict=True)
-            if mine != theirs
-        ]
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "(" + ", ".join(map(_words, value)) + ")"
-    return short(value) if isinstance(value, torch.dtype) else str(value)
+from adjoint.core.problem import Problem, short
+from adjoint.core.run_arguments import check_outputs, check_workspace
+from adjoint.core.schedules import Schedules
 
 
 @dataclass(frozen=True)
@@ -99,7 +59,7 @@ class Candidate:
     run: Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
     prepare: Callable[["Plan"], None] = lambda plan: None
     numeric: Callable[[Problem], Mapping[str, Any]] = lambda problem: {}
-    schedules: "Schedules | None" = None
+    schedules: Schedules | None = None
     workspace_bytes: Callable[[Problem], int | None] = lambda problem: 0
     any_layout: bool = False
 
@@ -153,36 +113,6 @@ class Operator:
             plan = select(self, problem, preference)
         return plan.execute(arguments, None, None)
 
-
-def listening(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether calling these tensors' operator past the dispatcher could be noticed."""
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
-            return True
-    return bool(
-        _dispatch_modes()
-        or _transforms() is not None
-        or forward_ad._current_level >= 0
-        or profiler._is_profiler_enabled
-    )
-
-
-def refuse_transforms(op: str, tensors: tuple[Tensor, ...]) -> None:
-    """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
-    if _transforms() is not None:
-        raise Unsupported(
-            f"{op}: torch.func transforms (vmap, grad, jvp) and batched gradients are not supported; "
-            f"use the op outside the transform, with torch.autograd"
-        )
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise Unsupported(f"{op}: forward-mode gradients are not implemented; use reverse mode (backward)")
-
-
-_PLAIN = frozenset((Tensor, Parameter))
-
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
 
 _operators: dict[str, Operator] = {}
 
@@ -248,31 +178,6 @@ def _objection(operator: Operator, candidate: Candidate, problem: Problem, wante
         if needed > limit:
             return f"needs a workspace of {needed} bytes, the preference allows {limit}"
     return ""
-
-
-class Schedules:
-    """Schedule parameters by kernel and GPU, from the reviewed JSON beside a family's kernels.
-
-    The file maps a GPU's name, "interpreter" (few, large programs), or "default" for a GPU nobody
-    tuned, to parameters by kernel.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _by_gpu(self) -> dict[str, dict[str, dict[str, int]]]:
-        table: dict[str, dict[str, dict[str, int]]] = json.loads(self._path.read_text(encoding="utf-8"))
-        return table
-
-    def lookup(self, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        """The parameters of a kernel on a device; without one, those of a GPU nobody tuned."""
-        name = "default"
-        if device is not None and device.type == "cpu":
-            name = "interpreter"
-        elif device is not None and torch.cuda.is_available():
-            name = torch.cuda.get_device_name(device)
-        return dict(self._by_gpu.get(name, {}).get(kernel) or self._by_gpu["default"][kernel])
 
 
 class Sku(NamedTuple):
@@ -422,9 +327,9 @@ class Plan:
             outputs = None
             if out is not None:
                 outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
-                self._check_outputs(arguments, outputs)
+                check_outputs(self.operator, arguments, outputs)
             if workspace is not None:
-                self._check_workspace(workspace)
+                check_workspace(self, workspace)
             results = self.execute(arguments, outputs, workspace)
             for written in outputs or ():
                 if not written.is_inference():
@@ -441,53 +346,6 @@ class Plan:
 
     def allocate(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return self.operator.allocate(*arguments)
-
-    def _check_outputs(self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        like = self.operator.allocate(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
-        op = self.operator.name
-        if len(outputs) != len(like):
-            raise ArgumentError(f"{op}: out= must hold {len(like)} tensors, got {len(outputs)}")
-        device = next(a.device for a in arguments if isinstance(a, Tensor))
-        for name, got, expected in zip(self.operator.outputs, outputs, like, strict=True):
-            if not isinstance(got, Tensor):
-                raise ArgumentError(f"{op}: out= for {name} must be a tensor, got {type(got).__name__}")
-            if tuple(got.shape) != tuple(expected.shape):
-                raise ArgumentError(
-                    f"{op}: out= for {name} must have shape {tuple(expected.shape)}, got {tuple(got.shape)}"
-                )
-            if got.dtype != expected.dtype:
-                raise ArgumentError(f"{op}: out= for {name} must be {short(expected.dtype)}, got {short(got.dtype)}")
-            if got.device != device:
-                raise ArgumentError(f"{op}: out= for {name} must be on {device}, got {got.device}")
-            if got.numel() and any(
-                size > 1 and mine != theirs
-                for size, mine, theirs in zip(got.shape, got.stride(), expected.stride(), strict=True)
-            ):
-                raise ArgumentError(f"{op}: out= for {name} must have strides {expected.stride()}, got {got.stride()}")
-
-        taken = {n: a for n, a in zip(self.operator.tensors, arguments, strict=False) if isinstance(a, Tensor)}
-        for name, got in zip(self.operator.outputs, outputs, strict=True):
-            for other, memory in taken.items():
-                if share_memory(got, memory):
-                    raise ArgumentError(
-                        f"{op}: out= for {name} shares memory with {other}, which the kernel reads or writes as well; "
-                        f"give it memory of its own"
-                    )
-            taken[f"out= for {name}"] = got
-
-    def _check_workspace(self, workspace: Tensor) -> None:
-        op, needed = self.operator.name, self.workspace_bytes
-        if not isinstance(workspace, Tensor):
-            raise ArgumentError(f"{op}: workspace= must be a tensor, got {type(workspace).__name__}")
-        if needed is None:
-            raise ArgumentError(f"{op}: plan {self.name} takes no workspace=; the library behind it allocates its own")
-        if workspace.device != self.problem.device or not workspace.is_contiguous():
-            raise ArgumentError(
-                f"{op}: workspace= must be contiguous and on {self.problem.device}, got {workspace.device}"
-            )
-        got = workspace.numel() * workspace.element_size()
-        if got < needed:
-            raise ArgumentError(f"{op}: workspace= is too small: {needed} bytes are needed, got {got}")
 
     def __str__(self) -> str:
         needed = self.workspace_bytes

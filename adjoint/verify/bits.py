@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from adjoint.core.cases import Subject
-from adjoint.core.plan import Plan, short
+from adjoint.core.plan import Plan
 from adjoint.core.preference import Preference
+from adjoint.core.problem import short
 from adjoint.verify.row import Row
 from adjoint.verify.run import Evaluation, as_tuple, differentiate, evaluate, plan_of
 

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from adjoint.core import kernels
 from adjoint.core.cases import Case, Subject
-from adjoint.core.plan import short
 from adjoint.core.preference import Preference
+from adjoint.core.problem import short
 from adjoint.verify.bits import same_bits
 from adjoint.verify.row import Row
 from adjoint.verify.run import Evaluation, as_tuple, differentiate, evaluate, plan_of

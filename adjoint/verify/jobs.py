@@ -11,8 +11,8 @@ import torch
 from adjoint.core.cases import BadCall, Subject
 from adjoint.core.errors import ArgumentError
 from adjoint.core.kernels import why_not_triton
-from adjoint.core.plan import short
 from adjoint.core.preference import BACKENDS, Preference
+from adjoint.core.problem import short
 from adjoint.ops import FAMILIES
 from adjoint.verify import bits, framework, numerics
 from adjoint.verify.row import Row

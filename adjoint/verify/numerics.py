@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 
 from adjoint.core.cases import Answers, Case, Subject
-from adjoint.core.plan import short
 from adjoint.core.preference import Preference
+from adjoint.core.problem import short
 from adjoint.verify.row import Row
 from adjoint.verify.run import Evaluation, as_tuple, evaluate, generator, measure, plan_of
 

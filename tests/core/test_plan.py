@@ -9,7 +9,8 @@ from adjoint import Preference
 from adjoint.core import plan as plans
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.op import define
-from adjoint.core.plan import Call, Candidate, Plan, Problem, publish, select
+from adjoint.core.plan import Call, Candidate, Plan, publish, select
+from adjoint.core.problem import Problem
 
 NEEDED = 256
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import coalesce
-from adjoint.core.plan import Candidate, Plan, Problem, Schedules
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
 from adjoint.ops.activation import eager, reference
 from adjoint.ops.activation.packing import unpack
 

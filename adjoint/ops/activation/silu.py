@@ -14,8 +14,9 @@ from torch import Tensor
 from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import second_derivative
 from adjoint.core.op import define
-from adjoint.core.plan import Call, Problem, publish
+from adjoint.core.plan import Call, publish
 from adjoint.core.preference import Preference, resolve
+from adjoint.core.problem import Problem
 from adjoint.ops.activation import plans
 from adjoint.ops.activation.reuse import apart, check_reusable, claim_saved, mark_overwritten
 

@@ -1,0 +1,44 @@
+"""What a choice of plan may depend on."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Problem(NamedTuple):
+    """What a choice of plan may depend on. Hashable, cheap to build, and nothing else is looked at.
+
+    `sizes` holds only sizes the choice or the workspace depends on: an op whose plans fit every size
+    leaves it empty. `options` are the operator's arguments after its tensors.
+    """
+
+    op: str
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    layout: str = ""
+    sizes: tuple[int, ...] = ()
+    options: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.op} on {self.device}", "/".join(short(dtype) for dtype in self.dtypes)]
+        parts += [self.layout] * bool(self.layout) + [f"sizes {self.sizes}"] * bool(self.sizes)
+        parts += [f"options {self.options}"] * bool(self.options)
+        return ", ".join(parts)
+
+    def differences(self, other: "Problem") -> list[str]:
+        """Each field in which another problem differs, in words."""
+        return [
+            f"{name} is {_words(theirs)}, the plan was made for {_words(mine)}"
+            for name, mine, theirs in zip(self._fields, self, other, strict=True)
+            if mine != theirs
+        ]
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_words, value)) + ")"
+    return short(value) if isinstance(value, torch.dtype) else str(value)
