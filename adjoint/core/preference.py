@@ -29,7 +29,8 @@ class Preference:
 
     Attributes:
         backend: "triton" or "eager".
-        plan: the name of one plan, as `adjoint.plan(...)` prints it.
+        plan: the name of one plan, as `adjoint.plan(...)` prints it, for forward and backward alike: an
+            upstream gradient it cannot read is then an error, where `backend` leaves a choice.
         repeatable: every output must promise the same bits on every run.
         batch_invariant: every output must promise bits that do not depend on the rest of the batch.
         device_invariant: every output must promise the same bits on every device.
