@@ -7,6 +7,7 @@ import torch
 
 import adjoint
 from adjoint import Preference
+from adjoint.core import kernels
 from adjoint.core.preference import merge, parse, resolve
 
 EXAMPLES = [
@@ -122,3 +123,24 @@ def test_the_backward_keeps_the_preference_of_its_forward() -> None:
         y = adjoint.silu(x)
     y.sum().backward()
     assert [text for _, text in operator._plans] == ["backend=eager,repeatable"]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_backend_asked_for_runs_in_both_directions(compiled: bool, device: torch.device) -> None:
+    """Counted by launches: eager launches no kernel, triton one forward and one backward, compiled or not."""
+    torch._dynamo.reset()
+    function = torch.compile(adjoint.silu, fullgraph=True, backend="aot_eager") if compiled else adjoint.silu
+    x = torch.ones(3, requires_grad=True, device=device)
+
+    def launched(backend: str) -> list[str]:
+        before = kernels.launches()
+        with adjoint.prefer(backend=backend):
+            y = function(x)
+        y.sum().backward()  # after the block, and on autograd's own thread on a GPU
+        after = kernels.launches()
+        return sorted(sku.split("/")[0] for sku in after if after[sku] != before.get(sku, 0))
+
+    assert launched("eager") == []
+    assert launched("triton") == ["silu", "silu_backward"]
+    assert launched("eager") == []
