@@ -128,6 +128,7 @@ def gradients(subject: Subject, device: torch.device, preference: Preference) ->
     numeric = _central_differences(subject, plain)
 
     def agrees(answer: Answers) -> bool:
+        # Central differences: truncation of step²/6 and cancellation of 2⁻⁵³·|sum|/step, together below 1e-7 here.
         return all((a - n).norm() <= 1e-6 * (1 + n.norm()) for a, n in zip(answer[1], numeric, strict=True))
 
     reference = ((), subject.reference_backward(*upstream, *plain))

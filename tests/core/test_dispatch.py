@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 import adjoint
 from adjoint.core import plan as plans
-from adjoint.ops.activation import reference
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: adjoint.silu(x),
@@ -262,68 +261,28 @@ def test_a_function_mode_changes_nothing(x: Tensor) -> None:
 # --------------------------------------------------------------------------------------------- transforms
 
 
-def _right_or_raises(call: Callable[[], Tensor], expected: Tensor) -> None:
-    try:
-        result = call()
-    except (RuntimeError, NotImplementedError):  # adjoint.Unsupported is a RuntimeError
-        return
-    assert result.shape == expected.shape
-    assert torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
+TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
+    "vmap": lambda x: torch.func.vmap(adjoint.silu)(x),
+    "vmap of two": lambda x: torch.func.vmap(adjoint.swiglu)(x, x + 1),
+    "vmap of a packed one": lambda x: torch.func.vmap(adjoint.swiglu)(x),
+    "vmap of one of two": lambda x: torch.func.vmap(adjoint.swiglu, in_dims=(0, None))(x, x[0]),
+    "grad": lambda x: torch.func.grad(lambda t: adjoint.silu(t).sum())(x),
+    "vmap of grad": lambda x: torch.func.vmap(torch.func.grad(lambda t: adjoint.silu(t).sum()))(x),
+    "vjp": lambda x: torch.func.vjp(adjoint.silu, x)[1](torch.ones_like(x)),
+    "jacrev": lambda x: torch.func.jacrev(lambda t: adjoint.silu(t).sum())(x),
+    "jvp": lambda x: torch.func.jvp(adjoint.silu, (x,), (torch.ones_like(x),)),
+}
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(("in_dim", "out_dim"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_vmap_is_right_or_raises(in_dim: int, out_dim: int, x: Tensor) -> None:
-    def mapped(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        return torch.func.vmap(function, in_dims=in_dim, out_dims=out_dim)(*tensors)
-
-    y = torch.nn.functional.silu(x)
-    turned = y if in_dim == out_dim else y.T
-    _right_or_raises(lambda: mapped(adjoint.silu, x), turned)
-    y = torch.nn.functional.silu(x) * (x + 1)
-    turned = y if in_dim == out_dim else y.T
-    _right_or_raises(lambda: mapped(adjoint.swiglu, x, x + 1), turned)
-    halves = x.movedim(in_dim, 0).chunk(2, dim=-1)
-    y = (torch.nn.functional.silu(halves[0]) * halves[1]).movedim(0, out_dim)
-    _right_or_raises(lambda: mapped(adjoint.swiglu, x), y)
-
-
-def test_vmap_is_refused_by_name(x: Tensor) -> None:
-    """A kernel cannot read the tensors a transform wraps."""
-    with pytest.raises(adjoint.Unsupported, match=r"silu: torch\.func transforms"):
-        torch.func.vmap(adjoint.silu)(x)
-
-
-def test_vmap_over_one_of_two_is_right_or_raises(x: Tensor) -> None:
-    expected = torch.nn.functional.silu(x) * x[0]
-    _right_or_raises(lambda: torch.func.vmap(adjoint.swiglu, in_dims=(0, None))(x, x[0]), expected)
-
-
-def test_functional_gradients_are_right_or_raise(x: Tensor) -> None:
-    slope = reference.silu_slope(x.double()).float()
-    _right_or_raises(lambda: torch.func.grad(lambda t: adjoint.silu(t).sum())(x), slope)
-    _right_or_raises(lambda: torch.func.vmap(torch.func.grad(lambda t: adjoint.silu(t).sum()))(x), slope)
-    _right_or_raises(lambda: torch.func.vjp(adjoint.silu, x)[1](torch.ones_like(x))[0], slope)
-    _right_or_raises(lambda: torch.func.jacrev(lambda t: adjoint.silu(t).sum())(x), slope)
-
-
-def test_functional_forward_derivatives_are_right_or_raise(x: Tensor) -> None:
-    """Never a tangent of zeros."""
-    slope = reference.silu_slope(x.double()).float()
-    _right_or_raises(lambda: torch.func.jvp(adjoint.silu, (x,), (torch.ones_like(x),))[1], slope)
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_are_refused(name: str, x: Tensor) -> None:
+    """By the op, or by torch where it sees the autograd.Function first: never a derivative lost in silence."""
+    with pytest.raises(RuntimeError, match="transforms"):
+        TRANSFORMED[name](x)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
-def test_forward_mode_is_right_or_raises(backend: str, x: Tensor, device: torch.device) -> None:
-    """Never a result without its tangent."""
+def test_forward_mode_is_refused(backend: str, x: Tensor, device: torch.device) -> None:
     x = x.to(device)
-    slope = reference.silu_slope(x.double()).float()
-
-    def tangent() -> Tensor:
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, torch.ones_like(x))
-            y = adjoint.silu(dual, preference=adjoint.Preference(backend=backend))
-            found = forward_ad.unpack_dual(y).tangent
-            return torch.zeros_like(x) if found is None else found
-
-    _right_or_raises(tangent, slope)
+    with forward_ad.dual_level(), pytest.raises(adjoint.Unsupported, match="silu: forward-mode gradients"):
+        adjoint.silu(forward_ad.make_dual(x, torch.ones_like(x)), preference=adjoint.Preference(backend=backend))

@@ -27,6 +27,7 @@ from adjoint.core import kernels
 from adjoint.core.kernels import TRITON_TYPES, Budget, Variant
 from adjoint.core.layout import coalesce
 from adjoint.core.plan import Plan
+from adjoint.ops.activation.plans import NEED_GATE
 
 MAX_AXES = 4
 """Axes a strided kernel walks; the launcher loops over the ones outside."""
@@ -36,8 +37,6 @@ MAX_ELEMENTS = 2**30
 
 MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65_535
 """Programs along a grid's axes, on every GPU."""
-
-NEED_GATE, NEED_UP = 1, 2
 
 
 KEEP = tl.constexpr("evict_last")

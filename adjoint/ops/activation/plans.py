@@ -273,12 +273,15 @@ def _candidates(
     )
 
 
-_BOTH = 3  # the bit mask of gradients: gate and up
+NEED_GATE, NEED_UP = 1, 2
+"""Bits of the gradients a backward computes."""
+
+_BOTH = NEED_GATE | NEED_UP
 
 
 def _wanted(need: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
     dgate, dup = outputs
-    return dgate if need & 1 else None, dup if need & 2 else None
+    return dgate if need & NEED_GATE else None, dup if need & NEED_UP else None
 
 
 SILU = _candidates(

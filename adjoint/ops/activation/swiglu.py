@@ -21,12 +21,10 @@ from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem
 from adjoint.ops.activation import plans
 from adjoint.ops.activation.packing import ORDERS
+from adjoint.ops.activation.plans import NEED_GATE, NEED_UP
 from adjoint.ops.activation.reuse import apart, check_reusable, claim_saved, mark_overwritten
 
 Order = Literal["gate_up", "up_gate", "interleaved"]
-
-NEED_GATE, NEED_UP = 1, 2
-"""Bits of the gradients a backward computes."""
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
