@@ -8,7 +8,16 @@ from adjoint.verify import Job, available_backends, jobs
 from tests.conftest import device_under_test
 
 COVERED_ONCE = frozenset(
-    ("repeats", "batch invariance", "upstream layouts", "schedules", "poison", "exhaustive", "gradients")
+    (
+        "repeats",
+        "batch invariance",
+        "device invariance",
+        "upstream layouts",
+        "schedules",
+        "poison",
+        "exhaustive",
+        "gradients",
+    )
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
 

@@ -28,6 +28,7 @@ import torch
 import adjoint.core.plan
 from adjoint.core import kernels
 from adjoint.core.cases import Case, Subject
+from adjoint.core.inputs import each
 from adjoint.core.preference import Preference
 from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
@@ -161,7 +162,9 @@ def _noticed(mutant: Mutant, subjects: tuple[Subject, ...], device: torch.device
         except Exception:
             return True
 
-    def inaccurate(subject: Subject, dtype: torch.dtype, cases: Iterable[Case]) -> bool:
+    def inaccurate(
+        subject: Subject, dtype: torch.dtype, cases: Iterable[Case], preference: Preference = preference
+    ) -> bool:
         return failed(partial(numerics.accuracy, subject, dtype, device, preference, tuple(cases), "accuracy"))
 
     strided = "strided" in mutant.function or mutant.function == "split_index"
@@ -169,7 +172,10 @@ def _noticed(mutant: Mutant, subjects: tuple[Subject, ...], device: torch.device
     ordered = sorted(
         subjects, key=lambda s: (("pairs" in mutant.function) != ("interleaved" in s.name), s.name != "swiglu")
     )
-    soon = {subject.name: [case for case in subject.cases if case.name in likely] for subject in ordered}
+    soon = {
+        subject.name: [case for case in subject.cases if case.name in likely] or list(subject.cases[:2])
+        for subject in ordered
+    }
     return (
         any(inaccurate(subject, torch.bfloat16, soon[subject.name]) for subject in ordered[:2])
         or failed(partial(_read_at_the_edge, ordered[0], strided, device, preference))
@@ -185,15 +191,21 @@ def _noticed(mutant: Mutant, subjects: tuple[Subject, ...], device: torch.device
             for check in (bits.poison, bits.upstreams)
         )
         or any(inaccurate(subject, dtype, subject.cases) for subject in ordered for dtype in subject.dtypes)
+        or any(
+            inaccurate(subject, dtype, subject.cases, Preference(plan=plan))
+            for subject in ordered
+            for plan in subject.plans
+            for dtype in subject.dtypes
+        )
     )
 
 
 def _read_at_the_edge(subject: Subject, strided: bool, device: torch.device, preference: Preference) -> list[Row]:
     """Runs on tensors that end where readable memory ends: a read past them ends the process."""
-    case = next(case for case in subject.cases if case.name == "contiguous")
+    case = next((case for case in subject.cases if case.name == "contiguous"), subject.cases[0])
     found = evaluate(subject, case, torch.bfloat16, device, preference)
-    inputs, upstream = (tuple(_at_the_edge(t) for t in tensors) for tensors in (found.inputs, found.upstream))
-    if strided:
+    inputs, upstream = (each(_at_the_edge, tensors) for tensors in (found.inputs, found.upstream))
+    if strided and subject.batched is None:
         inputs, upstream = (tuple(t.T for t in tensors) for tensors in (inputs, upstream))
         inputs = (inputs[0], *(t.contiguous() for t in inputs[1:]))
     differentiate(subject, inputs, upstream, preference)

@@ -1,7 +1,6 @@
 """Whether a contender's result is right: against the float64 reference, every element, piece by piece."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,26 +8,37 @@ from torch import Tensor
 
 from adjoint.bench.contenders import Contender, Task
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
+from adjoint.core.inputs import widened
+from adjoint.core.poison import poison as fill_with_poison
 
 OTHERS_LIMIT = 2e-2
-"""The largest ‖output − exact‖ / ‖exact‖ of a contender that promises nothing."""
+"""The largest ‖output − exact‖ / ‖exact‖ of a contender that promises nothing and counts as accurate."""
 
-_PIECE = 2**24  # elements of one tensor that are compared at once, so that float64 copies stay small
+WRONG_LIMIT = 0.5
+"""The largest such error that may be called inaccurate: what is further off did other work."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The norm-relative error, the error its guarantee states where there is one, and why it fails."""
+    """What a comparison found.
+
+    Attributes:
+        error: norm-relative.
+        guarantee: the error in the terms of the guarantee, where there is one.
+        failure: why the result is wrong.
+        inaccuracy: how far a result is off that promises nothing, and is not wrong.
+    """
 
     error: float
     guarantee: str = ""
     failure: str = ""
+    inaccuracy: str = ""
 
 
 def poison(contender: Contender) -> None:
-    """Fills the memory a contender writes to with NaN: what it leaves unwritten will not pass."""
+    """Poisons the memory a contender writes to: what it leaves unwritten will not pass."""
     for output in contender.outputs:
-        output.fill_(float("nan"))
+        fill_with_poison(output)
 
 
 def check(task: Task, outputs: tuple[Tensor, ...], guarantee: tuple[Guarantee, ...] | None) -> Verdict:
@@ -36,15 +46,16 @@ def check(task: Task, outputs: tuple[Tensor, ...], guarantee: tuple[Guarantee, .
     squared_errors: list[float] = []
     squared_norms: list[float] = []
     worst: list[Measurement | None] = []
-    for piece in _pieces(task, outputs):
-        arguments = tuple(tensor[piece].double() for tensor in task.arguments)
+    compared = [0] * len(outputs)
+    for narrow, parts in task.workload.subject.cut(task.arguments, outputs):
+        arguments = widened(narrow)
         exact = task.reference(*arguments)
         if len(exact) != len(outputs):
             return Verdict(math.nan, failure=f"{len(outputs)} outputs instead of {len(exact)}")
         if not squared_errors:
             squared_errors, squared_norms, worst = [0.0] * len(exact), [0.0] * len(exact), [None] * len(exact)
-        for index, (whole, truth) in enumerate(zip(outputs, exact, strict=True)):
-            output = whole[piece]
+        for index, (output, truth) in enumerate(zip(parts, exact, strict=True)):
+            compared[index] += output.numel()
             if output.shape != truth.shape:
                 return Verdict(math.nan, failure=f"shape {tuple(output.shape)} instead of {tuple(truth.shape)}")
             squared_errors[index] += float((output.double() - truth).square().sum())
@@ -55,11 +66,18 @@ def check(task: Task, outputs: tuple[Tensor, ...], guarantee: tuple[Guarantee, .
                 if best is None or not measured.value <= best.value:
                     worst[index] = measured
 
+    for count, output in zip(compared, outputs, strict=True):
+        if count != output.numel():
+            return Verdict(math.nan, failure=f"{count} of {output.numel()} elements were compared")
     errors = [math.sqrt(e / n) if n else e for e, n in zip(squared_errors, squared_norms, strict=True)]
     error = math.nan if any(map(math.isnan, errors)) else max(errors)
     if guarantee is None:
-        passed = error <= OTHERS_LIMIT  # False for NaN
-        return Verdict(error, failure="" if passed else f"relative error {error:.2g}, limit {OTHERS_LIMIT:g}")
+        if error <= OTHERS_LIMIT:
+            return Verdict(error)
+        excess = f"relative error {error:.2g}, limit {OTHERS_LIMIT:g}"
+        if error <= WRONG_LIMIT:  # False for NaN
+            return Verdict(error, inaccuracy=excess)
+        return Verdict(error, failure=excess)
     found = [
         # A norm is a matter of the whole tensor, not of its worst piece.
         Measurement(relative, promise.error.ceiling, "relative") if isinstance(promise.error, Empirical) else measured
@@ -67,18 +85,15 @@ def check(task: Task, outputs: tuple[Tensor, ...], guarantee: tuple[Guarantee, .
         if measured is not None
     ]
     broken = [str(measured) for measured in found if not measured.holds]
-    shown = max(found, key=lambda measured: measured.value / measured.limit)
+    shown = max(found, key=_share)
     return Verdict(error, f"{shown.value:.3g} {shown.unit}", "; ".join(broken))
 
 
-def _pieces(task: Task, outputs: tuple[Tensor, ...]) -> Iterator[tuple[slice, ...]]:
-    """Index expressions that cut every tensor of a task along the axis its items follow each other."""
-    axis = task.workload.subject.batch_axis
-    items = task.inputs[0].shape[axis]
-    largest = max(tensor.numel() for tensor in (*task.inputs, *outputs))
-    step = max(1, _PIECE * items // max(1, largest))
-    for begin in range(0, items, step):
-        yield (slice(None),) * axis + (slice(begin, begin + step),)
+def _share(measured: Measurement) -> float:
+    """How much of its limit an error takes; of a limit of 0, nothing or everything."""
+    if measured.limit:
+        return measured.value / measured.limit
+    return math.inf if measured.value else 0.0
 
 
 def synchronize(device: torch.device) -> None:

@@ -4,16 +4,21 @@ A contender computes one direction of one workload. Building it does everything 
 timed: choosing the plan, compiling, recording the graph.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import adjoint
+from adjoint.core import bound
 from adjoint.core.cases import Workload
+from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Guarantee
+from adjoint.core.inputs import Inputs, differentiable, leaves
+from adjoint.core.plan import bind
+from adjoint.core.preference import resolve
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = (FORWARD, BACKWARD)
@@ -25,19 +30,19 @@ class Task:
 
     workload: Workload
     direction: str
-    inputs: tuple[Tensor, ...]
+    inputs: Inputs
     upstream: tuple[Tensor, ...]
 
     @property
     def device(self) -> torch.device:
-        return self.inputs[0].device
+        return differentiable(self.inputs)[0].device
 
     @property
-    def arguments(self) -> tuple[Tensor, ...]:
+    def arguments(self) -> Inputs:
         """What the reference of this direction takes."""
         return self.inputs if self.direction == FORWARD else (*self.upstream, *self.inputs)
 
-    def reference(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+    def reference(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         subject = self.workload.subject
         return as_tuple((subject.reference if self.direction == FORWARD else subject.reference_backward)(*arguments))
 
@@ -47,10 +52,10 @@ class Contender:
     """Work ready to be timed.
 
     Attributes:
-        run: does the work and returns the outputs.
+        run: does the work and returns the public outputs, or a gradient per floating input.
         restore: puts back what `run` overwrites.
         outputs: where `run` writes, when that is memory of ours: poisoned before the check.
-        guarantee: what the outputs promise, in their order; None where nothing is promised.
+        guarantee: what the results promise, in their order; None where nothing is promised.
     """
 
     run: Callable[[], tuple[Tensor, ...]]
@@ -72,23 +77,25 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 def ours(task: Task) -> Contender:
     """The plan a call would use, writing into memory that is there already."""
-    subject = task.workload.subject
-    plan = adjoint.plan(subject.function, *task.inputs, **subject.keywords).prepare()
+    subject, text = task.workload.subject, resolve(None)
+    call = bind(subject.function, *task.inputs, **subject.keywords)
+    timed = bound.forward(call, text)
+    names = call.operator.outputs[: call.public_outputs]
     if task.direction == BACKWARD:
-        if plan.adjoint is None:
-            raise adjoint.Unsupported(f"{subject.name} has no adjoint")
-        plan = plan.adjoint
-    arguments = (*task.arguments, *plan.problem.options)
-    outputs = plan.allocate(arguments)
-    size = plan.workspace_bytes
-    workspace = torch.empty(size, dtype=torch.uint8, device=task.device) if size else None
+        if call.adjoint is None:
+            raise Unsupported(f"{subject.name} has no adjoint")
+        timed = bound.backward(call, task.upstream, timed.run(), text)
+        names = subject.gradients(task.inputs)
+    plan = timed.plan.prepare()
+    outputs, workspace = plan.allocate(timed.arguments), timed.workspace()
+    shown = [plan.operator.outputs.index(name) for name in names]
 
     def run() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return plan.execute(arguments, outputs, workspace)
+            results = plan.execute(timed.arguments, outputs, workspace)
+        return tuple(results[index] for index in shown)
 
-    promises: Mapping[str, Guarantee] = plan.guarantee
-    return Contender(run, outputs=outputs, guarantee=tuple(promises[name] for name in plan.operator.outputs))
+    return Contender(run, outputs=outputs, guarantee=tuple(plan.guarantee[name] for name in names))
 
 
 def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
@@ -101,9 +108,9 @@ def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
 
         return Contender(forward)
 
-    leaves = tuple(tensor.detach().requires_grad_() for tensor in task.inputs)
-    outputs = as_tuple(function(*leaves))
-    return Contender(lambda: torch.autograd.grad(outputs, leaves, task.upstream, retain_graph=True))
+    own = leaves(task.inputs)
+    outputs = as_tuple(function(*own))
+    return Contender(lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True))
 
 
 def eager(task: Task) -> Contender:
@@ -123,3 +130,39 @@ def compiled(task: Task) -> Contender:
         contender = _through_autograd(function, task)
         contender.run()
     return contender
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """torch's deterministic mode; afterwards it is as it was."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def deterministic(task: Task) -> Contender:
+    """The same work in torch's own functions, in its deterministic mode."""
+    plain = eager(task)
+
+    def run() -> tuple[Tensor, ...]:
+        with _deterministic_algorithms():
+            return plain.run()
+
+    return Contender(run)
+
+
+def gradients_by(function: Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]) -> Builder:
+    """Gradients from a plain function of the upstream gradients and the inputs, outside autograd."""
+
+    def build(task: Task) -> Contender:
+        def run() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return as_tuple(function(task.upstream, task.inputs))
+
+        return Contender(run)
+
+    return build

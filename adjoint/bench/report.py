@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from adjoint.bench.check import OTHERS_LIMIT
 from adjoint.bench.results import FOLDER, saved
-from adjoint.bench.run import ABSENT, EAGER, FAILED, OK, OURS
+from adjoint.bench.run import ABSENT, EAGER, FAILED, INACCURATE, OK, OURS, TIMED
 from adjoint.core.errors import ArgumentError
 
 
@@ -24,16 +25,21 @@ def markdown(content: dict[str, Any], family: str) -> str:
     heads = ["workload", "direction", *contenders, "GB/s", "of copy"]
     lines = [_line(heads), _line(["---", "---", *["---:"] * (len(contenders) + 2)])]
     for (workload, direction), group in groups.items():
-        times = [row["microseconds"] for row in group.values() if row["microseconds"] is not None]
+        times = [row["microseconds"] for row in group.values() if row["status"] == OK]
         cells = [_cell(group.get(name), min(times, default=None)) for name in contenders]
         lines.append(_line([workload, direction, *cells, *_speed(group.get(OURS))]))
     used = sorted({row["run"] for row in rows})
     conditions = [_conditions(content, content["runs"][index]) for index in used]
     legend = (
-        f"Microseconds, {content['dtype']}, median, cold L2; in brackets the time over ours, so above 1 ours is "
-        f"faster; bold is the fastest. GB/s and the share of the copy ceiling are ours. Every time stands for a "
-        f"result checked against float64 before and after."
+        f"Microseconds, {content['dtype']} where the workload says no other, median, cold L2; in brackets the time "
+        f"over ours, so above 1 ours is faster; bold is the fastest. GB/s and the share of the copy ceiling are ours. "
+        f"Every time stands for a result checked against float64 before and after."
     )
+    if any(row["status"] == INACCURATE for row in rows):
+        legend += (
+            f" A time with an error beside it belongs to a result whose norm-relative error is past "
+            f"{100 * OTHERS_LIMIT:g}%, and is never the bold one."
+        )
     return "\n".join([*lines, "", legend, "", *conditions])
 
 
@@ -44,11 +50,13 @@ def _line(cells: list[str]) -> str:
 def _cell(row: dict[str, Any] | None, best: float | None) -> str:
     if row is None:
         return "–"
-    if row["status"] != OK:
+    if row["status"] not in TIMED:
         return "FAILED" if row["status"] == FAILED else row["status"]
+    accurate = row["status"] == OK
     time = f"{row['microseconds']:.1f}"
-    shown = f"**{time}**" if row["microseconds"] == best else time
-    return shown if row["contender"] == OURS or row["ratio"] is None else f"{shown} ({row['ratio']:.2f}×)"
+    shown = f"**{time}**" if accurate and row["microseconds"] == best else time
+    ratio = "" if row["contender"] == OURS or row["ratio"] is None else f" ({row['ratio']:.2f}×)"
+    return shown + ratio + ("" if accurate else f", error {row['error']:.2g}")
 
 
 def _speed(row: dict[str, Any] | None) -> tuple[str, str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.bench import environment
-from adjoint.bench.run import DTYPE, Result, Row
+from adjoint.bench.run import Result, Row
+from adjoint.core.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
 
@@ -45,7 +46,7 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
         "schema": SCHEMA,
         "device": name,
         "device_type": result.device.type,
-        "dtype": short(DTYPE),
+        "dtype": short(Workload.dtype),  # where the name of a workload says no other
         "runs": [runs[index] for index in used],
         "rows": rows,
     }

@@ -9,28 +9,29 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-import adjoint
 from adjoint.bench.check import Verdict, check, poison, synchronize
 from adjoint.bench.contenders import (
     BACKWARD,
-    DIRECTIONS,
     FORWARD,
     Builder,
     Contender,
     NotInstalled,
     Task,
     compiled,
+    deterministic,
     eager,
+    gradients_by,
     ours,
 )
 from adjoint.bench.peers import PEERS
 from adjoint.bench.timing import copy_ceiling, time_on
 from adjoint.core.cases import Workload
 from adjoint.core.errors import ArgumentError
+from adjoint.core.inputs import Inputs
+from adjoint.core.plan import bind
 from adjoint.ops import FAMILIES
 
-DTYPE = torch.bfloat16
-OURS, EAGER, COMPILED = "adjoint", "torch eager", "torch.compile"
+OURS, EAGER, COMPILED, DETERMINISTIC = "adjoint", "torch eager", "torch.compile", "torch deterministic"
 
 ROUNDS = 3
 """Contenders are timed in turns, this often, and the median taken: a clock that drifts meets them all."""
@@ -38,7 +39,13 @@ ROUNDS = 3
 CPU_ELEMENTS = 2**20
 """The largest input on a CPU: workloads are cut along their batch axis to fit."""
 
-OK, FAILED, ERROR, ABSENT = "ok", "failed", "error", "not installed"
+CPU_SHARED_ELEMENTS = 2**24
+"""The largest input on a CPU among those that all items share, which cannot be cut."""
+
+OK, INACCURATE, FAILED, ERROR = "ok", "inaccurate", "failed", "error"
+ABSENT, TOO_LARGE = "not installed", "too large for a CPU run"
+TIMED = (OK, INACCURATE)
+"""The statuses that come with a time."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,14 @@ class Row:
     """One contender in one direction of one workload.
 
     Attributes:
-        status: `OK` has a time; `FAILED` gave a wrong result, `ERROR` raised, `ABSENT` is not installed.
+        status: `OK` has a time, and `INACCURATE` too: it promises nothing, and its error is past the limit of
+            those who do not. `FAILED` gave a wrong result, `ERROR` raised, `ABSENT` is not installed, and
+            `TOO_LARGE` stands for a workload that was left out on a CPU.
         bytes: the fewest bytes the direction must move.
         ratio: its time over ours, in the same run: above 1, ours is faster.
         error: norm-relative, against float64.
         guarantee: the error in the terms of the guarantee, for ours.
-        note: what went wrong.
+        note: what went wrong, or how far off an inaccurate result is.
     """
 
     family: str
@@ -137,34 +146,64 @@ def run(
 def measure(
     family: str, workload: Workload, device: torch.device, *, compile: bool = True, rounds: int = ROUNDS
 ) -> Iterator[Row]:
-    """The rows of one workload, forward and backward."""
-    source = torch.Generator().manual_seed(0)
-    inputs, share, name = _cut(workload, workload.make(DTYPE, device, source), device)
-    plan = adjoint.plan(workload.subject.function, *inputs, **workload.subject.keywords)
+    """The rows of one workload, by direction."""
+    source, subject = torch.Generator().manual_seed(0), workload.subject
+    inputs = workload.make(workload.dtype, device, source)
+    if device.type != "cuda" and (reason := _too_large(workload, inputs)):
+        for direction in workload.directions:
+            yield Row(family, workload.name, direction, OURS, TOO_LARGE, _bytes(workload, direction), note=reason)
+        return
+    inputs, share, name = _cut(workload, inputs, device)
+    call = bind(subject.function, *inputs, **subject.keywords)
     with torch.no_grad():
-        outputs = plan.allocate((*inputs, *plan.problem.options))
+        outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
     upstream = tuple(_normal_like(output, source) for output in outputs)
-    builders: dict[str, Builder] = {OURS: ours, EAGER: eager}
-    if compile:
-        builders[COMPILED] = compiled
-    builders |= {PEERS[peer].label: PEERS[peer].build for peer in workload.peers}
-    for direction in DIRECTIONS:
-        size = {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}[direction]
+    for direction in workload.directions:
         task = Task(workload, direction, inputs, upstream)
-        blank = Row(family, name, direction, "", OK, round(size * share))
+        blank = Row(family, name, direction, "", OK, round(_bytes(workload, direction) * share))
+        builders = _builders(workload, direction, compile and workload.compile)
         yield from _with_ratios(
             [_Entry(replace(blank, contender=label), task, b) for label, b in builders.items()], rounds
         )
 
 
-def _cut(workload: Workload, inputs: tuple[Tensor, ...], device: torch.device) -> tuple[tuple[Tensor, ...], float, str]:
+def _bytes(workload: Workload, direction: str) -> int:
+    return {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}[direction]
+
+
+def _builders(workload: Workload, direction: str, compile: bool) -> dict[str, Builder]:
+    """Who takes part, by label: ours first."""
+    builders: dict[str, Builder] = {OURS: ours, EAGER: eager}
+    if compile:
+        builders[COMPILED] = compiled
+    if direction == BACKWARD:
+        if workload.deterministic:
+            builders[DETERMINISTIC] = deterministic
+        builders |= {label: gradients_by(function) for label, function in workload.others.items()}
+    return builders | {PEERS[peer].label: PEERS[peer].build for peer in workload.peers}
+
+
+def _too_large(workload: Workload, inputs: Inputs) -> str:
+    """Why a workload is left out on a CPU; empty when it is not."""
+    subject = workload.subject
+    for name, tensor in zip(subject.inputs, inputs, strict=True):
+        if tensor is not None and not subject.has_items(name) and tensor.numel() > CPU_SHARED_ELEMENTS:
+            return f"{name} has {tensor.numel()} elements; a CPU run takes at most {CPU_SHARED_ELEMENTS}"
+    return ""
+
+
+def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inputs, float, str]:
     """On a CPU, the first items of the inputs, the share of the whole they are, and a name that says so."""
-    axis, first = workload.subject.batch_axis, inputs[0]
-    items = first.shape[axis]
-    kept = max(1, CPU_ELEMENTS * items // max(1, first.numel()))
+    subject = workload.subject
+    axis, items = subject.batch_axis, subject.items(inputs)
+    named = list(zip(subject.inputs, inputs, strict=True))
+    largest = max(t.numel() for name, t in named if t is not None and subject.has_items(name))
+    kept = max(1, CPU_ELEMENTS * items // max(1, largest))
     if device.type == "cuda" or kept >= items:
         return inputs, 1.0, workload.name
-    cut = tuple(tensor.narrow(axis, 0, kept).clone() for tensor in inputs)
+    cut = tuple(
+        t.narrow(axis, 0, kept).clone() if t is not None and subject.has_items(name) else t for name, t in named
+    )
     return cut, kept / items, f"{workload.name}, first {kept}"
 
 
@@ -198,13 +237,14 @@ class _Entry:
 
     @property
     def running(self) -> bool:
-        return self.row.status == OK
+        return self.row.status in TIMED
 
     def judge(self, verdict: Verdict) -> None:
-        status = FAILED if verdict.failure else self.row.status
-        self.row = replace(
-            self.row, status=status, error=verdict.error, guarantee=verdict.guarantee, note=verdict.failure
-        )
+        """Takes in a verdict; a contender that was inaccurate once stays so."""
+        status, note = self.row.status, verdict.failure or verdict.inaccuracy or self.row.note
+        if verdict.failure or verdict.inaccuracy:
+            status = FAILED if verdict.failure else INACCURATE
+        self.row = replace(self.row, status=status, error=verdict.error, guarantee=verdict.guarantee, note=note)
 
     def time(self) -> None:
         contender = self.contender

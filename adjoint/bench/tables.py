@@ -6,14 +6,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from adjoint.bench.overhead import TARGET, Overhead
-from adjoint.bench.run import ABSENT, FAILED, OK, OURS, Result, Row
+from adjoint.bench.run import ABSENT, FAILED, INACCURATE, OURS, TIMED, TOO_LARGE, Result, Row
+from adjoint.core.cases import Workload
+from adjoint.core.problem import short
 
 
 def times(result: Result, name: str) -> Table:
     """One line a contender; a line where there is no time says why."""
     where = "GPU time, cold L2" if result.device.type == "cuda" else "CPU time, workloads cut to small sizes"
     table = Table(
-        title=f"{escape(name)}: {where}, bfloat16, medians; copy ceiling of this run {result.ceiling:.0f} GB/s",
+        title=f"{escape(name)}: {where}, {short(Workload.dtype)} where the workload says no other, medians; "
+        f"copy ceiling of this run {result.ceiling:.0f} GB/s",
         caption="× ours: its time over ours, so above 1 ours is faster. Error: norm-relative, against float64.",
         title_justify="left",
         caption_justify="left",
@@ -38,19 +41,21 @@ def times(result: Result, name: str) -> Table:
 
 def _cells(row: Row, ceiling: float) -> Iterable[str]:
     speed = row.gigabytes_per_second
-    if row.status != OK or row.microseconds is None or speed is None:
-        word = {FAILED: "[red]FAILED[/red]", ABSENT: "[dim]not installed[/dim]"}.get(row.status, "[yellow]n/a[/yellow]")
-        return word, "", "", "", escape(row.note)
+    if row.status not in TIMED or row.microseconds is None or speed is None:
+        words = {FAILED: "[red]FAILED[/red]", ABSENT: "[dim]not installed[/dim]", TOO_LARGE: "[dim]left out[/dim]"}
+        return words.get(row.status, "[yellow]n/a[/yellow]"), "", "", "", escape(row.note)
     ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
     if row.ratio is not None and row.ratio < 1:
         ratio = f"[yellow]{ratio}[/yellow]"
-    error = f"{row.error:.1e}" + (f", {row.guarantee}" if row.guarantee else "")
+    error = escape(f"{row.error:.1e}" + (f", {row.guarantee}" if row.guarantee else ""))
+    if row.status == INACCURATE:
+        error = f"[yellow]INACCURATE: {escape(row.note)}[/yellow]"
     return (
         f"{row.microseconds:.1f}",
         f"{speed:.{0 if speed >= 100 else 2}f}",
         f"{100 * speed / ceiling:.1f}%",
         ratio,
-        escape(error),
+        error,
     )
 
 

@@ -1,6 +1,6 @@
 """Checks of what metadata shows, shared by every op: each raises a sentence that names the argument."""
 
-from torch import Tensor, bfloat16, dtype, float16, float32, float64, strided
+from torch import Tensor, bfloat16, dtype, float16, float32, float64, int32, int64, strided
 
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
@@ -40,6 +40,20 @@ def require_floating(op: str, name: str, value: Tensor) -> None:
     _require_strided(op, name, value)
     if not (value.is_cpu or value.is_cuda or value.is_meta):
         raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
+
+
+def require_ids(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    """A tensor of int32 or int64, on the device of another."""
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in (int32, int64):
+        raise ArgumentError(
+            f"{op}: {name} must be int32 or int64, got {short(value.dtype)}; convert it first, "
+            f"for example with {name}.long()"
+        )
+    _require_strided(op, name, value)
+    if value.device != like.device:
+        raise ArgumentError(f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}")
 
 
 def _require_strided(op: str, name: str, value: Tensor) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Make = Callable[[torch.dtype, torch.device, torch.Generator], tuple[Tensor, ...]]
+from adjoint.core import batching
+from adjoint.core.batching import Answers, Rebatch
+from adjoint.core.inputs import Inputs, is_differentiable
+
+__all__ = ["Answers", "BadCall", "Case", "Inputs", "Make", "Rebatch", "Special", "Subject", "Workload"]
+
+Make = Callable[[torch.dtype, torch.device, torch.Generator], Inputs]
 
 
 def random_upstream(output: Tensor, generator: torch.Generator) -> Tensor:
@@ -21,7 +27,10 @@ def random_upstream(output: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs for a subject: `make` gives them for a dtype and device, `upstream` a gradient for an output."""
+    """Inputs for a subject: `make` gives them for a dtype and device, `upstream` a gradient for an output.
+
+    The dtype is that of the floating inputs; an input that is no number to differentiate has its own.
+    """
 
     name: str
     make: Make
@@ -43,27 +52,36 @@ class Special:
     dtypes: tuple[torch.dtype, ...] = ()
 
 
-Answers = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-"""Outputs and gradients."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """One op, or one mode of it, under test.
+
+    Items follow each other along `batch_axis` of every input, unless `batched` names those that have
+    it; the others, a table of weights for example, are shared by all items. A family whose items lie
+    in yet another way says how they are resized, rebatched and cut into pieces.
 
     Attributes:
         name: as shown in tables.
         function: the public function.
         keywords: the keywords of the mode.
-        inputs: names of the differentiable tensor arguments, in order.
-        reference: float64 inputs -> outputs.
-        reference_backward: upstream gradients, then inputs, all float64 -> a gradient per input.
+        inputs: names of the tensor arguments, in order. Those of a floating dtype are differentiable,
+            and the adjoint's output for `x` is named `dx`; others keep their dtype and have no gradient.
+        reference: inputs, floating ones in float64 -> the public outputs.
+        reference_backward: upstream gradients, then inputs, in the same way -> a gradient per
+            floating input.
         cases: layouts, sizes and values.
         exhaustive: for 16-bit dtypes, cases that together hold every value; empty where that is out of reach.
         mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the
             inputs' dtype; each must fail the accuracy check, or the check proves nothing.
         specials: elementwise special values.
-        batch_axis: the axis of every input along which items follow each other, for batch invariance.
+        plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them.
+        batch_axis: the axis along which items follow each other.
+        batched: names of the inputs that have it; None for all.
+        resized: `(inputs, upstream, size) -> (inputs, upstream)` with another number of items.
+        rebatched: `(inputs, upstream) -> Rebatch, ...`: other batches in which items keep their bits,
+            for batch invariance.
+        pieces: `(arguments, outputs) -> (arguments, outputs), ...`: what a reference takes and
+            gives, cut into pieces of about `batching.PIECE` elements that it maps one to one.
     """
 
     name: str
@@ -75,12 +93,58 @@ class Subject:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     exhaustive: Callable[[torch.dtype], Iterable[Case]] = lambda dtype: ()
-    mistakes: Mapping[str, Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Answers]] = field(default_factory=dict)
+    mistakes: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], Answers]] = field(default_factory=dict)
     specials: tuple[Special, ...] = ()
+    plans: tuple[str, ...] = ()
     batch_axis: int = 0
+    batched: tuple[str, ...] | None = None
+    resized: Callable[[Inputs, tuple[Tensor, ...], int], tuple[Inputs, tuple[Tensor, ...]]] | None = None
+    rebatched: Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]] | None = None
+    pieces: Callable[[Inputs, tuple[Tensor, ...]], Iterable[tuple[Inputs, tuple[Tensor, ...]]]] | None = None
 
-    def __call__(self, *inputs: Tensor, **keywords: Any) -> Any:
+    def __call__(self, *inputs: Tensor | None, **keywords: Any) -> Any:
         return self.function(*inputs, **self.keywords, **keywords)
+
+    def gradients(self, inputs: Inputs) -> tuple[str, ...]:
+        """The names of the adjoint's outputs that are gradients of these inputs, in their order."""
+        named = zip(self.inputs, inputs, strict=True)
+        return tuple(f"d{name}" for name, tensor in named if is_differentiable(tensor))
+
+    def has_items(self, name: str) -> bool:
+        """Whether an input has the batch axis."""
+        return self.batched is None or name in self.batched
+
+    def items(self, inputs: Inputs) -> int:
+        """The number of items in these inputs."""
+        named = zip(self.inputs, inputs, strict=True)
+        batched = (tensor for name, tensor in named if tensor is not None and self.has_items(name))
+        return next(batched).shape[self.batch_axis]
+
+    def resize(self, inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
+        """The same problem with `size` items."""
+        if self.resized is not None:
+            return self.resized(inputs, upstream, size)
+        batched = [self.has_items(name) for name in self.inputs]
+        return batching.resized(inputs, upstream, size, self.batch_axis, batched)
+
+    def rebatch(self, inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
+        """Other batches in which items keep their bits."""
+        if self.rebatched is not None:
+            return self.rebatched(inputs, upstream)
+        if self.batched is not None:
+            raise NotImplementedError(
+                f"{self.name}: not every input has the batch axis, so what keeps its bits in another batch is for "
+                f"the family to say: give the subject `rebatched`"
+            )
+        return batching.rebatched(inputs, upstream, self.batch_axis)
+
+    def cut(self, arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterable[tuple[Inputs, tuple[Tensor, ...]]]:
+        """A reference's arguments and outputs in pieces; in one where some inputs are shared and no cut is given."""
+        if self.pieces is not None:
+            return self.pieces(arguments, outputs)
+        if self.batched is not None:
+            return [(arguments, outputs)]
+        return batching.pieces(arguments, outputs, self.batch_axis)
 
 
 @dataclass(frozen=True)
@@ -104,6 +168,12 @@ class Workload:
         forward_bytes, backward_bytes: the fewest bytes each direction must move.
         baseline: the same work in torch's own functions, `(*inputs) -> output`.
         peers: names of entries in `adjoint.bench.peers` that do the same work.
+        dtype: of the floating inputs; where it is not the default, the name says so.
+        directions: those that are timed.
+        compile: whether torch.compile of the baseline takes part.
+        deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` does.
+        others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
+            one per floating input.
     """
 
     name: str
@@ -113,3 +183,8 @@ class Workload:
     backward_bytes: int
     baseline: Callable[..., Tensor]
     peers: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+    directions: tuple[str, ...] = ("forward", "backward")
+    compile: bool = True
+    deterministic: bool = False
+    others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)

@@ -8,9 +8,11 @@ from torch.nn import Parameter
 from adjoint.core.errors import Unsupported
 
 
-def listening(tensors: tuple[Tensor, ...]) -> bool:
+def listening(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether calling these tensors' operator past the dispatcher could be noticed."""
     for tensor in tensors:
+        if tensor is None:  # an optional argument that is not given
+            continue
         if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
             return True
     return bool(
@@ -21,14 +23,15 @@ def listening(tensors: tuple[Tensor, ...]) -> bool:
     )
 
 
-def refuse_transforms(op: str, tensors: tuple[Tensor, ...]) -> None:
+def refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
     if _transforms() is not None:
         raise Unsupported(
             f"{op}: torch.func transforms (vmap, grad, jvp) and batched gradients are not supported; "
             f"use the op outside the transform, with torch.autograd"
         )
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    given = (tensor for tensor in tensors if tensor is not None)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given):
         raise Unsupported(f"{op}: forward-mode gradients are not implemented; use reverse mode (backward)")
 
 

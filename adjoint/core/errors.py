@@ -94,6 +94,23 @@ def status_word(device: torch.device) -> Tensor:
         return _words.setdefault(device, torch.full((MAX_FAULTS, 2), _CLEAR, dtype=torch.int64, device=device))
 
 
+def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
+    """For paths in plain PyTorch: raises the first faulty value on the CPU, records it elsewhere, without waiting."""
+    values, faulty = values.reshape(-1).long(), faulty.reshape(-1)
+    if values.device.type == "cpu":
+        if faulty.any():
+            position = int(faulty.to(torch.int8).argmax())
+            raise fault.error(position, int(values[position]))
+        return
+    if values.numel() == 0:
+        return
+    position = torch.arange(values.numel(), device=values.device).clamp_max_(MAX_POSITION) << 32
+    row = status_word(values.device)[fault.row]
+    for half, shift in enumerate((0, 32)):
+        word = torch.where(faulty, position | ((values >> shift) & 0xFFFFFFFF), _CLEAR).amin()
+        row[half] = torch.minimum(row[half], word)
+
+
 def check() -> None:
     """Raises the value errors that kernels have recorded since the last call, and clears them.
 

@@ -94,3 +94,30 @@ def _reachable(distance: int, tensor: Tensor) -> bool:
         return any(step < size and spans(abs(rest - step * stride), depth + 1) for step in steps)
 
     return spans(distance, 0)
+
+
+def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
+    """How to walk all axes but the last in order, as (inner, outer stride, inner stride).
+
+    Item n lies at (n // inner)·outer + (n % inner)·inner stride. None where two axes are not enough.
+
+    >>> import torch
+    >>> leading_axes(torch.empty(3, 4, 10))
+    (12, 0, 10)
+    >>> leading_axes(torch.empty(4, 3, 10).transpose(0, 1))
+    (4, 10, 30)
+    """
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == stride * size:
+            axes[-1] = (axes[-1][0] * size, stride)
+        else:
+            axes.append((size, stride))
+    if len(axes) > 2:
+        return None
+    if len(axes) < 2:
+        size, stride = axes[0] if axes else (1, 0)
+        return size, 0, stride
+    return axes[1][0], axes[0][1], axes[1][1]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from adjoint.core.preference import Preference, parse, resolve
 from adjoint.core.problem import Problem, short
 from adjoint.core.run_arguments import check_outputs, check_workspace
 from adjoint.core.schedules import Schedules
+from adjoint.core.sku import Sku, architecture
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Operator:
     Attributes:
         name: as registered, `torch.ops.adjoint.<name>`.
         outputs: the names of what it returns, or of what it overwrites.
-        tensors: the names of its tensor arguments, which come first.
+        tensors: the names of its tensor arguments, which come first; an optional one may be None, the first never.
         check: raises `ArgumentError` for arguments whose metadata is wrong.
         allocate: empty outputs for given arguments; the shape function is the same code.
         describe: the `Problem` of given arguments.
@@ -136,8 +137,10 @@ def select(operator: Operator, problem: Problem, preference: str) -> "Plan":
     if plan is not None:
         return plan
     wanted = parse(preference)
+    candidates = operator.candidates()
+    named = _named(wanted, candidates)
     verdicts: list[tuple[Candidate, str]] = [
-        (candidate, _objection(operator, candidate, problem, wanted)) for candidate in operator.candidates()
+        (candidate, _objection(candidate, problem, wanted, named)) for candidate in candidates
     ]
     taken = next((candidate for candidate, objection in verdicts if not objection), None)
     if taken is None:
@@ -158,11 +161,17 @@ def select(operator: Operator, problem: Problem, preference: str) -> "Plan":
         return operator._plans.setdefault((problem, preference), plan)
 
 
-def _objection(operator: Operator, candidate: Candidate, problem: Problem, wanted: Preference) -> str:
+def _named(wanted: Preference, candidates: tuple[Candidate, ...]) -> str | None:
+    """Which of the plans a preference names is meant here: the first that is among the candidates."""
+    own = {candidate.name for candidate in candidates}
+    return next((name for name in (wanted.plan or "").split("+") if name in own), None)
+
+
+def _objection(candidate: Candidate, problem: Problem, wanted: Preference, named: str | None) -> str:
     """Why a candidate is not taken; empty when it may be."""
     if wanted.backend is not None and candidate.backend != wanted.backend:
         return f"its backend is {candidate.backend}, the preference asks for {wanted.backend}"
-    if wanted.plan is not None and candidate.name != wanted.plan:
+    if wanted.plan is not None and candidate.name != named:
         return f"the preference asks for the plan {wanted.plan}"
     if reason := candidate.refuse(problem):
         return reason
@@ -178,32 +187,6 @@ def _objection(operator: Operator, candidate: Candidate, problem: Problem, wante
         if needed > limit:
             return f"needs a workspace of {needed} bytes, the preference allows {limit}"
     return ""
-
-
-class Sku(NamedTuple):
-    """The identity of a plan: plans with equal SKUs give equal bits."""
-
-    op: str
-    backend: str
-    kernel: str
-    revision: int
-    arch: str
-    elements: str
-    layout: str
-    numeric: str
-
-    def __str__(self) -> str:
-        return "/".join((self.op, self.backend, self.kernel, f"r{self.revision}", *filter(None, self[4:])))
-
-
-def architecture(device: torch.device) -> str:
-    """The architecture of a device, as kernels are built for it: "sm_90", "gfx942", or its type."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return str(properties.gcnArchName).split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
 
 
 @dataclass(frozen=True)
@@ -279,7 +262,7 @@ class Plan:
                 )
         return replace(self, overrides=tuple(parameters.items()), memo={})
 
-    def can_implement(self, *tensors: Tensor) -> None:
+    def can_implement(self, *tensors: Tensor | None) -> None:
         """Raises `ArgumentError` for wrong arguments, `Unsupported` for another problem than the plan's."""
         names = self.operator.tensors
         if len(tensors) != len(names):
@@ -289,7 +272,7 @@ class Plan:
         arguments = (*tensors, *self.problem.options)
         self.operator.check(*arguments)
         problem = self.operator.describe(*arguments)
-        if tensors[0].device.type == "meta":
+        if _is_meta(tensors):
             problem = problem._replace(device=self.problem.device)
         if self.candidate.any_layout:
             problem = problem._replace(layout=self.problem.layout)
@@ -308,21 +291,22 @@ class Plan:
 
     def run(
         self,
-        *tensors: Tensor,
+        *tensors: Tensor | None,
         out: Tensor | tuple[Tensor, ...] | None = None,
         workspace: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Computes the outputs from the operator's tensors, in its order; no gradient is recorded.
 
+        An optional tensor that is not given is None.
         After `prepare()`, with `out=` and, where `workspace_bytes` is not 0, `workspace=` (any
         contiguous tensor of at least that many bytes), a kernel plan compiles nothing, allocates
         nothing and never waits for the device.
         """
         with torch.no_grad():
             self.can_implement(*tensors)
-            if tensors[0].is_meta:
+            if _is_meta(tensors):
                 raise ArgumentError(f"{self.operator.name}: run computes; give it tensors on {self.problem.device}")
-            tensors = tuple(tensor.resolve_neg() for tensor in tensors)
+            tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
             arguments = (*tensors, *self.problem.options)
             outputs = None
             if out is not None:
@@ -368,18 +352,30 @@ class Plan:
         return "\n".join(lines)
 
 
+def _is_meta(tensors: tuple[Tensor | None, ...]) -> bool:
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
 @dataclass(frozen=True)
 class Call:
     """What a call of a public function amounts to: operators and arguments.
 
-    `adjoint_arguments` gives, for the forward's outputs, the arguments of the adjoint when every
-    gradient is wanted and the upstream gradient is laid out like the output.
+    Attributes:
+        operator: the forward.
+        arguments: its arguments: tensors first, None for an optional one that is not given.
+        adjoint: the backward, when there is one.
+        adjoint_arguments: `(upstream, outputs) -> arguments` of the adjoint when every gradient is
+            wanted; `upstream` holds the gradients of the public outputs, `outputs` all outputs of the
+            forward operator. Reads metadata alone: inside `plan` both are meta tensors.
+        public_outputs: how many of the operator's outputs, from the first, the public function
+            returns; None for all.
     """
 
     operator: Operator
     arguments: tuple[Any, ...]
     adjoint: Operator | None = None
-    adjoint_arguments: Callable[[tuple[Tensor, ...]], tuple[Any, ...]] | None = None
+    adjoint_arguments: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Any, ...]] | None = None
+    public_outputs: int | None = None
 
 
 _public: dict[Any, Callable[..., Call]] = {}
@@ -388,6 +384,23 @@ _public: dict[Any, Callable[..., Call]] = {}
 def publish(function: Any, bind: Callable[..., Call]) -> None:
     """Makes a public function known to `plan`; `bind` takes the same arguments and validates them."""
     _public[function] = bind
+
+
+def bind(function: Any, *arguments: Any, **keywords: Any) -> Call:
+    """The operators and arguments a call of a public function amounts to; nothing is computed.
+
+    Raises:
+        ArgumentError: the function is no op, or the arguments are wrong.
+    """
+    own = _public.get(function) if callable(function) else None
+    if own is None:
+        names = ", ".join(sorted(f.__name__ for f in _public))
+        raise ArgumentError(f"plan: {getattr(function, '__name__', function)!r} is not an op; ops are {names}")
+    try:
+        inspect.signature(own).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise ArgumentError(f"plan: {function.__name__}: {error}") from None
+    return own(*arguments, **keywords)
 
 
 def plan(
@@ -410,15 +423,7 @@ def plan(
         ArgumentError: the arguments are wrong.
         Unsupported: no candidate meets the preference; lists each with its reason.
     """
-    bind = _public.get(function) if callable(function) else None
-    if bind is None:
-        names = ", ".join(sorted(f.__name__ for f in _public))
-        raise ArgumentError(f"plan: {getattr(function, '__name__', function)!r} is not an op; ops are {names}")
-    try:
-        inspect.signature(bind).bind(*arguments, **keywords)
-    except TypeError as error:
-        raise ArgumentError(f"plan: {function.__name__}: {error}") from None
-    call = bind(*arguments, **keywords)
+    call = bind(function, *arguments, **keywords)
     tensors = [a for a in call.arguments if isinstance(a, Tensor)]
     target = _target_device(tensors[0].device, device)
     text = resolve(preference)
@@ -430,7 +435,8 @@ def plan(
     if call.adjoint is None or call.adjoint_arguments is None:
         return chosen
     outputs = call.operator.allocate(*(a.to("meta") if isinstance(a, Tensor) else a for a in call.arguments))
-    return replace(chosen, adjoint=choose(call.adjoint, call.adjoint_arguments(outputs)))
+    upstream = outputs[: call.public_outputs]  # laid out like the outputs
+    return replace(chosen, adjoint=choose(call.adjoint, call.adjoint_arguments(upstream, outputs)))
 
 
 def _target_device(actual: torch.device, asked: torch.device | str | None) -> torch.device:

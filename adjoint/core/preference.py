@@ -30,7 +30,9 @@ class Preference:
     Attributes:
         backend: "triton" or "eager".
         plan: the name of one plan, as `adjoint.plan(...)` prints it, for forward and backward alike: an
-            upstream gradient it cannot read is then an error, where `backend` leaves a choice.
+            upstream gradient it cannot read is then an error, where `backend` leaves a choice. Where the
+            directions have different plans, their names joined by "+": each takes the first that is one
+            of its own candidates, and none is an error.
         repeatable: every output must promise the same bits on every run.
         batch_invariant: every output must promise bits that do not depend on the rest of the batch.
         device_invariant: every output must promise the same bits on every device.
@@ -59,9 +61,15 @@ class Preference:
         limit = self.max_workspace_bytes
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise ArgumentError(f"Preference: max_workspace_bytes must be an integer ≥ 0, got {limit!r}")
-        if self.plan is not None and (not isinstance(self.plan, str) or set(self.plan) & set(",=")):
-            raise ArgumentError(f"Preference: plan must be the name of a plan, got {self.plan!r}")
+        if self.plan is not None and not _names_plans(self.plan):
+            raise ArgumentError(
+                f"Preference: plan must be the name of a plan, or several joined by '+', got {self.plan!r}"
+            )
         object.__setattr__(self, "text", _encode(self))
+
+
+def _names_plans(value: Any) -> bool:
+    return isinstance(value, str) and not set(value) & set(",=") and all(value.split("+"))
 
 
 _FIELDS = tuple(f.name for f in fields(Preference) if f.init)

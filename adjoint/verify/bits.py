@@ -1,16 +1,29 @@
-"""Checks of bits: repetition, batches, layouts, schedules and memory. Compared with `torch.equal`."""
+"""Checks of bits: repetition, batches, layouts, devices, schedules and memory. Compared with `torch.equal`."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Subject
-from adjoint.core.plan import Plan
+from adjoint.core.bound import Bound
+from adjoint.core.cases import Answers, Subject
+from adjoint.core.guarantee import Guarantee
+from adjoint.core.inputs import each, is_differentiable
+from adjoint.core.poison import poison as fill_with_poison
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify.row import Row
-from adjoint.verify.run import Evaluation, as_tuple, differentiate, evaluate, plan_of
+from adjoint.verify.run import (
+    Evaluation,
+    as_tuple,
+    differentiate,
+    directions_of,
+    evaluate,
+    gradients_of,
+    guarantees_of,
+    plan_names,
+    plan_of,
+)
 
 CANARY = 7.25
 
@@ -47,6 +60,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit, NaNs of any payload counted equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
     nan = a.isnan()
     as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     fill = torch.zeros((), dtype=a.dtype, device=a.device)
@@ -57,19 +72,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """The same inputs give the same bits, on a GPU while another stream keeps it busy."""
+    """Where it is promised, the same inputs give the same bits, on a GPU while another stream keeps it busy."""
     comparison = _Comparison(subject, "repeats", dtype, "repeatable")
     load = _Load(device) if device.type == "cuda" else None
     for case in subject.cases:
         first = evaluate(subject, case, dtype, device, preference)
         chosen = plan_of(subject, first.inputs, preference)
-        comparison.plan = chosen.name
-        for _ in range(100 if load is not None and first.inputs[0].numel() > 2000 else 2):
+        if not all(_all(promises, "repeatable") for promises in guarantees_of(subject, chosen, first)):
+            continue
+        comparison.plan = plan_names(chosen)
+        for _ in range(100 if load is not None and first.outputs[0].numel() > 2000 else 2):
             if load is not None:
                 load.push()
             again = differentiate(subject, first.inputs, first.upstream, preference)
             comparison.equal(case.name, again.results, first.results)
-    return [comparison.row()]
+    return [comparison.row()] if comparison.count else []
 
 
 class _Load:
@@ -85,35 +102,57 @@ class _Load:
 
 
 def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """An item's bits do not depend on its batch, its alignment, its strides or the upstream's layout."""
+    """An item's bits do not depend on its batch, its alignment, its strides or the upstream's layout.
+
+    Checked for each direction of which every result promises it.
+    """
     comparison = _Comparison(subject, "batch invariance", dtype, "batch_invariant")
-    axis = subject.batch_axis
     for case in subject.cases:
         whole = evaluate(subject, case, dtype, device, preference)
         chosen = plan_of(subject, whole.inputs, preference)
-        assert chosen.adjoint is not None
-        if not all(g.batch_invariant for p in (chosen, chosen.adjoint) for g in p.guarantee.values()):
-            return []
-        comparison.plan = chosen.name
-        copies = tuple(t.contiguous().clone() for t in whole.inputs)
-        plain = differentiate(subject, copies, tuple(t.clone() for t in whole.upstream), preference)
-        comparison.equal(f"{case.name}: strides", whole.results, plain.results)
-        shifted = tuple(_shifted(t) for t in copies)
-        moved = differentiate(subject, shifted, tuple(_shifted(t) for t in whole.upstream), preference)
-        comparison.equal(f"{case.name}: shifted by one element", moved.results, plain.results)
-        if whole.inputs[0].dim() < 2:
+        forward, backward = (_all(promises, "batch_invariant") for promises in guarantees_of(subject, chosen, whole))
+        if not (forward or backward):
             continue
-        size = whole.inputs[0].shape[axis]
-        for begin, length in ((0, 1), (size - 1, 1), (size // 2, size - size // 2)):
-            if length < 1 or begin < 0:
-                continue
+        comparison.plan = plan_names(chosen)
 
-            def part(t: Tensor, begin: int = begin, length: int = length) -> Tensor:
-                return t.narrow(axis, begin, length)
+        def promised(found: Evaluation, forward: bool = forward, backward: bool = backward) -> Answers:
+            return found.outputs if forward else (), found.gradients if backward else ()
 
-            alone = differentiate(subject, tuple(map(part, whole.inputs)), tuple(map(part, whole.upstream)), preference)
-            comparison.equal(f"{case.name}: items {begin}+{length}", alone.results, tuple(map(part, whole.results)))
-    return [comparison.row()]
+        def equal(what: str, got: Answers, expected: Answers) -> None:
+            comparison.equal(what, (*got[0], *got[1]), (*expected[0], *expected[1]))
+
+        copies = each(lambda t: t.contiguous().clone(), whole.inputs)
+        plain = differentiate(subject, copies, tuple(t.clone() for t in whole.upstream), preference)
+        equal(f"{case.name}: strides", promised(whole), promised(plain))
+        moved = differentiate(subject, each(_shifted, copies), tuple(map(_shifted, whole.upstream)), preference)
+        equal(f"{case.name}: shifted by one element", promised(moved), promised(plain))
+        for other in subject.rebatch(whole.inputs, whole.upstream):
+            alone = differentiate(subject, other.inputs, other.upstream, preference)
+            for got, expected in other.pairs(promised(whole), promised(alone)):
+                comparison.equal(f"{case.name}: {other.name}", (got,), (expected,))
+    return [comparison.row()] if comparison.count else []
+
+
+def _all(promises: dict[str, Guarantee], flag: str) -> bool:
+    return all(getattr(guarantee, flag) for guarantee in promises.values())
+
+
+def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
+    """Where every result promises the same bits on every device, they are those of PyTorch on the CPU.
+
+    The other side is the eager plan that makes the same promise; if there is none, nobody can keep it.
+    """
+    comparison = _Comparison(subject, "device invariance", dtype, "device_invariant")
+    eager = Preference(backend="eager", device_invariant=True)
+    for case in subject.cases:
+        here = evaluate(subject, case, dtype, device, preference)
+        chosen = plan_of(subject, here.inputs, preference)
+        if not all(_all(promises, "device_invariant") for promises in guarantees_of(subject, chosen, here)):
+            continue
+        comparison.plan = plan_names(chosen)
+        there = differentiate(subject, each(Tensor.cpu, here.inputs), tuple(t.cpu() for t in here.upstream), eager)
+        comparison.equal(case.name, tuple(t.cpu() for t in here.results), there.results)
+    return [comparison.row()] if comparison.count else []
 
 
 def _shifted(tensor: Tensor) -> Tensor:
@@ -133,19 +172,21 @@ def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
     for case in subject.cases:
         base = evaluate(subject, case, dtype, device, preference)
         chosen = plan_of(subject, base.inputs, preference)
-        assert chosen.adjoint is not None
-        comparison.plan = chosen.name
-        if all(g.batch_invariant for g in chosen.adjoint.guarantee.values()):
+        comparison.plan = plan_names(chosen)
+        _, promises = guarantees_of(subject, chosen, base)
+        if _all(promises, "batch_invariant"):
             for what, relayout in _RELAYOUTS.items():
                 laid = tuple(relayout(t) for t in base.upstream)
                 plain = differentiate(subject, base.inputs, tuple(t.contiguous() for t in laid), preference)
                 other = differentiate(subject, base.inputs, laid, preference)
                 comparison.equal(f"{case.name}: {what}", other.gradients, plain.gradients)
-        for index in range(len(base.inputs)):
-            leaves = [t.detach().requires_grad_(i == index) for i, t in enumerate(base.inputs)]
-            outputs = as_tuple(subject(*leaves, preference=preference))
-            (gradient,) = torch.autograd.grad(outputs, leaves[index], base.upstream)
-            comparison.equal(f"{case.name}: gradient {index} alone", (gradient,), (base.gradients[index],))
+        floating = [index for index, tensor in enumerate(base.inputs) if is_differentiable(tensor)]
+        for index, expected in zip(floating, base.gradients, strict=True):
+            inputs = list(each(Tensor.detach, base.inputs))
+            inputs[index].requires_grad_()
+            outputs = as_tuple(subject(*inputs, preference=preference))
+            (gradient,) = torch.autograd.grad(outputs, inputs[index], base.upstream)
+            comparison.equal(f"{case.name}: d{subject.inputs[index]} alone", (gradient,), (expected,))
     return [comparison.row()]
 
 
@@ -162,22 +203,23 @@ def schedules(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
     for case in subject.cases:
         base = evaluate(subject, case, dtype, device, preference)
         chosen = plan_of(subject, base.inputs, preference)
-        comparison.plan = chosen.name
-        assert chosen.adjoint is not None
-        if not chosen.schedule:
-            return []
-        for name in chosen.schedule:
-            value = 2 * chosen.schedule[name]
-            other = as_tuple(chosen.with_schedule(**{name: value}).run(*base.inputs))
-            comparison.equal(f"{case.name}: {name}={value}", other, base.outputs)
-        adjoint = chosen.adjoint
-        if adjoint.problem != adjoint.operator.describe(*base.upstream, *base.inputs, *adjoint.problem.options):
-            continue  # this upstream takes another plan; its own case covers it
-        for name in adjoint.schedule:
-            value = max(1, adjoint.schedule[name] // 2)
-            other = as_tuple(adjoint.with_schedule(**{name: value}).run(*base.upstream, *base.inputs))
-            comparison.equal(f"{case.name}: adjoint {name}={value}", other, base.gradients)
-    return [comparison.row()]
+        comparison.plan = plan_names(chosen)
+        directions = directions_of(subject, base, preference)
+        for bound, change in zip(directions.both, (_twice, _half), strict=True):
+            plan = bound.plan
+            expected = bound.run() if plan.schedule else ()
+            for name, value in plan.schedule.items():
+                other = bound.run(plan.with_schedule(**{name: change(value)}))
+                comparison.equal(f"{case.name}: {plan.operator.name} {name}={change(value)}", other, expected)
+    return [comparison.row()] if comparison.count else []
+
+
+def _twice(value: int) -> int:
+    return 2 * value
+
+
+def _half(value: int) -> int:
+    return value // 2 if value > 1 else 2  # another value, always
 
 
 def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -185,17 +227,17 @@ def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
     comparison = _Comparison(subject, "poison", dtype, "writes its outputs, all of them and nothing else")
     for case in subject.cases:
         base = evaluate(subject, case, dtype, device, preference)
-        chosen = plan_of(subject, base.inputs, preference)
-        assert chosen.adjoint is not None
-        comparison.plan = chosen.name
-        adjoint = _adjoint_for(chosen, base)
+        directions = directions_of(subject, base, preference)
+        forward, backward = directions.both
+        comparison.plan = plan_names(plan_of(subject, base.inputs, preference))
+        gradients = backward.run()
+        comparison.equal(f"{case.name}: as called", directions.outputs[: len(base.outputs)], base.outputs)
+        named = gradients_of(subject, base.inputs, backward, gradients)
+        comparison.equal(f"{case.name}: gradients as called", named, base.gradients)
         for offset in (64, 65):  # an aligned address, and one that is not
-            for plan, tensors, expected in (
-                (chosen, base.inputs, base.outputs),
-                (adjoint, (*base.upstream, *base.inputs), base.gradients),
-            ):
+            for bound, expected in ((forward, directions.outputs), (backward, gradients)):
                 guarded = [_Guarded(result, offset) for result in expected]
-                plan.run(*tensors, out=tuple(g.tensor for g in guarded), workspace=_poisoned_workspace(plan))
+                bound.run(out=tuple(g.tensor for g in guarded), workspace=_poisoned_workspace(bound))
                 comparison.equal(case.name, tuple(g.tensor for g in guarded), expected)
                 comparison.count += 1
                 if not all(g.intact() for g in guarded):
@@ -203,32 +245,22 @@ def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
     return [comparison.row()]
 
 
-def _adjoint_for(chosen: Plan, base: Evaluation) -> Plan:
-    """The adjoint's plan for these upstream gradients, whatever their layout."""
-    from adjoint.core.plan import select
-
-    adjoint = chosen.adjoint
-    assert adjoint is not None
-    problem = adjoint.operator.describe(*base.upstream, *base.inputs, *adjoint.problem.options)
-    return select(adjoint.operator, problem, adjoint.preference)
-
-
-def _poisoned_workspace(plan: Plan) -> Tensor | None:
-    if not plan.workspace_bytes:
-        return None
-    return torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=plan.problem.device)
+def _poisoned_workspace(bound: Bound) -> Tensor | None:
+    workspace = bound.workspace()
+    return None if workspace is None else workspace.fill_(0xFF)
 
 
 class _Guarded:
-    """An output full of NaN inside memory full of canaries, laid out like a given tensor."""
+    """An output full of poison inside memory full of canaries, laid out like a given tensor."""
 
     def __init__(self, like: Tensor, offset: int) -> None:
         reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
         span = max(reach + 1, 1) if like.numel() else 0
-        self.memory = torch.full((span + 2 * offset,), CANARY, dtype=like.dtype, device=like.device)
+        self.canary = CANARY if like.is_floating_point() else int(CANARY)
+        self.memory = torch.full((span + 2 * offset,), self.canary, dtype=like.dtype, device=like.device)
         self.tensor = self.memory.as_strided(like.shape, like.stride(), offset)
-        self.tensor.fill_(float("nan"))
+        fill_with_poison(self.tensor)
         self.before, self.after = self.memory[:offset], self.memory[offset + span :]
 
     def intact(self) -> bool:
-        return bool((self.before == CANARY).all() and (self.after == CANARY).all())
+        return bool((self.before == self.canary).all() and (self.after == self.canary).all())

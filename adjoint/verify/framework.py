@@ -7,13 +7,24 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from adjoint.core import kernels
+from adjoint.core import bound, kernels
 from adjoint.core.cases import Case, Subject
-from adjoint.core.preference import Preference
+from adjoint.core.inputs import Inputs, differentiable, each, leaves
+from adjoint.core.plan import bind
+from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
 from adjoint.verify.bits import same_bits
 from adjoint.verify.row import Row
-from adjoint.verify.run import Evaluation, as_tuple, differentiate, evaluate, plan_of
+from adjoint.verify.run import (
+    Evaluation,
+    as_tuple,
+    differentiate,
+    directions_of,
+    evaluate,
+    gradients_of,
+    plan_names,
+    plan_of,
+)
 
 SIZES = tuple(range(1, 51))
 
@@ -30,15 +41,14 @@ def registration(subject: Subject, dtype: torch.dtype, device: torch.device, pre
     """`torch.library.opcheck` on the operators of both directions."""
     base = evaluate(subject, _case(subject), dtype, device, preference)
     chosen = plan_of(subject, base.inputs, preference)
-    assert chosen.adjoint is not None
     wrong = []
-    for plan, tensors in ((chosen, base.inputs), (chosen.adjoint, (*base.upstream, *base.inputs))):
-        arguments = (*(t.detach() for t in tensors), *plan.problem.options, preference.text)
+    for direction in directions_of(subject, base, preference).both:
+        operator = direction.plan.operator
         try:
-            torch.library.opcheck(plan.operator.call, arguments)
+            torch.library.opcheck(operator.call, (*direction.arguments, preference.text))
         except Exception as error:
-            wrong.append(f"{plan.operator.name}: {error}")
-    return [_row(subject, "opcheck", dtype, chosen.name, "registered right", wrong)]
+            wrong.append(f"{operator.name}: {error}")
+    return [_row(subject, "opcheck", dtype, plan_names(chosen), "registered right", wrong)]
 
 
 def compilation(
@@ -48,22 +58,22 @@ def compilation(
     wrong = []
     base = evaluate(subject, _case(subject), dtype, device, preference)
     chosen = plan_of(subject, base.inputs, preference)
+    items = subject.items(base.inputs)
     for dynamic in (False, True):
         torch._dynamo.reset()
         compiled = torch.compile(
             lambda *x: subject(*x, preference=preference), fullgraph=True, dynamic=dynamic, backend=backend
         )
-        for repeat in (1, 2):
-            inputs = tuple(torch.cat([t] * repeat) for t in base.inputs)
-            upstream = tuple(torch.cat([t] * repeat) for t in base.upstream)
+        for size in (items, 2 * items):
+            inputs, upstream = subject.resize(base.inputs, base.upstream, size)
             expected = differentiate(subject, inputs, upstream, preference)
-            leaves = tuple(t.detach().requires_grad_() for t in inputs)
-            outputs = as_tuple(compiled(*leaves))
-            results = (*outputs, *torch.autograd.grad(outputs, leaves, upstream))
+            own = leaves(inputs)
+            outputs = as_tuple(compiled(*own))
+            results = (*outputs, *torch.autograd.grad(outputs, differentiable(own), upstream))
             if not all(map(same_bits, results, expected.results)):
-                wrong.append(f"dynamic={dynamic}, size {repeat}: bits differ from eager mode")
+                wrong.append(f"dynamic={dynamic}, {size} items: bits differ from eager mode")
     torch._dynamo.reset()
-    return [_row(subject, f"compile ({backend})", dtype, chosen.name, "equals eager mode", wrong)]
+    return [_row(subject, f"compile ({backend})", dtype, plan_names(chosen), "equals eager mode", wrong)]
 
 
 def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -88,12 +98,13 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
     compare("autocast", under(lambda: torch.autocast(device.type, dtype=low)).results, base.results)
     compare("save_on_cpu", under(torch.autograd.graph.save_on_cpu).results, base.results)
 
-    leaves = tuple(t.detach().requires_grad_() for t in base.inputs)
-    outputs = as_tuple(checkpoint(lambda *x: subject(*x, preference=preference), *leaves, use_reentrant=False))
-    compare("checkpoint", (*outputs, *torch.autograd.grad(outputs, leaves, base.upstream)), base.results)
+    own = leaves(base.inputs)
+    outputs = as_tuple(checkpoint(lambda *x: subject(*x, preference=preference), *own, use_reentrant=False))
+    gradients = torch.autograd.grad(outputs, differentiable(own), base.upstream)
+    compare("checkpoint", (*outputs, *gradients), base.results)
 
     if kernels.interpreting():  # Triton's interpreter is not made for threads
-        return [_row(subject, "modes", dtype, chosen.name, "changes nothing", wrong)]
+        return [_row(subject, "modes", dtype, plan_names(chosen), "changes nothing", wrong)]
     found: list[Evaluation] = []
     workers = [
         threading.Thread(target=lambda: found.append(differentiate(subject, base.inputs, base.upstream, preference)))
@@ -107,7 +118,7 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
         wrong.append("a thread raised")
     for evaluation in found:
         compare("another thread", evaluation.results, base.results)
-    return [_row(subject, "modes and threads", dtype, chosen.name, "changes nothing", wrong)]
+    return [_row(subject, "modes and threads", dtype, plan_names(chosen), "changes nothing", wrong)]
 
 
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -116,12 +127,10 @@ def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, pr
     chosen = plan_of(subject, base.inputs, preference)
     before = kernels.compilations()
     for size in SIZES:
-        inputs = tuple(torch.cat([t] * (size // 10 + 1))[:size] for t in base.inputs)
-        upstream = tuple(torch.cat([t] * (size // 10 + 1))[:size] for t in base.upstream)
-        differentiate(subject, inputs, upstream, preference)
+        differentiate(subject, *subject.resize(base.inputs, base.upstream, size), preference)
     compiled = kernels.compilations() - before
     wrong = [f"{compiled} kernels were compiled"] if compiled else []
-    return [_row(subject, "no recompilation", dtype, chosen.name, f"{len(SIZES)} sizes", wrong)]
+    return [_row(subject, "no recompilation", dtype, plan_names(chosen), f"{len(SIZES)} sizes", wrong)]
 
 
 def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -130,12 +139,11 @@ def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     chosen = plan_of(subject, base.inputs, preference)
     wrong = []
     side = torch.cuda.Stream(device)
-    staging = tuple(torch.full_like(t, float("nan")) for t in base.inputs)
+    staging = each(lambda t: torch.full_like(t, float("nan") if t.is_floating_point() else 0), base.inputs)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
-        for target, source in zip(staging, base.inputs, strict=True):
-            target.copy_(source)
+        _copy(staging, base.inputs)
         outputs = as_tuple(subject(*staging, preference=preference))
         copies = tuple(o.clone() for o in outputs)
     side.synchronize()
@@ -143,38 +151,46 @@ def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
         wrong.append("a side stream gave other bits")
     for index in range(1, torch.cuda.device_count()):
         other = torch.device("cuda", index)
-        moved = tuple(t.to(other) for t in base.inputs)
+        moved = each(lambda t, other=other: t.to(other), base.inputs)  # type: ignore[misc]
         there = differentiate(subject, moved, tuple(t.to(other) for t in base.upstream), preference)
         if not all(same_bits(a.to(device), b) for a, b in zip(there.results, base.results, strict=True)):
             wrong.append(f"{other} gave other bits")
     devices = f"a side stream and {torch.cuda.device_count()} device(s)"
-    return [_row(subject, "streams and devices", dtype, chosen.name, devices, wrong)]
+    return [_row(subject, "streams and devices", dtype, plan_names(chosen), devices, wrong)]
+
+
+def _copy(targets: Inputs, sources: Inputs) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        if target is not None:
+            target.copy_(source)
 
 
 def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Recorded in a CUDA graph and replayed on new data: equal to eager mode, and nothing is allocated."""
     first = evaluate(subject, _case(subject), dtype, device, preference, seed=1)
     second = evaluate(subject, _case(subject), dtype, device, preference, seed=2)
-    chosen = plan_of(subject, first.inputs, preference).prepare()
-    assert chosen.adjoint is not None
-    inputs = tuple(t.clone() for t in first.inputs)
-    upstream = tuple(t.clone() for t in first.upstream)
-    outputs = chosen.allocate((*inputs, *chosen.problem.options))
-    gradients = chosen.adjoint.allocate((*upstream, *inputs, *chosen.adjoint.problem.options))
+    inputs, upstream = each(Tensor.clone, first.inputs), tuple(t.clone() for t in first.upstream)
+    call, text = bind(subject.function, *inputs, **subject.keywords), resolve(preference)
+    forward = bound.forward(call, text)
+    outputs = forward.plan.prepare().allocate(forward.arguments)
+    backward = bound.backward(call, upstream, outputs, text)
+    gradients = backward.plan.prepare().allocate(backward.arguments)
+    workspaces = forward.workspace(), backward.workspace()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
-        chosen.run(*inputs, out=outputs)
-        chosen.adjoint.run(*upstream, *inputs, out=gradients)
+        forward.run(out=outputs, workspace=workspaces[0])
+        backward.run(out=gradients, workspace=workspaces[1])
         allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
     wrong = []
-    if chosen.backend == "triton" and allocated:
+    if forward.plan.backend == backward.plan.backend == "triton" and allocated:
         wrong.append(f"{allocated} allocations during capture")
     for data in (second, first):
-        for target, source in zip((*inputs, *upstream), (*data.inputs, *data.upstream), strict=True):
-            target.copy_(source)
+        _copy((*inputs, *upstream), (*data.inputs, *data.upstream))
         graph.replay()
         torch.cuda.synchronize(device)
-        if not all(map(same_bits, (*outputs, *gradients), data.results)):
+        results = (*outputs[: len(data.outputs)], *gradients_of(subject, inputs, backward, gradients))
+        if not all(map(same_bits, results, data.results)):
             wrong.append("a replay differs from eager mode")
-    return [_row(subject, "CUDA graph", dtype, chosen.name, "replays equal eager mode", wrong)]
+    chosen = plan_of(subject, inputs, preference)
+    return [_row(subject, "CUDA graph", dtype, plan_names(chosen), "replays equal eager mode", wrong)]

@@ -70,6 +70,7 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
         for backend in available_backends(device):
             listed += _numerical(subject, backend, device, thorough)
             listed += _framework(subject, backend, device, thorough)
+        listed += [job for plan in subject.plans for job in _named_plan(subject, plan, device)]
     names = {subject.function.__name__ for subject in chosen}
     for family in families():
         if names & {subject.function.__name__ for subject in family.SUBJECTS}:
@@ -87,6 +88,7 @@ def _numerical(subject: Subject, backend: str, device: torch.device, thorough: b
             "mistakes are caught": partial(numerics.mistakes, subject, dtype, device, preference),
             "repeats": partial(bits.repeats, subject, dtype, device, preference),
             "batch invariance": partial(bits.invariance, subject, dtype, device, preference),
+            "device invariance": partial(bits.devices, subject, dtype, device, preference),
             "upstream layouts": partial(bits.upstreams, subject, dtype, device, preference),
             "poison": partial(bits.poison, subject, dtype, device, preference),
         }
@@ -101,6 +103,24 @@ def _numerical(subject: Subject, backend: str, device: torch.device, thorough: b
     if torch.float64 in subject.dtypes:
         body = partial(numerics.gradients, subject, device, preference)
         listed.append(_job(subject, "gradients", torch.float64, backend, body))
+    return listed
+
+
+def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
+    """What depends on the plan alone, for one that is not its backend's first; none where it cannot run."""
+    backends = {name.partition(".")[0] for name in plan.split("+")}
+    if not backends <= set(available_backends(device)):
+        return []
+    backend, preference = "triton" if "triton" in backends else "eager", Preference(plan=plan)
+    listed = []
+    for dtype in subject.dtypes:
+        checks: dict[str, Callable[[], list[Row]]] = {
+            "accuracy": partial(numerics.accuracy, subject, dtype, device, preference, subject.cases, "accuracy"),
+            "repeats": partial(bits.repeats, subject, dtype, device, preference),
+            "device invariance": partial(bits.devices, subject, dtype, device, preference),
+            "poison": partial(bits.poison, subject, dtype, device, preference),
+        }
+        listed += [_job(subject, name, dtype, backend, body, plan) for name, body in checks.items()]
     return listed
 
 
@@ -122,8 +142,10 @@ def _framework(subject: Subject, backend: str, device: torch.device, thorough: b
     ]
 
 
-def _job(subject: Subject, check: str, dtype: torch.dtype, backend: str, body: Callable[[], list[Row]]) -> Job:
-    label = f"{subject.name} {short(dtype)} {backend}: {check}"
+def _job(
+    subject: Subject, check: str, dtype: torch.dtype, backend: str, body: Callable[[], list[Row]], plan: str = ""
+) -> Job:
+    label = f"{subject.name} {short(dtype)} {plan or backend}: {check}"
     return Job(label, subject.name, check, short(dtype), backend, body)
 
 

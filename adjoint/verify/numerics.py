@@ -6,10 +6,11 @@ from collections.abc import Iterable
 import torch
 
 from adjoint.core.cases import Answers, Case, Subject
+from adjoint.core.inputs import Inputs, each, is_differentiable
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify.row import Row
-from adjoint.verify.run import Evaluation, as_tuple, evaluate, generator, measure, plan_of
+from adjoint.verify.run import Evaluation, as_tuple, evaluate, generator, measure, plan_names, plan_of
 
 
 def accuracy(
@@ -33,7 +34,7 @@ def accuracy(
                     subject.name,
                     check,
                     short(dtype),
-                    chosen.name,
+                    plan_names(chosen),
                     str(guarantees[name].error),
                     f"{name}: {measured}",
                     measured.holds,
@@ -68,7 +69,7 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
                 subject.name,
                 "special values",
                 short(dtype),
-                chosen.name,
+                plan_names(chosen),
                 "as stated",
                 special.name,
                 not wrong,
@@ -86,7 +87,7 @@ def _same(got: float, expected: float) -> bool:
 
 def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Plausible wrong answers fail the accuracy check: a check that cannot fail proves nothing."""
-    case = max(subject.cases, key=lambda c: c.make(dtype, torch.device("cpu"), generator())[0].numel())
+    case = max(subject.cases, key=lambda c: _elements(c.make(dtype, torch.device("cpu"), generator())))
     found = evaluate(subject, case, dtype, device, preference)
     chosen = plan_of(subject, found.inputs, preference)
     rows = []
@@ -99,7 +100,7 @@ def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
                 subject.name,
                 "mistakes are caught",
                 short(dtype),
-                chosen.name,
+                plan_names(chosen),
                 "rejected",
                 f"{name}: {', '.join(caught) or 'nothing'} rejected",
                 bool(caught),
@@ -111,19 +112,22 @@ def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
 
 def gradients(subject: Subject, device: torch.device, preference: Preference) -> list[Row]:
     """Finite differences, in float64, agree with the op's gradient and with no mistaken one."""
-    case = next(case for case in subject.cases if 0 < case.make(torch.float64, device, generator())[0].numel() <= 1000)
-    inputs = tuple((t * 0.1).requires_grad_() for t in case.make(torch.float64, device, generator()))
+    case = next(c for c in subject.cases if 0 < _elements(c.make(torch.float64, device, generator())) <= 1000)
+    inputs = each(
+        lambda t: (t * 0.1).requires_grad_() if t.is_floating_point() else t,
+        case.make(torch.float64, device, generator()),
+    )
     found = evaluate(subject, case, torch.float64, device, preference)
     chosen = plan_of(subject, found.inputs, preference)
 
     def row(name: str, passed: bool, detail: str = "") -> Row:
-        return Row(subject.name, "gradients", "float64", chosen.name, "finite differences", name, passed, detail)
+        return Row(subject.name, "gradients", "float64", plan_names(chosen), "finite differences", name, passed, detail)
 
     ok = torch.autograd.gradcheck(
         lambda *x: as_tuple(subject(*x, preference=preference)), inputs, raise_exception=False, fast_mode=False
     )
     rows = [row("op agrees", ok, "" if ok else "gradcheck disagrees with the op's gradient")]
-    plain = tuple(t.detach() for t in inputs)
+    plain = each(torch.Tensor.detach, inputs)
     upstream = tuple(torch.ones_like(o) for o in subject.reference(*plain))
     numeric = _central_differences(subject, plain)
 
@@ -141,11 +145,19 @@ def gradients(subject: Subject, device: torch.device, preference: Preference) ->
     return rows
 
 
-def _central_differences(subject: Subject, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The gradient of the sum of the reference's outputs, an element at a time."""
+def _elements(inputs: Inputs) -> int:
+    """The elements of all inputs together; 0 where one of them is empty."""
+    sizes = [tensor.numel() for tensor in inputs if tensor is not None]
+    return sum(sizes) if all(sizes) else 0
+
+
+def _central_differences(subject: Subject, inputs: Inputs) -> list[torch.Tensor]:
+    """The gradient of the sum of the reference's outputs, an element of a floating input at a time."""
     step = 1e-6
     numeric = []
     for index, tensor in enumerate(inputs):
+        if not is_differentiable(tensor):
+            continue
         flat = tensor.contiguous().flatten()
         slopes = torch.empty_like(flat)
         for position in range(flat.numel()):

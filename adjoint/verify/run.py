@@ -6,17 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core import bound
+from adjoint.core.bound import Bound
 from adjoint.core.cases import Case, Subject
-from adjoint.core.guarantee import Measurement
-from adjoint.core.plan import Plan, plan
-from adjoint.core.preference import Preference
+from adjoint.core.guarantee import Guarantee, Measurement
+from adjoint.core.inputs import Inputs, differentiable, leaves, widened
+from adjoint.core.plan import Plan, bind, plan
+from adjoint.core.preference import Preference, resolve
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Inputs, upstream gradients, and what came of them."""
+    """Inputs, upstream gradients, and what came of them: the public outputs, a gradient per floating input."""
 
-    inputs: tuple[Tensor, ...]
+    inputs: Inputs
     upstream: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
@@ -35,12 +38,12 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def differentiate(
-    subject: Subject, inputs: tuple[Tensor, ...], upstream: tuple[Tensor, ...], preference: Preference, **keywords: Any
+    subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...], preference: Preference, **keywords: Any
 ) -> Evaluation:
     """Outputs and all gradients for given inputs and upstream gradients."""
-    leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-    outputs = as_tuple(subject(*leaves, preference=preference, **keywords))
-    gradients = torch.autograd.grad(outputs, leaves, upstream)
+    own = leaves(inputs)
+    outputs = as_tuple(subject(*own, preference=preference, **keywords))
+    gradients = torch.autograd.grad(outputs, differentiable(own), upstream)
     return Evaluation(inputs, upstream, tuple(o.detach() for o in outputs), gradients)
 
 
@@ -56,22 +59,62 @@ def evaluate(
     return differentiate(subject, inputs, upstream, preference)
 
 
-def plan_of(subject: Subject, inputs: tuple[Tensor, ...], preference: Preference) -> Plan:
+def plan_of(subject: Subject, inputs: Inputs, preference: Preference) -> Plan:
     return plan(subject.function, *inputs, preference=preference, **subject.keywords)
 
 
-def measure(subject: Subject, chosen: Plan, found: Evaluation) -> dict[str, Measurement]:
-    """The error of each output and gradient beside the limit its guarantee states, by name."""
+def plan_names(chosen: Plan) -> str:
+    """The name of a plan, and of its adjoint where that is another."""
+    names = (chosen.name, chosen.adjoint.name) if chosen.adjoint is not None else (chosen.name,)
+    return " + ".join(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Both directions of an evaluation, and all outputs of the forward operator."""
+
+    forward: Bound
+    backward: Bound
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def both(self) -> tuple[Bound, Bound]:
+        return self.forward, self.backward
+
+
+def directions_of(subject: Subject, found: Evaluation, preference: Preference) -> Directions:
+    """The plans an evaluation takes, whatever the layout of its upstream gradients, and their arguments."""
+    call, text = bind(subject.function, *found.inputs, **subject.keywords), resolve(preference)
+    forward = bound.forward(call, text)
+    outputs = forward.run()
+    return Directions(forward, bound.backward(call, found.upstream, outputs, text), outputs)
+
+
+def gradients_of(subject: Subject, inputs: Inputs, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Those of the adjoint's outputs that are gradients of these inputs, in their order."""
+    by_name = dict(zip(backward.plan.operator.outputs, results, strict=True))
+    return tuple(by_name[name] for name in subject.gradients(inputs))
+
+
+def guarantees_of(subject: Subject, chosen: Plan, found: Evaluation) -> tuple[dict[str, Guarantee], ...]:
+    """What the public outputs promise, and what the gradients do, by name and in order."""
     assert chosen.adjoint is not None
-    inputs = tuple(tensor.double() for tensor in found.inputs)
-    upstream = tuple(tensor.double() for tensor in found.upstream)
+    public = chosen.operator.outputs[: len(found.outputs)]
+    return (
+        {name: chosen.guarantee[name] for name in public},
+        {name: chosen.adjoint.guarantee[name] for name in subject.gradients(found.inputs)},
+    )
+
+
+def measure(subject: Subject, chosen: Plan, found: Evaluation) -> dict[str, Measurement]:
+    """The error of each public output and gradient beside the limit its guarantee states, by name."""
+    inputs, upstream = widened(found.inputs), widened(found.upstream)
+    forward, backward = guarantees_of(subject, chosen, found)
     measured = {}
     exact = subject.reference(*inputs)
-    for (name, guarantee), output, truth in zip(chosen.guarantee.items(), found.outputs, exact, strict=True):
+    for (name, guarantee), output, truth in zip(forward.items(), found.outputs, exact, strict=True):
         measured[name] = guarantee.error.measure(output, truth, *inputs)
     exact = subject.reference_backward(*upstream, *inputs)
-    for (name, guarantee), gradient, truth in zip(
-        chosen.adjoint.guarantee.items(), found.gradients, exact, strict=True
-    ):
+    for (name, guarantee), gradient, truth in zip(backward.items(), found.gradients, exact, strict=True):
         measured[name] = guarantee.error.measure(gradient, truth, *upstream, *inputs)
     return measured

@@ -3,14 +3,17 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint import Preference
 from adjoint.core import plan as plans
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.op import define
-from adjoint.core.plan import Call, Candidate, Plan, publish, select
+from adjoint.core.plan import Call, Candidate, Plan, bind, publish, select
 from adjoint.core.problem import Problem
+from tests.lookup import BACKWARD, FORWARD, lookup
 
 NEEDED = 256
 
@@ -84,6 +87,7 @@ X = torch.arange(6.0)
         (Preference(max_workspace_bytes=0), "frugal"),
         (Preference(batch_invariant=True), "steady"),
         (Preference(plan="vendor"), "vendor"),
+        (Preference(plan="backward.only+vendor+frugal"), "vendor"),
     ],
 )
 def test_the_first_that_fits_is_taken(preference: Preference, taken: str) -> None:
@@ -105,6 +109,14 @@ def test_a_preference_nothing_meets_lists_every_candidate() -> None:
     assert all(f"  {candidate.name}: " in message for candidate in CANDIDATES)
     assert "the moon is in the wrong phase" in message
     assert message.count("y is not device_invariant") == 4
+
+
+@pytest.mark.parametrize("plan", ["backward.only", "backward.only+another", "backward.only+never+frugal"])
+def test_a_named_plan_never_falls_back(plan: str) -> None:
+    """The first name that is a candidate is the one that is meant, even where it refuses."""
+    with pytest.raises(adjoint.Unsupported) as caught:
+        adjoint.plan(_toy, X, preference=Preference(plan=plan))
+    assert f"fast: the preference asks for the plan {plan}" in str(caught.value)
 
 
 def test_max_workspace_is_explained() -> None:
@@ -183,6 +195,59 @@ def test_selection_is_cached_and_the_cache_is_bounded() -> None:
     for size in range(plans._CACHED_PLANS + 10):
         select(TOY, problem._replace(sizes=(size,)), "")
     assert len(TOY._plans) <= plans._CACHED_PLANS
+
+
+# ------------------------------------------------------------------- optional tensors, hidden outputs
+
+IDS, WEIGHT = torch.tensor([1, 0, 1]), torch.arange(8.0).reshape(2, 4)
+
+
+def test_binding_gives_the_arguments_of_both_directions() -> None:
+    call = bind(lookup, IDS, WEIGHT)
+    assert call.operator is FORWARD and call.arguments == (IDS, WEIGHT, None)
+    assert call.public_outputs == 1 and call.adjoint_arguments is not None
+    out, rows = call.operator.allocate(*call.arguments)
+    assert call.adjoint_arguments((out,), (out, rows)) == (out, rows, WEIGHT, None)
+    with pytest.raises(adjoint.ArgumentError, match="lookup: missing a required argument: 'weight'"):
+        bind(lookup, IDS)
+
+
+def test_a_plan_runs_without_its_optional_tensors() -> None:
+    plan = adjoint.plan(lookup, IDS, WEIGHT)
+    plan.can_implement(IDS, WEIGHT, None)
+    out, rows = plan.run(IDS, WEIGHT, None)
+    assert torch.equal(out, WEIGHT[IDS]) and torch.equal(rows, IDS)
+    memory = (torch.empty(3, 4), torch.empty(3, dtype=torch.int64))
+    plan.run(IDS, WEIGHT, None, out=memory)
+    assert torch.equal(memory[0], out) and torch.equal(memory[1], rows)
+    assert plan.adjoint is not None
+    dweight, dscale = plan.adjoint.run(torch.ones(3, 4), rows, WEIGHT, None)
+    assert torch.equal(dweight[:, 0], torch.tensor([1.0, 2.0])) and dscale.numel() == 0
+
+
+def test_a_hidden_output_takes_no_upstream_gradient() -> None:
+    """Meta tensors as well: there the upstream gradients are made from the public outputs alone."""
+    plan = adjoint.plan(lookup, IDS.to("meta"), WEIGHT.to("meta"), device="cpu")
+    assert plan.adjoint is not None and plan.adjoint.operator is BACKWARD
+
+
+def test_each_direction_takes_the_plan_that_is_its_own() -> None:
+    plan = adjoint.plan(lookup, IDS, WEIGHT, preference=Preference(plan="eager.other_bits+eager"))
+    assert plan.adjoint is not None and (plan.name, plan.adjoint.name) == ("eager", "eager.other_bits")
+    with pytest.raises(adjoint.Unsupported, match="test_lookup_backward: no plan"):
+        adjoint.plan(lookup, IDS, WEIGHT, preference=Preference(plan="eager.unwritten"))
+
+
+def test_the_dispatcher_takes_none_for_an_optional_tensor() -> None:
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    with Listening():
+        out = lookup(IDS, WEIGHT)
+    assert torch.equal(out, WEIGHT[IDS])
+    with forward_ad.dual_level(), pytest.raises(adjoint.Unsupported, match="forward-mode"):
+        FORWARD(IDS, forward_ad.make_dual(WEIGHT, torch.ones_like(WEIGHT)), None, "")
 
 
 def test_unknown_schedule_parameters_are_named() -> None:

@@ -14,6 +14,7 @@ EXAMPLES = [
     Preference(),
     Preference(backend="eager"),
     Preference(plan="triton.rows", repeatable=True),
+    Preference(plan="triton.rows+triton.sequential"),
     Preference(batch_invariant=True, device_invariant=True, max_workspace_bytes=0),
     Preference(backend="triton", repeatable=True, max_workspace_bytes=1 << 40),
 ]
@@ -70,6 +71,8 @@ def test_the_deterministic_flag_asks_for_repeatable_plans() -> None:
         ({"backend": "metal"}, "backend must be one of 'triton', 'eager', got 'metal'"),
         ({"max_workspace_bytes": -1}, "max_workspace_bytes must be an integer ≥ 0"),
         ({"plan": "a,b"}, "plan must be the name of a plan"),
+        ({"plan": "a+"}, r"or several joined by '\+', got 'a\+'"),
+        ({"plan": ""}, "plan must be the name of a plan"),
         ({"speed": 1}, "unknown speed; a Preference has backend"),
     ],
 )

@@ -135,7 +135,7 @@ def silu(
 def _bind(x: Tensor, *, reuse_inputs: bool = False) -> Call:
     _check(x)
     adjoint = _silu_backward_reuse if reuse_inputs else _silu_backward
-    return Call(_silu, (x,), adjoint, lambda outputs: (outputs[0], x))
+    return Call(_silu, (x,), adjoint, lambda upstream, outputs: (*upstream, x))
 
 
 publish(silu, _bind)

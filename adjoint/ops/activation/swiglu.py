@@ -284,12 +284,13 @@ def _bind(gate: Tensor, up: Tensor | None = None, *, order: str | None = None, r
         order = "gate_up" if order is None else order
         _check_packed(gate, order)
         adjoint = _swiglu_packed_backward_reuse if reuse_inputs else _swiglu_packed_backward
-        return Call(_swiglu_packed, (gate, order), adjoint, lambda outputs: (outputs[0], gate, order))
+        return Call(_swiglu_packed, (gate, order), adjoint, lambda upstream, outputs: (*upstream, gate, order))
     if order is not None:
         raise ArgumentError(f"swiglu: order={order!r} describes one packed tensor, but up is given as well")
     _check(gate, up)
     adjoint = _swiglu_backward_reuse if reuse_inputs else _swiglu_backward
-    return Call(_swiglu, (gate, up), adjoint, lambda outputs: (outputs[0], gate, up, NEED_GATE | NEED_UP))
+    need = NEED_GATE | NEED_UP
+    return Call(_swiglu, (gate, up), adjoint, lambda upstream, outputs: (*upstream, gate, up, need))
 
 
 publish(swiglu, _bind)

@@ -1,0 +1,84 @@
+"""How the items of a problem follow each other along one axis: other sizes, other batches, pieces.
+
+These are what a `Subject` does by default; a family whose items lie otherwise gives its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjoint.core.inputs import Inputs, each
+
+Answers = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Outputs and gradients."""
+
+PIECE = 2**24
+"""Elements of one tensor that are compared with the reference at once, so that float64 copies stay small."""
+
+
+@dataclass(frozen=True)
+class Rebatch:
+    """Some of a problem's items in another batch, and the results that must have the same bits.
+
+    Attributes:
+        name: what was done, for the row that fails.
+        inputs, upstream: the other batch.
+        pairs: `(whole, alone) -> (tensor, tensor), ...`, each pair bit-equal. A direction of which not
+            every result promises batch invariance comes with an empty tuple.
+    """
+
+    name: str
+    inputs: Inputs
+    upstream: tuple[Tensor, ...]
+    pairs: Callable[[Answers, Answers], Iterable[tuple[Tensor, Tensor]]]
+
+
+def resized(
+    inputs: Inputs, upstream: tuple[Tensor, ...], size: int, axis: int, batched: Sequence[bool]
+) -> tuple[Inputs, tuple[Tensor, ...]]:
+    """The same items, repeated or cut to `size` of them; inputs that are not batched stay as they are."""
+
+    def fitted(tensor: Tensor) -> Tensor:
+        copies = -(-size // tensor.shape[axis])
+        return torch.cat([tensor] * copies, dim=axis).narrow(axis, 0, size).contiguous()
+
+    changed = each(fitted, tuple(t if has_items else None for t, has_items in zip(inputs, batched, strict=True)))
+    kept = tuple(old if new is None else new for old, new in zip(inputs, changed, strict=True))
+    return kept, tuple(map(fitted, upstream))
+
+
+def rebatched(inputs: Inputs, upstream: tuple[Tensor, ...], axis: int) -> Iterator[Rebatch]:
+    """The first item alone, the last alone, and the last half; nothing for tensors of fewer than two axes."""
+    first: Tensor = inputs[0]
+    if first.dim() < 2:
+        return
+    size = first.shape[axis]
+    for begin, length in ((0, 1), (size - 1, 1), (size // 2, size - size // 2)):
+        if length < 1 or begin < 0:
+            continue
+
+        def part(tensor: Tensor, begin: int = begin, length: int = length) -> Tensor:
+            return tensor.narrow(axis, begin, length)
+
+        def pairs(
+            whole: Answers, alone: Answers, part: Callable[[Tensor], Tensor] = part
+        ) -> Iterable[tuple[Tensor, Tensor]]:
+            return zip((*alone[0], *alone[1]), map(part, (*whole[0], *whole[1])), strict=True)
+
+        yield Rebatch(f"items {begin}+{length}", each(part, inputs), tuple(map(part, upstream)), pairs)
+
+
+def pieces(arguments: Inputs, outputs: tuple[Tensor, ...], axis: int) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
+    """Arguments and outputs, all cut at the same items."""
+    given = [tensor for tensor in (*arguments, *outputs) if tensor is not None]
+    items = given[0].shape[axis]
+    step = max(1, PIECE * items // max(1, *(tensor.numel() for tensor in given)))
+    for begin in range(0, items, step):
+        index = (slice(None),) * axis + (slice(begin, begin + step),)
+
+        def part(tensor: Tensor, index: tuple[slice, ...] = index) -> Tensor:
+            return tensor[index]
+
+        yield each(part, arguments), tuple(map(part, outputs))

@@ -1,0 +1,52 @@
+"""Both directions of a call, each as the plan that serves it and the arguments it runs on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.plan import Call, Operator, Plan, select
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A plan and the arguments of its operator, options included."""
+
+    plan: Plan
+    arguments: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What `plan.run` takes."""
+        return self.arguments[: len(self.plan.operator.tensors)]
+
+    def run(self, plan: Plan | None = None, **memory: Any) -> tuple[Tensor, ...]:
+        """All outputs of the operator, from its plan or another one of the same operator."""
+        results = (plan or self.plan).run(*self.tensors, **memory)
+        return results if isinstance(results, tuple) else (results,)
+
+    def workspace(self) -> Tensor | None:
+        """Memory for the plan to work in; None where it needs none, or allocates its own."""
+        needed = self.plan.workspace_bytes
+        return torch.empty(needed, dtype=torch.uint8, device=self.plan.problem.device) if needed else None
+
+
+def forward(call: Call, preference: str) -> Bound:
+    """The forward of a call."""
+    return _bound(call.operator, call.arguments, preference)
+
+
+def backward(call: Call, upstream: tuple[Tensor, ...], outputs: tuple[Tensor, ...], preference: str) -> Bound:
+    """The backward of a call for these upstream gradients, whatever their layout.
+
+    Args:
+        upstream: the gradients of the public outputs.
+        outputs: all outputs of the forward operator.
+    """
+    assert call.adjoint is not None and call.adjoint_arguments is not None
+    return _bound(call.adjoint, call.adjoint_arguments(upstream, outputs), preference)
+
+
+def _bound(operator: Operator, arguments: tuple[Any, ...], preference: str) -> Bound:
+    return Bound(select(operator, operator.describe(*arguments), preference), arguments)

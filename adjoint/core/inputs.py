@@ -1,0 +1,37 @@
+"""The tensor arguments of an op under test.
+
+Floating ones are differentiable. Integer and boolean ones carry no gradient and keep their dtype
+everywhere. An optional one that is not given is None, and stays None.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Inputs = tuple[Any, ...]
+"""Tensors, or None for an optional one that is not given."""
+
+
+def each(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """The inputs, changed one by one."""
+    return tuple(None if tensor is None else change(tensor) for tensor in inputs)
+
+
+def is_differentiable(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point()
+
+
+def differentiable(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The inputs that have a gradient, in order."""
+    return tuple(filter(is_differentiable, inputs))
+
+
+def widened(inputs: Inputs) -> Inputs:
+    """The inputs as a reference takes them: floating ones in float64."""
+    return each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, inputs)
+
+
+def leaves(inputs: Inputs) -> Inputs:
+    """The inputs as leaves of a graph of their own: those with a gradient require it."""
+    return each(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), inputs)

@@ -1,0 +1,273 @@
+"""A toy op with everything the activations lack: out[i] = weight[ids[i]]·scale[i].
+
+Its ids are integers, its weight is shared by all items, its scale may be absent, and its forward operator
+has an output that only the backward sees. Beside the right plan it has wrong ones, each of which breaks one
+promise that it makes.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.cases import Answers, Case, Inputs, Rebatch, Subject, Workload
+from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.op import define
+from adjoint.core.plan import Call, Candidate, Plan, publish
+from adjoint.core.preference import Preference, resolve
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
+
+# ------------------------------------------------------------------------------------- reference
+
+
+def reference(ids: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+    out = weight[ids]
+    return (out if scale is None else out * scale[:, None],)
+
+
+def reference_backward(dout: Tensor, ids: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+    scaled = dout if scale is None else dout * scale[:, None]
+    dweight = torch.zeros_like(weight).index_add(0, ids, scaled)
+    return (dweight,) if scale is None else (dweight, (dout * weight[ids]).sum(-1))
+
+
+def _bound(index: int, dtype: torch.dtype, backward: bool) -> Callable[..., Tensor]:
+    """One rounding of sums that were formed in float64."""
+    eps = torch.finfo(dtype).eps
+
+    def bound(*arguments: Tensor | None) -> Tensor:
+        sizes = [a.abs() if a is not None and a.is_floating_point() else a for a in arguments]
+        largest = (reference_backward if backward else reference)(*sizes)[index]  # type: ignore[arg-type]
+        exact = (reference_backward if backward else reference)(*arguments)[index]  # type: ignore[arg-type]
+        return eps * exact.abs() + 1e-13 * largest + torch.finfo(dtype).smallest_normal
+
+    return bound
+
+
+# ----------------------------------------------------------------------------------------- plans
+
+
+def _guarantee(problem: Problem) -> dict[str, Guarantee]:
+    backward = problem.op.endswith("backward")
+
+    def promise(index: int, item: str) -> Guarantee:
+        error = Derived("u·|exact|", _bound(index, problem.dtypes[0], backward))
+        return Guarantee(True, item, True, "float64", 1, error)
+
+    if backward:
+        return {"dweight": promise(0, ""), "dscale": promise(1, "item")}
+    return {"out": promise(0, "item"), "rows": promise(0, "item")}
+
+
+Compute = Callable[[Plan, tuple[Any, ...]], tuple[Tensor, ...]]
+
+
+def _candidate(name: str, compute: Compute, unwritten: int | None = None, schedules: Any = None) -> Candidate:
+    """A plan that writes what `compute` gives, except one output if told so, and poisons its workspace."""
+
+    def run(plan: Plan, arguments: Any, outputs: Any, workspace: Tensor | None) -> tuple[Tensor, ...]:
+        results = tuple(r.to(o.dtype) for r, o in zip(compute(plan, arguments), plan.allocate(arguments), strict=True))
+        if outputs is None:
+            return results
+        for index, (output, result) in enumerate(zip(outputs, results, strict=True)):
+            if index != unwritten:
+                output.copy_(result)
+        return tuple(outputs)
+
+    return Candidate(
+        name,
+        "eager",
+        "lookup",
+        1,
+        refuse=lambda problem: "",
+        guarantee=_guarantee,
+        run=run,
+        schedules=schedules,
+        workspace_bytes=lambda problem: 64,
+    )
+
+
+def _forward(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    ids, weight, scale = arguments
+    (out,) = reference(ids, weight.double(), None if scale is None else scale.double())
+    return out, ids.clone()
+
+
+def _backward(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    dout, rows, weight, scale = arguments
+    found = reference_backward(dout.double(), rows, weight.double(), None if scale is None else scale.double())
+    return found if scale is not None else (*found, weight.new_empty(0))
+
+
+def _next(tensor: Tensor) -> Tensor:
+    """The neighbouring value of every element."""
+    return torch.nextafter(tensor, torch.full_like(tensor, float("inf")))
+
+
+def _other_bits(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    dweight, dscale = _backward(plan, arguments)
+    return _next(dweight.to(arguments[2].dtype)), dscale
+
+
+def _batch_in_bits(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    out, rows = _forward(plan, arguments)
+    return (_next(out.to(arguments[1].dtype)) if len(rows) > 1 else out), rows
+
+
+def _schedule_in_bits(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    dweight, dscale = _backward(plan, arguments)
+    return dweight * plan.schedule["block"], dscale
+
+
+class _OneBlock(Schedules):
+    def __init__(self) -> None: ...
+
+    def lookup(self, kernel: str, device: torch.device | None = None) -> dict[str, int]:
+        return {"block": 1 if kernel == "lookup" else 0}
+
+
+# ------------------------------------------------------------------------------------- operators
+
+
+def _describe(op: str, like: Tensor) -> Problem:
+    return Problem(op, like.device, (like.dtype,))
+
+
+FORWARD = define(
+    "test_lookup",
+    "Tensor ids, Tensor weight, Tensor? scale",
+    "(Tensor, Tensor)",
+    outputs=("out", "rows"),
+    tensors=("ids", "weight", "scale"),
+    check=lambda ids, weight, scale: None,
+    allocate=lambda ids, weight, scale: (weight.new_empty(len(ids), weight.shape[1]), torch.empty_like(ids)),
+    describe=lambda ids, weight, scale: _describe("test_lookup", weight),
+    candidates=lambda: (
+        _candidate("eager", _forward),
+        _candidate("eager.unwritten", _forward, unwritten=1),
+        _candidate("eager.batch", _batch_in_bits),
+    ),
+)
+BACKWARD = define(
+    "test_lookup_backward",
+    "Tensor dout, Tensor rows, Tensor weight, Tensor? scale",
+    "(Tensor, Tensor)",
+    outputs=("dweight", "dscale"),
+    tensors=("dout", "rows", "weight", "scale"),
+    check=lambda dout, rows, weight, scale: None,
+    allocate=lambda dout, rows, weight, scale: (
+        weight.new_empty(weight.shape),
+        weight.new_empty(0 if scale is None else len(rows)),
+    ),
+    describe=lambda dout, rows, weight, scale: _describe("test_lookup_backward", weight),
+    candidates=lambda: (
+        _candidate("eager", _backward),
+        _candidate("eager.other_bits", _other_bits),
+        _candidate("eager.schedule", _schedule_in_bits, schedules=_OneBlock()),
+    ),
+)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, scale: Tensor | None, preference: str) -> Tensor:  # type: ignore[override]
+        out, rows = FORWARD(ids, weight, scale, preference)
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.preference = preference
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, scale = ctx.saved_tensors
+        dweight, dscale = BACKWARD(dout, rows, weight, scale, ctx.preference)
+        return None, dweight, None if scale is None else dscale, None
+
+
+def lookup(ids: Tensor, weight: Tensor, scale: Tensor | None = None, *, preference: Preference | None = None) -> Tensor:
+    return _Lookup.apply(ids, weight, scale, resolve(preference))  # type: ignore[no-any-return]
+
+
+def _bind(ids: Tensor, weight: Tensor, scale: Tensor | None = None) -> Call:
+    return Call(
+        FORWARD,
+        (ids, weight, scale),
+        BACKWARD,
+        lambda upstream, outputs: (*upstream, outputs[1], weight, scale),
+        public_outputs=1,
+    )
+
+
+publish(lookup, _bind)
+
+# --------------------------------------------------------------------------------------- subject
+
+
+def _make(items: int, scaled: bool) -> Callable[..., Inputs]:
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        ids = torch.randint(5, (items,), generator=generator)
+        weight = torch.randn(5, 4, generator=generator, dtype=torch.float64).to(dtype)
+        scale = torch.randn(items, generator=generator, dtype=torch.float64).to(dtype) if scaled else None
+        return ids.to(device), weight.to(device), None if scale is None else scale.to(device)
+
+    return make
+
+
+def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
+    ids, weight, scale = inputs
+    if len(ids):
+        first = None if scale is None else scale[:1]
+
+        def pairs(whole: Answers, alone: Answers) -> Iterable[tuple[Tensor, Tensor]]:
+            return [(one, every[:1]) for one, every in zip(alone[0], whole[0], strict=True)]
+
+        yield Rebatch("the first alone", (ids[:1], weight, first), (upstream[0][:1],), pairs)
+
+
+def _columns(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterable[tuple[Inputs, tuple[Tensor, ...]]]:
+    """One column at a time, with the ids whole; for workloads without a scale."""
+
+    def column(tensor: Tensor, index: int) -> Tensor:
+        return tensor[..., index : index + 1] if tensor.dim() == 2 else tensor
+
+    for index in range(outputs[0].shape[-1]):
+        yield (
+            tuple(None if t is None else column(t, index) for t in arguments),
+            tuple(column(t, index) for t in outputs),
+        )
+
+
+def _zeros(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+    floating = [t for t in inputs[1:] if t is not None]
+    return tuple(map(torch.zeros_like, upstream)), tuple(map(torch.zeros_like, floating))
+
+
+LOOKUP = Subject(
+    name="lookup",
+    function=lookup,
+    inputs=("ids", "weight", "scale"),
+    reference=reference,
+    reference_backward=reference_backward,
+    cases=(
+        Case("scaled", _make(9, True)),
+        Case("not scaled", _make(7, False)),
+        Case("no items", _make(0, True)),
+    ),
+    dtypes=(torch.float64, torch.float32, torch.bfloat16),
+    mistakes={"zero output": _zeros},
+    plans=("eager",),
+    batched=("ids", "scale"),
+    rebatched=_rebatched,
+    pieces=_columns,
+)
+
+WORKLOAD = Workload(
+    "lookup 64×4, float32",
+    LOOKUP,
+    _make(64, False),
+    forward_bytes=64 * 4 * 4,
+    backward_bytes=64 * 4 * 4,
+    baseline=lambda ids, weight, scale: weight[ids],
+    dtype=torch.float32,
+)

@@ -1,0 +1,86 @@
+"""The shared checks on an op with integer, shared and optional inputs; and that each notices what it is for."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adjoint.core.preference import Preference
+from adjoint.ops.activation.cases import SILU
+from adjoint.verify import Job, jobs
+from adjoint.verify import bits as checks
+from adjoint.verify.row import Row
+from tests.lookup import LOOKUP
+
+CPU = torch.device("cpu")
+EAGER = Preference(backend="eager")
+
+
+@pytest.fixture
+def lookup_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    family = SimpleNamespace(__name__="tests.lookup.cases", SUBJECTS=(LOOKUP,), BAD_CALLS=())
+    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "families", lambda: [family])
+    return [job for job in jobs(None, CPU) if job.backend == "eager"]
+
+
+def test_every_check_passes_on_an_op_that_is_right(lookup_jobs: list[Job]) -> None:
+    rows = [row for job in lookup_jobs for row in job.run()]
+    assert not [f"{row.check}: {row.detail}" for row in rows if not row.passed]
+    assert {"accuracy", "gradients", "repeats", "batch invariance", "device invariance", "upstream layouts"} <= {
+        row.check for row in rows
+    }
+    assert {"poison", "opcheck", "compile (aot_eager)", "modes and threads", "no recompilation"} <= {
+        row.check for row in rows
+    }
+
+
+def test_named_plans_have_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = replace(LOOKUP, plans=("eager.other_bits+eager", "cuda.fast+eager"))
+    family = SimpleNamespace(__name__="tests.lookup.cases", SUBJECTS=(subject,), BAD_CALLS=())
+    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "families", lambda: [family])
+    listed = {job.label: job for job in jobs(None, CPU)}
+    assert {label for label in listed if "float32 eager.other_bits" in label} == {
+        f"lookup float32 eager.other_bits+eager: {check}"
+        for check in ("accuracy", "repeats", "device invariance", "poison")
+    }
+    assert not [label for label in listed if "cuda.fast" in label], "its backend is not here"
+    (row,) = listed["lookup float32 eager.other_bits+eager: repeats"].run()
+    assert row.passed and row.plan == "eager + eager.other_bits"
+    (row,) = listed["lookup float32 eager.other_bits+eager: device invariance"].run()
+    assert not row.passed
+
+
+WRONG: dict[str, tuple[Callable[..., list[Row]], str, str]] = {
+    "other bits than on the CPU": (checks.devices, "eager.other_bits+eager", "result 1 differs"),
+    "an output that is not public is not written": (checks.poison, "eager.unwritten+eager", "result 1 differs"),
+    "bits depend on the batch": (checks.invariance, "eager.batch+eager", "the first alone"),
+    "a schedule of the adjoint alone changes bits": (checks.schedules, "eager.schedule+eager", "block=2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_broken_promise_is_noticed(name: str) -> None:
+    check, plan, words = WRONG[name]
+    (row,) = check(LOOKUP, torch.float32, CPU, Preference(plan=plan))
+    assert not row.passed and words in row.detail
+    assert all(right.passed for right in check(LOOKUP, torch.float32, CPU, EAGER))
+
+
+def test_what_is_not_promised_is_not_checked() -> None:
+    assert checks.devices(SILU, torch.float32, CPU, EAGER) == []
+    assert checks.schedules(LOOKUP, torch.float32, CPU, EAGER) == []
+
+
+def test_a_shared_input_needs_a_statement_about_batches() -> None:
+    with pytest.raises(NotImplementedError, match="lookup: not every input has the batch axis"):
+        checks.invariance(replace(LOOKUP, rebatched=None), torch.float32, CPU, EAGER)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32])
+def test_bits_of_every_type_are_compared(dtype: torch.dtype) -> None:
+    ones, zeros = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
+    assert checks.same_bits(ones, ones.clone()) and not checks.same_bits(ones, zeros)
+    assert not checks.same_bits(ones, ones.double()) and not checks.same_bits(ones, ones[:2])
