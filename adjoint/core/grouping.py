@@ -1,0 +1,137 @@
+"""Grouping positions by key on the device: a stable sort whose memory is the plan's own workspace.
+
+    sizes = regions(count)                       # what the workspace must hold
+    keys, positions = sort(launch, memory, ids, count, groups, skipped)
+
+`launch(key, grid, *arguments)` starts a kernel of `grouping_kernels` by the key of its variant, from
+`variants(ids dtype)`. Nothing is allocated and nobody waits for the device.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from adjoint.core import kernels
+from adjoint.core.kernels import TRITON_TYPES, Variant
+
+Launch = Callable[..., None]
+
+MAX_COUNT = 2**30
+MAX_GROUPS = 2**31 - 2
+_BLOCK, _DIGIT, _CHUNK = 256, 9, 512
+
+
+def blocks(count: int) -> int:
+    """Blocks of positions; the last one has room for at least one place past the end."""
+    return count // _BLOCK + 1
+
+
+def passes(groups: int) -> int:
+    """Digits of the largest key, which is `groups` itself: what is in no group."""
+    return max(1, -(-groups.bit_length() // _DIGIT))
+
+
+def regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
+    """The memory a sort needs."""
+    room = blocks(count) * _BLOCK
+    return {
+        "keys_a": (torch.int32, room),
+        "keys_b": (torch.int32, room),
+        "positions_a": (torch.int32, room),
+        "positions_b": (torch.int32, room),
+        "counts": (torch.int32, blocks(count) << _DIGIT),
+        "totals": (torch.int32, 1 << _DIGIT),
+    }
+
+
+def mark_regions(groups: int) -> dict[str, tuple[torch.dtype, int]]:
+    """The memory `mark_groups` needs."""
+    return {name: (torch.int32, max(1, groups)) for name in ("starts", "ends")}
+
+
+def list_regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
+    """The memory `list_groups` needs."""
+    room = blocks(count) * _BLOCK
+    return {
+        "starts": (torch.int32, room),
+        "ends": (torch.int32, room),
+        "listed": (torch.int32, room),
+        "segment_of": (torch.int32, room),
+        "listed_count": (torch.int32, 1),
+    }
+
+
+_POINTERS = frozenset(
+    ("counts", "totals", "positions", "sorted_keys", "sorted_positions", "starts", "ends", "listed", "segment_of", "cleared")
+)
+
+
+def variants(ids: torch.dtype) -> dict[str, Variant]:
+    """What is compiled to group ids of a dtype, by the key it is launched with."""
+    from adjoint.core import grouping_kernels as _  # noqa: F401  (registers them)
+
+    listed = {}
+    for name, kernel in kernels.registered().items():
+        if not name.startswith("group_"):
+            continue
+        for first in (True, False) if "FIRST" in kernel.parameters else (False,):
+            constants = {"FIRST": first, "CHUNK": _CHUNK}
+            source = TRITON_TYPES[ids if first else torch.int32]
+            types = {
+                parameter: f"*{source}" if parameter == "source" else "*i32" if parameter in _POINTERS else "i32"
+                for parameter in kernel.parameters
+                if not parameter.isupper()
+            }
+            key = f"{name} first" if first else name
+            listed[key] = kernel.variant(
+                types,
+                {parameter: constants[parameter] for parameter in kernel.parameters if parameter.isupper()},
+                num_warps=4,
+                num_stages=1,
+            )
+    return listed
+
+
+def sort(launch: Launch, memory: Mapping[str, Any], ids: Any, count: int, groups: int, skipped: int, mark: bool
+) -> tuple[Any, Any]:
+    """Sorts ids, stably; gives the sorted keys and the position each had. Both live in `memory`.
+
+    An id below 0, at least `groups`, or equal to `skipped` has the key `groups`. With `mark`,
+    memory is made ready for `mark_groups`.
+    """
+    number = blocks(count)
+    source, positions = ids, memory["positions_b"]
+    targets = [("keys_a", "positions_a"), ("keys_b", "positions_b")]
+    for index in range(passes(groups)):
+        first = " first" if index == 0 else ""
+        keys, places = (memory[name] for name in targets[index % 2])
+        shift = index * _DIGIT
+        launch(f"group_count_digits{first}", (number,), source, memory["counts"], count, groups, skipped, number, shift)
+        cleared, clear_count = (memory["starts"], groups) if index == 0 and mark else (keys, 0)
+        launch("group_sum_counts", (1 << _DIGIT,), memory["counts"], memory["totals"], number, cleared, clear_count)
+        launch(
+            f"group_move{first}", (number,), source, positions, memory["counts"], memory["totals"], keys, places,
+            count, groups, skipped, number, shift,
+        )  # fmt: skip
+        source, positions = keys, places
+    return source, positions
+
+
+def mark_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
+    """Group g has the places from memory["starts"][g] to memory["ends"][g]; an empty one starts at −1.
+
+    The sort must have been told to `mark`.
+    """
+    launch("group_mark", (blocks(count),), keys, memory["starts"], memory["ends"], groups)
+
+
+def list_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
+    """Lists the groups that occur in memory: "starts", "ends", "listed" (keys), "segment_of" and "listed_count"."""
+    number = blocks(count)
+    launch("group_count_heads", (number,), keys, memory["counts"], groups)
+    launch("group_sum_counts", (1,), memory["counts"], memory["listed_count"], number, keys, 0)
+    launch(
+        "group_list", (number,), keys, memory["counts"], memory["starts"], memory["ends"], memory["listed"],
+        memory["segment_of"], groups,
+    )  # fmt: skip

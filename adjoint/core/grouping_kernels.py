@@ -1,0 +1,146 @@
+"""Kernels that group positions by an integer key: a stable radix sort, and where each group begins.
+
+A key is 31 bits. Digits of `DIGIT` bits are sorted from the lowest up, each pass stable, in three steps:
+every block of positions counts its digits; every digit's counts are summed over the blocks; every block
+moves its keys to where its digits begin. Ranks inside a block come from comparisons, so the order is a
+pure function of the keys: nothing here depends on which program runs first.
+
+Blocks are full: positions past the end carry `LAST`, a key above every other, and stay at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from adjoint.core import kernels
+from adjoint.core.kernels import Budget
+
+DIGIT = 9
+BINS = 1 << DIGIT
+BLOCK = 256
+LAST = 0x7FFFFFFF
+
+_DIGIT = tl.constexpr(DIGIT)
+_BINS = tl.constexpr(BINS)
+_BLOCK = tl.constexpr(BLOCK)
+_LAST = tl.constexpr(LAST)
+_LANES = tl.constexpr(32)  # keys one comparison of a block takes
+
+
+@triton.jit
+def load_keys(source, index, count, groups, skipped, FIRST: tl.constexpr):
+    """Keys of a pass. The first pass reads ids: one that is out of range, or skipped, gets the key `groups`."""
+    if FIRST:
+        inside = index < count
+        value = tl.load(source + index, inside, other=0)
+        valid = (value >= 0) & (value < groups) & (value != skipped)
+        key = tl.where(valid, value, groups).to(tl.int32)
+        return tl.where(inside, key, _LAST)
+    else:
+        return tl.load(source + index)
+
+
+@triton.jit
+def group_count_digits(source, counts, count, groups, skipped, blocks, shift, FIRST: tl.constexpr):
+    """counts[digit, block] = how many keys of the block have the digit."""
+    block = tl.program_id(0)
+    index = block * _BLOCK + tl.arange(0, _BLOCK)
+    digit = (load_keys(source, index, count, groups, skipped, FIRST) >> shift) & (_BINS - 1)
+    found = tl.histogram(digit, _BINS)
+    tl.store(counts + tl.arange(0, _BINS) * blocks + block, found)
+
+
+@triton.jit
+def group_sum_counts(counts, totals, blocks, cleared, clear_count, CHUNK: tl.constexpr):
+    """Each row of counts becomes the sums of the entries before; totals gets the sum of the row.
+
+    On the way, the programs together fill `cleared` with −1.
+    """
+    row = tl.program_id(0)
+    carried = 0
+    for begin in range(0, blocks, CHUNK):
+        index = begin + tl.arange(0, CHUNK)
+        entries = counts + row * blocks + index
+        found = tl.load(entries, index < blocks, other=0)
+        tl.store(entries, carried + tl.cumsum(found) - found, index < blocks)
+        carried += tl.sum(found)
+    tl.store(totals + row, carried)
+    for begin in range(row * CHUNK, clear_count, tl.num_programs(0) * CHUNK):
+        index = begin + tl.arange(0, CHUNK)
+        tl.store(cleared + index, tl.full([CHUNK], -1, tl.int32), index < clear_count)
+
+
+@triton.jit
+def group_move(
+    source, positions, counts, totals, sorted_keys, sorted_positions, count, groups, skipped, blocks, shift,
+    FIRST: tl.constexpr,
+):  # fmt: skip
+    """Moves every key, and its position, to its place in the order of one digit."""
+    block = tl.program_id(0)
+    local = tl.arange(0, _BLOCK)
+    index = block * _BLOCK + local
+    key = load_keys(source, index, count, groups, skipped, FIRST)
+    digit = (key >> shift) & (_BINS - 1)
+    rank = tl.zeros([_BLOCK], tl.int32)
+    for begin in range(0, _BLOCK, _LANES):
+        # A column: every thread loads all of it, and no thread has to ask another.
+        other = begin + tl.arange(0, _LANES)[:, None]
+        other_key = load_keys(source, block * _BLOCK + other, count, groups, skipped, FIRST)
+        earlier = (((other_key >> shift) & (_BINS - 1)) == digit[None, :]) & (other < local[None, :])
+        rank += tl.sum(earlier.to(tl.int32), 0)
+    found = tl.load(totals + tl.arange(0, _BINS))
+    begins = tl.cumsum(found) - found
+    place = tl.gather(begins, digit, 0) + tl.load(counts + digit * blocks + block) + rank
+    tl.store(sorted_keys + place, key)
+    tl.store(sorted_positions + place, index if FIRST else tl.load(positions + index))
+
+
+@triton.jit
+def load_neighbours(sorted_keys, index, groups):
+    """The keys at places, whether each is the first of a group, and whether it is the last."""
+    key = tl.load(sorted_keys + index)
+    valid = key < groups
+    head = valid & (key != tl.load(sorted_keys + index - 1, index > 0, other=-1))
+    return key, head, valid & (key != tl.load(sorted_keys + index + 1, valid, other=-1))
+
+
+@triton.jit
+def group_mark(sorted_keys, starts, ends, groups):
+    """For each group that occurs: where it begins and where it ends."""
+    index = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+    key, head, tail = load_neighbours(sorted_keys, index, groups)
+    tl.store(ends + key, index + 1, tail)
+    tl.store(starts + key, index, head)
+
+
+@triton.jit
+def group_count_heads(sorted_keys, counts, groups):
+    """counts[block] = how many groups begin in the block."""
+    block = tl.program_id(0)
+    index = block * _BLOCK + tl.arange(0, _BLOCK)
+    _, head, _ = load_neighbours(sorted_keys, index, groups)
+    tl.store(counts + block, tl.sum(head.to(tl.int32)))
+
+
+@triton.jit
+def group_list(sorted_keys, counts, starts, ends, listed, segment_of, groups):
+    """Lists the groups that occur, in order: where each begins and ends, its key, and each place's number in the list."""
+    block = tl.program_id(0)
+    index = block * _BLOCK + tl.arange(0, _BLOCK)
+    key, head, tail = load_neighbours(sorted_keys, index, groups)
+    number = tl.load(counts + block) + tl.cumsum(head.to(tl.int32)) - 1
+    tl.store(starts + number, index, head)
+    tl.store(ends + number, index + 1, tail)
+    tl.store(listed + number, key, head)
+    tl.store(segment_of + index, tl.where(key < groups, number, _LAST))
+
+
+_SORT = Budget(registers=128, shared_bytes=16384)
+
+KERNELS = (
+    kernels.register(group_count_digits, budget=_SORT),
+    kernels.register(group_sum_counts, budget=_SORT),
+    kernels.register(group_move, budget=_SORT),
+    kernels.register(group_mark, budget=_SORT),
+    kernels.register(group_count_heads, budget=_SORT),
+    kernels.register(group_list, budget=_SORT),
+)

@@ -1,0 +1,267 @@
+"""Which kernels serve which embedding problem, and what they guarantee."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core import grouping
+from adjoint.core.guarantee import Derived, Guarantee, spacing
+from adjoint.core.kernels import why_not_triton
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
+from adjoint.ops.embedding import eager
+
+SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+TILE = 64
+"""Tokens of a tile, and tiles of a tile of the next level: part of every sum's bits."""
+
+SEQUENTIAL = 2**30
+"""The tile of the plans that have none: longer than any group."""
+
+Run = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
+
+
+def triton_part(module: str) -> Any:
+    """A module that imports Triton, on first use."""
+    from importlib import import_module
+
+    return import_module(f"adjoint.ops.embedding.{module}")
+
+
+def writing(compute: Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]) -> Run:
+    """A candidate's `run` from what writes into outputs that are there."""
+
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        compute(plan, arguments, outputs, workspace)
+        return outputs
+
+    return run
+
+
+def refuse(problem: Problem) -> str:
+    """Why the kernels cannot serve a problem."""
+    if problem.op != "embedding":
+        count, rows = problem.sizes[:2]
+        if count > grouping.MAX_COUNT:
+            return f"groups up to {grouping.MAX_COUNT} ids, these are {count}"
+        if rows > grouping.MAX_GROUPS:
+            return f"groups by at most {grouping.MAX_GROUPS} rows, these are {rows}"
+    return why_not_triton(problem.device)
+
+
+# ------------------------------------------------------------------------------------------- guarantee
+
+
+def additions(count: Tensor, tile: int) -> Tensor:
+    """The longest chain of additions a term of a sum of `count` terms goes through."""
+    steps = torch.zeros_like(count)
+    for _ in range(5):
+        steps += count.clamp_max(tile)
+        count = torch.where(count > tile, (count + tile - 1).div(tile, rounding_mode="floor"), 0)
+    return steps
+
+
+def sum_bound(exact: Tensor, magnitude: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error of a sum of given magnitude Σ|terms| after so many roundings in the wide type, and one at the end.
+
+    γ·Σ|terms| with γ = n·u / (1 − n·u), and half a unit in the last place of what is rounded. Additions
+    do not underflow; products may, by half the smallest number each.
+    """
+    info = torch.finfo(eager.wide(dtype))
+    chain = steps * (info.eps / 2)
+    before = chain / (1 - chain) * magnitude + steps * info.smallest_normal * info.eps
+    if dtype == eager.wide(dtype):
+        return before
+    return before + spacing(exact.abs() + before, dtype) / 2
+
+
+COPY = Derived("0: bytes are copied", lambda ids, weight: torch.zeros(*ids.shape, weight.shape[1], device=ids.device))
+
+OUT_OF_RANGE = {
+    "raise": "a zero row, reported with position and value: at once on the CPU, by adjoint.check() on a GPU",
+    "zero": "a zero row",
+}
+
+
+def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    return {
+        "out": Guarantee(
+            repeatable=True,
+            batch_invariant="token",
+            device_invariant=True,
+            accumulator="none",
+            roundings=0,
+            error=COPY,
+            special_values="copied, payloads of NaN included",
+            out_of_range=OUT_OF_RANGE[problem.options[0]],
+        )
+    }
+
+
+def order_in_words(tile: int) -> str:
+    if tile == SEQUENTIAL:
+        return "every row's tokens are added in their order"
+    return f"a row's tokens are added in their order within tiles of {tile}, tiles in a fixed tree of their number"
+
+
+def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
+    padding = problem.options[-1]
+
+    def bound(gradient: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+        flat = ids.reshape(-1)
+        counts = (flat >= 0) & (flat < weight.shape[0]) & (flat != padding)
+        rows = flat[counts].long()
+        terms = gradient.reshape(-1, weight.shape[1])[counts]
+        number = torch.bincount(rows, minlength=weight.shape[0])
+        exact = torch.zeros_like(weight).index_add_(0, rows, terms)
+        magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
+        return sum_bound(exact, magnitude, additions(number, tile)[:, None], problem.dtypes[0])
+
+    accumulator = str(eager.wide(problem.dtypes[0])).removeprefix("torch.")
+    return {
+        "dweight": Guarantee(
+            repeatable=True,
+            batch_invariant="row",
+            device_invariant=True,
+            accumulator=accumulator,
+            roundings=1,
+            error=Derived(
+                f"½ ulp + γ·Σ|dout| over the row's tokens, γ = n·u / (1 − n·u), u = 2^{_exponent(accumulator)}, "
+                f"n the additions a token goes through",
+                bound,
+            ),
+            domain=f"every input; {order_in_words(tile)}",
+            special_values="as IEEE sums that begin with +0: a row never referenced is +0, no sum is −0",
+            out_of_range="no gradient",
+        )
+    }
+
+
+def _exponent(accumulator: str) -> int:
+    return -53 if accumulator == "float64" else -24
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def tiled(problem: Problem, tile: int) -> dict[str, Any]:
+    return {"tile": "none" if tile == SEQUENTIAL else tile}
+
+
+def _report(ids: Tensor, rows: int) -> None:
+    from adjoint.core.errors import report
+    from adjoint.ops.embedding.faults import ID_OUT_OF_RANGE
+
+    report(ID_OUT_OF_RANGE, ids, (ids < 0) | (ids >= rows))
+
+
+def _gather_eagerly(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    ids, weight, out_of_range = arguments
+    if out_of_range == "raise":
+        _report(ids, weight.shape[0])
+    eager.gather(ids, weight, outputs[0])
+
+
+def _forward_workspace(problem: Problem) -> int:
+    if "ids" not in problem.layout:
+        return 0
+    return int(triton_part("launch").copied_ids(problem.sizes[0], problem.dtypes[1]).bytes)
+
+
+EMBEDDING = (
+    Candidate(
+        name="triton.gather",
+        backend="triton",
+        kernel="embedding_gather",
+        revision=1,
+        refuse=refuse,
+        guarantee=forward_guarantee,
+        run=writing(lambda plan, a, out, workspace: triton_part("launch").gather(plan, a[0], a[1], out[0], workspace)),
+        prepare=lambda plan: triton_part("launch").prepare_gather(plan),
+        schedules=SCHEDULES,
+        workspace_bytes=_forward_workspace,
+    ),
+    Candidate(
+        name="eager",
+        backend="eager",
+        kernel="pytorch",
+        revision=1,
+        refuse=lambda problem: "",
+        guarantee=forward_guarantee,
+        run=writing(_gather_eagerly),
+        workspace_bytes=lambda problem: None,
+        any_layout=True,
+    ),
+)
+
+
+def _triton(name: str, tile: int, run: Run) -> Candidate:
+    return Candidate(
+        name=f"triton.{name}",
+        backend="triton",
+        kernel="embedding_backward",
+        revision=1,
+        refuse=refuse,
+        guarantee=lambda problem: backward_guarantee(problem, tile),
+        run=run,
+        prepare=lambda plan: triton_part("backward").sums(plan, tile).prepare(),
+        numeric=lambda problem: tiled(problem, tile),
+        schedules=SCHEDULES,
+        workspace_bytes=lambda problem: triton_part("backward").regions(problem, tile).bytes,
+    )
+
+
+def _eager(name: str, tile: int, run: Run) -> Candidate:
+    return Candidate(
+        name=f"eager.{name}",
+        backend="eager",
+        kernel="pytorch",
+        revision=1,
+        refuse=lambda problem: "",
+        guarantee=lambda problem: backward_guarantee(problem, tile),
+        run=run,
+        numeric=lambda problem: tiled(problem, tile),
+        workspace_bytes=lambda problem: None,
+        any_layout=True,
+    )
+
+
+def _candidates(in_triton: Callable[[int], Run], in_pytorch: Callable[[int], Run]) -> tuple[Candidate, ...]:
+    """Tiles first: no distribution of ids is slow. Then strictly sequential sums."""
+    orders = (("tiles", TILE), ("sequential", SEQUENTIAL))
+    return (
+        *(_triton(name, tile, in_triton(tile)) for name, tile in orders),
+        *(_eager(name, tile, in_pytorch(tile)) for name, tile in orders),
+    )
+
+
+def _sparse_eagerly(tile: int) -> Run:
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: Any, workspace: Any) -> tuple[Tensor, ...]:
+        gradient, ids, rows, padding = arguments
+        found, sums = eager.gradient_rows(gradient, ids, rows, padding, tile)
+        return found, sums.to(gradient.dtype)
+
+    return run
+
+
+EMBEDDING_BACKWARD = _candidates(
+    lambda tile: writing(lambda plan, a, out, w: triton_part("backward").dense(plan, tile, a, out[0], w)),
+    lambda tile: writing(lambda plan, a, out, w: eager.dense(*a, tile, out[0])),
+)
+EMBEDDING_BACKWARD_INTO = _candidates(
+    lambda tile: writing(lambda plan, a, out, w: triton_part("backward").into(plan, tile, a, w)),
+    lambda tile: writing(lambda plan, a, out, w: eager.into(*a, tile)),
+)
+EMBEDDING_BACKWARD_SPARSE = _candidates(
+    lambda tile: lambda plan, a, out, w: triton_part("backward").sparse(plan, tile, a, w),
+    _sparse_eagerly,
+)

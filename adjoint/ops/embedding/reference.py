@@ -1,0 +1,60 @@
+"""The embedding operations as defined: short, in the dtype of their inputs, never optimised."""
+
+import torch
+from torch import Tensor
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """out[n] = weight[ids[n]], and 0 where an id is out of range."""
+    valid = (ids >= 0) & (ids < weight.shape[0])
+    rows = weight.new_zeros(*ids.shape, weight.shape[1])
+    rows[valid] = weight[ids[valid].long()]
+    return rows
+
+
+def embedding_backward(gradient: Tensor, ids: Tensor, weight: Tensor, padding: int = -1) -> Tensor:
+    """dweight[r] = Σ gradient[n] over the n with ids[n] = r; padding and ids out of range add nothing."""
+    flat = ids.reshape(-1)
+    counts = (flat >= 0) & (flat < weight.shape[0]) & (flat != padding)
+    rows = gradient.reshape(-1, weight.shape[1])[counts]
+    return torch.zeros_like(weight).index_add(0, flat[counts].long(), rows)
+
+
+def bags_of(ids: Tensor, offsets: Tensor | None, include_last_offset: bool = False) -> list[Tensor]:
+    """The positions of each bag's entries in the flattened ids."""
+    if offsets is None:
+        count, width = ids.shape
+        return [torch.arange(bag * width, (bag + 1) * width) for bag in range(count)]
+    bounds = offsets.tolist() if include_last_offset else [*offsets.tolist(), ids.numel()]
+    return [torch.arange(begin, end) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def embedding_bag(
+    ids: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+    *,
+    mode: str,
+    padding: int = -1,
+    include_last_offset: bool = False,
+) -> Tensor:
+    """The sum, mean or maximum of each bag's rows, written with differentiable functions of torch."""
+    flat = ids.reshape(-1)
+    factors = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+    results = []
+    for entries in bags_of(ids, offsets, include_last_offset):
+        entries = entries.to(flat.device)
+        rows_of = flat[entries]
+        entries = entries[(rows_of >= 0) & (rows_of < weight.shape[0]) & (rows_of != padding)]
+        rows = weight[flat[entries].long()]
+        if factors is not None:
+            rows = rows * factors[entries][:, None]
+        if len(entries) == 0:
+            results.append(rows.sum(0))
+        elif mode == "max":
+            winner = (rows.detach() == rows.detach().amax(0)).to(torch.int8).argmax(0)
+            results.append(rows.gather(0, winner[None])[0])
+        else:
+            results.append(rows.sum(0) / (len(entries) if mode == "mean" else 1))
+    return torch.stack(results) if results else weight.new_zeros(0, weight.shape[1])
