@@ -6,6 +6,7 @@ from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
 from adjoint.ops.activation import silu, swiglu
+from adjoint.ops.embedding import embedding, embedding_bag
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,8 @@ __all__ = [
     "Unsupported",
     "check",
     "checked",
+    "embedding",
+    "embedding_bag",
     "nn",
     "plan",
     "prefer",

@@ -19,6 +19,10 @@ SUM, MEAN, MAX = 0, 1, 2
 _MEAN = tl.constexpr(MEAN)
 _MAX = tl.constexpr(MAX)
 _TILE = tl.constexpr(1 << TILE_BITS)
+_TILE_2 = tl.constexpr(1 << 2 * TILE_BITS)
+_TILE_3 = tl.constexpr(1 << 3 * TILE_BITS)
+_TILE_4 = tl.constexpr(1 << 4 * TILE_BITS)
+_TILE_5 = tl.constexpr(1 << 5 * TILE_BITS)
 
 
 @triton.jit
@@ -93,11 +97,10 @@ def embedding_bag_forward(
         mask = present[:, None] & in_row
         tl.store(winners + bag.to(tl.int64)[:, None] * columns + column[None, :], winner, mask)
     else:
-        total = tl.zeros([ROWS, BLOCK], tl.float64 if DOUBLE else tl.float32)
-        level_1 = total
-        level_2 = total
+        nothing = tl.zeros([ROWS, BLOCK], tl.float64 if DOUBLE else tl.float32)
+        level_1, level_2, level_3, level_4, total = nothing, nothing, nothing, nothing, nothing
         for first in range(0, longest, _TILE):
-            tile = tl.zeros([ROWS, BLOCK], total.dtype)
+            tile = nothing
             for entry in range(first, tl.minimum(first + _TILE, longest)):
                 place = begin + entry
                 row, valid, counts = load_entry(ids, place, entry < length, rows, skipped)
@@ -112,13 +115,20 @@ def embedding_bag_forward(
                 tile += term
                 used += counts.to(tl.int32)
             level_1 += tile
-            if (first // _TILE) % _TILE == _TILE - 1:
+            after = first + _TILE
+            if after % _TILE_2 == 0:
                 level_2 += level_1
-                level_1 = tl.zeros([ROWS, BLOCK], total.dtype)
-                if (first // (_TILE * _TILE)) % _TILE == _TILE - 1:
-                    total += level_2
-                    level_2 = tl.zeros([ROWS, BLOCK], total.dtype)
-        total += level_2 + level_1
+                level_1 = nothing
+                if after % _TILE_3 == 0:
+                    level_3 += level_2
+                    level_2 = nothing
+                    if after % _TILE_4 == 0:
+                        level_4 += level_3
+                        level_3 = nothing
+                        if after % _TILE_5 == 0:
+                            total += level_4
+                            level_4 = nothing
+        total += level_4 + (level_3 + (level_2 + level_1))
         if MODE == _MEAN:
             divisor = tl.maximum(used, 1).to(total.dtype)
             total = quotient(total, tl.broadcast_to(divisor[:, None], [ROWS, BLOCK]), DOUBLE)
@@ -169,7 +179,7 @@ def halve(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def embedding_bag_weights(
-    gradient, ids, weight, bag_of, keys, out, count, rows, columns,
+    gradient, weight, bag_of, keys, out, count, rows, columns,
     gradient_row_stride, gradient_column_stride, row_stride, column_stride,
     DOUBLE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -195,12 +205,9 @@ def embedding_bag_weights(
     total = halve(total, ROWS, BLOCK // 8)
     total = halve(total, ROWS, BLOCK // 16)
     total = halve(total, ROWS, BLOCK // 32)
-    total = halve(total, ROWS, BLOCK // 64)
+    total = halve(total, ROWS, BLOCK // 64)  # BLOCK is 128: one is left
     tl.store(out + entry, tl.reshape(total, [ROWS]).to(out.dtype.element_ty), inside)
 
-
-WEIGHTS_BLOCK = 128
-"""Columns the gradient of per-sample weights takes at once; seven halvings leave one. It changes bits."""
 
 _BAGS = Budget(registers=255, shared_bytes=65536)
 

@@ -18,8 +18,8 @@ from adjoint.core import kernels
 from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
 
-TILE_BITS = 6
-LEVELS = 4
+TILE_BITS = 5
+LEVELS = 5
 """Levels of partial sums: groups of up to 2^30 tokens."""
 
 _TILE = tl.constexpr(1 << TILE_BITS)
@@ -27,6 +27,7 @@ _BITS = tl.constexpr(TILE_BITS)
 _BITS_2 = tl.constexpr(2 * TILE_BITS)
 _BITS_3 = tl.constexpr(3 * TILE_BITS)
 _BITS_4 = tl.constexpr(4 * TILE_BITS)
+_BITS_5 = tl.constexpr(5 * TILE_BITS)
 
 
 # ------------------------------------------------------------------------------------------- lookup
@@ -156,7 +157,7 @@ def embedding_sum_partials(
 @triton.jit
 def embedding_write_groups(
     gradient, positions, bag_of, factors, winners, segment_of, ends, listed, partials, out,
-    count, segments, columns, tile, level_2, level_3, level_4,
+    count, segments, columns, tile, level_2, level_3, level_4, level_5,
     inner, outer_stride, inner_stride, column_stride, out_row_stride, out_column_stride,
     DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
     BAGGED: tl.constexpr, SCALED: tl.constexpr, CHOSEN: tl.constexpr, INTO: tl.constexpr,
@@ -191,13 +192,15 @@ def embedding_write_groups(
                 )  # fmt: skip
 
         in_row = (column < columns)[None, :]
-        tiles = (length - 1) >> _BITS  # less one: a level holds up to 64 of the one below
+        tiles = (length - 1) >> _BITS  # less one: a tile holds up to 32 of the level below
         bits = tl.where(tiles >> _BITS == 0, _BITS, _BITS_2)
         bits = tl.where(tiles >> _BITS_2 == 0, bits, _BITS_3)
         bits = tl.where(tiles >> _BITS_3 == 0, bits, _BITS_4)
+        bits = tl.where(tiles >> _BITS_4 == 0, bits, _BITS_5)
         level = tl.where(bits == _BITS, 0, level_2)
         level = tl.where(bits <= _BITS_2, level, level_3)
         level = tl.where(bits <= _BITS_3, level, level_4)
+        level = tl.where(bits <= _BITS_4, level, level_5)
         number = tl.where(present & (length > tile), (length + (1 << bits) - 1) >> bits, 0)
         for first in range(0, tl.max(number), UNROLL):
             for step in tl.static_range(UNROLL):

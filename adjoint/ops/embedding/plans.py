@@ -17,11 +17,17 @@ from adjoint.ops.embedding import eager
 
 SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
-TILE = 64
+TILE = 32
 """Tokens of a tile, and tiles of a tile of the next level: part of every sum's bits."""
 
 SEQUENTIAL = 2**30
 """The tile of the plans that have none: longer than any group."""
+
+WEIGHTS_BLOCK = 128
+"""Columns the gradient of per-sample weights takes at once: part of its bits."""
+
+NEED_WEIGHT, NEED_WEIGHTS = 1, 2
+"""Bits of the gradients a bag's backward computes: the table's, and the per-sample weights'."""
 
 Run = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
 
@@ -64,7 +70,7 @@ def refuse(problem: Problem) -> str:
 def additions(count: Tensor, tile: int) -> Tensor:
     """The longest chain of additions a term of a sum of `count` terms goes through."""
     steps = torch.zeros_like(count)
-    for _ in range(5):
+    for _ in range(7):
         steps += count.clamp_max(tile)
         count = torch.where(count > tile, (count + tile - 1).div(tile, rounding_mode="floor"), 0)
     return steps

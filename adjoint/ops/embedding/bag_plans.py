@@ -1,0 +1,225 @@
+"""Which kernels serve which `embedding_bag` problem, and what they guarantee."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem
+from adjoint.ops.embedding import eager, eager_bag
+from adjoint.ops.embedding.plans import (
+    NEED_WEIGHT,
+    NEED_WEIGHTS,
+    SCHEDULES,
+    TILE,
+    WEIGHTS_BLOCK,
+    additions,
+    order_in_words,
+    refuse,
+    sum_bound,
+    triton_part,
+    writing,
+)
+
+# ------------------------------------------------------------------------------------------- guarantee
+
+_OUT_OF_RANGE = (
+    "an entry that counts for nothing, reported with position and value: at once on the CPU, by adjoint.check() "
+    "on a GPU; offsets out of order are reported likewise, and bags are then what lies within bounds"
+)
+
+
+def _found(ids: Tensor, weight: Tensor, offsets: Tensor | None, problem: Problem) -> eager_bag.Bags:
+    _, padding, include_last_offset = problem.options[:3]
+    return eager_bag.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=False)
+
+
+def _factors(bags: eager_bag.Bags, problem: Problem, per_sample_weights: Tensor | None) -> Tensor | None:
+    if problem.options[0] == "mean":
+        return 1 / bags.used.clamp_min(1).double()[bags.bag_of]
+    return None if per_sample_weights is None else per_sample_weights.reshape(-1)
+
+
+def _forward_bound(problem: Problem) -> Callable[..., Tensor]:
+    def bound(
+        ids: Tensor, weight: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        bags = _found(ids, weight, offsets, problem)
+        shape = (len(bags.starts), weight.shape[1])
+        if problem.options[0] == "max":
+            return weight.new_zeros(shape)
+        terms = weight[torch.where(bags.counts, bags.ids, 0).long()] * bags.counts[:, None]
+        factors = _factors(bags, problem, per_sample_weights)
+        if factors is not None:
+            terms = terms * factors[:, None]
+        exact = terms.new_zeros(shape).index_add_(0, bags.bag_of, terms)
+        magnitude = terms.new_zeros(shape).index_add_(0, bags.bag_of, terms.abs())
+        steps = additions(bags.ends - bags.starts, TILE)[:, None] + 2  # a product or a division besides
+        return sum_bound(exact, magnitude, steps, problem.dtypes[0])
+
+    return bound
+
+
+def _weight_bound(problem: Problem) -> Callable[..., Tensor]:
+    def bound(
+        dout: Tensor,
+        ids: Tensor,
+        weight: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        bags = _found(ids, weight, offsets, problem)
+        entries = bags.counts.nonzero()[:, 0]
+        rows = bags.ids[entries].long()
+        terms = dout[bags.bag_of[entries]]
+        factors = _factors(bags, problem, per_sample_weights)
+        if factors is not None:
+            terms = terms * factors[entries][:, None]
+        if problem.options[0] == "max":
+            extra = torch.empty(len(bags.starts), weight.shape[1], dtype=torch.int32, device=ids.device)
+            eager_bag.forward(bags, weight, None, "max", TILE, torch.empty_like(weight[:0].new_empty(extra.shape)), extra)
+            terms = terms.masked_fill(extra[bags.bag_of[entries]] != entries[:, None], 0)
+        exact = torch.zeros_like(weight).index_add_(0, rows, terms)
+        magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
+        steps = additions(torch.bincount(rows, minlength=weight.shape[0]), TILE)[:, None] + 3
+        return sum_bound(exact, magnitude, steps, problem.dtypes[0])
+
+    return bound
+
+
+def _weights_bound(problem: Problem) -> Callable[..., Tensor]:
+    def bound(
+        dout: Tensor,
+        ids: Tensor,
+        weight: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        bags = _found(ids, weight, offsets, problem)
+        rows = torch.where(bags.counts, bags.ids, 0).long()
+        products = dout[bags.bag_of] * weight[rows] * bags.counts[:, None]
+        columns = weight.shape[1]
+        steps = torch.tensor(-(-columns // WEIGHTS_BLOCK) + 8, device=ids.device)
+        return sum_bound(products.sum(1), products.abs().sum(1), steps, problem.dtypes[0]).view(ids.shape)
+
+    return bound
+
+
+def _promise(problem: Problem, item: str, error: Derived, roundings: int = 1, **words: str) -> Guarantee:
+    accumulator = str(eager.wide(problem.dtypes[0])).removeprefix("torch.")
+    return Guarantee(
+        repeatable=True,
+        batch_invariant=item,
+        device_invariant=True,
+        accumulator=accumulator,
+        roundings=roundings,
+        error=error,
+        **words,
+    )
+
+
+_SUM = "½ ulp + γ·Σ|terms|, γ = n·u / (1 − n·u), n the roundings a term goes through"
+
+
+def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    mode = problem.options[0]
+    error = Derived("0: the largest row's value is copied" if mode == "max" else _SUM, _forward_bound(problem))
+    ties = "the first of equal entries; NaN above every number" if mode == "max" else ""
+    extra = Derived("0: integers", lambda *inputs: torch.zeros(()))
+    return {
+        "out": _promise(
+            problem,
+            "bag",
+            error,
+            0 if mode == "max" else 1,
+            domain=f"every input; {order_in_words(TILE).replace('row', 'bag').replace('tokens', 'entries')}",
+            special_values="as IEEE sums that begin with +0; an empty bag is +0",
+            out_of_range=_OUT_OF_RANGE,
+            ties=ties,
+        ),
+        "extra": _promise(problem, "bag", extra, 0, domain="what the backward needs to know"),
+    }
+
+
+def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    words = {"special_values": "as IEEE sums that begin with +0", "out_of_range": "no gradient"}
+    return {
+        "dweight": _promise(
+            problem,
+            "row",
+            Derived(_SUM, _weight_bound(problem)),
+            domain=f"every input; {order_in_words(TILE).replace('tokens', 'entries')}",
+            **words,
+        ),
+        "dper_sample_weights": _promise(
+            problem,
+            "entry",
+            Derived(_SUM, _weights_bound(problem)),
+            domain=f"every input; columns {WEIGHTS_BLOCK} apart are added in their order, then halves",
+            **words,
+        ),
+    }
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _bags(ids: Tensor, weight: Tensor, offsets: Tensor | None, options: tuple[Any, ...], raises: bool) -> eager_bag.Bags:
+    _, padding, include_last_offset = options[:3]
+    return eager_bag.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises)
+
+
+def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    ids, weight, offsets, per_sample_weights, *options = arguments
+    bags = _bags(ids, weight, offsets, tuple(options), True)
+    eager_bag.forward(bags, weight, per_sample_weights, options[0], TILE, *outputs)
+
+
+def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    dout, ids, weight, offsets, per_sample_weights, extra, *options = arguments
+    bags = _bags(ids, weight, offsets, tuple(options), False)
+    if options[3] & NEED_WEIGHT:
+        eager_bag.backward(bags, dout, per_sample_weights, extra, options[0], TILE, outputs[0])
+    if options[3] & NEED_WEIGHTS:
+        eager_bag.weights_backward(bags, dout, weight, WEIGHTS_BLOCK, outputs[1])
+
+
+def _numeric(problem: Problem) -> dict[str, Any]:
+    return {"mode": problem.options[0], "tile": TILE}
+
+
+def _candidates(direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Any) -> tuple[Candidate, ...]:
+    return (
+        Candidate(
+            name="triton.bags",
+            backend="triton",
+            kernel=f"embedding_bag_{direction}",
+            revision=1,
+            refuse=refuse,
+            guarantee=guarantee,
+            run=writing(lambda plan, a, out, w: getattr(triton_part("bag_launch"), direction)(plan, a, out, w)),
+            prepare=lambda plan: getattr(triton_part("bag_launch"), f"prepare_{direction}")(plan),
+            numeric=_numeric,
+            schedules=SCHEDULES,
+            workspace_bytes=lambda problem: getattr(triton_part("bag_launch"), f"{direction}_regions")(problem).bytes,
+        ),
+        Candidate(
+            name="eager",
+            backend="eager",
+            kernel="pytorch",
+            revision=1,
+            refuse=lambda problem: "",
+            guarantee=guarantee,
+            run=writing(compute),
+            numeric=_numeric,
+            workspace_bytes=lambda problem: None,
+            any_layout=True,
+        ),
+    )
+
+
+EMBEDDING_BAG = _candidates("forward", forward_guarantee, _forward)
+EMBEDDING_BAG_BACKWARD = _candidates("backward", backward_guarantee, _backward)
