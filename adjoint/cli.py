@@ -4,14 +4,13 @@ Commands import what they need when they run, so that help is quick. A mistake o
 sentence and exit status 2; a check that fails is exit status 1.
 """
 
-import math
 import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,7 +21,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     import torch
 
-    from adjoint.core.cases import Subject
     from adjoint.verify import Row
 
 app = typer.Typer(
@@ -32,7 +30,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 _WIDE = 160  # columns where nothing tells: a log is better wide than folded
 
 
@@ -144,9 +141,13 @@ def _import_seconds(modules: str) -> float:
 def plan(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op, such as swiglu.")],
     shape: Annotated[
-        list[str], typer.Option(help="Sizes joined by x, such as 4x64. One for all tensors, or one for each.")
+        list[str],
+        typer.Option(
+            metavar="[NAME=]SIZES[:DTYPE]",
+            help="Sizes joined by x, such as 4x64, for each tensor in order. One will do where all are floating.",
+        ),
     ],
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of floating tensors: float64, float32, bfloat16, float16.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
     backend: Annotated[str | None, typer.Option(help="Ask for triton or eager.")] = None,
     name: Annotated[str | None, typer.Option("--plan", metavar="NAME", help="Ask for one plan by name.")] = None,
@@ -158,26 +159,21 @@ def plan(
         bool, typer.Option("--device-invariant", help="The same bits on every device.")
     ] = False,
     max_workspace_bytes: Annotated[int | None, typer.Option(help="Scratch memory the plan may need.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A keyword of the op, such as padding_idx=0."),
+    ] = None,
     order: Annotated[
         str | None, typer.Option(help="swiglu on one packed tensor: gate_up, up_gate or interleaved.")
     ] = None,
 ) -> None:
     """Explain which plan a call would use, what it guarantees, and why no other was taken."""
-    import torch
-
     import adjoint
+    from adjoint.cli_call import read_call
 
-    subject = _subject(op, order)
-    shapes = [_shape(text) for text in shape]
-    if len(shapes) == 1:
-        shapes *= len(subject.inputs)
-    if len(shapes) != len(subject.inputs):
-        _refuse(f"{op} takes {len(subject.inputs)} tensors ({', '.join(subject.inputs)}), got {len(shapes)} shapes")
-    if dtype not in DTYPES:
-        _refuse(f"unknown dtype {dtype!r}; dtypes are {', '.join(DTYPES)}")
-    tensors = [torch.empty(sizes, dtype=getattr(torch, dtype), device="meta") for sizes in shapes]
-    keywords: dict[str, Any] = dict(subject.keywords) | ({"order": order} if order else {})
+    keywords = [*(settings or ()), *(f"order={value}" for value in [order] if value)]
     try:
+        function, arguments = read_call(op, shape, keywords, dtype)
         preference = adjoint.Preference(
             backend=backend,
             plan=name,
@@ -186,36 +182,10 @@ def plan(
             device_invariant=device_invariant,
             max_workspace_bytes=max_workspace_bytes,
         )
-        chosen = adjoint.plan(subject.function, *tensors, preference=preference, device=_device(device), **keywords)
+        chosen = adjoint.plan(function, preference=preference, device=_device(device), **arguments)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)
     _console().print(_styled(str(chosen)), soft_wrap=True)
-
-
-def _subject(op: str, order: str | None) -> "Subject":
-    """The op, or the mode of it, that the arguments name."""
-    from adjoint.verify import subjects
-
-    every = subjects()
-    named = [s for s in every if op in (s.name, s.function.__name__)]
-    if not named:
-        _refuse(f"unknown op {op!r}; ops are {', '.join(dict.fromkeys(s.function.__name__ for s in every))}")
-    if order is None:
-        return named[0]
-    ordered = [s for s in named if "order" in s.keywords]
-    if not ordered:
-        _refuse(f"{op} has no --order")
-    # An unknown order goes to the op, whose own error says which there are.
-    return next((s for s in ordered if s.keywords["order"] == order), ordered[0])
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(x\d+)*", text):
-        _refuse(f"cannot read the shape {text!r}; write its sizes joined by x, such as 4x64, or 128 for one axis")
-    sizes = tuple(map(int, text.split("x")))
-    if math.prod(sizes) >= 2**60:
-        _refuse(f"the shape {text!r} has more elements than memory can ever hold")
-    return sizes
 
 
 def _styled(explanation: str) -> Text:

@@ -75,6 +75,55 @@ def test_plan_prints_all_of_the_explanation(arguments: tuple[str, ...], inputs: 
     assert done.output.rstrip("\n") == expected
 
 
+TABLE = ("--shape", "50x8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "inputs", "keywords"),
+    [
+        (("embedding", "--shape", "3x4", *TABLE), {"ids": (3, 4)}, {}),
+        (("embedding", "--shape", "weight=50x8", "--shape", "ids=3x4"), {"ids": (3, 4)}, {}),
+        (
+            ("embedding", "--shape", "9", *TABLE, "--set", "padding_idx=-1", "--set", "out_of_range=zero"),
+            {"ids": (9,)},
+            {"padding_idx": -1, "out_of_range": "zero"},
+        ),
+        (("embedding", "--shape", "9", *TABLE, "--set", "sparse=True"), {"ids": (9,)}, {"sparse": True}),
+        (("embedding_bag", "--shape", "3x4", *TABLE), {"ids": (3, 4)}, {}),
+        (("embedding_bag", "--shape", "9", *TABLE, "--shape", "5"), {"ids": (9,), "offsets": (5,)}, {}),
+        (
+            ("embedding_bag", "--shape", "3x4", *TABLE, "--shape", "per_sample_weights=3x4", "--set", "mode=sum"),
+            {"ids": (3, 4), "per_sample_weights": (3, 4)},
+            {"mode": "sum"},
+        ),
+        (
+            ("embedding_bag", "--shape", "9", *TABLE, "--shape", "5", "--set", "include_last_offset=True"),
+            {"ids": (9,), "offsets": (5,)},
+            {"include_last_offset": True},
+        ),
+    ],
+)
+def test_plan_takes_ids_tables_and_keywords(
+    arguments: tuple[str, ...], inputs: dict[str, tuple[int, ...]], keywords: dict[str, Any]
+) -> None:
+    done = call("plan", *arguments, "--dtype", "float16", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    integers = {"ids", "offsets"}
+    tensors = {
+        name: torch.empty(shape, dtype=torch.int64 if name in integers else torch.float16, device="meta")
+        for name, shape in (inputs | {"weight": (50, 8)}).items()
+    }
+    expected = str(adjoint.plan(getattr(adjoint, arguments[0]), device="cpu", **tensors, **keywords))
+    assert done.output.rstrip("\n") == expected
+
+
+def test_plan_takes_a_dtype_for_each_tensor() -> None:
+    shapes = ("--shape", "9:int32", *TABLE, "--shape", "accumulate_into=50x8:float32")
+    done = call("plan", "embedding", *shapes, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "embedding_backward_into on cpu, bfloat16/int32/float32" in done.output
+
+
 def test_plan_passes_the_preference_on() -> None:
     options = ("--backend", "eager", "--repeatable", "--plan", "eager")
     done = call("plan", "silu", "--shape", "8", "--device", "cpu", *options)
@@ -90,14 +139,29 @@ def test_plan_passes_the_preference_on() -> None:
         (("silu", "--shape", "4", "--dtype", "int8"), ("'int8'", "bfloat16")),
         (("silu", "--shape", "4", "--device", "tpu"), ("'tpu'", "cuda")),
         (("silu", "--shape", "4", "--backend", "cuda"), ("backend", "triton", "'cuda'")),
-        (("silu", "--shape", "4", "--order", "gate_up"), ("silu", "--order")),
+        (("silu", "--shape", "4", "--order", "gate_up"), ("silu", "'order'", "reuse_inputs")),
         (("silu", "--shape", "4", "--device-invariant"), ("triton.rows", "eager", "device_invariant")),
         (("silu", "--shape", "4", "--device", "cpu", "--batch-invariant"), ("eager", "batch_invariant")),
         (("silu", "--shape", "4", "--max-workspace-bytes", "-1"), ("max_workspace_bytes", "-1")),
-        (("silu", "--shape", "4", "--shape", "4"), ("1 tensors", "2 shapes")),
+        (("silu", "--shape", "4", "--shape", "4"), ("silu takes x,", "2 shapes")),
         (("swiglu", "--shape", "4x6", "--shape", "4x5"), ("up", "(4, 6)", "(4, 5)")),
         (("swiglu", "--shape", "4x5", "--order", "gate_up"), ("even", "5")),
         (("swiglu", "--shape", "4x6", "--order", "gateup"), ("order", "interleaved", "'gateup'")),
+        (("swiglu", "--shape", "gate=4x6", "--shape", "gate=4x6"), ("gate", "twice")),
+        (("silu", "--shape", "up=4"), ("silu has no tensor 'up'", "x")),
+        (("silu", "--shape", "4", "--set", "reuse_inputs"), ("'reuse_inputs'", "NAME=VALUE")),
+        (("silu", "--shape", "4", "--set", "reuse_inputs=yes"), ("reuse_inputs", "True or False", "'yes'")),
+        (("embedding", "--shape", "9"), ("embedding takes ids, weight, [accumulate_into=]", "weight has no shape")),
+        (("embedding", "--shape", "9", "--shape", "5x4", "--shape", "5x4"), ("[accumulate_into=]", "3 shapes")),
+        (("embedding", "--shape", "9:float32", "--shape", "5x4"), ("ids must be int32 or int64", "float32")),
+        (("embedding", "--shape", "9:int8", "--shape", "5x4"), ("'int8'", "int32")),
+        (("embedding", "--shape", "9", "--shape", "5x4x3"), ("weight", "two axes", "(5, 4, 3)")),
+        (("embedding", "--shape", "9", "--shape", "5x4", "--dtype", "int64"), ("weight", "int64")),
+        (("embedding", "--shape", "9", "--shape", "5x4", "--set", "padding_idx=5"), ("padding_idx", "-5 to 4", "5")),
+        (("embedding", "--shape", "9", "--shape", "5x4", "--set", "weight=1"), ("weight", "shape of weight")),
+        (("embedding_bag", "--shape", "9", "--shape", "5x4"), ("ids", "offsets", "(9,)")),
+        (("embedding_bag", "--shape", "3x3", "--shape", "5x4", "--set", "mode=min"), ("mode", "'max'", "'min'")),
+        (("embedding_bag", "--shape", "3x3", "--shape", "5x4", "--set", "sparse=True"), ("'sparse'", "mode")),
     ],
 )
 def test_plan_refuses_in_a_sentence(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

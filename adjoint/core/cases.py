@@ -29,12 +29,14 @@ def random_upstream(output: Tensor, generator: torch.Generator) -> Tensor:
 class Case:
     """Inputs for a subject: `make` gives them for a dtype and device, `upstream` a gradient for an output.
 
-    The dtype is that of the floating inputs; an input that is no number to differentiate has its own.
+    The dtype is that of the floating inputs; an input that is no number to differentiate has its own. A
+    `heavy` case is for a GPU: too much for every check on a CPU.
     """
 
     name: str
     make: Make
     upstream: Callable[[Tensor, torch.Generator], Tensor] = random_upstream
+    heavy: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Launch = Callable[..., None]
 
 MAX_COUNT = 2**30
 MAX_GROUPS = 2**31 - 2
-_BLOCK, _DIGIT, _CHUNK = 256, 9, 512
+_BLOCK, _DIGIT = 256, 9
 
 
 def blocks(count: int) -> int:
@@ -67,6 +67,11 @@ _POINTERS = frozenset(
 )
 
 
+def _counted() -> dict[str, int]:
+    """Rows and entries of counts that one program sums; the interpreter wants few programs."""
+    return {"ROWS": 1 << _DIGIT, "CHUNK": 32} if kernels.interpreting() else {"ROWS": 2, "CHUNK": 256}
+
+
 def variants(ids: torch.dtype) -> dict[str, Variant]:
     """What is compiled to group ids of a dtype, by the key it is launched with."""
     from adjoint.core import grouping_kernels as _  # noqa: F401  (registers them)
@@ -76,7 +81,7 @@ def variants(ids: torch.dtype) -> dict[str, Variant]:
         if not name.startswith("group_"):
             continue
         for first in (True, False) if "FIRST" in kernel.parameters else (False,):
-            constants = {"FIRST": first, "CHUNK": _CHUNK}
+            constants = {"FIRST": first} | _counted()
             source = TRITON_TYPES[ids if first else torch.int32]
             types = {
                 parameter: f"*{source}" if parameter == "source" else "*i32" if parameter in _POINTERS else "i32"
@@ -109,13 +114,20 @@ def sort(launch: Launch, memory: Mapping[str, Any], ids: Any, count: int, groups
         shift = index * _DIGIT
         launch(f"group_count_digits{first}", (number,), source, memory["counts"], count, groups, skipped, number, shift)
         cleared, clear_count = (memory["starts"], groups) if index == 0 and mark else (keys, 0)
-        launch("group_sum_counts", (1 << _DIGIT,), memory["counts"], memory["totals"], number, cleared, clear_count)
+        _sum_counts(launch, memory, "totals", 1 << _DIGIT, number, cleared, clear_count)
         launch(
             f"group_move{first}", (number,), source, positions, memory["counts"], memory["totals"], keys, places,
             count, groups, skipped, number, shift,
         )  # fmt: skip
         source, positions = keys, places
     return source, positions
+
+
+def _sum_counts(
+    launch: Launch, memory: Mapping[str, Any], totals: str, rows: int, number: int, cleared: Any, clear_count: int
+) -> None:
+    programs = -(-rows // _counted()["ROWS"])
+    launch("group_sum_counts", (programs,), memory["counts"], memory[totals], rows, number, cleared, clear_count)
 
 
 def mark_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
@@ -130,7 +142,7 @@ def list_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int
     """Lists the groups that occur in memory: "starts", "ends", "listed" (keys), "segment_of" and "listed_count"."""
     number = blocks(count)
     launch("group_count_heads", (number,), keys, memory["counts"], groups)
-    launch("group_sum_counts", (1,), memory["counts"], memory["listed_count"], number, keys, 0)
+    _sum_counts(launch, memory, "listed_count", 1, number, keys, 0)
     launch(
         "group_list", (number,), keys, memory["counts"], memory["starts"], memory["ends"], memory["listed"],
         memory["segment_of"], groups,

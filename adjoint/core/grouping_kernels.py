@@ -50,23 +50,25 @@ def group_count_digits(source, counts, count, groups, skipped, blocks, shift, FI
 
 
 @triton.jit
-def group_sum_counts(counts, totals, blocks, cleared, clear_count, CHUNK: tl.constexpr):
+def group_sum_counts(counts, totals, rows, blocks, cleared, clear_count, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Each row of counts becomes the sums of the entries before; totals gets the sum of the row.
 
     On the way, the programs together fill `cleared` with −1.
     """
-    row = tl.program_id(0)
-    carried = 0
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    carried = tl.zeros([ROWS], tl.int32)
     for begin in range(0, blocks, CHUNK):
         index = begin + tl.arange(0, CHUNK)
-        entries = counts + row * blocks + index
-        found = tl.load(entries, index < blocks, other=0)
-        tl.store(entries, carried + tl.cumsum(found) - found, index < blocks)
-        carried += tl.sum(found)
-    tl.store(totals + row, carried)
-    for begin in range(row * CHUNK, clear_count, tl.num_programs(0) * CHUNK):
-        index = begin + tl.arange(0, CHUNK)
-        tl.store(cleared + index, tl.full([CHUNK], -1, tl.int32), index < clear_count)
+        entries = counts + row[:, None] * blocks + index[None, :]
+        inside = (row < rows)[:, None] & (index < blocks)[None, :]
+        found = tl.load(entries, inside, other=0)
+        tl.store(entries, carried[:, None] + tl.cumsum(found, 1) - found, inside)
+        carried += tl.sum(found, 1)
+    tl.store(totals + row, carried, row < rows)
+    size: tl.constexpr = ROWS * CHUNK
+    for begin in range(tl.program_id(0) * size, clear_count, tl.num_programs(0) * size):
+        index = begin + tl.arange(0, size)
+        tl.store(cleared + index, tl.full([size], -1, tl.int32), index < clear_count)
 
 
 @triton.jit

@@ -386,6 +386,11 @@ def publish(function: Any, bind: Callable[..., Call]) -> None:
     _public[function] = bind
 
 
+def published() -> dict[str, Any]:
+    """The public functions, by name."""
+    return {function.__name__: function for function in _public}
+
+
 def bind(function: Any, *arguments: Any, **keywords: Any) -> Call:
     """The operators and arguments a call of a public function amounts to; nothing is computed.
 
@@ -394,7 +399,7 @@ def bind(function: Any, *arguments: Any, **keywords: Any) -> Call:
     """
     own = _public.get(function) if callable(function) else None
     if own is None:
-        names = ", ".join(sorted(f.__name__ for f in _public))
+        names = ", ".join(sorted(published()))
         raise ArgumentError(f"plan: {getattr(function, '__name__', function)!r} is not an op; ops are {names}")
     try:
         inspect.signature(own).bind(*arguments, **keywords)

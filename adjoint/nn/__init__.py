@@ -1,5 +1,6 @@
-"""Thin modules over the ops: no parameters of their own, nothing but the call."""
+"""Thin modules over the ops: torch's parameters where torch has the module, and nothing but the call."""
 
 from adjoint.nn.activation import SiLU, SwiGLU
+from adjoint.nn.embedding import Embedding, EmbeddingBag
 
-__all__ = ["SiLU", "SwiGLU"]
+__all__ = ["Embedding", "EmbeddingBag", "SiLU", "SwiGLU"]

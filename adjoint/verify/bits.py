@@ -140,10 +140,12 @@ def _all(promises: dict[str, Guarantee], flag: str) -> bool:
 def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Where every result promises the same bits on every device, they are those of PyTorch on the CPU.
 
-    The other side is the eager plan that makes the same promise; if there is none, nobody can keep it.
+    The other side is the eager plan that makes the same promise, under the same name where one is asked for
+    ("triton.sequential", "eager.sequential"); if there is none, nobody can keep it.
     """
     comparison = _Comparison(subject, "device invariance", dtype, "device_invariant")
-    eager = Preference(backend="eager", device_invariant=True)
+    named = preference.plan and preference.plan.replace("triton.", "eager.")
+    eager = Preference(backend="eager", plan=named, device_invariant=True)
     for case in subject.cases:
         here = evaluate(subject, case, dtype, device, preference)
         chosen = plan_of(subject, here.inputs, preference)

@@ -1,7 +1,7 @@
 """The list of checks for a device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -67,6 +67,8 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
     chosen = subjects(ops)
     listed = []
     for subject in chosen:
+        if device.type == "cpu":
+            subject = replace(subject, cases=tuple(case for case in subject.cases if not case.heavy))
         for backend in available_backends(device):
             listed += _numerical(subject, backend, device, thorough)
             listed += _framework(subject, backend, device, thorough)

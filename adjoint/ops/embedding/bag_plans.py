@@ -57,8 +57,9 @@ def _forward_bound(problem: Problem) -> Callable[..., Tensor]:
             terms = terms * factors[:, None]
         exact = terms.new_zeros(shape).index_add_(0, bags.bag_of, terms)
         magnitude = terms.new_zeros(shape).index_add_(0, bags.bag_of, terms.abs())
-        steps = additions(bags.ends - bags.starts, TILE)[:, None] + 2  # a product or a division besides
-        return sum_bound(exact, magnitude, steps, problem.dtypes[0])
+        count = (bags.ends - bags.starts)[:, None]
+        steps = additions(count, TILE) + 2  # a product or a division besides
+        return sum_bound(exact, magnitude, count + 2, steps, problem.dtypes[0])
 
     return bound
 
@@ -84,8 +85,8 @@ def _weight_bound(problem: Problem) -> Callable[..., Tensor]:
             terms = terms.masked_fill(extra[bags.bag_of[entries]] != entries[:, None], 0)
         exact = torch.zeros_like(weight).index_add_(0, rows, terms)
         magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
-        steps = additions(torch.bincount(rows, minlength=weight.shape[0]), TILE)[:, None] + 3
-        return sum_bound(exact, magnitude, steps, problem.dtypes[0])
+        count = torch.bincount(rows, minlength=weight.shape[0])[:, None]
+        return sum_bound(exact, magnitude, count + 3, additions(count, TILE) + 3, problem.dtypes[0])
 
     return bound
 
@@ -101,9 +102,10 @@ def _weights_bound(problem: Problem) -> Callable[..., Tensor]:
         bags = _found(ids, weight, offsets, problem)
         rows = torch.where(bags.counts, bags.ids, 0).long()
         products = dout[bags.bag_of] * weight[rows] * bags.counts[:, None]
-        columns = weight.shape[1]
-        steps = torch.tensor(-(-columns // WEIGHTS_BLOCK) + 8, device=ids.device)
-        return sum_bound(products.sum(1), products.abs().sum(1), steps, problem.dtypes[0]).view(ids.shape)
+        columns = torch.tensor(weight.shape[1], device=ids.device)
+        steps = columns // WEIGHTS_BLOCK + 9
+        magnitude = products.abs().sum(1)
+        return sum_bound(products.sum(1), magnitude, columns, steps, problem.dtypes[0]).view(ids.shape)
 
     return bound
 
@@ -207,7 +209,7 @@ def _candidates(direction: str, guarantee: Callable[[Problem], dict[str, Guarant
             workspace_bytes=lambda problem: getattr(triton_part("bag_launch"), f"{direction}_regions")(problem).bytes,
         ),
         Candidate(
-            name="eager",
+            name="eager.bags",
             backend="eager",
             kernel="pytorch",
             revision=1,

@@ -74,7 +74,7 @@ def group(ids: Tensor, rows: int, padding: int) -> tuple[Tensor, Tensor, Tensor]
 def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: int) -> tuple[Tensor, Tensor]:
     """The rows that occur, ascending, and their gradients in the type sums run in."""
     columns = gradient.shape[-1]
-    flat = gradient.reshape(-1, columns)
+    flat = gradient.reshape(ids.numel(), columns)
     positions, starts, found = group(ids, rows, padding)
     sums = sum_segments(lambda places: _widened(flat, positions[places]), starts, tile)
     return found, sums.view(len(found), columns)
@@ -87,8 +87,8 @@ def _widened(rows: Tensor, index: Tensor) -> Tensor:
 def gather(ids: Tensor, weight: Tensor, out: Tensor) -> None:
     """out = weight[ids], and 0 where an id is out of range."""
     valid = (ids >= 0) & (ids < weight.shape[0])
-    flat = out.view(-1, weight.shape[1])
-    if weight.shape[0] == 0:
+    flat = out.view(ids.numel(), weight.shape[1])
+    if weight.numel() == 0:
         flat.zero_()
         return
     torch.index_select(weight, 0, torch.where(valid, ids, 0).reshape(-1), out=flat)

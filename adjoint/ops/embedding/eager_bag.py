@@ -40,7 +40,7 @@ def find_bags(
         inside = torch.ones_like(place, dtype=torch.bool)
     else:
         last = offsets if include_last_offset else torch.cat((offsets, offsets.new_full((1,), len(flat))))
-        if raises:
+        if raises and len(offsets):
             wrong = torch.cat((last[:1] != 0, (last[1:] < last[:-1]) | (last[1:] > len(flat))))
             report(OFFSETS_OUT_OF_ORDER, last, wrong)
         bounds = last.long().clamp(0, len(flat)).cummax(0).values

@@ -50,13 +50,13 @@ def _check_backward(dout: Tensor, ids: Tensor, rows: int, padding: int) -> None:
         raise ArgumentError(
             f"embedding: dout must have the shape of ids, {tuple(ids.shape)}, and one axis more, got {tuple(dout.shape)}"
         )
-    if not isinstance(rows, int) or rows < 0:
+    if not isinstance(rows, int | torch.SymInt) or rows < 0:
         raise ArgumentError(f"embedding: rows must be an integer ≥ 0, got {rows!r}")
 
 
 def _check_into(dout: Tensor, ids: Tensor, accumulate_into: Tensor, padding: int) -> None:
     _check_backward(dout, ids, 0, padding)
-    require_buffer(accumulate_into, dout.device, (accumulate_into.shape[0], dout.shape[-1]))
+    require_buffer(accumulate_into, dout.device, (*accumulate_into.shape[:1], dout.shape[-1]))
 
 
 def require_buffer(buffer: Tensor, device: torch.device, shape: tuple[int, ...]) -> None:
@@ -70,7 +70,7 @@ def require_buffer(buffer: Tensor, device: torch.device, shape: tuple[int, ...])
         raise ArgumentError(
             f"embedding: accumulate_into must be on the device of weight, {device}, got {buffer.device}"
         )
-    if overlaps_itself(buffer):
+    if not torch.compiler.is_compiling() and overlaps_itself(buffer):  # strides of a graph may be symbols
         raise ArgumentError(
             f"embedding: accumulate_into must hold each element once, but its strides {buffer.stride()} overlap"
         )

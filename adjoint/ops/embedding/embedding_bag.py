@@ -223,9 +223,9 @@ def embedding_bag(
     ids: Int[Tensor, "*shape"],
     weight: Float[Tensor, "rows columns"],
     offsets: Int[Tensor, " offsets"] | None = None,
+    per_sample_weights: Float[Tensor, "*shape"] | None = None,
     *,
     mode: Mode = "mean",
-    per_sample_weights: Float[Tensor, "*shape"] | None = None,
     padding_idx: int | None = None,
     include_last_offset: bool = False,
     preference: Preference | None = None,
@@ -236,8 +236,8 @@ def embedding_bag(
         ids: int32 or int64. Two axes: each row is a bag. One axis: `offsets` say where bags begin.
         weight: the table; float64, float32, bfloat16 or float16, kept by the result.
         offsets: int32 or int64, ascending from 0: where each bag begins; it ends where the next begins.
-        mode: "mean" divides by the number of entries that count; "max" takes the first of equal entries.
         per_sample_weights: for "sum", a factor for each entry, like `ids`, of the dtype of `weight`.
+        mode: "mean" divides by the number of entries that count; "max" takes the first of equal entries.
         padding_idx: an id that counts for nothing. Negative counts from the end.
         include_last_offset: the last offset is the end of the last bag, not the beginning of one more.
         preference: narrows the choice of plans for this call and its backward.

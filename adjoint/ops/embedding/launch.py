@@ -72,7 +72,7 @@ _MULTIPLES = frozenset(
 def tile_shape(schedule: Mapping[str, int], part: str, columns: int) -> tuple[int, int]:
     """Rows and columns a program takes: short rows share one."""
     block = max(16, min(schedule[f"{part}_block"], 1 << (columns - 1).bit_length() if columns else 1))
-    return max(1, schedule[f"{part}_elements"] // block), block
+    return max(1, schedule.get(f"{part}_elements", block) // block), block
 
 
 def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, access: str) -> Variant:

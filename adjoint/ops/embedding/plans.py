@@ -76,13 +76,16 @@ def additions(count: Tensor, tile: int) -> Tensor:
     return steps
 
 
-def sum_bound(exact: Tensor, magnitude: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
-    """The error of a sum of given magnitude Σ|terms| after so many roundings in the wide type, and one at the end.
+def sum_bound(exact: Tensor, magnitude: Tensor, count: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error of a sum of `count` terms and given magnitude Σ|terms|.
 
-    γ·Σ|terms| with γ = n·u / (1 − n·u), and half a unit in the last place of what is rounded. Additions
-    do not underflow; products may, by half the smallest number each.
+    After n roundings in the wide type that is γ·Σ|terms|, γ = n·u / (1 − n·u); then half a unit in the
+    last place of what is rounded. Additions do not underflow; products may, by half the smallest number
+    each. For float64 the exact sum is itself one in float64, of as many roundings as terms.
     """
     info = torch.finfo(eager.wide(dtype))
+    if dtype == torch.float64:
+        steps = steps + count
     chain = steps * (info.eps / 2)
     before = chain / (1 - chain) * magnitude + steps * info.smallest_normal * info.eps
     if dtype == eager.wide(dtype):
@@ -130,7 +133,7 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
         number = torch.bincount(rows, minlength=weight.shape[0])
         exact = torch.zeros_like(weight).index_add_(0, rows, terms)
         magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
-        return sum_bound(exact, magnitude, additions(number, tile)[:, None], problem.dtypes[0])
+        return sum_bound(exact, magnitude, number[:, None], additions(number, tile)[:, None], problem.dtypes[0])
 
     accumulator = str(eager.wide(problem.dtypes[0])).removeprefix("torch.")
     return {
@@ -197,7 +200,7 @@ EMBEDDING = (
         workspace_bytes=_forward_workspace,
     ),
     Candidate(
-        name="eager",
+        name="eager.gather",
         backend="eager",
         kernel="pytorch",
         revision=1,

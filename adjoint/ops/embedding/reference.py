@@ -16,7 +16,7 @@ def embedding_backward(gradient: Tensor, ids: Tensor, weight: Tensor, padding: i
     """dweight[r] = Σ gradient[n] over the n with ids[n] = r; padding and ids out of range add nothing."""
     flat = ids.reshape(-1)
     counts = (flat >= 0) & (flat < weight.shape[0]) & (flat != padding)
-    rows = gradient.reshape(-1, weight.shape[1])[counts]
+    rows = gradient.reshape(ids.numel(), weight.shape[1])[counts]
     return torch.zeros_like(weight).index_add(0, flat[counts].long(), rows)
 
 
@@ -53,7 +53,8 @@ def embedding_bag(
         if len(entries) == 0:
             results.append(rows.sum(0))
         elif mode == "max":
-            winner = (rows.detach() == rows.detach().amax(0)).to(torch.int8).argmax(0)
+            largest = (rows == rows.amax(0)) | rows.isnan()  # a NaN makes the maximum NaN
+            winner = largest.to(torch.int8).argmax(0)
             results.append(rows.gather(0, winner[None])[0])
         else:
             results.append(rows.sum(0) / (len(entries) if mode == "mean" else 1))
