@@ -28,7 +28,9 @@ from adjoint.ops.activation import plans
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TRITON_MODULES = re.compile(r"adjoint\.(ops\..*\.kernels|core\.faults|__main__)")
+TRITON_MODULES = re.compile(
+    r"adjoint\.(ops\..*\.(\w*kernels|\w*launch|backward)|core\.(faults|grouping_kernels)|__main__)"
+)
 MODULES = sorted(
     name
     for path in (ROOT / "adjoint").rglob("*.py")

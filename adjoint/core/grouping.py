@@ -19,7 +19,7 @@ Launch = Callable[..., None]
 
 MAX_COUNT = 2**30
 MAX_GROUPS = 2**31 - 2
-_BLOCK, _DIGIT = 256, 9
+_BLOCK, _DIGIT = 128, 9
 
 
 def blocks(count: int) -> int:
@@ -63,13 +63,13 @@ def list_regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
 
 
 _POINTERS = frozenset(
-    ("counts", "totals", "positions", "sorted_keys", "sorted_positions", "starts", "ends", "listed", "segment_of", "cleared")
+    ("keys", "counts", "totals", "positions", "sorted_keys", "sorted_positions", "starts", "ends", "listed", "segment_of", "cleared")
 )
 
 
 def _counted() -> dict[str, int]:
-    """Rows and entries of counts that one program sums; the interpreter wants few programs."""
-    return {"ROWS": 1 << _DIGIT, "CHUNK": 32} if kernels.interpreting() else {"ROWS": 2, "CHUNK": 256}
+    """Bins and blocks whose counts one program sums at a time; the interpreter wants few programs."""
+    return {"WIDTH": 1 << _DIGIT, "CHUNK": 32} if kernels.interpreting() else {"WIDTH": 8, "CHUNK": 128}
 
 
 def variants(ids: torch.dtype) -> dict[str, Variant]:
@@ -82,9 +82,8 @@ def variants(ids: torch.dtype) -> dict[str, Variant]:
             continue
         for first in (True, False) if "FIRST" in kernel.parameters else (False,):
             constants = {"FIRST": first} | _counted()
-            source = TRITON_TYPES[ids if first else torch.int32]
             types = {
-                parameter: f"*{source}" if parameter == "source" else "*i32" if parameter in _POINTERS else "i32"
+                parameter: f"*{TRITON_TYPES[ids]}" if parameter == "ids" else "*i32" if parameter in _POINTERS else "i32"
                 for parameter in kernel.parameters
                 if not parameter.isupper()
             }
@@ -106,28 +105,24 @@ def sort(launch: Launch, memory: Mapping[str, Any], ids: Any, count: int, groups
     memory is made ready for `mark_groups`.
     """
     number = blocks(count)
-    source, positions = ids, memory["positions_b"]
-    targets = [("keys_a", "positions_a"), ("keys_b", "positions_b")]
+    source, target = (memory["keys_b"], memory["positions_b"]), (memory["keys_a"], memory["positions_a"])
     for index in range(passes(groups)):
         first = " first" if index == 0 else ""
-        keys, places = (memory[name] for name in targets[index % 2])
+        keys, _ = source
         shift = index * _DIGIT
-        launch(f"group_count_digits{first}", (number,), source, memory["counts"], count, groups, skipped, number, shift)
+        launch(f"group_count_digits{first}", (number,), ids, keys, memory["counts"], count, groups, skipped, shift)
         cleared, clear_count = (memory["starts"], groups) if index == 0 and mark else (keys, 0)
         _sum_counts(launch, memory, "totals", 1 << _DIGIT, number, cleared, clear_count)
-        launch(
-            f"group_move{first}", (number,), source, positions, memory["counts"], memory["totals"], keys, places,
-            count, groups, skipped, number, shift,
-        )  # fmt: skip
-        source, positions = keys, places
-    return source, positions
+        launch(f"group_move{first}", (number,), *source, memory["counts"], memory["totals"], *target, shift)
+        source, target = target, source
+    return source
 
 
 def _sum_counts(
-    launch: Launch, memory: Mapping[str, Any], totals: str, rows: int, number: int, cleared: Any, clear_count: int
+    launch: Launch, memory: Mapping[str, Any], totals: str, bins: int, number: int, cleared: Any, clear_count: int
 ) -> None:
-    programs = -(-rows // _counted()["ROWS"])
-    launch("group_sum_counts", (programs,), memory["counts"], memory[totals], rows, number, cleared, clear_count)
+    programs = -(-bins // _counted()["WIDTH"])
+    launch("group_sum_counts", (programs,), memory["counts"], memory[totals], bins, number, cleared, clear_count)
 
 
 def mark_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:

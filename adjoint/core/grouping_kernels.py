@@ -16,7 +16,7 @@ from adjoint.core.kernels import Budget
 
 DIGIT = 9
 BINS = 1 << DIGIT
-BLOCK = 256
+BLOCK = 128
 LAST = 0x7FFFFFFF
 
 _DIGIT = tl.constexpr(DIGIT)
@@ -27,45 +27,42 @@ _LANES = tl.constexpr(32)  # keys one comparison of a block takes
 
 
 @triton.jit
-def load_keys(source, index, count, groups, skipped, FIRST: tl.constexpr):
-    """Keys of a pass. The first pass reads ids: one that is out of range, or skipped, gets the key `groups`."""
-    if FIRST:
-        inside = index < count
-        value = tl.load(source + index, inside, other=0)
-        valid = (value >= 0) & (value < groups) & (value != skipped)
-        key = tl.where(valid, value, groups).to(tl.int32)
-        return tl.where(inside, key, _LAST)
-    else:
-        return tl.load(source + index)
+def group_count_digits(ids, keys, counts, count, groups, skipped, shift, FIRST: tl.constexpr):
+    """counts[block, digit] = how many keys of the block have the digit.
 
-
-@triton.jit
-def group_count_digits(source, counts, count, groups, skipped, blocks, shift, FIRST: tl.constexpr):
-    """counts[digit, block] = how many keys of the block have the digit."""
+    The first pass makes the keys: an id that is out of range, or skipped, gets the key `groups`.
+    """
     block = tl.program_id(0)
     index = block * _BLOCK + tl.arange(0, _BLOCK)
-    digit = (load_keys(source, index, count, groups, skipped, FIRST) >> shift) & (_BINS - 1)
-    found = tl.histogram(digit, _BINS)
-    tl.store(counts + tl.arange(0, _BINS) * blocks + block, found)
+    if FIRST:
+        inside = index < count
+        value = tl.load(ids + index, inside, other=0)
+        valid = (value >= 0) & (value < groups) & (value != skipped)
+        key = tl.where(inside, tl.where(valid, value, groups).to(tl.int32), _LAST)
+        tl.store(keys + index, key)
+    else:
+        key = tl.load(keys + index)
+    found = tl.histogram((key >> shift) & (_BINS - 1), _BINS)
+    tl.store(counts + block * _BINS + tl.arange(0, _BINS), found)
 
 
 @triton.jit
-def group_sum_counts(counts, totals, rows, blocks, cleared, clear_count, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Each row of counts becomes the sums of the entries before; totals gets the sum of the row.
+def group_sum_counts(counts, totals, bins, blocks, cleared, clear_count, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Each count becomes the sum of those of the blocks before, bin by bin; totals gets the sum of each bin.
 
     On the way, the programs together fill `cleared` with −1.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    carried = tl.zeros([ROWS], tl.int32)
+    bin = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    carried = tl.zeros([WIDTH], tl.int32)
     for begin in range(0, blocks, CHUNK):
-        index = begin + tl.arange(0, CHUNK)
-        entries = counts + row[:, None] * blocks + index[None, :]
-        inside = (row < rows)[:, None] & (index < blocks)[None, :]
+        block = begin + tl.arange(0, CHUNK)
+        entries = counts + block[:, None] * bins + bin[None, :]
+        inside = (block < blocks)[:, None] & (bin < bins)[None, :]
         found = tl.load(entries, inside, other=0)
-        tl.store(entries, carried[:, None] + tl.cumsum(found, 1) - found, inside)
-        carried += tl.sum(found, 1)
-    tl.store(totals + row, carried, row < rows)
-    size: tl.constexpr = ROWS * CHUNK
+        tl.store(entries, carried[None, :] + tl.cumsum(found, 0) - found, inside)
+        carried += tl.sum(found, 0)
+    tl.store(totals + bin, carried, bin < bins)
+    size: tl.constexpr = WIDTH * CHUNK
     for begin in range(tl.program_id(0) * size, clear_count, tl.num_programs(0) * size):
         index = begin + tl.arange(0, size)
         tl.store(cleared + index, tl.full([size], -1, tl.int32), index < clear_count)
@@ -73,25 +70,23 @@ def group_sum_counts(counts, totals, rows, blocks, cleared, clear_count, ROWS: t
 
 @triton.jit
 def group_move(
-    source, positions, counts, totals, sorted_keys, sorted_positions, count, groups, skipped, blocks, shift,
-    FIRST: tl.constexpr,
+    keys, positions, counts, totals, sorted_keys, sorted_positions, shift, FIRST: tl.constexpr
 ):  # fmt: skip
     """Moves every key, and its position, to its place in the order of one digit."""
     block = tl.program_id(0)
     local = tl.arange(0, _BLOCK)
     index = block * _BLOCK + local
-    key = load_keys(source, index, count, groups, skipped, FIRST)
+    key = tl.load(keys + index)
     digit = (key >> shift) & (_BINS - 1)
     rank = tl.zeros([_BLOCK], tl.int32)
     for begin in range(0, _BLOCK, _LANES):
         # A column: every thread loads all of it, and no thread has to ask another.
         other = begin + tl.arange(0, _LANES)[:, None]
-        other_key = load_keys(source, block * _BLOCK + other, count, groups, skipped, FIRST)
-        earlier = (((other_key >> shift) & (_BINS - 1)) == digit[None, :]) & (other < local[None, :])
-        rank += tl.sum(earlier.to(tl.int32), 0)
+        other_digit = (tl.load(keys + block * _BLOCK + other) >> shift) & (_BINS - 1)
+        rank += tl.sum(((other_digit == digit[None, :]) & (other < local[None, :])).to(tl.int32), 0)
     found = tl.load(totals + tl.arange(0, _BINS))
     begins = tl.cumsum(found) - found
-    place = tl.gather(begins, digit, 0) + tl.load(counts + digit * blocks + block) + rank
+    place = tl.gather(begins, digit, 0) + tl.load(counts + block * _BINS + digit) + rank
     tl.store(sorted_keys + place, key)
     tl.store(sorted_positions + place, index if FIRST else tl.load(positions + index))
 

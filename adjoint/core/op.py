@@ -45,7 +45,8 @@ def define(
 
     def run(*everything: Any) -> Any:
         check(*everything[:-1])
-        return unwrap(operator.launch(everything[:-1], everything[-1]))
+        with torch.no_grad():  # called directly, on a tensor that requires a gradient, it records none
+            return unwrap(operator.launch(everything[:-1], everything[-1]))
 
     def shape(*everything: Any) -> Any:
         if returns != "()":  # an operator that overwrites its arguments also checks addresses: real ones only

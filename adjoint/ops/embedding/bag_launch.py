@@ -11,6 +11,7 @@ from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Regions
 from adjoint.ops.embedding.bag_kernels import MAX, MEAN, SUM
+from adjoint.ops.embedding.bag_plans import mode_of
 from adjoint.ops.embedding.eager import wide
 from adjoint.ops.embedding.faults import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
 from adjoint.ops.embedding.launch import (
@@ -39,7 +40,7 @@ def _kinds(problem: Problem, scaled: bool, raises: bool) -> Kinds:
         problem.sizes[2],
         scaled=scaled,
         offsets=offsets[0] if offsets else None,
-        mode=MODES[problem.options[0]],
+        mode=MODES[mode_of(problem)],
         raises=raises,
     )
 
@@ -90,7 +91,7 @@ def forward_regions(problem: Problem) -> Regions:
 def prepare_forward(plan: Plan) -> None:
     status_word(plan.problem.device)
     for access in ACCESSES:
-        for scaled in (False, True) if plan.problem.options[0] == "sum" else (False,):
+        for scaled in (False, True) if mode_of(plan.problem) == "sum" else (False,):
             _forward_launcher(plan, scaled, access)
 
 
@@ -133,7 +134,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
 
 def backward_regions(problem: Problem) -> Regions:
     count, rows, columns, _ = problem.sizes
-    element, need = problem.dtypes[0], problem.options[3]
+    element, need = problem.dtypes[0], problem.options[-1]
     held = {"entry_keys": (torch.int32, count), "bag_of": (torch.int32, count), "factors": (wide(element), count)}
     if need & NEED_WEIGHT:
         held |= grouping.regions(count) | grouping.mark_regions(rows)
@@ -142,7 +143,7 @@ def backward_regions(problem: Problem) -> Regions:
 
 
 def _sums(plan: Plan, scaled: bool) -> Sums:
-    element, mode = plan.problem.dtypes[0], plan.problem.options[0]
+    element, mode = plan.problem.dtypes[0], mode_of(plan.problem)
     kinds = Kinds(
         element,
         torch.int32,
@@ -172,8 +173,8 @@ def _weights_launcher(plan: Plan, access: str) -> Any:
 
 
 def prepare_backward(plan: Plan) -> None:
-    mode, need = plan.problem.options[0], plan.problem.options[3]
-    for scaled in (False, True) if mode == "sum" else (False,):
+    need = plan.problem.options[-1]
+    for scaled in (False, True) if mode_of(plan.problem) == "sum" else (False,):
         _entries_launcher(plan, scaled)
         if need & NEED_WEIGHT:
             _sums(plan, scaled).prepare()
@@ -183,7 +184,7 @@ def prepare_backward(plan: Plan) -> None:
 
 
 def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-    dout, ids, weight, offsets, per_sample_weights, extra, _, padding, _, need = arguments
+    dout, ids, weight, offsets, per_sample_weights, extra, _, _, padding, _, need = arguments
     dweight, dweights = outputs
     count, rows, columns, bags = plan.problem.sizes
     memory = _Memory(plan, backward_regions(plan.problem), workspace)

@@ -32,13 +32,23 @@ _OUT_OF_RANGE = (
 )
 
 
+def _forward_options(problem: Problem) -> tuple[str, int, bool]:
+    """mode, padding, include_last_offset; in a backward they stand between rows and need."""
+    mode, padding, include_last_offset = problem.options if len(problem.options) == 3 else problem.options[1:4]
+    return mode, padding, include_last_offset
+
+
+def mode_of(problem: Problem) -> str:
+    return _forward_options(problem)[0]
+
+
 def _found(ids: Tensor, weight: Tensor, offsets: Tensor | None, problem: Problem) -> eager_bag.Bags:
-    _, padding, include_last_offset = problem.options[:3]
+    _, padding, include_last_offset = _forward_options(problem)
     return eager_bag.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=False)
 
 
 def _factors(bags: eager_bag.Bags, problem: Problem, per_sample_weights: Tensor | None) -> Tensor | None:
-    if problem.options[0] == "mean":
+    if mode_of(problem) == "mean":
         return 1 / bags.used.clamp_min(1).double()[bags.bag_of]
     return None if per_sample_weights is None else per_sample_weights.reshape(-1)
 
@@ -49,7 +59,7 @@ def _forward_bound(problem: Problem) -> Callable[..., Tensor]:
     ) -> Tensor:
         bags = _found(ids, weight, offsets, problem)
         shape = (len(bags.starts), weight.shape[1])
-        if problem.options[0] == "max":
+        if mode_of(problem) == "max":
             return weight.new_zeros(shape)
         terms = weight[torch.where(bags.counts, bags.ids, 0).long()] * bags.counts[:, None]
         factors = _factors(bags, problem, per_sample_weights)
@@ -79,7 +89,7 @@ def _weight_bound(problem: Problem) -> Callable[..., Tensor]:
         factors = _factors(bags, problem, per_sample_weights)
         if factors is not None:
             terms = terms * factors[entries][:, None]
-        if problem.options[0] == "max":
+        if mode_of(problem) == "max":
             extra = torch.empty(len(bags.starts), weight.shape[1], dtype=torch.int32, device=ids.device)
             eager_bag.forward(bags, weight, None, "max", TILE, torch.empty_like(weight[:0].new_empty(extra.shape)), extra)
             terms = terms.masked_fill(extra[bags.bag_of[entries]] != entries[:, None], 0)
@@ -127,7 +137,7 @@ _SUM = "½ ulp + γ·Σ|terms|, γ = n·u / (1 − n·u), n the roundings a term
 
 
 def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    mode = problem.options[0]
+    mode = mode_of(problem)
     error = Derived("0: the largest row's value is copied" if mode == "max" else _SUM, _forward_bound(problem))
     ties = "the first of equal entries; NaN above every number" if mode == "max" else ""
     extra = Derived("0: integers", lambda *inputs: torch.zeros(()))
@@ -169,28 +179,23 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def _bags(ids: Tensor, weight: Tensor, offsets: Tensor | None, options: tuple[Any, ...], raises: bool) -> eager_bag.Bags:
-    _, padding, include_last_offset = options[:3]
-    return eager_bag.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises)
-
-
 def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-    ids, weight, offsets, per_sample_weights, *options = arguments
-    bags = _bags(ids, weight, offsets, tuple(options), True)
-    eager_bag.forward(bags, weight, per_sample_weights, options[0], TILE, *outputs)
+    ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset = arguments
+    bags = eager_bag.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=True)
+    eager_bag.forward(bags, weight, per_sample_weights, mode, TILE, *outputs)
 
 
 def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-    dout, ids, weight, offsets, per_sample_weights, extra, *options = arguments
-    bags = _bags(ids, weight, offsets, tuple(options), False)
-    if options[3] & NEED_WEIGHT:
-        eager_bag.backward(bags, dout, per_sample_weights, extra, options[0], TILE, outputs[0])
-    if options[3] & NEED_WEIGHTS:
+    dout, ids, weight, offsets, per_sample_weights, extra, rows, mode, padding, include_last_offset, need = arguments
+    bags = eager_bag.find_bags(ids, offsets, rows, padding, include_last_offset, raises=False)
+    if need & NEED_WEIGHT:
+        eager_bag.backward(bags, dout, per_sample_weights, extra, mode, TILE, outputs[0])
+    if need & NEED_WEIGHTS:
         eager_bag.weights_backward(bags, dout, weight, WEIGHTS_BLOCK, outputs[1])
 
 
 def _numeric(problem: Problem) -> dict[str, Any]:
-    return {"mode": problem.options[0], "tile": TILE}
+    return {"mode": mode_of(problem), "tile": TILE}
 
 
 def _candidates(direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Any) -> tuple[Candidate, ...]:

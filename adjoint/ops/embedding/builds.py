@@ -46,7 +46,8 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
             for what, kind in used.items():
                 for name, part in (("embedding_sum_tiles", "tiles"), ("embedding_write_groups", "groups")):
                     if not (kind.into and part == "tiles"):
-                        yield f"{name} {dtype} {access} {what}", variant(name, kind, backward, part, access)
+                        schedule = bags_backward if kind.bagged else backward
+                        yield f"{name} {dtype} {access} {what}", variant(name, kind, schedule, part, access)
             for mode in range(3):
                 for offsets in (None, torch.int64):
                     kind = kinds._replace(mode=mode, offsets=offsets, scaled=mode == 0, raises=True)

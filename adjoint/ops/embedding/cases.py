@@ -54,7 +54,7 @@ def _strided(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 _LOOKUPS = (
     Case("few tokens", _lookup(7, 6, (2, 5))),
-    Case("a hot row", _lookup(9, 5, (80,), hot=45, ids_dtype=torch.int32)),
+    Case("a hot row", _lookup(40, 48, (80,), hot=45, ids_dtype=torch.int32)),
     Case("strided", _lookup(8, 19, (3, 4), lay=_strided)),
     Case("two digits", _lookup(600, 3, (20,))),
     Case("wide", _lookup(5, 144, (6,))),
@@ -423,14 +423,17 @@ def _workloads() -> Iterable[Workload]:
     rows, columns, bags, width = 1_000_000, 128, 16384, 32
     for subject in BAGS:
         mode = subject.keywords["mode"]
-        size = columns * 2
+        # torch has no bfloat16 gradient of the maximum.
+        dtype = torch.float32 if mode == "max" else torch.bfloat16
+        size = columns * dtype.itemsize
         yield Workload(
-            f"embedding_bag[{mode}] {rows}×{columns}, {bags} bags of {width}",
+            f"embedding_bag[{mode}] {rows}×{columns}, {bags} bags of {width}, {str(dtype).removeprefix('torch.')}",
             subject,
             _bag_table(rows, columns, bags, width),
             bags * (width + 1) * size,
             (bags + rows) * size,
             _bag_baseline(mode),
+            dtype=dtype,
             compile=False,
         )
 

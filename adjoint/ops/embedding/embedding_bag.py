@@ -73,20 +73,29 @@ def _check(
 def _check_backward(
     dout: Tensor,
     ids: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     offsets: Tensor | None,
     per_sample_weights: Tensor | None,
     extra: Tensor,
+    rows: int,
     mode: str,
     padding: int,
     include_last_offset: bool,
     need: int,
 ) -> None:
-    _check(ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset)
     require_floating("embedding_bag", "dout", dout)
-    bags = _bags(ids, offsets, include_last_offset)
-    require_like("embedding_bag", "dout", dout, "weight", weight, (bags, weight.shape[1]))
-    shape = _extra_shape(mode, bags, weight.shape[1])
+    if dout.dim() != 2:
+        raise ArgumentError(f"embedding_bag: dout must have two axes, bags and columns, got shape {tuple(dout.shape)}")
+    if weight is None:
+        if need & NEED_WEIGHTS:
+            raise ArgumentError("embedding_bag: the gradient of per_sample_weights needs weight, and it is not given")
+        weight = dout[:0]
+    elif weight.shape[0] != rows:
+        raise ArgumentError(f"embedding_bag: weight must have the {rows} rows that rows says, got {weight.shape[0]}")
+    _check(ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset)
+    bags, columns = _bags(ids, offsets, include_last_offset), weight.shape[1]
+    require_like("embedding_bag", "dout", dout, "weight", weight, (bags, columns))
+    shape = _extra_shape(mode, bags, columns)
     if tuple(extra.shape) != shape or extra.dtype != torch.int32 or not extra.is_contiguous():
         raise ArgumentError(
             f"embedding_bag: extra must be what the forward gave, contiguous int32 of shape {shape}, got "
@@ -98,7 +107,7 @@ def _check_backward(
 
 
 def _bags(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> int:
-    return ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
+    return ids.shape[0] if offsets is None else offsets.shape[0] - int(include_last_offset)
 
 
 def _extra_shape(mode: str, bags: int, columns: int) -> tuple[int, ...]:
@@ -109,16 +118,19 @@ def _extra_shape(mode: str, bags: int, columns: int) -> tuple[int, ...]:
 def _describe(
     op: str,
     ids: Tensor,
-    weight: Tensor,
+    table: Tensor,
+    rows: int,
     offsets: Tensor | None,
     per_sample_weights: Tensor | None,
     options: tuple[Any, ...],
+    include_last_offset: bool,
 ) -> Problem:
+    """`table` has the columns and the dtype of the table: itself, or a gradient."""
     given = {"ids": ids, "offsets": offsets, "per_sample_weights": per_sample_weights}
     layout = ", ".join(name for name, t in given.items() if t is not None and not t.is_contiguous())
-    dtypes = (weight.dtype, ids.dtype) if offsets is None else (weight.dtype, ids.dtype, offsets.dtype)
-    sizes = (ids.numel(), *weight.shape, _bags(ids, offsets, options[2]))
-    return Problem(op, weight.device, dtypes, layout, sizes, options)
+    dtypes = (table.dtype, ids.dtype) if offsets is None else (table.dtype, ids.dtype, offsets.dtype)
+    sizes = (ids.numel(), rows, table.shape[1], _bags(ids, offsets, include_last_offset))
+    return Problem(op, table.device, dtypes, layout, sizes, options)
 
 
 def _allocate(
@@ -138,18 +150,19 @@ def _allocate(
 def _allocate_backward(
     dout: Tensor,
     ids: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     offsets: Tensor | None,
     per_sample_weights: Tensor | None,
     extra: Tensor,
+    rows: int,
     mode: str,
     padding: int,
     include_last_offset: bool,
     need: int,
 ) -> tuple[Tensor, Tensor]:
     return (
-        weight.new_empty(tuple(weight.shape) if need & NEED_WEIGHT else (0,)),
-        weight.new_empty(tuple(ids.shape) if need & NEED_WEIGHTS else (0,)),
+        dout.new_empty((rows, dout.shape[1]) if need & NEED_WEIGHT else (0,)),
+        dout.new_empty(tuple(ids.shape) if need & NEED_WEIGHTS else (0,)),
     )
 
 
@@ -163,21 +176,21 @@ _embedding_bag = define(
     check=_check,
     allocate=_allocate,
     describe=lambda ids, weight, offsets, factors, *options: _describe(
-        "embedding_bag", ids, weight, offsets, factors, options
+        "embedding_bag", ids, weight, weight.shape[0], offsets, factors, options, options[2]
     ),
     candidates=lambda: bag_plans.EMBEDDING_BAG,
 )
 _embedding_bag_backward = define(
     "embedding_bag_backward",
-    "Tensor dout, Tensor ids, Tensor weight, Tensor? offsets, Tensor? per_sample_weights, Tensor extra, str mode, "
-    "int padding_idx, bool include_last_offset, int need",
+    "Tensor dout, Tensor ids, Tensor? weight, Tensor? offsets, Tensor? per_sample_weights, Tensor extra, "
+    "SymInt rows, str mode, int padding_idx, bool include_last_offset, int need",
     "(Tensor, Tensor)",
     outputs=("dweight", "dper_sample_weights"),
     tensors=("dout", "ids", "weight", "offsets", "per_sample_weights", "extra"),
     check=_check_backward,
     allocate=_allocate_backward,
     describe=lambda dout, ids, weight, offsets, factors, extra, *options: _describe(
-        "embedding_bag_backward", ids, weight, offsets, factors, options
+        "embedding_bag_backward", ids, dout, options[0], offsets, factors, options, options[3]
     ),
     candidates=lambda: bag_plans.EMBEDDING_BAG_BACKWARD,
 )
@@ -199,8 +212,9 @@ class _EmbeddingBag(torch.autograd.Function):
         out, extra = _embedding_bag(
             ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset, preference
         )
-        ctx.save_for_backward(ids, weight, offsets, per_sample_weights, extra)
-        ctx.options, ctx.preference = (mode, padding, include_last_offset), preference
+        table = weight if ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(ids, table, offsets, per_sample_weights, extra)
+        ctx.options, ctx.preference = (weight.shape[0], mode, padding, include_last_offset), preference
         return out
 
     @staticmethod
@@ -295,7 +309,7 @@ def _bind(
         _embedding_bag,
         arguments,
         _embedding_bag_backward,
-        lambda upstream, outputs: (upstream[0], *tensors, outputs[1], *options, need),
+        lambda upstream, outputs: (upstream[0], *tensors, outputs[1], weight.shape[0], *options, need),
         public_outputs=1,
     )
 

@@ -106,7 +106,7 @@ def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, a
         types,
         {name: values[name] for name in described.parameters if name.isupper()},
         [name for name in runtime if name in _MULTIPLES] if access == "aligned" else (),
-        num_warps=schedule[f"{part}_warps"],
+        num_warps=min(schedule[f"{part}_warps"], max(1, rows * block // 256)),  # none without work
         num_stages=1,
     )
 

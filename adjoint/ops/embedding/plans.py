@@ -76,8 +76,15 @@ def additions(count: Tensor, tile: int) -> Tensor:
     return steps
 
 
-def sum_bound(exact: Tensor, magnitude: Tensor, count: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
-    """The error of a sum of `count` terms and given magnitude Σ|terms|.
+def sum_bound(
+    exact: Tensor,
+    magnitude: Tensor,
+    count: Tensor,
+    steps: Tensor,
+    dtype: torch.dtype,
+    out: torch.dtype | None = None,
+) -> Tensor:
+    """The error of a sum of `count` terms of a dtype and given magnitude Σ|terms|, rounded to `out`, or that dtype.
 
     After n roundings in the wide type that is γ·Σ|terms|, γ = n·u / (1 − n·u); then half a unit in the
     last place of what is rounded. Additions do not underflow; products may, by half the smallest number
@@ -88,9 +95,9 @@ def sum_bound(exact: Tensor, magnitude: Tensor, count: Tensor, steps: Tensor, dt
         steps = steps + count
     chain = steps * (info.eps / 2)
     before = chain / (1 - chain) * magnitude + steps * info.smallest_normal * info.eps
-    if dtype == eager.wide(dtype):
+    if (out or dtype) == eager.wide(dtype):
         return before
-    return before + spacing(exact.abs() + before, dtype) / 2
+    return before + spacing(exact.abs() + before, out or dtype) / 2
 
 
 COPY = Derived("0: bytes are copied", lambda ids, weight: torch.zeros(*ids.shape, weight.shape[1], device=ids.device))
@@ -123,19 +130,25 @@ def order_in_words(tile: int) -> str:
 
 
 def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
-    padding = problem.options[-1]
+    """For the dense and the sparse gradient; and for a buffer, whose former value is one more term."""
+    padding, into = problem.options[-1], problem.op.endswith("_into")
+    out = problem.dtypes[2] if into else problem.dtypes[0]
 
-    def bound(gradient: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    def bound(gradient: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+        """`table` is the weight, or the buffer before the gradient is added."""
         flat = ids.reshape(-1)
-        counts = (flat >= 0) & (flat < weight.shape[0]) & (flat != padding)
+        counts = (flat >= 0) & (flat < table.shape[0]) & (flat != padding)
         rows = flat[counts].long()
-        terms = gradient.reshape(-1, weight.shape[1])[counts]
-        number = torch.bincount(rows, minlength=weight.shape[0])
-        exact = torch.zeros_like(weight).index_add_(0, rows, terms)
-        magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
-        return sum_bound(exact, magnitude, number[:, None], additions(number, tile)[:, None], problem.dtypes[0])
+        terms = gradient.reshape(-1, table.shape[1])[counts]
+        number = torch.bincount(rows, minlength=table.shape[0])[:, None]
+        before = table if into else torch.zeros_like(table)
+        exact = before.index_add(0, rows, terms)
+        magnitude = before.abs().index_add(0, rows, terms.abs())
+        limit = sum_bound(exact, magnitude, number, additions(number, tile) + into, problem.dtypes[0], out)
+        return limit.masked_fill_(number == 0, 0)
 
     accumulator = str(eager.wide(problem.dtypes[0])).removeprefix("torch.")
+    untouched = "is left as it was" if into else "is +0"
     return {
         "dweight": Guarantee(
             repeatable=True,
@@ -144,12 +157,12 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
             accumulator=accumulator,
             roundings=1,
             error=Derived(
-                f"½ ulp + γ·Σ|dout| over the row's tokens, γ = n·u / (1 − n·u), u = 2^{_exponent(accumulator)}, "
-                f"n the additions a token goes through",
+                f"½ ulp + γ·Σ|dout| over the row's tokens{' and its former value' * into}, γ = n·u / (1 − n·u), "
+                f"u = 2^{_exponent(accumulator)}, n the additions a token goes through",
                 bound,
             ),
             domain=f"every input; {order_in_words(tile)}",
-            special_values="as IEEE sums that begin with +0: a row never referenced is +0, no sum is −0",
+            special_values=f"as IEEE sums that begin with +0: a row never referenced {untouched}, no sum is −0",
             out_of_range="no gradient",
         )
     }

@@ -18,7 +18,7 @@ from tests.ops.embedding.sums import TILE, in_order, in_tiles, rows_of
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_backend = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-many = settings(max_examples=5 if interpreting() else 60, deadline=None, derandomize=True)
+many = settings(max_examples=4 if interpreting() else 60, deadline=None, derandomize=True)
 
 
 class Batch(NamedTuple):
@@ -162,8 +162,8 @@ def test_sizes_at_the_edge(backend: str, rows: int, count: int, columns: int) ->
 @every_backend
 @every_dtype
 @pytest.mark.parametrize("count", [1, 2, TILE - 1, TILE])
-def test_a_row_within_a_tile_is_the_obvious_loop(backend: str, dtype: torch.dtype, count: int) -> None:
-    if interpreting() and count not in (2, TILE):
+def test_a_row_within_a_tile_is_the_obvious_loop(backend: str, dtype: torch.dtype, count: int, quick: bool) -> None:
+    if quick and count not in (2, TILE):
         pytest.skip("the ordinary process runs this, and a GPU")
     ids = torch.ones(count, dtype=torch.int64, device=device_under_test())
     batch = Batch(ids, _normal(count, 5, dtype=dtype, seed=count), 3)
@@ -171,19 +171,18 @@ def test_a_row_within_a_tile_is_the_obvious_loop(backend: str, dtype: torch.dtyp
 
 
 def _long(count: int, dtype: torch.dtype = torch.float32) -> Batch:
-    """One long row that begins in the middle of a tile's places, and a few tokens before and after."""
-    ids = torch.ones(count + 7, dtype=torch.int64)
-    ids[[0, 2, count + 1, count + 4]], ids[[3, count + 6]] = 0, 2
-    ids = ids[: count + 7].to(device_under_test())
-    return Batch(ids, _normal(count + 7, 2, dtype=dtype, seed=count), 3)
+    """A row of so many tokens that begins in the middle of a tile's places, and a few tokens before and after."""
+    ids = torch.ones(count + 6, dtype=torch.int64)
+    ids[[0, 2, count + 1, count + 4]], ids[[3, count + 5]] = 0, 2
+    return Batch(ids.to(device_under_test()), _normal(count + 6, 2, dtype=dtype, seed=count), 3)
 
 
 @every_backend
 @pytest.mark.parametrize("count", [33, 63, 64, 65, 1024, 1025, 2000, 32 * 1024 + 33])
-def test_a_long_row_is_the_tree_of_tiles(backend: str, count: int) -> None:
-    if interpreting() and count not in (65, 1025):
+def test_a_long_row_is_the_tree_of_tiles(backend: str, count: int, quick: bool) -> None:
+    if (interpreting() and count > 2000) or (quick and count not in (65, 1025)):
         pytest.skip("the ordinary process runs this, and a GPU")
-    batch = _long(count - 1)
+    batch = _long(count)
     expected = rows_of(batch.dout, batch.ids, 3)
     assert same_bits(gradient(batch, backend), expected)  # type: ignore[arg-type]
     if count > 65:
@@ -192,8 +191,8 @@ def test_a_long_row_is_the_tree_of_tiles(backend: str, count: int) -> None:
 
 @every_backend
 @pytest.mark.parametrize("count", [33, 200, 3000])
-def test_the_sequential_plan_is_the_obvious_loop(backend: str, count: int) -> None:
-    if interpreting() and count > 33:
+def test_the_sequential_plan_is_the_obvious_loop(backend: str, count: int, quick: bool) -> None:
+    if quick and count > 33:
         pytest.skip("the ordinary process runs this, and a GPU")
     batch = _long(count)
     expected = rows_of(batch.dout, batch.ids, 3, in_order)
@@ -218,6 +217,8 @@ def test_the_two_orders_can_be_told_apart() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_ones_are_counted_far_past_the_precision_of_the_type(backend: str, dtype: torch.dtype) -> None:
     """A sum in bfloat16 would stop at 256, one in float16 at 2048."""
+    if interpreting() and dtype == torch.float16:
+        pytest.skip("takes more tokens than the interpreter gets through")
     count = 300 if interpreting() else 4096
     ids = torch.zeros(count, dtype=torch.int64, device=device_under_test())
     batch = Batch(ids, torch.ones(count, 3, dtype=dtype, device=ids.device), 2)
@@ -227,8 +228,10 @@ def test_ones_are_counted_far_past_the_precision_of_the_type(backend: str, dtype
 @every_backend
 @pytest.mark.parametrize("plan", ["tiles", "sequential"])
 @every_dtype
-def test_a_row_with_half_of_the_batch_is_within_the_stated_error(backend: str, dtype: torch.dtype, plan: str) -> None:
-    if interpreting() and (dtype, plan) not in ((torch.bfloat16, "tiles"), (torch.float32, "sequential")):
+def test_a_row_with_half_of_the_batch_is_within_the_stated_error(
+    backend: str, dtype: torch.dtype, plan: str, quick: bool
+) -> None:
+    if quick and (dtype, plan) not in ((torch.bfloat16, "tiles"), (torch.float32, "sequential")):
         pytest.skip("the ordinary process runs this, and a GPU")
     count, rows = (64, 5) if interpreting() else (4000, 50)
     ids = torch.arange(count, device=device_under_test()) % rows
