@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.bench import environment
-from adjoint.bench.run import Result, Row
+from adjoint.bench.run import LEFT_OUT, Result, Row
 from adjoint.core.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
@@ -33,7 +33,7 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
         "copy_ceiling_gb_per_s": round(result.ceiling, 1),
     }
     index = len(earlier["runs"])
-    fresh = [_encode(row, result.ceiling, index) for row in result.rows]
+    fresh = [_encode(row, result.ceiling, index) for row in result.rows if row.status != LEFT_OUT]
     replaced = {_key(row) for row in fresh}
     rows = [row for row in earlier["rows"] if _key(row) not in replaced] + fresh
     order = {_group(row): position for position, row in reversed([*enumerate(rows)])}

@@ -39,11 +39,8 @@ ROUNDS = 3
 CPU_ELEMENTS = 2**20
 """The largest input on a CPU: workloads are cut along their batch axis to fit."""
 
-CPU_SHARED_ELEMENTS = 2**24
-"""The largest input on a CPU among those that all items share, which cannot be cut."""
-
 OK, INACCURATE, FAILED, ERROR = "ok", "inaccurate", "failed", "error"
-ABSENT, TOO_LARGE = "not installed", "too large for a CPU run"
+ABSENT, LEFT_OUT = "not installed", "left out"
 TIMED = (OK, INACCURATE)
 """The statuses that come with a time."""
 
@@ -55,7 +52,7 @@ class Row:
     Attributes:
         status: `OK` has a time, and `INACCURATE` too: it promises nothing, and its error is past the limit of
             those who do not. `FAILED` gave a wrong result, `ERROR` raised, `ABSENT` is not installed, and
-            `TOO_LARGE` stands for a workload that was left out on a CPU.
+            `LEFT_OUT` stands for a workload that is meant for another device.
         bytes: the fewest bytes the direction must move.
         ratio: its time over ours, in the same run: above 1, ours is faster.
         error: norm-relative, against float64.
@@ -148,12 +145,12 @@ def measure(
 ) -> Iterator[Row]:
     """The rows of one workload, by direction."""
     source, subject = torch.Generator().manual_seed(0), workload.subject
-    inputs = workload.make(workload.dtype, device, source)
-    if device.type != "cuda" and (reason := _too_large(workload, inputs)):
+    if device.type not in workload.devices:
+        note = f"meant for {' and '.join(workload.devices)}"
         for direction in workload.directions:
-            yield Row(family, workload.name, direction, OURS, TOO_LARGE, _bytes(workload, direction), note=reason)
+            yield Row(family, workload.name, direction, OURS, LEFT_OUT, _bytes(workload, direction), note=note)
         return
-    inputs, share, name = _cut(workload, inputs, device)
+    inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
     call = bind(subject.function, *inputs, **subject.keywords)
     with torch.no_grad():
         outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
@@ -173,7 +170,9 @@ def _bytes(workload: Workload, direction: str) -> int:
 
 def _builders(workload: Workload, direction: str, compile: bool) -> dict[str, Builder]:
     """Who takes part, by label: ours first."""
-    builders: dict[str, Builder] = {OURS: ours, EAGER: eager}
+    builders: dict[str, Builder] = {OURS: ours}
+    if workload.baseline is not None:
+        builders[EAGER] = eager
     if compile:
         builders[COMPILED] = compiled
     if direction == BACKWARD:
@@ -181,15 +180,6 @@ def _builders(workload: Workload, direction: str, compile: bool) -> dict[str, Bu
             builders[DETERMINISTIC] = deterministic
         builders |= {label: gradients_by(function) for label, function in workload.others.items()}
     return builders | {PEERS[peer].label: PEERS[peer].build for peer in workload.peers}
-
-
-def _too_large(workload: Workload, inputs: Inputs) -> str:
-    """Why a workload is left out on a CPU; empty when it is not."""
-    subject = workload.subject
-    for name, tensor in zip(subject.inputs, inputs, strict=True):
-        if tensor is not None and not subject.has_items(name) and tensor.numel() > CPU_SHARED_ELEMENTS:
-            return f"{name} has {tensor.numel()} elements; a CPU run takes at most {CPU_SHARED_ELEMENTS}"
-    return ""
 
 
 def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inputs, float, str]:

@@ -6,7 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from adjoint.bench.overhead import TARGET, Overhead
-from adjoint.bench.run import ABSENT, FAILED, INACCURATE, OURS, TIMED, TOO_LARGE, Result, Row
+from adjoint.bench.run import ABSENT, FAILED, INACCURATE, LEFT_OUT, OURS, TIMED, Result, Row
 from adjoint.core.cases import Workload
 from adjoint.core.problem import short
 
@@ -42,7 +42,7 @@ def times(result: Result, name: str) -> Table:
 def _cells(row: Row, ceiling: float) -> Iterable[str]:
     speed = row.gigabytes_per_second
     if row.status not in TIMED or row.microseconds is None or speed is None:
-        words = {FAILED: "[red]FAILED[/red]", ABSENT: "[dim]not installed[/dim]", TOO_LARGE: "[dim]left out[/dim]"}
+        words = {FAILED: "[red]FAILED[/red]", ABSENT: "[dim]not installed[/dim]", LEFT_OUT: "[dim]left out[/dim]"}
         return words.get(row.status, "[yellow]n/a[/yellow]"), "", "", "", escape(row.note)
     ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
     if row.ratio is not None and row.ratio < 1:

@@ -168,9 +168,10 @@ class Workload:
         subject: what is timed and checked.
         make: its inputs.
         forward_bytes, backward_bytes: the fewest bytes each direction must move.
-        baseline: the same work in torch's own functions, `(*inputs) -> output`.
+        baseline: the same work in torch's own functions, `(*inputs) -> output`; None where there is none.
         peers: names of entries in `adjoint.bench.peers` that do the same work.
         dtype: of the floating inputs; where it is not the default, the name says so.
+        devices: the types of device it is meant for.
         directions: those that are timed.
         compile: whether torch.compile of the baseline takes part.
         deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` does.
@@ -183,9 +184,10 @@ class Workload:
     make: Make
     forward_bytes: int
     backward_bytes: int
-    baseline: Callable[..., Tensor]
+    baseline: Callable[..., Tensor] | None
     peers: tuple[str, ...] = ()
     dtype: torch.dtype = torch.bfloat16
+    devices: tuple[str, ...] = ("cpu", "cuda")
     directions: tuple[str, ...] = ("forward", "backward")
     compile: bool = True
     deterministic: bool = False

@@ -99,15 +99,15 @@ def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
     values, faulty = values.reshape(-1).long(), faulty.reshape(-1)
     if values.device.type == "cpu":
         if faulty.any():
-            position = int(faulty.to(torch.int8).argmax())
-            raise fault.error(position, int(values[position]))
+            first = int(faulty.to(torch.int8).argmax())
+            raise fault.error(first, int(values[first]))
         return
     if values.numel() == 0:
         return
-    position = torch.arange(values.numel(), device=values.device).clamp_max_(MAX_POSITION) << 32
+    positions = torch.arange(values.numel(), device=values.device).clamp_max_(MAX_POSITION) << 32
     row = status_word(values.device)[fault.row]
     for half, shift in enumerate((0, 32)):
-        word = torch.where(faulty, position | ((values >> shift) & 0xFFFFFFFF), _CLEAR).amin()
+        word = torch.where(faulty, positions | ((values >> shift) & 0xFFFFFFFF), _CLEAR).amin()
         row[half] = torch.minimum(row[half], word)
 
 

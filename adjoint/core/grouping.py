@@ -63,7 +63,19 @@ def list_regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
 
 
 _POINTERS = frozenset(
-    ("keys", "counts", "totals", "positions", "sorted_keys", "sorted_positions", "starts", "ends", "listed", "segment_of", "cleared")
+    (
+        "keys",
+        "counts",
+        "totals",
+        "positions",
+        "sorted_keys",
+        "sorted_positions",
+        "starts",
+        "ends",
+        "listed",
+        "segment_of",
+        "cleared",
+    )
 )
 
 
@@ -83,7 +95,11 @@ def variants(ids: torch.dtype) -> dict[str, Variant]:
         for first in (True, False) if "FIRST" in kernel.parameters else (False,):
             constants = {"FIRST": first} | _counted()
             types = {
-                parameter: f"*{TRITON_TYPES[ids]}" if parameter == "ids" else "*i32" if parameter in _POINTERS else "i32"
+                parameter: f"*{TRITON_TYPES[ids]}"
+                if parameter == "ids"
+                else "*i32"
+                if parameter in _POINTERS
+                else "i32"
                 for parameter in kernel.parameters
                 if not parameter.isupper()
             }
@@ -97,7 +113,8 @@ def variants(ids: torch.dtype) -> dict[str, Variant]:
     return listed
 
 
-def sort(launch: Launch, memory: Mapping[str, Any], ids: Any, count: int, groups: int, skipped: int, mark: bool
+def sort(
+    launch: Launch, memory: Mapping[str, Any], ids: Any, count: int, groups: int, skipped: int, mark: bool
 ) -> tuple[Any, Any]:
     """Sorts ids, stably; gives the sorted keys and the position each had. Both live in `memory`.
 

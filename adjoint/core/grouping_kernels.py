@@ -120,7 +120,7 @@ def group_count_heads(sorted_keys, counts, groups):
 
 @triton.jit
 def group_list(sorted_keys, counts, starts, ends, listed, segment_of, groups):
-    """Lists the groups that occur, in order: where each begins and ends, its key, and each place's number in the list."""
+    """Lists the groups that occur, in order: where each begins and ends, its key, and the group of each place."""
     block = tl.program_id(0)
     index = block * _BLOCK + tl.arange(0, _BLOCK)
     key, head, tail = load_neighbours(sorted_keys, index, groups)

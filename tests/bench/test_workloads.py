@@ -93,13 +93,12 @@ def test_only_inputs_with_items_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch
     assert row.bytes == WORKLOAD.backward_bytes // 4
 
 
-def test_a_shared_input_too_large_for_a_cpu_is_said_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CPU_SHARED_ELEMENTS", 19)
-    rows = rows_of()
+def test_a_workload_for_another_device_is_left_out_and_fails_nothing() -> None:
+    rows = {(row.contender, row.direction): row for row in run.measure("toy", replace(WORKLOAD, devices=("cuda",)), CPU)}
     assert set(rows) == {(run.OURS, "forward"), (run.OURS, "backward")}
     for row in rows.values():
-        assert row.status == run.TOO_LARGE and row.microseconds is None and row.ok
-        assert row.note == "weight has 20 elements; a CPU run takes at most 19"
+        assert row.status == run.LEFT_OUT and row.microseconds is None and row.ok
+        assert row.note == "meant for cuda"
         assert "left out" in next(iter(tables._cells(row, 10.0)))
 
 

@@ -1,6 +1,6 @@
 """The backward of embedding and of bags on Triton: what it needs, and the kernels it launches, in order.
 
-    group the ids  →  tiles of hot rows, level by level  →  the rows
+group the ids  →  tiles of hot rows, level by level  →  the rows
 """
 
 from typing import Any
@@ -77,9 +77,7 @@ def dense(plan: Plan, tile: int, arguments: tuple[Any, ...], out: Tensor, worksp
     grouped = _Grouped(plan, tile, gradient, ids, padding, workspace)
     grouping.mark_groups(grouped.sums.group, grouped.memory, grouped.keys, grouped.count, grouped.rows)
     terms = terms_of(grouped.gradient, out, grouped.columns)
-    grouped.sums.run(
-        terms, grouped.memory, grouped.positions, grouped.keys, grouped.count, grouped.rows, out
-    )
+    grouped.sums.run(terms, grouped.memory, grouped.positions, grouped.keys, grouped.count, grouped.rows, out)
 
 
 def into(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor | None) -> None:
@@ -111,7 +109,5 @@ def sparse(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor 
     rows, values = views["listed"][:found].to(torch.int64), gradient.new_empty(found, columns)
     if values.numel():
         terms = terms_of(grouped.gradient, values, columns)
-        grouped.sums.run(
-            terms, grouped.memory, grouped.positions, grouped.memory["segment_of"], count, found, values
-        )
+        grouped.sums.run(terms, grouped.memory, grouped.positions, grouped.memory["segment_of"], count, found, values)
     return rows, values

@@ -67,7 +67,8 @@ class _Memory:
         self.pointers = regions.pointers(workspace) if workspace is not None else {}
         self._views = regions.tensors(workspace) if workspace is not None and plan.problem.layout else {}
 
-    def contiguous(self, name: str, tensor: Tensor | None) -> Tensor | None:
+    def contiguous(self, name: str, tensor: Any) -> Any:
+        """The tensor, or a copy in the workspace; None for an argument that is not given."""
         if tensor is None or tensor.is_contiguous():
             return tensor
         return self._views[name][: tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -186,7 +187,7 @@ def prepare_backward(plan: Plan) -> None:
 def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
     dout, ids, weight, offsets, per_sample_weights, extra, _, _, padding, _, need = arguments
     dweight, dweights = outputs
-    count, rows, columns, bags = plan.problem.sizes
+    count, rows, columns, _ = plan.problem.sizes
     memory = _Memory(plan, backward_regions(plan.problem), workspace)
     pointers = memory.pointers
     ids = memory.contiguous("ids", ids)

@@ -91,7 +91,9 @@ def _weight_bound(problem: Problem) -> Callable[..., Tensor]:
             terms = terms * factors[entries][:, None]
         if mode_of(problem) == "max":
             extra = torch.empty(len(bags.starts), weight.shape[1], dtype=torch.int32, device=ids.device)
-            eager_bag.forward(bags, weight, None, "max", TILE, torch.empty_like(weight[:0].new_empty(extra.shape)), extra)
+            eager_bag.forward(
+                bags, weight, None, "max", TILE, torch.empty_like(weight[:0].new_empty(extra.shape)), extra
+            )
             terms = terms.masked_fill(extra[bags.bag_of[entries]] != entries[:, None], 0)
         exact = torch.zeros_like(weight).index_add_(0, rows, terms)
         magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
@@ -120,7 +122,7 @@ def _weights_bound(problem: Problem) -> Callable[..., Tensor]:
     return bound
 
 
-def _promise(problem: Problem, item: str, error: Derived, roundings: int = 1, **words: str) -> Guarantee:
+def _promise(problem: Problem, item: str, error: Derived, roundings: int = 1, **words: Any) -> Guarantee:
     accumulator = str(eager.wide(problem.dtypes[0])).removeprefix("torch.")
     return Guarantee(
         repeatable=True,
@@ -157,7 +159,7 @@ def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    words = {"special_values": "as IEEE sums that begin with +0", "out_of_range": "no gradient"}
+    words: dict[str, Any] = {"special_values": "as IEEE sums that begin with +0", "out_of_range": "no gradient"}
     return {
         "dweight": _promise(
             problem,
@@ -198,7 +200,9 @@ def _numeric(problem: Problem) -> dict[str, Any]:
     return {"mode": mode_of(problem), "tile": TILE}
 
 
-def _candidates(direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Any) -> tuple[Candidate, ...]:
+def _candidates(
+    direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Any
+) -> tuple[Candidate, ...]:
     return (
         Candidate(
             name="triton.bags",

@@ -278,10 +278,12 @@ def _bag_mistakes(mode: str) -> dict[str, Callable[..., Answers]]:
     def answered(forward: str, backward: str, flipped: bool = False) -> Callable[..., Answers]:
         def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
             ids, weight, offsets, factors = inputs
-            wide = [None if t is None else t.double() for t in (weight, factors)]
+            samples = None if factors is None else factors.double()
             dout = upstream[0].double()
-            out = reference.embedding_bag(ids, wide[0], offsets, wide[1], mode=forward)
-            gradients = _bag_gradients(backward)(dout.flip(0) if flipped else dout, ids, wide[0], offsets, wide[1])
+            out = reference.embedding_bag(ids, weight.double(), offsets, samples, mode=forward)
+            gradients = _bag_gradients(backward)(
+                dout.flip(0) if flipped else dout, ids, weight.double(), offsets, samples
+            )
             return (out.to(weight.dtype),), tuple(g.to(weight.dtype) for g in gradients)
 
         return answer
@@ -309,7 +311,9 @@ def _bag_subject(name: str, mode: str, offsets: bool, factors: bool) -> Subject:
         reference_backward=_bag_gradients(mode),
         cases=_bag_cases(offsets, factors),
         mistakes=_bag_mistakes(mode),
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16) if factors else (torch.float64, torch.bfloat16),
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        if factors
+        else (torch.float64, torch.bfloat16),
         batched=("ids", "offsets", "per_sample_weights"),
         resized=_bags_resized,
         rebatched=_bag_subset,
@@ -385,8 +389,26 @@ _SPARSE = Subject(
 )
 
 
-def _sparse_baseline(ids: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(ids, weight, sparse=True)
+def _coalesced(upstream: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+    """What torch's sparse gradient is worth to an optimizer: its rows, each once."""
+    ids, weight = inputs
+    return (torch.sparse_coo_tensor(ids[None], upstream[0], weight.shape, check_invariants=False).coalesce().values(),)
+
+
+def _torch_into_a_buffer() -> Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]:
+    """torch's own backward, without the cost of new memory."""
+    buffers: dict[torch.Size, Tensor] = {}
+
+    def gradients(upstream: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+        ids, weight = inputs
+        if weight.shape not in buffers:
+            buffers[weight.shape] = torch.empty_like(weight)
+        out = buffers[weight.shape]
+        return (
+            torch.ops.aten.embedding_dense_backward.out(upstream[0], ids, weight.shape[0], -1, False, out=out),
+        )
+
+    return gradients
 
 
 def _bag_table(rows: int, columns: int, bags: int, width: int) -> Make:
@@ -419,7 +441,35 @@ def _workloads() -> Iterable[Workload]:
             compile=False,
             deterministic=True,
             others={"index_add_": _index_add},
+            devices=("cuda",),
         )
+    for rows in (100_000, 10_000_000):
+        columns, count = 1024, 32768
+        yield Workload(
+            f"embedding[sparse] {rows}×{columns}, {count} tokens, uniform",
+            _SPARSE,
+            _table(rows, columns, count, "uniform"),
+            2 * count * columns * 2,
+            2 * count * columns * 2,
+            None,
+            compile=False,
+            directions=("backward",),
+            others={"torch, coalesced": _coalesced},
+            devices=("cuda",),
+        )
+    rows, columns, count = 151936, 1024, 8192
+    yield Workload(
+        f"embedding {rows}×{columns}, {count} tokens, float32, uniform",
+        EMBEDDING,
+        _table(rows, columns, count, "uniform"),
+        2 * count * columns * 4,
+        (count + rows) * columns * 4,
+        lambda ids, weight: F.embedding(ids, weight),
+        dtype=torch.float32,
+        compile=False,
+        others={"torch, into a buffer": _torch_into_a_buffer()},
+        devices=("cpu",),
+    )
     rows, columns, bags, width = 1_000_000, 128, 16384, 32
     for subject in BAGS:
         mode = subject.keywords["mode"]
@@ -435,6 +485,7 @@ def _workloads() -> Iterable[Workload]:
             _bag_baseline(mode),
             dtype=dtype,
             compile=False,
+            devices=("cuda",),
         )
 
 

@@ -101,7 +101,9 @@ def _maximum(bags: Bags, terms: Terms, out: Tensor, winners: Tensor) -> None:
     nan = values.isnan()
     number = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best = number.new_full(shape, -torch.inf).scatter_reduce_(0, bag, number, "amax")
-    has_nan = torch.zeros(shape, dtype=torch.int8, device=out.device).scatter_reduce_(0, bag, nan.to(torch.int8), "amax")
+    has_nan = torch.zeros(shape, dtype=torch.int8, device=out.device).scatter_reduce_(
+        0, bag, nan.to(torch.int8), "amax"
+    )
     among = torch.where(has_nan.gather(0, bag).bool(), nan, number == best.gather(0, bag))
     nobody = len(bags.ids)
     first = torch.full(shape, nobody, device=out.device)

@@ -48,7 +48,8 @@ def _check_backward(dout: Tensor, ids: Tensor, rows: int, padding: int) -> None:
     require_ids("embedding", "ids", ids, "dout", dout)
     if dout.dim() == 0 or dout.shape[:-1] != ids.shape:
         raise ArgumentError(
-            f"embedding: dout must have the shape of ids, {tuple(ids.shape)}, and one axis more, got {tuple(dout.shape)}"
+            f"embedding: dout must have the shape of ids, {tuple(ids.shape)}, and one axis more, "
+            f"got {tuple(dout.shape)}"
         )
     if not isinstance(rows, int | torch.SymInt) or rows < 0:
         raise ArgumentError(f"embedding: rows must be an integer ≥ 0, got {rows!r}")
@@ -205,9 +206,7 @@ class _Embedding(torch.autograd.Function):
         elif ctx.sparse:
             rows, values = _embedding_backward_sparse(dout, ids, ctx.rows, ctx.padding, ctx.preference)
             shape = (ctx.rows, dout.shape[-1])
-            dweight = torch.sparse_coo_tensor(
-                rows[None], values, shape, check_invariants=False, is_coalesced=True
-            )
+            dweight = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False, is_coalesced=True)
         else:
             dweight = _embedding_backward(dout, ids, ctx.rows, ctx.padding, ctx.preference)
         return None, dweight, None, None, None, None, None
@@ -300,9 +299,7 @@ def _bind(
             lambda upstream, outputs: (upstream[0], ids, accumulate_into, padding),
         )
     adjoint = _embedding_backward_sparse if sparse else _embedding_backward
-    return Call(
-        _embedding, arguments, adjoint, lambda upstream, outputs: (upstream[0], ids, weight.shape[0], padding)
-    )
+    return Call(_embedding, arguments, adjoint, lambda upstream, outputs: (upstream[0], ids, weight.shape[0], padding))
 
 
 publish(embedding, _bind)

@@ -144,12 +144,8 @@ def gather(plan: Plan, ids: Tensor, weight: Tensor, out: Tensor, workspace: Tens
     access = "strided" if column_stride != 1 and columns > 1 else "unaligned"
     if access != "strided" and is_multiple(weight, out, columns, row_stride):
         access = "aligned"
-    schedule = plan.schedule
-    launch = launcher(
-        plan, access, lambda: variant("embedding_gather", forward_kinds(plan), schedule, "gather", access)
-    )
-    tokens, block = tile_shape(schedule, "gather", columns)
-    launch(
+    tokens, block = tile_shape(plan.schedule, "gather", columns)
+    _gather_launcher(plan, access)(
         (-(-count // tokens), -(-columns // block), 1), ids, weight, out, status_word(device), ID_OUT_OF_RANGE.row,
         count, rows, columns, row_stride, column_stride,
     )  # fmt: skip
@@ -160,9 +156,13 @@ def gather(plan: Plan, ids: Tensor, weight: Tensor, out: Tensor, workspace: Tens
 def prepare_gather(plan: Plan) -> None:
     status_word(plan.problem.device)
     for access in ACCESSES:
-        launcher(
-            plan, access, lambda a=access: variant("embedding_gather", forward_kinds(plan), plan.schedule, "gather", a)
-        )
+        _gather_launcher(plan, access)
+
+
+def _gather_launcher(plan: Plan, access: str) -> Callable[..., None]:
+    return launcher(
+        plan, access, lambda: variant("embedding_gather", forward_kinds(plan), plan.schedule, "gather", access)
+    )
 
 
 def contiguous_ids(plan: Plan, ids: Tensor, workspace: Tensor | None) -> Tensor:
@@ -230,15 +230,15 @@ class Sums(NamedTuple):
 
     def group(self, key: str, grid: tuple[int, ...], *arguments: Any) -> None:
         """Starts a kernel of the sort."""
-        compiled = self.plan.memo.get(key)
-        if compiled is None:
-            compiled = launcher(self.plan, key, lambda: grouping.variants(self.kinds.ids)[key])
-        compiled((*grid, 1, 1)[:3], *arguments)
+        self._sorter(key)((*grid, 1, 1)[:3], *arguments)
+
+    def _sorter(self, key: str) -> Callable[..., None]:
+        return launcher(self.plan, key, lambda: grouping.variants(self.kinds.ids)[key])
 
     def prepare(self) -> None:
         """Compiles everything a backward may launch."""
-        for key, described in grouping.variants(self.kinds.ids).items():
-            launcher(self.plan, key, lambda d=described: d)
+        for key in grouping.variants(self.kinds.ids):
+            self._sorter(key)
         for access in ACCESSES:
             self.launch("embedding_sum_tiles", "tiles", access)
             self.launch("embedding_sum_partials", "partials", _flat(access))

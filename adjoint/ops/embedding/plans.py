@@ -138,10 +138,13 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
         """`table` is the weight, or the buffer before the gradient is added."""
         flat = ids.reshape(-1)
         counts = (flat >= 0) & (flat < table.shape[0]) & (flat != padding)
-        rows = flat[counts].long()
+        rows, size = flat[counts].long(), table.shape[0]
+        if problem.op.endswith("_sparse"):  # the rows that occur
+            found, rows = rows.unique(return_inverse=True)
+            size = len(found)
         terms = gradient.reshape(-1, table.shape[1])[counts]
-        number = torch.bincount(rows, minlength=table.shape[0])[:, None]
-        before = table if into else torch.zeros_like(table)
+        number = torch.bincount(rows, minlength=size)[:, None]
+        before = table if into else gradient.new_zeros(size, table.shape[1])
         exact = before.index_add(0, rows, terms)
         magnitude = before.abs().index_add(0, rows, terms.abs())
         limit = sum_bound(exact, magnitude, number, additions(number, tile) + into, problem.dtypes[0], out)
@@ -277,11 +280,11 @@ def _sparse_eagerly(tile: int) -> Run:
 
 EMBEDDING_BACKWARD = _candidates(
     lambda tile: writing(lambda plan, a, out, w: triton_part("backward").dense(plan, tile, a, out[0], w)),
-    lambda tile: writing(lambda plan, a, out, w: eager.dense(*a, tile, out[0])),
+    lambda tile: writing(lambda plan, a, out, w: eager.dense(a[0], a[1], a[2], a[3], tile, out[0])),
 )
 EMBEDDING_BACKWARD_INTO = _candidates(
     lambda tile: writing(lambda plan, a, out, w: triton_part("backward").into(plan, tile, a, w)),
-    lambda tile: writing(lambda plan, a, out, w: eager.into(*a, tile)),
+    lambda tile: writing(lambda plan, a, out, w: eager.into(a[0], a[1], a[2], a[3], tile)),
 )
 EMBEDDING_BACKWARD_SPARSE = _candidates(
     lambda tile: lambda plan, a, out, w: triton_part("backward").sparse(plan, tile, a, w),

@@ -1,5 +1,7 @@
 """The embedding operations as defined: short, in the dtype of their inputs, never optimised."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def bags_of(ids: Tensor, offsets: Tensor | None, include_last_offset: bool = Fal
         count, width = ids.shape
         return [torch.arange(bag * width, (bag + 1) * width) for bag in range(count)]
     bounds = offsets.tolist() if include_last_offset else [*offsets.tolist(), ids.numel()]
-    return [torch.arange(begin, end) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [torch.arange(begin, end) for begin, end in pairwise(bounds)]
 
 
 def embedding_bag(
