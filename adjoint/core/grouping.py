@@ -19,6 +19,7 @@ Launch = Callable[..., None]
 
 MAX_COUNT = 2**30
 MAX_GROUPS = 2**31 - 2
+LISTED_PASSES = 3  # keys up to 27 bits
 _BLOCK, _DIGIT = 128, 9
 
 
@@ -119,11 +120,12 @@ def sort(
     """Sorts ids, stably; gives the sorted keys and the position each had. Both live in `memory`.
 
     An id below 0, at least `groups`, or equal to `skipped` has the key `groups`. With `mark`,
-    memory is made ready for `mark_groups`.
+    memory is made ready for `mark_groups`; without it, at least `LISTED_PASSES` passes are made, so that
+    listing groups takes as long for a large table as for a small one.
     """
     number = blocks(count)
     source, target = (memory["keys_b"], memory["positions_b"]), (memory["keys_a"], memory["positions_a"])
-    for index in range(passes(groups)):
+    for index in range(passes(groups) if mark else max(passes(groups), LISTED_PASSES)):
         first = " first" if index == 0 else ""
         keys, _ = source
         shift = index * _DIGIT

@@ -40,15 +40,16 @@ class Regions:
     def allocate(self, device: torch.device) -> Tensor:
         return torch.empty(self.bytes, dtype=torch.uint8, device=device)
 
-    def tensors(self, workspace: Tensor) -> dict[str, Tensor]:
-        """The regions as tensors."""
+    def tensor(self, workspace: Tensor, name: str) -> Tensor:
+        """One region as a tensor."""
         memory = workspace.view(-1).view(torch.uint8)
-        begin = -memory.data_ptr() % _ALIGNMENT
-        views = {}
-        for name, (dtype, count) in self._regions.items():
-            first = begin + self._offsets[name]
-            views[name] = memory[first : first + dtype.itemsize * count].view(dtype)
-        return views
+        dtype, count = self._regions[name]
+        first = -memory.data_ptr() % _ALIGNMENT + self._offsets[name]
+        return memory[first : first + dtype.itemsize * count].view(dtype)
+
+    def tensors(self, workspace: Tensor) -> dict[str, Tensor]:
+        """All regions as tensors."""
+        return {name: self.tensor(workspace, name) for name in self._regions}
 
     def pointers(self, workspace: Tensor) -> dict[str, Any]:
         """The regions as a kernel takes them: addresses on a GPU, which cost the host nothing, else tensors."""

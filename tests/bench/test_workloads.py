@@ -94,7 +94,9 @@ def test_only_inputs_with_items_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_workload_for_another_device_is_left_out_and_fails_nothing() -> None:
-    rows = {(row.contender, row.direction): row for row in run.measure("toy", replace(WORKLOAD, devices=("cuda",)), CPU)}
+    rows = {
+        (row.contender, row.direction): row for row in run.measure("toy", replace(WORKLOAD, devices=("cuda",)), CPU)
+    }
     assert set(rows) == {(run.OURS, "forward"), (run.OURS, "backward")}
     for row in rows.values():
         assert row.status == run.LEFT_OUT and row.microseconds is None and row.ok

@@ -94,20 +94,26 @@ def into(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor | 
 
 
 def sparse(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rows that occur, ascending, and their gradients. Waits for the device once: their number is data."""
+    """The rows that occur, ascending, and their gradients.
+
+    Waits for the device once, at the end, where their number is read: until then there is room for as many
+    rows as tokens, and what is returned is the beginning of it.
+    """
     gradient, ids, _, padding = arguments
     device, (count, _, columns) = gradient.device, plan.problem.sizes
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=device), gradient.new_empty(0, columns)
+    rows, values = torch.empty(count, dtype=torch.int64, device=device), gradient.new_empty(count, columns)
+    if count == 0 or columns == 0:
+        found = ids.reshape(-1)
+        kept = found[(found >= 0) & (found < plan.problem.sizes[1]) & (found != padding)]
+        rows = kept.unique().to(torch.int64)
+        return rows, gradient.new_empty(len(rows), columns)
     held = regions(plan.problem, tile)
     if workspace is None:
         workspace = held.allocate(device)
     grouped = _Grouped(plan, tile, gradient, ids, padding, workspace)
-    grouping.list_groups(grouped.sums.group, grouped.memory, grouped.keys, grouped.count, grouped.rows)
-    views = held.tensors(workspace)
-    found = int(views["listed_count"])
-    rows, values = views["listed"][:found].to(torch.int64), gradient.new_empty(found, columns)
-    if values.numel():
-        terms = terms_of(grouped.gradient, values, columns)
-        grouped.sums.run(terms, grouped.memory, grouped.positions, grouped.memory["segment_of"], count, found, values)
-    return rows, values
+    grouping.list_groups(grouped.sums.group, grouped.memory, grouped.keys, count, grouped.rows)
+    terms = terms_of(grouped.gradient, values, columns)
+    grouped.sums.run(terms, grouped.memory, grouped.positions, grouped.memory["segment_of"], count, count, values)
+    rows.copy_(held.tensor(workspace, "listed")[:count])
+    number = int(held.tensor(workspace, "listed_count"))
+    return rows[:number], values[:number]

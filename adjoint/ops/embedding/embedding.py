@@ -234,7 +234,9 @@ def embedding(
             gives zero rows and no gradient, silently.
         accumulate_into: the backward adds the gradient to this buffer, of any floating dtype and the
             shape of `weight`, instead of returning one: `weight.grad` stays as it is, and hooks of
-            autograd, those of distributed wrappers included, do not see it.
+            autograd, those of distributed wrappers included, do not see it. Under `torch.compile`
+            nothing else in the graph may read it: that it changes before another op's backward has
+            read it is an error outside of a graph, and goes unnoticed inside.
         sparse: the gradient is a row-sparse tensor, coalesced, rows ascending. Its size is data, so the
             backward waits for the device once.
         preference: narrows the choice of plans for this call and its backward.

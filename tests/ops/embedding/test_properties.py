@@ -106,6 +106,18 @@ def test_rows_never_referenced_are_positive_zero(backend: str, batch: Batch, val
     assert same_bits(unreferenced, torch.zeros_like(unreferenced))
 
 
+@every_backend
+def test_no_sum_is_negative_zero(backend: str) -> None:
+    """Sums begin with +0: of one token, of several, and on top of a buffer."""
+    ids = torch.tensor([0, 1, 1], device=device_under_test())
+    batch = Batch(ids, torch.full((3, 4), -0.0, device=ids.device), 3)
+    zeros = torch.zeros(3, 4, device=ids.device)
+    assert same_bits(gradient(batch, backend), zeros)  # type: ignore[arg-type]
+    buffer = -zeros
+    gradient(batch, backend, accumulate_into=buffer)
+    assert buffer.signbit().tolist() == [[False] * 4, [False] * 4, [True] * 4]
+
+
 # -------------------------------------------------------------------------------------- other batches
 
 
