@@ -1,23 +1,22 @@
 """Every arithmetic operator, comparison and constant in every kernel is broken in turn; a check must notice.
 
-The mutants are made from the syntax tree of each family's `kernels.py`, inside its `@triton.jit`
+The mutants are made from the syntax trees of the modules in `MODULES`, inside their `@triton.jit`
 functions, and run in the interpreter. One that survives is either a hole in the checks or an
-equivalent program, and must then be listed here with the reason.
+equivalent program, and must then be listed in `equivalent_mutants` with the reason.
 """
 
 import ast
-import copy
-import ctypes
 import faulthandler
-import importlib.util
-import mmap
+import linecache
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -34,26 +33,19 @@ from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
+from tests import mutant_calls
+from tests.equivalent_mutants import EQUIVALENT
+from tests.mutant_calls import at_the_edge
 
-EQUIVALENT = {
-    ("silu_parts", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
-    ("forward_value", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
-    ("*", "columns - start >= BLOCK -> columns - start > BLOCK"): "a full tile is also right under a mask",
-    ("*", "2048.0 -> 3072.0"): "any bound past the asymptote serves",
-    ("*", "1024.0 -> 2048.0"): "any bound past the asymptote serves",
-    ("half_exponential", "0.5 -> 0.75"): "another integer n, taken out just as exactly",
-    ("half_exponential", "exponent * 1.4426950408889634 + 0.5 -> exponent * 1.4426950408889634 - 0.5"): (
-        "another integer n, taken out just as exactly"
-    ),
-    (
-        "half_exponential",
-        "tl.floor(exponent * 1.4426950408889634 + 0.5) -> tl.ceil(exponent * 1.4426950408889634 + 0.5)",
-    ): "another integer n, taken out just as exactly",
-    ("half_exponential", "exponent * 1.4426950408889634 -> exponent + 1.4426950408889634"): (
-        "another integer n, taken out just as exactly; what remains is larger, and still inside the bound"
+MODULES = {
+    "activation": ("adjoint.ops.activation.kernels",),
+    "embedding": (
+        "adjoint.ops.embedding.kernels",
+        "adjoint.ops.embedding.bag_kernels",
+        "adjoint.core.grouping_kernels",
     ),
 }
-"""Mutants that compute the same: (function or "*", change) -> why."""
+"""Every module with kernels, under the first family that uses it."""
 
 _SWAPS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
 _COMPARISONS: dict[type, type] = {
@@ -68,7 +60,9 @@ class Mutant:
     change: str
     line: int
     source: str
-    sampled: bool = False
+    module: str = ""
+    sampled: str = ""
+    """Why it is left for --all, where it is."""
 
 
 def _mutations(node: ast.AST) -> Iterator[ast.AST]:
@@ -97,10 +91,16 @@ def _mutations(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Call(node.func, node.args[:2], node.keywords)
 
 
-def mutants(path: Path) -> Iterator[Mutant]:
+def _source(module: str) -> str:
+    """A module's source, as its syntax tree says it."""
+    return ast.unparse(ast.parse(Path(str(import_module(module).__file__)).read_text(encoding="utf-8")))
+
+
+def mutants(module: str) -> Iterator[Mutant]:
     """Every mutant of a kernel module."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for function in tree.body:
+    tree = ast.parse(Path(str(import_module(module).__file__)).read_text(encoding="utf-8"))
+    texts = [ast.unparse(statement) for statement in tree.body]
+    for number, function in enumerate(tree.body):
         if not (
             isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list)
         ):
@@ -126,35 +126,38 @@ def mutants(path: Path) -> Iterator[Mutant]:
                             value[index] = changed
                         else:
                             setattr(statement, field, changed)
-                        source = ast.unparse(ast.fix_missing_locations(copy.deepcopy(tree)))
+                        source = "\n".join((*texts[:number], ast.unparse(function), *texts[number + 1 :]))
                         if isinstance(value, list):
                             value[index] = child
                         else:
                             setattr(statement, field, child)
-                        yield Mutant(function.name, f"{before} -> {after}", getattr(child, "lineno", 0), source)
+                        line = getattr(child, "lineno", 0)
+                        yield Mutant(function.name, f"{before} -> {after}", line, source, module)
 
 
 def equivalent(mutant: Mutant) -> bool:
     return any((function, mutant.change) in EQUIVALENT for function in (mutant.function, "*"))
 
 
-def _load(family: str, path: Path) -> ModuleType:
-    """Puts a file in the place of a family's kernel module."""
-    name = f"adjoint.ops.{family}.kernels"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def _load(name: str, source: str) -> None:
+    """Puts a source in the place of a module."""
+    file = f"<{name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads sources again
+    module = ModuleType(name)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
-    vars(import_module(f"adjoint.ops.{family}"))["kernels"] = module
+    exec(compile(source, file, "exec"), vars(module))
+    parent, _, leaf = name.rpartition(".")
+    vars(import_module(parent))[leaf] = module
     for operator in adjoint.core.plan.operators():
         operator._plans.clear()
-    return module
 
 
-def _noticed(mutant: Mutant, subjects: tuple[Subject, ...], device: torch.device) -> bool:
+# ----------------------------------------------------------------------------------------- activation
+
+
+def _activation_noticed(mutant: Mutant, device: torch.device) -> bool:
     """Whether any check fails; those most likely to fail run first, so that mutants die soon."""
-    preference = Preference(backend="triton")
+    preference, subjects = Preference(backend="triton"), import_module("adjoint.ops.activation.cases").SUBJECTS
 
     def failed(check: Callable[[], list[Row]]) -> bool:
         try:
@@ -204,7 +207,7 @@ def _read_at_the_edge(subject: Subject, strided: bool, device: torch.device, pre
     """Runs on tensors that end where readable memory ends: a read past them ends the process."""
     case = next((case for case in subject.cases if case.name == "contiguous"), subject.cases[0])
     found = evaluate(subject, case, torch.bfloat16, device, preference)
-    inputs, upstream = (each(_at_the_edge, tensors) for tensors in (found.inputs, found.upstream))
+    inputs, upstream = (each(at_the_edge, tensors) for tensors in (found.inputs, found.upstream))
     if strided and subject.batched is None:
         inputs, upstream = (tuple(t.T for t in tensors) for tensors in (inputs, upstream))
         inputs = (inputs[0], *(t.contiguous() for t in inputs[1:]))
@@ -212,73 +215,129 @@ def _read_at_the_edge(subject: Subject, strided: bool, device: torch.device, pre
     return []
 
 
-def _at_the_edge(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy whose last byte is the last before a page nobody may read."""
-    size = tensor.numel() * tensor.element_size()
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), mmap.PAGESIZE, 0) == 0
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=pages - size)
-    return copy.view(tensor.shape).copy_(tensor)
+# ------------------------------------------------------------------------------------------ embedding
+
+
+def _embedding_noticed(mutant: Mutant, device: torch.device, stage: str) -> bool:
+    """Whether any call of a stage gives other bits than the eager path; in "small", tiles and programs are."""
+    mutant_calls.guard()
+    if stage == "small":
+        sources = {name: mutant.source if name == mutant.module else _source(name) for name in MODULES["embedding"]}
+        mutant_calls.shrink(sources, _load)
+    made = mutant_calls.bags if "bag_kernels" in mutant.module else mutant_calls.lookups
+    calls = list(made(small=stage == "small"))
+    if mutant.function == "load_term":  # most of it is for bags
+        calls = [*islice(mutant_calls.bags(small=stage == "small"), FIRST // 2), *calls]
+    chosen = {"first": slice(FIRST), "small": slice(None), "rest": slice(FIRST, None)}[stage]
+    try:
+        return any(mutant_calls.differs(call, number) for number, call in list(enumerate(calls))[chosen])
+    except Exception:
+        return True
+
+
+FIRST = 8
+
+# ---------------------------------------------------------------------------------------------- tests
+
+Noticed = Callable[[Mutant, torch.device], bool]
+STAGES: dict[str, tuple[Noticed, ...]] = {
+    "activation": (_activation_noticed,),
+    "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
+}
+"""Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
+
+NOTICED, UNNOTICED = 0, 7
+
+
+def _ends(mutant: Mutant, noticed: Noticed, device: torch.device) -> int:
+    """How a process that runs a mutant through checks ends, as `waitpid` says it."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        signal.alarm(300)
+        torch.set_num_threads(1)  # a pool of threads does not survive a fork
+        found = True
+        try:
+            if mutant.source:
+                _load(mutant.module, mutant.source)
+            with np.errstate(all="ignore"):
+                found = noticed(mutant, device)
+        finally:
+            os._exit(NOTICED if found else UNNOTICED)
+    return os.waitpid(child, 0)[1]
+
+
+def _survives(status: int) -> bool:
+    return os.WIFEXITED(status) and os.WEXITSTATUS(status) == UNNOTICED
 
 
 def _parameters() -> list[object]:
-    """All mutants that differ; of those in the kernels proper, which move data, two in three are left for --all."""
+    """All mutants that differ; some of those that move data are left for --all."""
     listed = []
     for family in FAMILIES:
-        package = import_module(f"adjoint.ops.{family}")
-        entry_points = {kernel.name for kernel in import_module(f"adjoint.ops.{family}.kernels").KERNELS}
-        found = [m for m in mutants(Path(package.__path__[0]) / "kernels.py") if not equivalent(m)]
-        for index, mutant in enumerate(found):
-            chosen = replace(mutant, sampled=mutant.function in entry_points and index % 3 != 0)
-            name = f"{family}:{mutant.function}:{mutant.line}:{mutant.change}"[:120]
-            listed.append(pytest.param(family, chosen, id=name))
+        for module in MODULES[family]:
+            entry_points = {kernel.name for kernel in import_module(module).KERNELS}
+            found = [m for m in mutants(module) if not equivalent(m)]
+            for index, mutant in enumerate(found):
+                chosen = replace(mutant, sampled=_left_out(family, mutant.function in entry_points, index, len(found)))
+                name = f"{module.removeprefix('adjoint.')}:{mutant.function}:{mutant.line}:{mutant.change}"[:120]
+                listed.append(pytest.param(family, chosen, id=name))
     return listed
+
+
+def _left_out(family: str, moves_data: bool, index: int, among: int) -> str:
+    """Why a mutant is left for --all; empty when it is not."""
+    one_in = ONE_IN[family][moves_data]
+    if index % one_in == 0:
+        return ""
+    what = "in kernels proper, which move data" if moves_data else "in functions that kernels call"
+    return f"one in {one_in} of the mutants {what} ({among} in this module); all with --all"
+
+
+ONE_IN = {"activation": (1, 3), "embedding": (4, 8)}
+"""Of how many mutants one is tried without --all: in functions that kernels call, and in kernels."""
 
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
 @pytest.mark.parametrize(("family", "mutant"), _parameters())
-def test_mutant_dies(family: str, mutant: Mutant, tmp_path: Path, device: torch.device, everything: bool) -> None:
+def test_mutant_dies(family: str, mutant: Mutant, device: torch.device, everything: bool) -> None:
     if mutant.sampled and not everything:
-        pytest.skip("one in three of the mutants in address arithmetic; all with --all")
-    broken = tmp_path / "kernels.py"
-    broken.write_text(mutant.source, encoding="utf-8")
-    subjects = import_module(f"adjoint.ops.{family}.cases").SUBJECTS
-    child = os.fork()  # a mutant may write anywhere: it gets a process of its own
-    if child == 0:
-        faulthandler.disable()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        signal.alarm(300)
-        noticed = True
-        try:
-            _load(family, broken)
-            with np.errstate(all="ignore"):
-                noticed = _noticed(mutant, subjects, device)
-        finally:
-            os._exit(0 if noticed else UNNOTICED)
-    _, status = os.waitpid(child, 0)
-    survived = os.WIFEXITED(status) and os.WEXITSTATUS(status) == UNNOTICED
+        pytest.skip(mutant.sampled)
+    survived = all(_survives(_ends(mutant, noticed, device)) for noticed in STAGES[family])
     assert not survived, f"line {mutant.line}: {mutant.change} goes unnoticed"
-
-
-UNNOTICED = 7
 
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_kernels_themselves_are_not_noticed(family: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("family", "module"), [(family, module) for family in FAMILIES for module in MODULES[family]])
+def test_the_kernels_themselves_are_not_noticed(
+    family: str, module: str, device: torch.device, everything: bool
+) -> None:
     """The same checks pass on the unbroken kernels: a mutant dies of its mutation."""
-    whole = Mutant("", "", 0, "")
-    assert not _noticed(whole, import_module(f"adjoint.ops.{family}.cases").SUBJECTS, device)
+    for noticed in STAGES[family] if everything else STAGES[family][:1]:
+        assert _survives(_ends(Mutant("", "", 0, _source(module), module), noticed, device))
+
+
+def test_every_module_with_kernels_has_mutants() -> None:
+    listed = {module for modules in MODULES.values() for module in modules}
+    packages = [adjoint.core, *(import_module(f"adjoint.ops.{family}") for family in FAMILIES)]
+    found = {
+        f"{package.__name__}.{module.name}"
+        for package in packages
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name.endswith("kernels")
+    } - {"adjoint.core.kernels"}
+    assert found == listed and set(MODULES) == set(FAMILIES)
 
 
 def test_mutants_are_found() -> None:
-    for family in FAMILIES:
-        found = list(mutants(Path(import_module(f"adjoint.ops.{family}").__path__[0]) / "kernels.py"))
-        assert len(found) > 50
-        functions = {mutant.function for mutant in found}
-        listed = {function for function, _ in EQUIVALENT} - {"*"}
-        assert listed <= functions, "an equivalent mutant names a function that is gone"
+    changes = set()
+    for modules in MODULES.values():
+        for module in modules:
+            found = list(mutants(module))
+            assert len(found) > 50
+            changes |= {(mutant.function, mutant.change) for mutant in found}
+    changes |= {("*", change) for _, change in changes}
+    assert set(EQUIVALENT) <= changes, "an equivalent mutant is gone"

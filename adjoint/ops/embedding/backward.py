@@ -101,12 +101,12 @@ def sparse(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor 
     """
     gradient, ids, _, padding = arguments
     device, (count, _, columns) = gradient.device, plan.problem.sizes
-    rows, values = torch.empty(count, dtype=torch.int64, device=device), gradient.new_empty(count, columns)
     if count == 0 or columns == 0:
         found = ids.reshape(-1)
         kept = found[(found >= 0) & (found < plan.problem.sizes[1]) & (found != padding)]
         rows = kept.unique().to(torch.int64)
         return rows, gradient.new_empty(len(rows), columns)
+    values = gradient.new_empty(count, columns)
     held = regions(plan.problem, tile)
     if workspace is None:
         workspace = held.allocate(device)
@@ -114,6 +114,5 @@ def sparse(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor 
     grouping.list_groups(grouped.sums.group, grouped.memory, grouped.keys, count, grouped.rows)
     terms = terms_of(grouped.gradient, values, columns)
     grouped.sums.run(terms, grouped.memory, grouped.positions, grouped.memory["segment_of"], count, count, values)
-    rows.copy_(held.tensor(workspace, "listed")[:count])
     number = int(held.tensor(workspace, "listed_count"))
-    return rows[:number], values[:number]
+    return held.tensor(workspace, "listed")[:number].to(torch.int64), values[:number]

@@ -294,7 +294,7 @@ def test_weights_of_padding_do_not_matter(backend: str, device: torch.device) ->
 
 @every_backend
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("length", [32, 33, 70, 1024, 1025, 2100])
+@pytest.mark.parametrize("length", [32, 33, 70, 1024, 1025, 1100, 2100])
 def test_a_long_bag_is_the_tree_of_tiles(
     length: int, mode: str, backend: str, device: torch.device, quick: bool
 ) -> None:
@@ -310,7 +310,7 @@ def test_a_long_bag_is_the_tree_of_tiles(
 
 
 @every_backend
-@pytest.mark.parametrize("length", [33, 1025])
+@pytest.mark.parametrize("length", [33, 1100])
 def test_factors_are_rounded_before_they_are_added(
     length: int, backend: str, device: torch.device, quick: bool
 ) -> None:
