@@ -15,6 +15,8 @@ def listening(tensors: tuple[Tensor | None, ...]) -> bool:
             continue
         if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
             return True
+        if _is_batched(tensor):
+            return True
     return bool(
         _dispatch_modes()
         or _transforms() is not None
@@ -25,7 +27,7 @@ def listening(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
-    if _transforms() is not None:
+    if _transforms() is not None or any(tensor is not None and _is_batched(tensor) for tensor in tensors):
         raise Unsupported(
             f"{op}: torch.func transforms (vmap, grad, jvp) and batched gradients are not supported; "
             f"use the op outside the transform, with torch.autograd"
@@ -40,3 +42,4 @@ _PLAIN = frozenset((Tensor, Parameter))
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched=True makes

@@ -91,6 +91,8 @@ def into(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor | 
     grouped.sums.run(
         terms, grouped.memory, grouped.positions, grouped.memory["segment_of"], grouped.count, grouped.count, buffer
     )
+    if not buffer.is_inference():
+        torch.autograd.graph.increment_version(buffer)
 
 
 def sparse(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor | None) -> tuple[Tensor, Tensor]:

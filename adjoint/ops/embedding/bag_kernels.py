@@ -65,9 +65,9 @@ def embedding_bag_forward(
         begin = load_offset(offsets, bag, offset_count, count)
         end = load_offset(offsets, bag + 1, offset_count, count)
         if RAISE:
-            given = tl.load(offsets + bag, present, other=0).to(tl.int64)
+            given = tl.load(offsets + bag, bag < offset_count, other=0).to(tl.int64)
             following = tl.load(offsets + bag + 1, present & (bag + 1 < offset_count), other=count).to(tl.int64)
-            record(status_word, offset_fault, bag, given, reports & (bag == 0) & (given != 0))
+            record(status_word, offset_fault, bag, given, (tl.program_id(1) == 0) & (bag == 0) & (given != 0))
             wrong = (following < given) | (following > count)
             record(status_word, offset_fault, bag + 1, following, reports & wrong)
     else:

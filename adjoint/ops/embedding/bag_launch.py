@@ -112,7 +112,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     ids = memory.contiguous("ids", ids)
     offsets = memory.contiguous("offsets", offsets)
     per_sample_weights = memory.contiguous("per_sample_weights", per_sample_weights)
-    if bags == 0:
+    if bags == 0 and (offsets is None or offsets.numel() == 0):
         return
     row_stride, column_stride = weight.stride()
     access = "strided" if column_stride != 1 and columns > 1 else "unaligned"
@@ -121,7 +121,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     bags_each, block = tile_shape(plan.schedule, "bags", columns)
     device = plan.problem.device
     _forward_launcher(plan, per_sample_weights is not None, access)(
-        (-(-bags // bags_each), max(1, -(-columns // block)), 1), ids, weight, ids if offsets is None else offsets,
+        (max(1, -(-bags // bags_each)), max(1, -(-columns // block)), 1), ids, weight, ids if offsets is None else offsets,
         weight if per_sample_weights is None else per_sample_weights, out, extra, extra, status_word(device),
         BAG_ID_OUT_OF_RANGE.row, OFFSETS_OUT_OF_ORDER.row, *_bounds(plan.problem, ids, offsets), rows, padding,
         columns, row_stride, column_stride,

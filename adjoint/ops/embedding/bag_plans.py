@@ -49,6 +49,8 @@ def _found(ids: Tensor, weight: Tensor, offsets: Tensor | None, problem: Problem
 
 def _factors(bags: eager_bag.Bags, problem: Problem, per_sample_weights: Tensor | None) -> Tensor | None:
     if mode_of(problem) == "mean":
+        if len(bags.starts) == 0:
+            return torch.zeros(len(bags.ids), dtype=torch.float64, device=bags.ids.device)
         return 1 / bags.used.clamp_min(1).double()[bags.bag_of]
     return None if per_sample_weights is None else per_sample_weights.reshape(-1)
 

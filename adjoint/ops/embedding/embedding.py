@@ -105,6 +105,8 @@ def _describe(ids: Tensor, weight: Tensor, out_of_range: str) -> Problem:
     copied = not ids.is_contiguous()
     sizes = (ids.numel(), columns) if copied else (columns,)
     layout = "ids copied" if copied else ""
+    if max(ids.numel(), weight.shape[0]) > plans.MAX_NUMBER:
+        layout = "past 31 bits"
     return Problem("embedding", weight.device, (weight.dtype, ids.dtype), layout, sizes, (out_of_range,))
 
 
@@ -201,8 +203,6 @@ class _Embedding(torch.autograd.Function):
         dweight = None
         if ctx.accumulate_into is not None:
             _embedding_backward_into(dout, ids, ctx.accumulate_into, ctx.padding, ctx.preference)
-            if not torch.compiler.is_compiling():
-                torch.autograd.graph.increment_version(ctx.accumulate_into)
         elif ctx.sparse:
             rows, values = _embedding_backward_sparse(dout, ids, ctx.rows, ctx.padding, ctx.preference)
             shape = (ctx.rows, dout.shape[-1])

@@ -29,6 +29,9 @@ WEIGHTS_BLOCK = 128
 NEED_WEIGHT, NEED_WEIGHTS = 1, 2
 """Bits of the gradients a bag's backward computes: the table's, and the per-sample weights'."""
 
+MAX_NUMBER = 2**31 - 1
+"""Ids and rows a lookup can count."""
+
 Run = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
 
 
@@ -55,6 +58,8 @@ def writing(compute: Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor
 
 def refuse(problem: Problem) -> str:
     """Why the kernels cannot serve a problem."""
+    if problem.layout == "past 31 bits":
+        return f"numbers ids and rows up to {MAX_NUMBER}, there are more"
     if problem.op != "embedding":
         count, rows = problem.sizes[:2]
         if count > grouping.MAX_COUNT:
@@ -156,7 +161,8 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
         "dweight": Guarantee(
             repeatable=True,
             batch_invariant="row",
-            device_invariant=True,
+            # Some libraries round float64 to a 16-bit type by way of float32.
+            device_invariant=not (problem.dtypes[0] == torch.float64 and out.itemsize == 2),
             accumulator=accumulator,
             roundings=1,
             error=Derived(
