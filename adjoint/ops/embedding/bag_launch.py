@@ -121,10 +121,10 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     bags_each, block = tile_shape(plan.schedule, "bags", columns)
     device = plan.problem.device
     _forward_launcher(plan, per_sample_weights is not None, access)(
-        (max(1, -(-bags // bags_each)), max(1, -(-columns // block)), 1), ids, weight, ids if offsets is None else offsets,
-        weight if per_sample_weights is None else per_sample_weights, out, extra, extra, status_word(device),
-        BAG_ID_OUT_OF_RANGE.row, OFFSETS_OUT_OF_ORDER.row, *_bounds(plan.problem, ids, offsets), rows, padding,
-        columns, row_stride, column_stride,
+        (max(1, -(-bags // bags_each)), max(1, -(-columns // block)), 1), ids, weight,
+        ids if offsets is None else offsets, weight if per_sample_weights is None else per_sample_weights, out,
+        extra, extra, status_word(device), BAG_ID_OUT_OF_RANGE.row, OFFSETS_OUT_OF_ORDER.row,
+        *_bounds(plan.problem, ids, offsets), rows, padding, columns, row_stride, column_stride,
     )  # fmt: skip
     if device.type == "cpu":
         check()
