@@ -165,6 +165,9 @@ BACKWARD = define(
     candidates=lambda: (
         _candidate("eager", _backward),
         _candidate("eager.other_bits", _other_bits),
+        # What runs elsewhere under one name, and gives other bits than PyTorch under the same name.
+        _candidate("triton.elsewhere", _other_bits),
+        _candidate("eager.elsewhere", _backward),
         _candidate("eager.schedule", _schedule_in_bits, schedules=_OneBlock()),
     ),
 )

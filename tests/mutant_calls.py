@@ -193,7 +193,9 @@ class Bags:
         )
         dout = lay[2](_values(2, self.dtype, *out.shape))
         wanted = (weight,) if factors is None else (weight, factors)
-        return out.detach(), *torch.autograd.grad(out, wanted, dout)
+        assert out.grad_fn is not None
+        extra = out.grad_fn.saved_tensors[-1].clone()
+        return out.detach(), extra, *torch.autograd.grad(out, wanted, dout)
 
 
 Call = Callable[[str], tuple[Tensor, ...]]
@@ -245,13 +247,14 @@ def lookups(small: bool) -> Iterator[Call]:
     few, many = _ids(7, 10), _ids(40, hot + rest, hot)
     matrix = many[: (hot + rest) // 4 * 4].view(4, -1)
     yield Lookup(7, 6, few.view(2, 5))
-    yield Lookup(40, 5, many, SINGLE)
-    yield Lookup(40, 5, many.int(), SINGLE, buffer=SINGLE)
+    yield Lookup(9, 19, few.view(2, 5), HALF, ("transposed", "transposed", "swapped"))
+    yield Lookup(40, 3, matrix, SINGLE, ("", "", "transposed"))
+    yield next(wrong_lookups())
+    yield Lookup(40, 13, many, SINGLE)
+    yield Lookup(40, 13, many.int(), SINGLE, buffer=SINGLE)
     yield Lookup(40, 3, many, HALF, options={"sparse": True})
     yield Lookup(9, 3, WRONG[-30:], SINGLE, options=PADDED)
     yield Lookup(9, 3, WRONG[-30:], SINGLE, options=PADDED | {"sparse": True})
-    yield Lookup(9, 19, few.view(2, 5), HALF, ("transposed", "transposed", "swapped"))
-    yield Lookup(40, 3, matrix, SINGLE, ("", "", "transposed"))
     yield from wrong_lookups()
     yield Lookup(40, 20, many, SINGLE)
     yield Lookup(9, 3, WRONG, SINGLE, options=PADDED, buffer=DOUBLE)
@@ -272,6 +275,8 @@ def lookups(small: bool) -> Iterator[Call]:
     yield Lookup(9, 3, torch.full((hot,), 4), SINGLE, options=PADDED | {"sparse": True})
     for length in range(1, 7):
         yield Lookup(5, 3, torch.arange(5).repeat_interleave(length), SINGLE)
+    for dtype in (SINGLE, HALF):  # pairs, and a last one right before the end of a block
+        yield Lookup(9, 3, torch.arange(15) // 2, dtype)
     for count in (15, 16, 17, 33) if small else (127, 128, 129, 256, 300):
         yield Lookup(300, 1, _ids(300, count), SINGLE)
         yield Lookup(300, 1, _ids(300, count), SINGLE, options={"sparse": True})
@@ -289,9 +294,9 @@ def lookups(small: bool) -> Iterator[Call]:
 
 def wrong_lookups() -> Iterator[Call]:
     """Ids out of range: what is reported, and where."""
-    for place, value in ((150, 1000), (299, 6), (3, -1), (257, 2**32 + 2), (0, -(2**63))):
-        yield Lookup(6, 20, _with(_ids(6, 300), **{f"p{place}": value}))
-    yield Lookup(6, 20, _with(_ids(6, 300), p70=6, p71=8, p200=-1))
+    for place, value in ((50, 1000), (79, 6), (3, -1), (57, 2**32 + 2), (0, -(2**63))):
+        yield Lookup(6, 20, _with(_ids(6, 80), **{f"p{place}": value}))
+    yield Lookup(6, 20, _with(_ids(6, 80), p30=6, p31=8, p70=-1))
 
 
 OFFSETS = torch.tensor([0, 0, 1, 5, 5, 19, 39, 40, 40])
@@ -299,7 +304,7 @@ OFFSETS = torch.tensor([0, 0, 1, 5, 5, 19, 39, 40, 40])
 
 def bags(small: bool) -> Iterator[Call]:
     """Bags and their gradients, likely deaths first; long bags go through all levels that there are."""
-    length = 37 if small else 70
+    length = 50 if small else 70
     ids, long = _ids(9, 40, 20), _ids(9, length + 9)
     ends = torch.tensor([0, 3, length + 3, length + 9])
     matrix = _ids(9, 24).view(3, 8)
@@ -307,13 +312,15 @@ def bags(small: bool) -> Iterator[Call]:
     last = {"include_last_offset": True}
     for mode in ("sum", "mean", "max"):
         yield Bags(9, 3, ids, OFFSETS, mode=mode, dtype=SINGLE)
+    yield next(wrong_bags())
     yield Bags(6, 5, _ids(6, 12).view(4, 3), factors=True)
-    yield Bags(9, 3, long, ends[:-1], dtype=SINGLE, factors=True)
+    yield Bags(9, 13, long, ends[:-1], dtype=SINGLE, factors=True)
     for mode in ("sum", "mean", "max"):
         yield Bags(9, 3, ids.int(), OFFSETS[:-2].int(), mode=mode, dtype=DOUBLE, options=last | {"padding_idx": 4})
         yield Bags(9, 19, matrix, mode=mode, dtype=SINGLE, layouts=("transposed", "transposed", "transposed"))
     yield from wrong_bags()
     yield Bags(9, 19, matrix, factors=True, dtype=SINGLE, layouts=("transposed", "every other", "transposed"))
+    yield Bags(9, 3, ids, OFFSETS[:-2].int(), mode="mean", dtype=SINGLE)
     yield Bags(9, 300, _ids(9, 8).view(4, 2), factors=True, dtype=SINGLE)
     yield Bags(9, 3, ids, OFFSETS, factors=True, dtype=DOUBLE, options={"padding_idx": 4})
     yield Bags(9, 3, ids, OFFSETS[:-2], factors=True, dtype=SINGLE, options=last)
@@ -322,7 +329,7 @@ def bags(small: bool) -> Iterator[Call]:
     for mode in ("sum", "mean", "max"):
         yield Bags(9, 4, special, mode=mode, dtype=SINGLE, special=True)
         yield Bags(9, 20, ids, OFFSETS, mode=mode, options={"padding_idx": 0})
-        yield Bags(9, 3, long, ends, mode=mode, dtype=SINGLE, options=last)
+        yield Bags(9, 13, long, ends, mode=mode, dtype=SINGLE, options=last)
         yield Bags(9, 19, ids, OFFSETS, mode=mode, dtype=SINGLE, layouts=("every other", "every other", "every other"))
         yield Bags(5, 3, _ids(5, 0), torch.tensor([0, 0, 0]), mode=mode)
         yield Bags(5, 3, _ids(5, 12), torch.tensor([0]), mode=mode, options=last)

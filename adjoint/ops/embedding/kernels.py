@@ -242,7 +242,7 @@ def embedding_write_zeros(
 
 
 _COPY = Budget(registers=128)
-_SUM = Budget(registers=255, shared_bytes=2048)
+_SUM = Budget(registers=255, shared_bytes=8192)
 
 KERNELS = (
     kernels.register(embedding_gather, budget=_COPY),
