@@ -316,7 +316,8 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Workload], None]:
     """Makes a workload the only one, and the ceiling quick."""
     monkeypatch.setattr(run, "copy_ceiling", lambda device: 10.0)
     for family in families():
-        monkeypatch.setattr(family, "WORKLOADS", ())
+        if family is not cases:
+            monkeypatch.setattr(family, "WORKLOADS", ())
     return lambda workload: monkeypatch.setattr(cases, "WORKLOADS", (workload,))
 
 
