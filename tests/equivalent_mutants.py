@@ -63,12 +63,18 @@ EQUIVALENT = {
     ("embedding_bag_forward", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a bag then reports, and counts, the same"
     ),
+    ("embedding_bag_forward", "tl.program_id(1) -> tl.program_id(2) (3)"): (
+        "every program of a bag then records the fault, and the minimum of equal words is the same word"
+    ),
     ("embedding_bag_entries", "middle < high -> middle <= high"): (
         "once the search has ended, the offset at `high` lies past the entry, so nothing moves"
     ),
     ("embedding_bag_entries", "bags - 1 -> bags + 1"): "the bag of an entry that is in none is never used",
     ("embedding_bag_entries", "other=1 -> other=2"): "the factor of an entry that counts for nothing is never used",
     # grouping
+    ("group_count_digits", "value < groups -> value <= groups"): (
+        "the key of an id that is in no group is the number of groups: that id itself"
+    ),
     ("group_sum_counts", "tl.full([size], -1, tl.int32) -> tl.full([size], -2, tl.int32)"): (
         "anything below 0 says that a group is empty"
     ),

@@ -273,6 +273,7 @@ def lookups(small: bool) -> Iterator[Call]:
     yield Lookup(3, 3, torch.ones(hot, dtype=torch.int64), SINGLE)
     yield Lookup(3, 3, torch.cat((torch.ones(7), torch.full((hot,), 2))).long(), SINGLE)
     yield Lookup(9, 3, torch.full((hot,), 4), SINGLE, options=PADDED | {"sparse": True})
+    yield Lookup(9, 3, torch.full((hot,), 4), SINGLE, options=PADDED, buffer=SINGLE)
     for length in range(1, 7):
         yield Lookup(5, 3, torch.arange(5).repeat_interleave(length), SINGLE)
     for dtype in (SINGLE, HALF):  # pairs, and a last one right before the end of a block
@@ -353,6 +354,7 @@ def wrong_bags() -> Iterator[Call]:
     for offsets in ((0, 2, 1), (1, 2), (0, -1, 2), (0, 2, 41), (0, 40, 40), (-1, 2, 3), (0, 5, 41, 40)):
         yield Bags(9, 20, ids, torch.tensor(offsets))
         yield Bags(9, 3, ids, torch.tensor(offsets), options={"include_last_offset": True})
+    yield Bags(9, 20, ids, torch.tensor([3]), options={"include_last_offset": True})
     yield Bags(9, 2, ids, torch.cat((torch.arange(30), torch.tensor([28, 40]))))
 
 
