@@ -378,27 +378,23 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
         load: puts a source in the place of a module.
     """
     constants = {
-        "adjoint.ops.embedding.kernels": {"TILE_BITS = 5": "TILE_BITS = 1"},
+        "adjoint.ops.embedding.kernels": {},
         "adjoint.ops.embedding.bag_kernels": {},
-        "adjoint.core.grouping_kernels": {
-            "DIGIT = 9": "DIGIT = 3",
-            "BLOCK = 128": "BLOCK = 16",
-            "_LANES = tl.constexpr(32)": "_LANES = tl.constexpr(4)",
-        },
+        "adjoint.core.grouping_kernels": {"_LANES = tl.constexpr(32)": "_LANES = tl.constexpr(4)"},
     }
-    for name, changes in constants.items():
-        load(name, rewrite(import_module(name), sources[name], changes))
     package = "adjoint.ops.embedding"
     plans, launch, bag_plans, bag_launch = (
         import_module(f"{package}.{name}") for name in ("plans", "launch", "bag_plans", "bag_launch")
     )
     path = Path(str(plans.__file__))
-    source = rewrite(plans, path.read_text(encoding="utf-8"), {"TILE = 32": "TILE = 2"})
+    source = rewrite(plans, path.read_text(encoding="utf-8"), {"TILE_BITS = 5": "TILE_BITS = 1"})
     exec(compile(source, str(path), "exec"), vars(plans))
     vars(launch)["TILE_BITS"] = 1
     vars(bag_plans)["TILE"] = vars(bag_launch)["TILE"] = 2
     vars(bag_launch)["_ENTRIES"] = 16
-    vars(grouping).update(_BLOCK=16, _DIGIT=3, _counted=lambda: {"WIDTH": 4, "CHUNK": 2})
+    vars(grouping).update(BLOCK=16, DIGIT=3, _counted=lambda: {"WIDTH": 4, "CHUNK": 2})
+    for name, changes in constants.items():
+        load(name, rewrite(import_module(name), sources[name], changes))
     lookup = Schedules.lookup
 
     def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:

@@ -20,29 +20,30 @@ Launch = Callable[..., None]
 MAX_COUNT = 2**30
 MAX_GROUPS = 2**31 - 2
 LISTED_PASSES = 3  # keys up to 27 bits
-_BLOCK, _DIGIT = 128, 9
+BLOCK, DIGIT = 128, 9
+"""Positions of a block, and bits of a digit, here and in the kernels."""
 
 
 def blocks(count: int) -> int:
     """Blocks of positions; the last one has room for at least one place past the end."""
-    return count // _BLOCK + 1
+    return count // BLOCK + 1
 
 
 def passes(groups: int) -> int:
     """Digits of the largest key, which is `groups` itself: what is in no group."""
-    return max(1, -(-groups.bit_length() // _DIGIT))
+    return max(1, -(-groups.bit_length() // DIGIT))
 
 
 def regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
     """The memory a sort needs."""
-    room = blocks(count) * _BLOCK
+    room = blocks(count) * BLOCK
     return {
         "keys_a": (torch.int32, room),
         "keys_b": (torch.int32, room),
         "positions_a": (torch.int32, room),
         "positions_b": (torch.int32, room),
-        "counts": (torch.int32, blocks(count) << _DIGIT),
-        "totals": (torch.int32, 1 << _DIGIT),
+        "counts": (torch.int32, blocks(count) << DIGIT),
+        "totals": (torch.int32, 1 << DIGIT),
     }
 
 
@@ -53,7 +54,7 @@ def mark_regions(groups: int) -> dict[str, tuple[torch.dtype, int]]:
 
 def list_regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
     """The memory `list_groups` needs."""
-    room = blocks(count) * _BLOCK
+    room = blocks(count) * BLOCK
     return {
         "starts": (torch.int32, room),
         "ends": (torch.int32, room),
@@ -82,7 +83,7 @@ _POINTERS = frozenset(
 
 def _counted() -> dict[str, int]:
     """Bins and blocks whose counts one program sums at a time; the interpreter wants few programs."""
-    return {"WIDTH": 1 << _DIGIT, "CHUNK": 32} if kernels.interpreting() else {"WIDTH": 8, "CHUNK": 128}
+    return {"WIDTH": 1 << DIGIT, "CHUNK": 32} if kernels.interpreting() else {"WIDTH": 8, "CHUNK": 128}
 
 
 def variants(ids: torch.dtype) -> dict[str, Variant]:
@@ -128,10 +129,10 @@ def sort(
     for index in range(passes(groups) if mark else max(passes(groups), LISTED_PASSES)):
         first = " first" if index == 0 else ""
         keys, _ = source
-        shift = index * _DIGIT
+        shift = index * DIGIT
         launch(f"group_count_digits{first}", (number,), ids, keys, memory["counts"], count, groups, skipped, shift)
         cleared, clear_count = (memory["starts"], groups) if index == 0 and mark else (keys, 0)
-        _sum_counts(launch, memory, "totals", 1 << _DIGIT, number, cleared, clear_count)
+        _sum_counts(launch, memory, "totals", 1 << DIGIT, number, cleared, clear_count)
         launch(f"group_move{first}", (number,), *source, memory["counts"], memory["totals"], *target, shift)
         source, target = target, source
     return source

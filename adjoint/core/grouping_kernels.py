@@ -5,24 +5,19 @@ every block of positions counts its digits; every digit's counts are summed over
 moves its keys to where its digits begin. Ranks inside a block come from comparisons, so the order is a
 pure function of the keys: nothing here depends on which program runs first.
 
-Blocks are full: positions past the end carry `LAST`, a key above every other, and stay at the end.
+Blocks are full: positions past the end carry `_LAST`, a key above every other, and stay at the end.
 """
 
 import triton
 import triton.language as tl
 
 from adjoint.core import kernels
+from adjoint.core.grouping import BLOCK, DIGIT
 from adjoint.core.kernels import Budget
 
-DIGIT = 9
-BINS = 1 << DIGIT
-BLOCK = 128
-LAST = 0x7FFFFFFF
-
-_DIGIT = tl.constexpr(DIGIT)
-_BINS = tl.constexpr(BINS)
+_BINS = tl.constexpr(1 << DIGIT)
 _BLOCK = tl.constexpr(BLOCK)
-_LAST = tl.constexpr(LAST)
+_LAST = tl.constexpr(0x7FFFFFFF)
 _LANES = tl.constexpr(32)  # keys one comparison of a block takes
 
 

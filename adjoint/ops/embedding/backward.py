@@ -12,7 +12,7 @@ from adjoint.core import grouping
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Regions
-from adjoint.ops.embedding.eager import wide
+from adjoint.ops.embedding.eager import group, wide
 from adjoint.ops.embedding.launch import Kinds, Sums, level_slots, terms_of
 from adjoint.ops.embedding.plans import SEQUENTIAL
 
@@ -51,12 +51,12 @@ class _Grouped:
 
     def __init__(self, plan: Plan, tile: int, gradient: Tensor, ids: Tensor, padding: int, workspace: Tensor | None):
         self.count, self.rows, self.columns = plan.problem.sizes[:3]
-        held = regions(plan.problem, tile)
+        self.held = regions(plan.problem, tile)
         if workspace is None:
-            workspace = held.allocate(plan.problem.device)
-        self.memory = held.pointers(workspace)
+            workspace = self.held.allocate(plan.problem.device)
+        self.memory = self.held.pointers(workspace)
         if plan.problem.layout:
-            views = held.tensors(workspace)
+            views = self.held.tensors(workspace)
             if "ids" in views:
                 ids = views["ids"].view(ids.shape).copy_(ids)
             if "gradient" in views:
@@ -102,19 +102,14 @@ def sparse(plan: Plan, tile: int, arguments: tuple[Any, ...], workspace: Tensor 
     rows as tokens, and what is returned is the beginning of it.
     """
     gradient, ids, _, padding = arguments
-    device, (count, _, columns) = gradient.device, plan.problem.sizes
+    count, rows, columns = plan.problem.sizes
     if count == 0 or columns == 0:
-        found = ids.reshape(-1)
-        kept = found[(found >= 0) & (found < plan.problem.sizes[1]) & (found != padding)]
-        rows = kept.unique().to(torch.int64)
-        return rows, gradient.new_empty(len(rows), columns)
+        _, _, found = group(ids, rows, padding)
+        return found, gradient.new_empty(len(found), columns)
     values = gradient.new_empty(count, columns)
-    held = regions(plan.problem, tile)
-    if workspace is None:
-        workspace = held.allocate(device)
     grouped = _Grouped(plan, tile, gradient, ids, padding, workspace)
     grouping.list_groups(grouped.sums.group, grouped.memory, grouped.keys, count, grouped.rows)
     terms = terms_of(grouped.gradient, values, columns)
     grouped.sums.run(terms, grouped.memory, grouped.positions, grouped.memory["segment_of"], count, count, values)
-    number = int(held.tensor(workspace, "listed_count"))
-    return held.tensor(workspace, "listed")[:number].to(torch.int64), values[:number]
+    number = int(grouped.held.tensor(grouped.workspace, "listed_count"))
+    return grouped.held.tensor(grouped.workspace, "listed")[:number].to(torch.int64), values[:number]

@@ -11,7 +11,7 @@ import triton.language as tl
 from adjoint.core import kernels
 from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
-from adjoint.ops.embedding.kernels import TILE_BITS
+from adjoint.ops.embedding.plans import TILE_BITS
 
 SUM, MEAN, MAX = 0, 1, 2
 """Modes, as kernels know them."""

@@ -17,8 +17,8 @@ import triton.language as tl
 from adjoint.core import kernels
 from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
+from adjoint.ops.embedding.plans import TILE_BITS
 
-TILE_BITS = 5
 LEVELS = 5
 """Levels of partial sums: groups of up to 2^30 tokens."""
 

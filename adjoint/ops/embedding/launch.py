@@ -14,8 +14,8 @@ from adjoint.core.plan import Plan
 from adjoint.core.workspace import Regions
 from adjoint.ops.embedding.eager import wide
 from adjoint.ops.embedding.faults import ID_OUT_OF_RANGE
-from adjoint.ops.embedding.kernels import LEVELS, TILE_BITS
-from adjoint.ops.embedding.plans import SEQUENTIAL
+from adjoint.ops.embedding.kernels import LEVELS
+from adjoint.ops.embedding.plans import SEQUENTIAL, TILE_BITS
 
 ACCESSES = ("aligned", "unaligned", "strided")
 """How a variant reads and writes: 16 bytes at a time, adjacent elements, or any strides."""

@@ -17,7 +17,8 @@ from adjoint.ops.embedding import eager
 
 SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
-TILE = 32
+TILE_BITS = 5
+TILE = 1 << TILE_BITS
 """Tokens of a tile, and tiles of a tile of the next level: part of every sum's bits."""
 
 SEQUENTIAL = 2**30

@@ -100,26 +100,3 @@ def test_a_training_step_is_recorded_in_a_graph(device: torch.device) -> None:
     graph.replay()
     with pytest.raises(adjoint.ArgumentError, match="got 5000 at position 1234"):
         adjoint.check()
-
-
-def _milliseconds(ids: torch.Tensor, weight: torch.Tensor, dout: torch.Tensor) -> float:
-    """The time of the dense backward, grouping included."""
-    from triton.testing import do_bench
-
-    plan = adjoint.plan(adjoint.embedding, ids, weight).prepare().adjoint
-    assert plan is not None
-    out = torch.empty_like(weight)
-    workspace = torch.empty(plan.workspace_bytes or 0, dtype=torch.uint8, device=weight.device)
-    return float(do_bench(lambda: plan.run(dout, ids, out=out, workspace=workspace), return_mode="median"))
-
-
-def test_a_hot_row_is_no_cliff(device: torch.device) -> None:
-    """Half of the tokens one row, and all of them, take about as long as uniform ids; a cliff is a factor of ten."""
-    rows, columns, tokens = 151936, 1024, 32768
-    weight = torch.empty(rows, columns, dtype=BFLOAT16, device=device)
-    dout = torch.randn(tokens, columns, dtype=BFLOAT16, device=device)
-    ids = torch.randint(rows, (tokens,), device=device)
-    uniform = _milliseconds(ids, weight, dout)
-    for hot in (tokens // 2, tokens):
-        ids[torch.randperm(tokens, device=device)[:hot]] = 77
-        assert _milliseconds(ids, weight, dout) < 2 * uniform
