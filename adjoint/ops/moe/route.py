@@ -1,0 +1,308 @@
+"""Routing.   The k best of E experts for each token, and their weights.
+
+    s_e = softmax(x)_e   or   σ(x_e)
+    C   = the k experts with the largest x_e (softmax without a bias), else with the largest s_e + bias_e
+    w_c = s_c / Σ_{C} s   (renormalize)   or   s_c
+
+Adjoint, given dw:
+
+    renormalised softmax   dx_c = w_c·(dw_c − Σ w·dw)                     0 for experts not chosen
+    softmax                dx_e = [e in C]·w_e·dw_e − s_e·Σ w·dw
+    renormalised sigmoid   dx_c = w_c·(dw_c − Σ w·dw)·(1 − σ(x_c))        0 for experts not chosen
+    sigmoid                dx_c = w_c·dw_c·(1 − σ(x_c))                   0 for experts not chosen
+
+A renormalised softmax weight is the softmax over the chosen logits alone, so nothing is summed over all experts,
+and its backward needs the weights and indices, [tokens, k] each, and not the logits. The other modes keep the logits.
+"""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adjoint.core.arguments import require_floating
+from adjoint.core.errors import ArgumentError, second_derivative
+from adjoint.core.layout import leading_axes
+from adjoint.core.op import define
+from adjoint.core.plan import Call, publish
+from adjoint.core.preference import Preference, resolve
+from adjoint.core.problem import Problem, short
+from adjoint.ops.moe import route_plans as plans
+
+Score = Literal["softmax", "sigmoid"]
+SCORES = ("softmax", "sigmoid")
+LOGITS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# -------------------------------------------------------------------------------------------- checks
+
+
+def check_logits(op: str, logits: Tensor) -> None:
+    """A floating tensor [..., experts] of a type and a number of experts the kernels have."""
+    require_floating(op, "logits", logits)
+    if logits.dtype not in LOGITS:
+        raise ArgumentError(
+            f"{op}: logits must be bfloat16, float16 or float32, got {short(logits.dtype)}; "
+            f"convert them first, for example with logits.float()"
+        )
+    if logits.dim() == 0:
+        raise ArgumentError(f"{op}: logits must have an axis of experts, the last, got a tensor without axes")
+    if not 1 <= logits.shape[-1] <= plans.MAX_EXPERTS:
+        raise ArgumentError(
+            f"{op}: logits must have 1 to {plans.MAX_EXPERTS} experts along the last axis, "
+            f"got shape {tuple(logits.shape)}"
+        )
+
+
+def _require_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"route: {name} must be an integer, got {value!r}")
+
+
+def _check(
+    logits: Tensor, bias: Tensor | None, k: int, score: str, num_groups: int, groups_kept: int, renormalize: bool
+) -> None:
+    check_logits("route", logits)
+    experts = logits.shape[-1]
+    for name, value in (("k", k), ("num_groups", num_groups), ("groups_kept", groups_kept)):
+        _require_integer(name, value)
+    if not isinstance(renormalize, bool):
+        raise ArgumentError(f"route: renormalize must be True or False, got {renormalize!r}")
+    if not 1 <= k <= min(experts, plans.MAX_K):
+        raise ArgumentError(
+            f"route: k must be from 1 to {min(experts, plans.MAX_K)}, the number of experts and at most "
+            f"{plans.MAX_K}, got {k} for {experts} experts"
+        )
+    if score not in SCORES:
+        raise ArgumentError(f"route: score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
+    if num_groups < 1 or experts % num_groups:
+        raise ArgumentError(
+            f"route: num_groups must divide the {experts} experts into groups of one size, got {num_groups}"
+        )
+    if not 1 <= groups_kept <= num_groups:
+        raise ArgumentError(
+            f"route: groups_kept must be from 1 to num_groups, {num_groups}, got {groups_kept}"
+        )
+    if groups_kept * (experts // num_groups) < k:
+        raise ArgumentError(
+            f"route: {groups_kept} of {num_groups} groups of {experts // num_groups} experts hold "
+            f"{groups_kept * (experts // num_groups)} experts, fewer than k = {k}; keep more groups or choose fewer"
+        )
+    if bias is not None:
+        _check_bias(bias, logits)
+
+
+def _check_bias(bias: Tensor, logits: Tensor) -> None:
+    require_floating("route", "bias", bias)
+    if bias.dtype != torch.float32:
+        raise ArgumentError(f"route: bias must be float32, in which it is added, got {short(bias.dtype)}")
+    if tuple(bias.shape) != (logits.shape[-1],):
+        raise ArgumentError(
+            f"route: bias must have one value for each of the {logits.shape[-1]} experts, got shape {tuple(bias.shape)}"
+        )
+    if bias.device != logits.device:
+        raise ArgumentError(f"route: bias must be on the device of logits, {logits.device}, got {bias.device}")
+
+
+def _check_backward(
+    dweights: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    logits: Tensor | None,
+    experts: int,
+    k: int,
+    dtype: torch.dtype,
+    score: str,
+    renormalize: bool,
+) -> None:
+    for name, tensor, kind in (
+        ("dweights", dweights, torch.float32), ("weights", weights, torch.float32), ("indices", indices, torch.int64)
+    ):  # fmt: skip
+        if tensor.dtype != kind:
+            raise ArgumentError(f"route: {name} must be {short(kind)}, got {short(tensor.dtype)}")
+        if tensor.dim() == 0 or tensor.shape[-1] != k or tensor.shape != weights.shape:
+            raise ArgumentError(
+                f"route: {name} must have the shape of weights, {tuple(weights.shape)}, got {tuple(tensor.shape)}"
+            )
+        if tensor.device != weights.device:
+            raise ArgumentError(f"route: {name} must be on {weights.device}, got {tensor.device}")
+    if logits is None and not (score == "softmax" and renormalize):
+        raise ArgumentError("route: the gradient of this mode needs the logits, got None")
+    if logits is not None and tuple(logits.shape) != (*weights.shape[:-1], experts):
+        raise ArgumentError(
+            f"route: logits must have shape {(*weights.shape[:-1], experts)}, got {tuple(logits.shape)}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- operators
+
+
+def _copied(**tensors: Tensor | None) -> str:
+    """What must be copied before it can be walked as rows; empty when nothing must be."""
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.numel() and leading_axes(tensor) is None
+    ]
+    return f"{', '.join(names)} copied" if names else ""
+
+
+def _describe(logits: Tensor, bias: Tensor | None, *options: Any) -> Problem:
+    layout = _copied(logits=logits)
+    experts = logits.shape[-1]
+    rows = logits.numel() // experts
+    sizes = (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
+    dtypes = (logits.dtype,) if bias is None else (logits.dtype, bias.dtype)
+    return Problem("moe_route", logits.device, dtypes, layout, sizes, options)
+
+
+def _describe_backward(
+    dweights: Tensor, weights: Tensor, indices: Tensor, logits: Tensor | None, experts: int, *options: Any
+) -> Problem:
+    walked = {"dweights": dweights, "logits": logits}
+    names = [n for n, t in walked.items() if t is not None and t.numel() and leading_axes(t) is None]
+    names += [n for n, t in (("weights", weights), ("indices", indices)) if not t.is_contiguous()]
+    layout = f"{', '.join(names)} copied" if names else ""
+    rows = weights.numel() // weights.shape[-1]
+    sizes = (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
+    options = (experts, *options)
+    return Problem("moe_route_backward", weights.device, (options[2],), layout, sizes, options)
+
+
+def _allocate(logits: Tensor, bias: Tensor | None, k: int, *options: Any) -> tuple[Tensor, Tensor]:
+    shape = (*logits.shape[:-1], k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+_route = define(
+    "moe_route",
+    "Tensor logits, Tensor? bias, int k, str score, int num_groups, int groups_kept, bool renormalize",
+    "(Tensor, Tensor)",
+    outputs=("weights", "indices"),
+    tensors=("logits", "bias"),
+    check=_check,
+    allocate=_allocate,
+    describe=_describe,
+    candidates=lambda: plans.ROUTE,
+)
+_route_backward = define(
+    "moe_route_backward",
+    "Tensor dweights, Tensor weights, Tensor indices, Tensor? logits, int experts, int k, ScalarType dtype, "
+    "str score, bool renormalize",
+    "Tensor",
+    outputs=("dlogits",),
+    tensors=("dweights", "weights", "indices", "logits"),
+    check=_check_backward,
+    allocate=lambda dweights, weights, indices, logits, experts, k, dtype, score, renormalize: (
+        weights.new_empty((*weights.shape[:-1], experts), dtype=dtype),
+    ),
+    describe=_describe_backward,
+    candidates=lambda: plans.ROUTE_BACKWARD,
+)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor | None,
+        k: int,
+        score: str,
+        num_groups: int,
+        groups_kept: int,
+        renormalize: bool,
+        preference: str,
+    ) -> tuple[Tensor, Tensor]:
+        weights, indices = _route(logits, bias, k, score, num_groups, groups_kept, renormalize, preference)
+        saved = (weights, indices) if score == "softmax" and renormalize else (weights, indices, logits)
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(indices)
+        ctx.options = (logits.shape[-1], k, logits.dtype, score, renormalize)
+        ctx.preference = preference
+        return weights, indices
+
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor, dindices: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise second_derivative("route")
+        weights, indices, *logits = ctx.saved_tensors
+        read = logits[0] if logits else None
+        dlogits = _route_backward(dweights, weights, indices, read, *ctx.options, ctx.preference)
+        return dlogits, None, None, None, None, None, None, None
+
+
+def route(
+    logits: Float[Tensor, "*tokens experts"],
+    k: int,
+    *,
+    score: Score = "softmax",
+    bias: Float[Tensor, " experts"] | None = None,
+    num_groups: int = 1,
+    groups_kept: int = 1,
+    renormalize: bool = True,
+    preference: Preference | None = None,
+) -> tuple[Float[Tensor, "*tokens k"], Int[Tensor, "*tokens k"]]:
+    """The k best experts of each token, largest first, and their weights.
+
+    Args:
+        logits: bfloat16, float16 or float32, any strides; up to 1024 experts along the last axis.
+        k: experts a token, up to 64.
+        score: what weights are made of: the softmax over the experts, or each one's sigmoid.
+        bias: float32, added to the scores for the selection alone; weights do not know of it, and it has no
+            gradient.
+        num_groups: experts form this many groups of adjacent ones, of which a token uses only some.
+        groups_kept: how many: those with the largest sum of their two best selection scores.
+        renormalize: divide a token's weights by their sum.
+        preference: narrows the choice of plans for this call and its backward.
+
+    Returns:
+        weights, float32, and indices, int64, both [..., k].
+
+    The selection compares the logits as given for a softmax without a bias, and otherwise score + bias: the score
+    in float64, rounded once to float32, and the sum in float32. Equal ones go to the lower expert, and NaN ranks last.
+    A row with +∞, or with nothing above −∞, has NaN weights.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option is wrong.
+        Unsupported: no plan meets the preference.
+
+    >>> import torch
+    >>> weights, indices = route(torch.tensor([[0.0, 2.0, 1.0, 2.0]]), 2)
+    >>> indices
+    tensor([[1, 3]])
+    >>> weights
+    tensor([[0.5000, 0.5000]])
+    """
+    arguments = (logits, bias, k, score, num_groups, groups_kept, renormalize)
+    _check(*arguments)
+    text = resolve(preference)
+    if not (logits.requires_grad and torch.is_grad_enabled()):
+        return _route(*arguments, text)  # type: ignore[no-any-return]
+    return _Route.apply(*arguments, text)  # type: ignore[no-any-return]
+
+
+def _bind(
+    logits: Tensor,
+    k: int,
+    *,
+    score: Score = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    groups_kept: int = 1,
+    renormalize: bool = True,
+) -> Call:
+    arguments = (logits, bias, k, score, num_groups, groups_kept, renormalize)
+    _check(*arguments)
+    read = None if score == "softmax" and renormalize else logits
+    options = (logits.shape[-1], k, logits.dtype, score, renormalize)
+    return Call(
+        _route,
+        arguments,
+        _route_backward,
+        lambda upstream, outputs: (upstream[0], *outputs[:2], read, *options),
+    )
+
+
+publish(route, _bind)

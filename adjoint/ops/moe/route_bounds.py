@@ -1,0 +1,101 @@
+"""How far the router's weights and gradients may be from the exact ones, derived, in float64.
+
+With u = 2⁻²⁴: e^d in float32 costs 3·|d|·u for its argument (the difference, the product with log₂e, the constant)
+and 5·u for the exponential itself; n additions cost n·u of what they add; a quotient 3·u. Every bound below is the sum
+of such terms, so a weight w has the relative error u·c with
+
+    softmax   c = 3·|d| + 3·Σ p·|d| + n + 16      d = x − maximum, the sum over the terms of the denominator
+    sigmoid   c = 3·|d| + 3·Σ w·|d| + n + 40      d = min(x, 0) − its maximum over the chosen
+              c = 3·|min(x, 0)| + 16              not renormalised
+"""
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import spacing
+from adjoint.ops.moe import route_reference as reference
+
+U = 2.0**-24
+TINY = 2.0**-125
+"""What may be lost to results below the range of float32."""
+
+
+def _finite(values: Tensor) -> Tensor:
+    """NaN and infinities count for nothing: what they make of a weight is stated, and exact."""
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def distances(logits: Tensor, indices: Tensor, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """|d| of every expert, and the Σ share·|d| of each row's denominator."""
+    absent = logits.masked_fill(logits.isnan(), float("-inf"))
+    chosen = logits.gather(1, indices)
+    if score == "sigmoid":
+        part, own = absent.clamp_max(0), chosen.clamp_max(0)
+        if not renormalize:
+            return _finite(part.abs()), torch.zeros_like(logits[:, :1])
+        top = _finite(own).amax(1, keepdim=True) if own.numel() else own[:, :1]
+        shares = reference.weights_of(logits, indices, score, True)
+        return _finite((part - top).abs()), (_finite(shares) * _finite((own - top).abs())).sum(1, keepdim=True)
+    top = absent.amax(1, keepdim=True)
+    far = _finite((absent - top).abs())
+    if renormalize:
+        largest = chosen.masked_fill(chosen.isnan(), float("-inf")).amax(1, keepdim=True)
+        far = _finite((absent - largest).abs())
+        shares = _finite(reference.weights_of(logits, indices, score, True))
+        return far, (shares * far.gather(1, indices)).sum(1, keepdim=True)
+    return far, (_finite(torch.softmax(absent, -1)) * far).sum(1, keepdim=True)
+
+
+def relative(logits: Tensor, indices: Tensor, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The relative error of each chosen weight, and of every expert's share of the denominator."""
+    far, mean = distances(logits, indices, score, renormalize)
+    additions = 6 if renormalize else logits.shape[1] / 32 + 7
+    constant = additions + (16 if score == "softmax" else 40 if renormalize else 16)
+    every = U * (3 * far + 3 * mean + constant)
+    return every.gather(1, indices), every
+
+
+def weights_bound(
+    logits: Tensor, indices: Tensor, score: str, renormalize: bool, in_float64: bool
+) -> Tensor:
+    weights = _finite(reference.weights_of(logits, indices, score, renormalize))
+    if in_float64:
+        return 1.001 * U * weights + TINY
+    error, _ = relative(logits, indices, score, renormalize)
+    return error * 1.001 * weights + TINY
+
+
+def gradient_bound(
+    dweights: Tensor,
+    logits: Tensor,
+    indices: Tensor,
+    score: str,
+    renormalize: bool,
+    dtype: torch.dtype,
+    in_float64: bool,
+) -> Tensor:
+    """The weights' own error, once for the factor and once inside Σ w·dw; its sum; and the final rounding."""
+    weights = _finite(reference.weights_of(logits, indices, score, renormalize))
+    size = dweights.abs()
+    dot = (weights * size).sum(1, keepdim=True)
+    error, every = relative(logits, indices, score, renormalize)
+    worst = error.amax(1, keepdim=True) if error.numel() else error[:, :1]
+    if score == "sigmoid":
+        chosen = _finite(logits.gather(1, indices))
+        terms = weights * (size + dot * renormalize) * torch.sigmoid(-chosen)
+        before = (2 * worst + U * (3 * chosen.clamp_min(0) + 32)) * terms
+    else:
+        before = (2 * worst + 20 * U) * weights * (size + dot)
+    limit = torch.zeros_like(logits)
+    if score == "softmax" and not renormalize:
+        share = _finite(torch.softmax(logits.masked_fill(logits.isnan(), float("-inf")), -1))
+        limit = (2 * worst + every + 20 * U) * share * dot
+    limit = limit.scatter(1, indices, before)
+    if in_float64:  # of float32 weights that were rounded once
+        limit = limit.clamp_max(torch.zeros_like(limit).scatter(1, indices, 4 * U * weights * (size + dot)) + limit)
+    exact = reference.route_backward(dweights, logits, indices, score, renormalize)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    tiny = TINY * (4 + 2 * size.amax(1, keepdim=True)) + smallest if size.numel() else smallest
+    nothing = (limit == 0) & (exact == 0)
+    rounded = limit + tiny + spacing(exact.abs() + limit, dtype) / 2
+    return torch.where(nothing, 0.0, rounded)

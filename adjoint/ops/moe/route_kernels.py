@@ -1,0 +1,474 @@
+"""Triton kernels of the router.
+
+A row of logits lies across one warp: lane l of slice s holds expert 32·s + l. Every expert becomes one integer
+whose order is the order of the selection: its score in the high bits, mapped so that integers compare as floats
+do, and 65535 − expert in the low 16, so that no two are equal and ties go to the lower expert. Each lane sorts
+its own slices once, by a network; the best of the row is then the best head of 32 lists, and taking it costs one
+reduction over the warp and one step of the list it came from.
+
+16-bit logits compared as given need 32 bits for that. Everything else takes 64.
+
+Scores that are compared (sigmoid, or anything with a bias) are computed in float64 and rounded once to float32:
+the selection then hardly depends on whose exponential was used. Weights are computed in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from adjoint.core import kernels
+from adjoint.core.kernels import Budget
+
+LANES = tl.constexpr(32)
+"""Experts of a slice, and slots of a row of results: a warp's width, so that no reduction depends on a layout."""
+
+_RANK_BITS = tl.constexpr(65536)
+_NOBODY_32 = tl.constexpr(-(2**31))
+_NOBODY_64 = tl.constexpr(-(2**63))
+_SOFTMAX = tl.constexpr(0)
+_UNROLLED = tl.constexpr(16)
+
+# ---------------------------------------------------------------------------------------- keys of experts
+
+
+@triton.jit
+def ordered(value):
+    """An integer for each float, in the order of floats; ±0 are one, NaN is below all; 16 or 32 bits of it used."""
+    if value.dtype == tl.float32:
+        bits = value.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        sign = bits >> 31
+        return tl.where(magnitude > 0x7F800000, _NOBODY_32, (magnitude ^ sign) - sign)
+    else:
+        infinity: tl.constexpr = 0x7F80 if value.dtype == tl.bfloat16 else 0x7C00
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32)
+        magnitude = bits & 0x7FFF
+        sign = bits >> 31
+        return tl.where(magnitude > infinity, -32768, (magnitude ^ sign) - sign)
+
+
+@triton.jit
+def key_of(value, expert):
+    """The key of an expert with a score: 32 bits for 16-bit floats, else 64."""
+    rank = 65535 - expert
+    if value.dtype == tl.float32:
+        return ordered(value).to(tl.int64) * 4294967296 + rank
+    else:
+        return ordered(value) * _RANK_BITS + rank
+
+
+@triton.jit
+def expert_of(key):
+    return 65535 - (key & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def score_of(key, NARROW: tl.constexpr):
+    """The score in a key, as float32; NARROW is the type of scores in 32-bit keys."""
+    if key.dtype == tl.int64:
+        order = (key >> 32).to(tl.int32)
+        sign = order >> 31
+        bits = ((order ^ sign) - sign) | (sign & _NOBODY_32)
+        value = bits.to(tl.float32, bitcast=True)
+        return tl.where(order == _NOBODY_32, float("nan"), value)
+    else:
+        order = key >> 16
+        sign = order >> 31
+        bits = ((order ^ sign) - sign) | (sign & 0x8000)
+        value = bits.to(tl.int16).to(NARROW, bitcast=True).to(tl.float32)
+        return tl.where(order == -32768, float("nan"), value)
+
+
+# --------------------------------------------------------------------------------------- lists of a lane
+
+
+@triton.jit
+def exchange_apart(lists, SLICES: tl.constexpr, RUN: tl.constexpr, APART: tl.constexpr):
+    """One layer of Batcher's odd-even merge sort of runs of RUN: elements APART from each other, larger first."""
+    for i in tl.static_range(SLICES - APART):
+        if (
+            i >= APART % RUN
+            and (i - APART % RUN) % (2 * APART) < APART
+            and i // (2 * RUN) == (i + APART) // (2 * RUN)
+        ):
+            first = lists[i]
+            second = lists[i + APART]
+            if first.dtype == tl.int64:
+                larger = first > second
+                high = tl.where(larger, first, second)
+                low = tl.where(larger, second, first)
+            else:
+                high = tl.maximum(first, second)
+                low = tl.minimum(first, second)
+            lists = lists[:i] + (high,) + lists[i + 1 : i + APART] + (low,) + lists[i + APART + 1 :]
+    return lists
+
+
+@triton.jit
+def sort_lists(lists, SLICES: tl.constexpr, LEVELS: tl.constexpr):
+    """Sorts what each lane holds, largest first; 2^LEVELS ≥ SLICES."""
+    for level in tl.static_range(LEVELS):
+        for step in tl.static_range(level + 1):
+            lists = exchange_apart(lists, SLICES, 2**level, 2 ** (level - step))
+    return lists
+
+
+@triton.jit
+def step_lists(lists, taken, nobody, HELD: tl.constexpr, KEPT: tl.constexpr):
+    """The first KEPT of each list of HELD, after its head was taken where `taken`."""
+    shorter = ()
+    for i in tl.static_range(KEPT):
+        if i + 1 < HELD:
+            shorter = shorter + (tl.where(taken, lists[i + 1], lists[i]),)
+        else:
+            shorter = shorter + (tl.where(taken, nobody, lists[i]),)
+    return shorter
+
+
+@triton.jit
+def take_best(lists, slot, nobody, SLICES: tl.constexpr, K: tl.constexpr):
+    """The K largest keys of each row of sorted lists, largest first, in slots; and the largest by itself.
+
+    What is left of a list shortens with what is left to take, as long as K is small enough to be unrolled.
+    """
+    best = tl.max(lists[0], 1)
+    first = best
+    chosen = tl.where(slot == 0, best[:, None], nobody)
+    if K <= _UNROLLED:
+        for i in tl.static_range(1, K):
+            lists = step_lists(
+                lists,
+                lists[0] == best[:, None],
+                nobody,
+                SLICES if SLICES < K - i + 1 else K - i + 1,
+                SLICES if SLICES < K - i else K - i,
+            )
+            best = tl.max(lists[0], 1)
+            chosen = tl.where(slot == i, best[:, None], chosen)
+    else:
+        for i in range(1, K):
+            lists = step_lists(lists, lists[0] == best[:, None], nobody, SLICES, SLICES)
+            best = tl.max(lists[0], 1)
+            chosen = tl.where(slot == i, best[:, None], chosen)
+    return chosen, first
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+@triton.jit
+def row_start(row, inner, outer_stride, inner_stride, SPLIT: tl.constexpr):
+    """Where rows begin; with SPLIT they lie along two axes, the inner one of a given size."""
+    if SPLIT:
+        return (row // inner) * outer_stride + (row % inner) * inner_stride
+    else:
+        return row * inner_stride
+
+
+@triton.jit
+def load_slices(row_pointers, inside, column_stride, EXPERTS: tl.constexpr, SLICES: tl.constexpr):
+    """The logits of rows, as one tensor [rows, 32] a slice, and −∞ past the last expert."""
+    lane = tl.arange(0, LANES)
+    slices = ()
+    for s in tl.static_range(SLICES):
+        if s * LANES + LANES <= EXPERTS:
+            mask = inside[:, None] & (lane >= 0)[None, :]
+        else:
+            mask = inside[:, None] & (lane + s * LANES < EXPERTS)[None, :]
+        pointers = row_pointers[:, None] + ((lane + s * LANES) * column_stride)[None, :]
+        slices = slices + (tl.load(pointers, mask, other=float("-inf")),)
+    return slices
+
+
+@triton.jit
+def largest(slices, SLICES: tl.constexpr):
+    """The largest logit of each row, NaN left out, in float32; −∞ where there is none."""
+    best = tl.full(slices[0].shape, float("-inf"), tl.float32)
+    for s in tl.static_range(SLICES):
+        value = slices[s].to(tl.float32)
+        best = tl.where(value > best, value, best)
+    return tl.max(best, 1)
+
+
+@triton.jit
+def exponential_sum(slices, top, WIDE: tl.constexpr, SLICES: tl.constexpr):
+    """Σ e^(logit − top) over each row, NaN left out: a lane's slices in order, then halves of the warp."""
+    total = tl.zeros(slices[0].shape, WIDE)
+    for s in tl.static_range(SLICES):
+        value = slices[s].to(tl.float32)
+        term = tl.exp(value.to(WIDE) - top[:, None].to(WIDE))
+        total += tl.where(value == value, term, 0.0)
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def sigmoid_64(x):
+    """σ(x) in float64, without overflow on either side."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1.0 + small)
+
+
+@triton.jit
+def score_keys(
+    slices, bias, bias_stride, top, EXPERTS: tl.constexpr, SLICES: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr
+):  # fmt: skip
+    """Keys of float64 scores, rounded to float32, plus the bias in float32."""
+    lane = tl.arange(0, LANES)
+    total = exponential_sum(slices, top, tl.float64, SLICES) if SCORE == _SOFTMAX else top
+    keys = ()
+    for s in tl.static_range(SLICES):
+        x = slices[s].to(tl.float32).to(tl.float64)
+        if SCORE == _SOFTMAX:
+            score = (tl.exp(x - top[:, None].to(tl.float64)) / total[:, None]).to(tl.float32)
+        else:
+            score = sigmoid_64(x).to(tl.float32)
+        expert = lane + s * LANES
+        if BIASED:
+            score += tl.load(bias + expert * bias_stride, expert < EXPERTS, other=0.0)[None, :]
+        keys = keys + (tl.where((expert < EXPERTS)[None, :], key_of(score, expert[None, :]), _NOBODY_64),)
+    return keys
+
+
+@triton.jit
+def logit_keys(slices, nobody, EXPERTS: tl.constexpr, SLICES: tl.constexpr):
+    """Keys of the logits as they are."""
+    lane = tl.arange(0, LANES)
+    keys = ()
+    for s in tl.static_range(SLICES):
+        expert = lane + s * LANES
+        key = key_of(slices[s], expert[None, :])
+        if s * LANES + LANES > EXPERTS:
+            key = tl.where((expert < EXPERTS)[None, :], key, nobody)
+        keys = keys + (key,)
+    return keys
+
+
+@triton.jit
+def weights_of(
+    value, used, top, total, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_IS_CHOSEN: tl.constexpr
+):  # fmt: skip
+    """Weights of the chosen logits [rows, slots]; `top` and `total` are the row's maximum and Σ e^(logit − top).
+
+    A row with +∞, or with nothing above −∞, gives NaN. σ(x) = e^min(x, 0) / (1 + e^−|x|) is divided by the largest
+    of its numerators before it is summed, so that a row of very negative logits does not underflow.
+    """
+    if SCORE == _SOFTMAX:
+        reference = top
+        if RENORMALIZE and not TOP_IS_CHOSEN:
+            reference = tl.max(tl.where(used & (value == value), value, float("-inf")), 1)
+        part = tl.exp(value - reference[:, None])
+    else:
+        least = tl.minimum(value, 0.0)
+        least = tl.where(value == value, least, value)
+        if RENORMALIZE:
+            reference = tl.max(tl.where(used & (value == value), least, float("-inf")), 1)
+            part = tl.exp(least - reference[:, None]) / (1.0 + tl.exp(-tl.abs(value)))
+        else:
+            part = tl.exp(least) / (1.0 + tl.exp(-tl.abs(value)))
+    if RENORMALIZE:
+        weight = part / tl.sum(tl.where(used, part, 0.0), 1)[:, None]
+    elif SCORE == _SOFTMAX:
+        weight = part / total[:, None]
+    else:
+        weight = part
+    if SCORE == _SOFTMAX and TOP_IS_CHOSEN:
+        return weight  # ∞ − ∞ has said it
+    else:
+        return tl.where((tl.abs(top) == float("inf"))[:, None], float("nan"), weight)
+
+
+# --------------------------------------------------------------------------------------------- forward
+
+
+@triton.jit
+def moe_route_forward(
+    logits, bias, weights, indices, rows, inner, outer_stride, inner_stride, column_stride, bias_stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SPLIT: tl.constexpr, UNIT: tl.constexpr, SLICES: tl.constexpr, LEVELS: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The K best experts of each row and their weights; a row a warp."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+    step = 1 if UNIT else column_stride
+    slices = load_slices(start, inside, step, EXPERTS, SLICES)
+    slot = tl.arange(0, SLOTS)[None, :]
+    used = slot < K
+    AS_GIVEN: tl.constexpr = SCORE == _SOFTMAX and not BIASED
+    if AS_GIVEN:
+        nobody: tl.constexpr = _NOBODY_64 if logits.dtype.element_ty == tl.float32 else _NOBODY_32
+        keys = logit_keys(slices, nobody, EXPERTS, SLICES)
+        chosen, first = take_best(sort_lists(keys, SLICES, LEVELS), slot, nobody, SLICES, K)
+        expert = expert_of(chosen)
+        value = score_of(chosen, logits.dtype.element_ty)
+        top = score_of(first, logits.dtype.element_ty)
+    else:
+        top = largest(slices, SLICES)
+        keys = score_keys(slices, bias, bias_stride, top, EXPERTS, SLICES, SCORE, BIASED)
+        chosen, first = take_best(sort_lists(keys, SLICES, LEVELS), slot, _NOBODY_64, SLICES, K)
+        expert = expert_of(chosen)
+        pointers = start[:, None] + expert.to(tl.int64) * step
+        value = tl.load(pointers, inside[:, None] & used, other=0.0).to(tl.float32)
+    total = top
+    if SCORE == _SOFTMAX and not RENORMALIZE:
+        total = exponential_sum(slices, top, tl.float32, SLICES)
+    weight = weights_of(value, used, top, total, SCORE, RENORMALIZE, AS_GIVEN)
+    target = row[:, None] * K + slot
+    mask = inside[:, None] & used
+    tl.store(weights + target, weight, mask)
+    tl.store(indices + target, expert.to(tl.int64), mask)
+
+
+@triton.jit
+def moe_route_grouped(
+    logits, bias, weights, indices, inner, outer_stride, inner_stride, column_stride, bias_stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SPLIT: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    MEMBER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The K best experts of the KEPT best groups, a row a program; a group scores the sum of its two best."""
+    row = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64)
+    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    group = tl.arange(0, GROUP_BLOCK)
+    member = tl.arange(0, MEMBER_BLOCK)
+    expert = group[:, None] * SIZE + member[None, :]
+    there = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    pointers = tl.broadcast_to(start[:, None], [GROUP_BLOCK, MEMBER_BLOCK]) + expert.to(tl.int64) * column_stride
+    x = tl.load(pointers, there, other=float("-inf")).to(tl.float32)
+    flat = tl.reshape(x, [1, GROUP_BLOCK * MEMBER_BLOCK])
+    top = tl.max(tl.where(flat == flat, flat, float("-inf")), 1)
+    score = x
+    if BIASED or SCORE != _SOFTMAX:
+        wide = x.to(tl.float64)
+        if SCORE == _SOFTMAX:
+            scaled = flat.to(tl.float64) - top[:, None].to(tl.float64)
+            total_64 = tl.sum(tl.where(flat == flat, tl.exp(scaled), 0.0), 1)
+            score = (tl.exp(wide - top[:, None].to(tl.float64)) / total_64[:, None]).to(tl.float32)
+        else:
+            score = sigmoid_64(wide).to(tl.float32)
+        if BIASED:
+            score += tl.load(bias + expert * bias_stride, there, other=0.0)
+    key = tl.where(there, key_of(score, expert), _NOBODY_64)
+
+    best = tl.max(key, 1)
+    group_score = score_of(best, tl.float32)
+    if SIZE > 1:
+        group_score += score_of(tl.max(tl.where(key == best[:, None], _NOBODY_64, key), 1), tl.float32)
+    group_key = tl.where(group < GROUPS, key_of(group_score, group), _NOBODY_64)
+    kept = group < 0
+    for _ in range(KEPT):
+        winner = group_key == tl.max(group_key, 0)
+        kept = kept | winner
+        group_key = tl.where(winner, _NOBODY_64, group_key)
+
+    key = tl.reshape(tl.where(kept[:, None], key, _NOBODY_64), [1, GROUP_BLOCK * MEMBER_BLOCK])
+    slot = tl.arange(0, SLOTS)[None, :]
+    chosen = tl.full([1, SLOTS], _NOBODY_64, tl.int64)
+    for i in range(K):
+        next_best = tl.max(key, 1)[:, None]
+        chosen = tl.where(slot == i, next_best, chosen)
+        key = tl.where(key == next_best, _NOBODY_64, key)
+    chosen_expert = expert_of(chosen)
+    used = slot < K
+    value = tl.load(start[:, None] + chosen_expert.to(tl.int64) * column_stride, used, other=0.0).to(tl.float32)
+    total = top
+    if SCORE == _SOFTMAX and not RENORMALIZE:
+        total = tl.sum(tl.where(flat == flat, tl.exp(flat - top[:, None]), 0.0), 1)
+    weight = weights_of(value, used, top, total, SCORE, RENORMALIZE, False)
+    tl.store(weights + row[:, None] * K + slot, weight, used)
+    tl.store(indices + row[:, None] * K + slot, chosen_expert.to(tl.int64), used)
+
+
+# -------------------------------------------------------------------------------------------- backward
+
+
+@triton.jit
+def chosen_gradient(
+    weights, indices, gradient, logits, row, inside, start, step,
+    inner, outer_stride, inner_stride, slot_stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each chosen logit, its expert, which of them are there, and Σ weight·gradient of the row.
+
+    The gradient of a softmax over all experts has a further term, for every expert: −p·Σ weight·gradient.
+    """
+    slot = tl.arange(0, SLOTS)[None, :]
+    used = inside[:, None] & (slot < K)
+    weight = tl.load(weights + row[:, None] * K + slot, used, other=0.0)
+    expert = tl.load(indices + row[:, None] * K + slot, used, other=0)
+    used &= (expert >= 0) & (expert < EXPERTS)
+    place = row_start(row, inner, outer_stride, inner_stride, SPLIT)[:, None] + slot * slot_stride
+    upstream = tl.load(gradient + place, used, other=0.0).to(tl.float32)
+    dot = tl.sum(weight * upstream, 1)
+    if SCORE == _SOFTMAX or RENORMALIZE:
+        slope = weight * (upstream - dot[:, None])
+    else:
+        slope = weight * upstream
+    if SCORE != _SOFTMAX:
+        x = tl.load(start[:, None] + expert * step, used, other=0.0).to(tl.float32)
+        small = tl.exp(-tl.abs(x))
+        slope *= tl.where(x < 0, 1.0, small) / (1.0 + small)
+    return slope, expert, used, dot
+
+
+@triton.jit
+def moe_route_backward(
+    weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride, slot_stride,
+    logits_inner, logits_outer_stride, logits_inner_stride, column_stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Zeros, and then, by the same program, the gradients of the chosen logits."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
+    column = tl.arange(0, BLOCK)[None, :]
+    zero = tl.zeros([ROWS, BLOCK], dlogits.dtype.element_ty)
+    tl.store(dlogits + row[:, None] * EXPERTS + column, zero, inside[:, None] & (column < EXPERTS))
+    slope, expert, used, _ = chosen_gradient(
+        weights, indices, gradient, logits, row, inside, start, column_stride,
+        inner, outer_stride, inner_stride, slot_stride,
+        EXPERTS, K, SCORE, RENORMALIZE, SPLIT, SLOTS,
+    )  # fmt: skip
+    tl.debug_barrier()  # orders the program's two writes to an element
+    tl.store(dlogits + row[:, None] * EXPERTS + expert, slope.to(dlogits.dtype.element_ty), used)
+
+
+@triton.jit
+def moe_route_backward_dense(
+    weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride, slot_stride,
+    logits_inner, logits_outer_stride, logits_inner_stride, column_stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr,
+    SLICES: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a softmax over all experts: −p·Σ weight·gradient, and the chosen ones over it."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
+    slope, expert, used, dot = chosen_gradient(
+        weights, indices, gradient, logits, row, inside, start, column_stride,
+        inner, outer_stride, inner_stride, slot_stride,
+        EXPERTS, K, _SOFTMAX, False, SPLIT, SLOTS,
+    )  # fmt: skip
+    slices = load_slices(start, inside, column_stride, EXPERTS, SLICES)
+    top = largest(slices, SLICES)
+    total = exponential_sum(slices, top, tl.float32, SLICES)
+    lane = tl.arange(0, LANES)
+    for s in tl.static_range(SLICES):
+        column = lane + s * LANES
+        value = slices[s].to(tl.float32)
+        share = tl.exp(value - top[:, None]) / total[:, None]
+        share = tl.where(value == value, share, 0.0)
+        mask = inside[:, None] & (column < EXPERTS)[None, :]
+        target = dlogits + row[:, None] * EXPERTS + column[None, :]
+        tl.store(target, (-share * dot[:, None]).to(dlogits.dtype.element_ty), mask)
+    tl.debug_barrier()  # orders the program's two writes to an element
+    tl.store(dlogits + row[:, None] * EXPERTS + expert, slope.to(dlogits.dtype.element_ty), used)
+
+
+kernels.register(moe_route_grouped, budget=Budget(registers=255, shared_bytes=4096))
+kernels.register(moe_route_backward, budget=Budget(registers=64))
+kernels.register(moe_route_backward_dense, budget=Budget(registers=128))
+kernels.register(moe_route_forward, budget=Budget(registers=128))

@@ -1,0 +1,207 @@
+"""Which kernels serve which routing problem, and what they guarantee."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.kernels import why_not_triton
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
+from adjoint.ops.moe import route_bounds as bounds
+from adjoint.ops.moe import route_eager as eager
+from adjoint.ops.moe import route_reference as reference
+
+SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+MAX_EXPERTS, MAX_K = 1024, 64
+"""What one warp sorts, and the slots of its results."""
+
+MAX_ROWS = 2**31 - 1024
+"""Rows a launch can number, programs past the end included."""
+
+Compute = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
+
+
+def _launch() -> Any:
+    """The module that imports Triton, on first use."""
+    from adjoint.ops.moe import route_launch
+
+    return route_launch
+
+
+def writing(compute: Compute) -> Any:
+    """A candidate's `run` from what writes into outputs that are there."""
+
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        compute(plan, arguments, outputs, workspace)
+        return outputs
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------- guarantee
+
+_SPECIAL_WEIGHTS = (
+    "a row with +∞, or with nothing above −∞, has NaN weights; an expert whose logit is NaN is as if it were not "
+    "there: it is chosen only where fewer than k others are, and its weight, renormalised every weight of the row, "
+    "is then NaN"
+)
+_SPECIAL_GRADIENT = "NaN wherever a NaN weight enters: at the chosen experts, and without renormalize in the whole row"
+
+
+def _ties(problem: Problem) -> str:
+    _, score, groups, kept, _ = problem.options
+    as_given = score == "softmax" and len(problem.dtypes) == 1
+    what = "the logits as given" if as_given else f"the {score} in float64, rounded once to float32"
+    plus = " plus the bias, added in float32" if len(problem.dtypes) > 1 else ""
+    near = "" if as_given else "; scores that round to one float32 are equal, however they differ before"
+    first = (
+        f"; the {kept} of {groups} groups with the largest sum, in float32, of their two best, others are never chosen"
+        if kept < groups
+        else ""
+    )
+    return (
+        f"compares {what}{plus}, largest first, equal ones by the lower expert, +0 = −0, NaN below −∞{near}{first}"
+    )
+
+
+def forward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
+    k, score, groups, kept, renormalize = problem.options
+    in_float64 = backend == "eager"
+    ties = _ties(problem)
+
+    def bound(logits: Tensor, bias: Tensor | None = None) -> Tensor:
+        flat = logits.reshape(-1, logits.shape[-1])
+        indices = reference.select(flat, k, score, bias, groups, kept)
+        limit = bounds.weights_bound(flat, indices, score, renormalize, in_float64)
+        return limit.view(*logits.shape[:-1], k)
+
+    formula = "u·w·(1 + 0.001) + η" if in_float64 else "u·w·(3|d| + 3·Σ p·|d| + n + 40) + η, d = x − maximum"
+    item = "" if in_float64 else "token"
+    return {
+        "weights": Guarantee(
+            repeatable=True,
+            batch_invariant=item,
+            device_invariant=False,
+            accumulator="float64" if in_float64 else "float32",
+            roundings=1,
+            error=Derived(f"{formula}, u = 2⁻²⁴, η = 2⁻¹²⁵", bound),
+            special_values=_SPECIAL_WEIGHTS,
+            ties=ties,
+        ),
+        "indices": Guarantee(
+            repeatable=True,
+            batch_invariant=item,
+            device_invariant=score == "softmax" and len(problem.dtypes) == 1,
+            accumulator="none" if score == "softmax" and len(problem.dtypes) == 1 else "float64",
+            roundings=0,
+            error=Derived("0: the experts the order below names", lambda *inputs: torch.zeros(())),
+            ties=ties,
+        ),
+    }
+
+
+def backward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
+    _, k, dtype, score, renormalize = problem.options
+    in_float64 = backend == "eager"
+
+    def bound(dweights: Tensor, logits: Tensor, indices: Tensor) -> Tensor:
+        flat = logits.reshape(-1, logits.shape[-1])
+        limit = bounds.gradient_bound(
+            dweights.reshape(-1, k), flat, indices.reshape(-1, k), score, renormalize, dtype, in_float64
+        )
+        return limit.view(logits.shape)
+
+    return {
+        "dlogits": Guarantee(
+            repeatable=True,
+            batch_invariant="" if in_float64 else "token",
+            device_invariant=False,
+            accumulator="float64" if in_float64 else "float32",
+            roundings=1,
+            error=Derived("½ ulp + (2·ε + 32·u)·w·(|dw| + Σ w·|dw|), ε the largest error of the row's weights", bound),
+            domain="every input; experts that were not chosen have exactly 0"
+            if renormalize or score == "sigmoid"
+            else "every input",
+            special_values=_SPECIAL_GRADIENT,
+        )
+    }
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _is_grouped(problem: Problem) -> bool:
+    _, _, groups, kept, _ = problem.options
+    return bool(kept < groups)
+
+
+def _is_dense(problem: Problem) -> bool:
+    *_, score, renormalize = problem.options
+    return score == "softmax" and not renormalize
+
+
+def _triton(name: str, kernel: str, special: bool, compute: Compute, is_special: Callable[[Problem], bool]) -> Candidate:
+    def refuse(problem: Problem) -> str:
+        if is_special(problem) != special:
+            return f"{kernel} is for another mode"
+        if problem.sizes[-1] > MAX_ROWS and len(problem.sizes) > 1:
+            return f"numbers up to {MAX_ROWS} rows, there are {problem.sizes[-1]}"
+        return why_not_triton(problem.device)
+
+    guarantee = forward_guarantee if "backward" not in kernel else backward_guarantee
+    return Candidate(
+        name=f"triton.{name}",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=refuse,
+        guarantee=lambda problem: guarantee(problem, "triton"),
+        run=writing(compute),
+        prepare=lambda plan: _launch().prepare(plan),
+        schedules=SCHEDULES,
+        workspace_bytes=lambda problem: _launch().regions(problem).bytes,
+    )
+
+
+def _eager(guarantee: Callable[[Problem, str], dict[str, Guarantee]], compute: Compute) -> Candidate:
+    return Candidate(
+        name="eager",
+        backend="eager",
+        kernel="pytorch",
+        revision=1,
+        refuse=lambda problem: "",
+        guarantee=lambda problem: guarantee(problem, "eager"),
+        run=writing(compute),
+        workspace_bytes=lambda problem: None,
+        any_layout=True,
+    )
+
+
+def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+    _launch().forward(plan, arguments, outputs, workspace)
+
+
+def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+    _launch().backward(plan, arguments, outputs, workspace)
+
+
+ROUTE = (
+    _triton("rows", "moe_route_forward", False, _forward, _is_grouped),
+    _triton("groups", "moe_route_grouped", True, _forward, _is_grouped),
+    _eager(forward_guarantee, lambda plan, arguments, outputs, _: eager.forward(*arguments, *outputs)),
+)
+ROUTE_BACKWARD = (
+    _triton("rows", "moe_route_backward", False, _backward, _is_dense),
+    _triton("dense", "moe_route_backward_dense", True, _backward, _is_dense),
+    _eager(backward_guarantee, lambda plan, arguments, outputs, _: eager.backward(*arguments, *outputs)),
+)

@@ -1,0 +1,104 @@
+"""The router's definition, in float64. Imports nothing but torch; never optimised."""
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+
+
+def scores(logits: Tensor, score: str) -> Tensor:
+    """Softmax over the experts whose logit is not NaN, or the sigmoid of each; NaN where the logit is."""
+    absent = logits.isnan()
+    if score == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.softmax(logits.masked_fill(absent, float("-inf")), -1).masked_fill(absent, NAN)
+
+
+def selection_scores(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
+    """What experts are compared by: the logits as given, or the score rounded to float32, plus the bias there."""
+    if score == "softmax" and bias is None:
+        return logits
+    rounded = scores(logits, score).float()
+    return (rounded if bias is None else rounded + bias.float()).double()
+
+
+def ranked(values: Tensor) -> Tensor:
+    """The places of values along the last axis, largest first, equal ones in their order, NaN last."""
+    # −∞ and NaN are told apart by a first key: a stable sort by the value, then a stable sort by whether it is NaN.
+    absent = values.isnan()
+    order = values.masked_fill(absent, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    again = absent.gather(-1, order).to(torch.int8).sort(dim=-1, stable=True).indices
+    return order.gather(-1, again)
+
+
+def select(
+    logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int = 1, groups_kept: int = 1
+) -> Tensor:
+    """The experts of each row, best first."""
+    compared = selection_scores(logits, score, bias)
+    rows, experts = compared.shape
+    if groups_kept == num_groups:
+        return ranked(compared)[:, :k]
+    by_group = compared.view(rows, num_groups, experts // num_groups)
+    two_best = by_group.gather(-1, ranked(by_group)[..., :2])
+    group_scores = two_best.float().sum(-1).double()  # in float32, as they are compared
+    kept = torch.zeros(rows, num_groups, dtype=torch.bool, device=logits.device)
+    kept.scatter_(1, ranked(group_scores)[:, :groups_kept], True)
+    every = ranked(compared)
+    allowed = kept.repeat_interleave(experts // num_groups, 1).gather(1, every)
+    return every[allowed].view(rows, -1)[:, :k]
+
+
+def weights_of(logits: Tensor, indices: Tensor, score: str, renormalize: bool) -> Tensor:
+    """The weights of chosen experts, differentiable in the logits."""
+    chosen = logits.gather(1, indices)
+    if not renormalize:
+        weights = scores(logits, score).gather(1, indices)
+    elif score == "softmax":
+        weights = torch.softmax(chosen, -1)
+    else:
+        weights = torch.softmax(torch.nn.functional.logsigmoid(chosen), -1)
+    present = logits.masked_fill(logits.isnan(), float("-inf")).amax(-1, keepdim=True)
+    return torch.where(present.isinf(), NAN * weights, weights)
+
+
+def route(
+    logits: Tensor,
+    k: int,
+    score: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    groups_kept: int = 1,
+    renormalize: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Weights and experts of each row of logits [..., experts]."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    indices = select(flat, k, score, bias, num_groups, groups_kept)
+    shape = (*logits.shape[:-1], k)
+    return weights_of(flat, indices, score, renormalize).view(shape), indices.view(shape)
+
+
+def route_backward(dweights: Tensor, logits: Tensor, indices: Tensor, score: str, renormalize: bool) -> Tensor:
+    """The gradient of the logits, term by term: no autograd.
+
+    renormalised:     dx_c = w_c·(dw_c − Σ w·dw)·s_c       for chosen c, 0 elsewhere
+    softmax over all: dx_j = −p_j·Σ w·dw, + w_j·dw_j where j is chosen
+    sigmoid:          dx_c = w_c·dw_c·s_c
+
+    with s_c = 1 for softmax, 1 − σ(x_c) for sigmoid.
+    """
+    experts = logits.shape[-1]
+    x, chosen = logits.reshape(-1, experts), indices.reshape(-1, indices.shape[-1])
+    dw = dweights.reshape(chosen.shape)
+    w = weights_of(x, chosen, score, renormalize)
+    dot = (w * dw).sum(-1, keepdim=True)
+    dense = torch.zeros_like(x)
+    if score == "softmax":
+        slope = w * (dw - dot)
+        if not renormalize:
+            present = x.masked_fill(x.isnan(), float("-inf"))
+            dense = -torch.softmax(present, -1) * dot
+            dense = torch.where(present.amax(-1, keepdim=True).isinf(), NAN, dense)
+    else:
+        slope = (w * (dw - dot) if renormalize else w * dw) * torch.sigmoid(-x.gather(1, chosen))
+    return dense.scatter(1, chosen, slope).view(logits.shape)
