@@ -125,14 +125,38 @@ def step_lists(lists, taken, nobody, HELD: tl.constexpr, KEPT: tl.constexpr):
 
 
 @triton.jit
-def take_best(lists, slot, nobody, SLICES: tl.constexpr, K: tl.constexpr):
-    """The K largest keys of each row of sorted lists, largest first, in slots; and the largest by itself.
+def row_best(key):
+    """The largest key of each row. Halves of 64 bits one after the other: a warp has an instruction for 32."""
+    if key.dtype == tl.int64:
+        high = (key >> 32).to(tl.int32)
+        best_high = tl.max(high, 1)
+        rank = tl.where(high == best_high[:, None], (key & 0xFFFF).to(tl.int32), -1)
+        return best_high.to(tl.int64) * 4294967296 + tl.max(rank, 1).to(tl.int64)
+    else:
+        return tl.max(key, 1)
+
+
+@triton.jit
+def put(chosen, best, i, SLOT_GROUPS: tl.constexpr):
+    """Puts what is best for slot i into its place."""
+    slot = tl.arange(0, LANES)[None, :]
+    changed = ()
+    for g in tl.static_range(SLOT_GROUPS):
+        changed = changed + (tl.where(slot + g * LANES == i, best[:, None], chosen[g]),)
+    return changed
+
+
+@triton.jit
+def take_best(lists, nobody, SLICES: tl.constexpr, K: tl.constexpr, SLOT_GROUPS: tl.constexpr):
+    """The K largest keys of each row of sorted lists, largest first, in groups of slots; and the largest by itself.
 
     What is left of a list shortens with what is left to take, as long as K is small enough to be unrolled.
     """
-    best = tl.max(lists[0], 1)
+    best = row_best(lists[0])
     first = best
-    chosen = tl.where(slot == 0, best[:, None], nobody)
+    chosen = ()
+    for _ in tl.static_range(SLOT_GROUPS):
+        chosen = chosen + (tl.where(tl.arange(0, LANES)[None, :] == 0, best[:, None], nobody),)
     if K <= _UNROLLED:
         for i in tl.static_range(1, K):
             lists = step_lists(
@@ -142,13 +166,13 @@ def take_best(lists, slot, nobody, SLICES: tl.constexpr, K: tl.constexpr):
                 SLICES if SLICES < K - i + 1 else K - i + 1,
                 SLICES if SLICES < K - i else K - i,
             )
-            best = tl.max(lists[0], 1)
-            chosen = tl.where(slot == i, best[:, None], chosen)
+            best = row_best(lists[0])
+            chosen = put(chosen, best, i, SLOT_GROUPS)
     else:
         for i in range(1, K):
             lists = step_lists(lists, lists[0] == best[:, None], nobody, SLICES, SLICES)
-            best = tl.max(lists[0], 1)
-            chosen = tl.where(slot == i, best[:, None], chosen)
+            best = row_best(lists[0])
+            chosen = put(chosen, best, i, SLOT_GROUPS)
     return chosen, first
 
 
@@ -243,47 +267,94 @@ def logit_keys(slices, nobody, EXPERTS: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
+def slot_is_used(group, K: tl.constexpr):
+    return tl.arange(0, LANES)[None, :] + group * LANES < K
+
+
+@triton.jit
+def largest_chosen(values, SCORE: tl.constexpr, K: tl.constexpr, SLOT_GROUPS: tl.constexpr):
+    """The largest of x, or of min(x, 0) for a sigmoid, among the chosen logits; NaN left out."""
+    best = tl.full(values[0].shape, float("-inf"), tl.float32)
+    for g in tl.static_range(SLOT_GROUPS):
+        value = values[g] if SCORE == _SOFTMAX else tl.where(values[g] > 0, 0.0, values[g])
+        best = tl.where(slot_is_used(g, K) & (value > best), value, best)
+    return tl.max(best, 1)
+
+
+@triton.jit
 def weights_of(
-    value, used, top, total, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_IS_CHOSEN: tl.constexpr
+    values, top, total, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_IS_CHOSEN: tl.constexpr,
+    K: tl.constexpr, SLOT_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of the chosen logits [rows, slots]; `top` and `total` are the row's maximum and Σ e^(logit − top).
+    """Weights of the chosen logits; `top` and `total` are the row's maximum and Σ e^(logit − top).
 
     A row with +∞, or with nothing above −∞, gives NaN. σ(x) = e^min(x, 0) / (1 + e^−|x|) is divided by the largest
     of its numerators before it is summed, so that a row of very negative logits does not underflow.
     """
-    if SCORE == _SOFTMAX:
-        reference = top
-        if RENORMALIZE and not TOP_IS_CHOSEN:
-            reference = tl.max(tl.where(used & (value == value), value, float("-inf")), 1)
-        part = tl.exp(value - reference[:, None])
-    else:
-        least = tl.minimum(value, 0.0)
-        least = tl.where(value == value, least, value)
-        if RENORMALIZE:
-            reference = tl.max(tl.where(used & (value == value), least, float("-inf")), 1)
-            part = tl.exp(least - reference[:, None]) / (1.0 + tl.exp(-tl.abs(value)))
+    reference = top
+    if RENORMALIZE and not TOP_IS_CHOSEN:
+        reference = largest_chosen(values, SCORE, K, SLOT_GROUPS)
+    parts = ()
+    sums = tl.zeros(values[0].shape, tl.float32)
+    for g in tl.static_range(SLOT_GROUPS):
+        value = values[g]
+        if SCORE == _SOFTMAX:
+            part = tl.exp(value - reference[:, None])
         else:
+            least = tl.where(value > 0, 0.0, value)
+            if RENORMALIZE:
+                least -= reference[:, None]
             part = tl.exp(least) / (1.0 + tl.exp(-tl.abs(value)))
+        sums += tl.where(slot_is_used(g, K), part, 0.0)
+        parts = parts + (part,)
     if RENORMALIZE:
-        weight = part / tl.sum(tl.where(used, part, 0.0), 1)[:, None]
-    elif SCORE == _SOFTMAX:
-        weight = part / total[:, None]
-    else:
-        weight = part
-    if SCORE == _SOFTMAX and TOP_IS_CHOSEN:
-        return weight  # ∞ − ∞ has said it
-    else:
-        return tl.where((tl.abs(top) == float("inf"))[:, None], float("nan"), weight)
+        total = tl.sum(sums, 1)
+    weights = ()
+    for g in tl.static_range(SLOT_GROUPS):
+        weight = parts[g]
+        if RENORMALIZE or SCORE == _SOFTMAX:
+            weight = weight / total[:, None]
+        if SCORE != _SOFTMAX or not TOP_IS_CHOSEN:  # otherwise ∞ − ∞ has said it
+            weight = tl.where((tl.abs(top) == float("inf"))[:, None], float("nan"), weight)
+        weights = weights + (weight,)
+    return weights
 
 
 # --------------------------------------------------------------------------------------------- forward
 
 
 @triton.jit
+def store_rows(weights, indices, values, experts, row, inside, K: tl.constexpr, SLOT_GROUPS: tl.constexpr):
+    for g in tl.static_range(SLOT_GROUPS):
+        slot = tl.arange(0, LANES)[None, :] + g * LANES
+        mask = inside[:, None] & (slot < K)
+        tl.store(weights + row[:, None] * K + slot, values[g], mask)
+        tl.store(indices + row[:, None] * K + slot, experts[g].to(tl.int64), mask)
+
+
+@triton.jit
+def experts_of(keys, SLOT_GROUPS: tl.constexpr):
+    experts = ()
+    for g in tl.static_range(SLOT_GROUPS):
+        experts = experts + (expert_of(keys[g]),)
+    return experts
+
+
+@triton.jit
+def load_chosen(start, experts, step, inside, K: tl.constexpr, SLOT_GROUPS: tl.constexpr):
+    """The logits of chosen experts, as float32."""
+    values = ()
+    for g in tl.static_range(SLOT_GROUPS):
+        mask = inside[:, None] & slot_is_used(g, K)
+        values = values + (tl.load(start[:, None] + experts[g].to(tl.int64) * step, mask, other=0.0).to(tl.float32),)
+    return values
+
+
+@triton.jit
 def moe_route_forward(
     logits, bias, weights, indices, rows, inner, outer_stride, inner_stride, column_stride, bias_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
-    SPLIT: tl.constexpr, UNIT: tl.constexpr, SLICES: tl.constexpr, LEVELS: tl.constexpr, SLOTS: tl.constexpr,
+    SPLIT: tl.constexpr, UNIT: tl.constexpr, SLICES: tl.constexpr, LEVELS: tl.constexpr, SLOT_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """The K best experts of each row and their weights; a row a warp."""
@@ -292,31 +363,27 @@ def moe_route_forward(
     start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
     step = 1 if UNIT else column_stride
     slices = load_slices(start, inside, step, EXPERTS, SLICES)
-    slot = tl.arange(0, SLOTS)[None, :]
-    used = slot < K
     AS_GIVEN: tl.constexpr = SCORE == _SOFTMAX and not BIASED
     if AS_GIVEN:
         nobody: tl.constexpr = _NOBODY_64 if logits.dtype.element_ty == tl.float32 else _NOBODY_32
         keys = logit_keys(slices, nobody, EXPERTS, SLICES)
-        chosen, first = take_best(sort_lists(keys, SLICES, LEVELS), slot, nobody, SLICES, K)
-        expert = expert_of(chosen)
-        value = score_of(chosen, logits.dtype.element_ty)
+        chosen, first = take_best(sort_lists(keys, SLICES, LEVELS), nobody, SLICES, K, SLOT_GROUPS)
+        experts = experts_of(chosen, SLOT_GROUPS)
+        values = ()
+        for g in tl.static_range(SLOT_GROUPS):
+            values = values + (score_of(chosen[g], logits.dtype.element_ty),)
         top = score_of(first, logits.dtype.element_ty)
     else:
         top = largest(slices, SLICES)
         keys = score_keys(slices, bias, bias_stride, top, EXPERTS, SLICES, SCORE, BIASED)
-        chosen, first = take_best(sort_lists(keys, SLICES, LEVELS), slot, _NOBODY_64, SLICES, K)
-        expert = expert_of(chosen)
-        pointers = start[:, None] + expert.to(tl.int64) * step
-        value = tl.load(pointers, inside[:, None] & used, other=0.0).to(tl.float32)
+        chosen, first = take_best(sort_lists(keys, SLICES, LEVELS), _NOBODY_64, SLICES, K, SLOT_GROUPS)
+        experts = experts_of(chosen, SLOT_GROUPS)
+        values = load_chosen(start, experts, step, inside, K, SLOT_GROUPS)
     total = top
     if SCORE == _SOFTMAX and not RENORMALIZE:
         total = exponential_sum(slices, top, tl.float32, SLICES)
-    weight = weights_of(value, used, top, total, SCORE, RENORMALIZE, AS_GIVEN)
-    target = row[:, None] * K + slot
-    mask = inside[:, None] & used
-    tl.store(weights + target, weight, mask)
-    tl.store(indices + target, expert.to(tl.int64), mask)
+    found = weights_of(values, top, total, SCORE, RENORMALIZE, AS_GIVEN, K, SLOT_GROUPS)
+    store_rows(weights, indices, found, experts, row, inside, K, SLOT_GROUPS)
 
 
 @triton.jit
@@ -324,7 +391,7 @@ def moe_route_grouped(
     logits, bias, weights, indices, inner, outer_stride, inner_stride, column_stride, bias_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    MEMBER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    MEMBER_BLOCK: tl.constexpr, SLOT_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The K best experts of the KEPT best groups, a row a program; a group scores the sum of its two best."""
     row = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64)
@@ -363,21 +430,21 @@ def moe_route_grouped(
         group_key = tl.where(winner, _NOBODY_64, group_key)
 
     key = tl.reshape(tl.where(kept[:, None], key, _NOBODY_64), [1, GROUP_BLOCK * MEMBER_BLOCK])
-    slot = tl.arange(0, SLOTS)[None, :]
-    chosen = tl.full([1, SLOTS], _NOBODY_64, tl.int64)
+    chosen = ()
+    for _ in tl.static_range(SLOT_GROUPS):
+        chosen = chosen + (tl.full([1, LANES], _NOBODY_64, tl.int64),)
     for i in range(K):
-        next_best = tl.max(key, 1)[:, None]
-        chosen = tl.where(slot == i, next_best, chosen)
-        key = tl.where(key == next_best, _NOBODY_64, key)
-    chosen_expert = expert_of(chosen)
-    used = slot < K
-    value = tl.load(start[:, None] + chosen_expert.to(tl.int64) * column_stride, used, other=0.0).to(tl.float32)
+        next_best = row_best(key)
+        chosen = put(chosen, next_best, i, SLOT_GROUPS)
+        key = tl.where(key == next_best[:, None], _NOBODY_64, key)
+    experts = experts_of(chosen, SLOT_GROUPS)
+    inside = row >= 0
+    values = load_chosen(start, experts, column_stride, inside, K, SLOT_GROUPS)
     total = top
     if SCORE == _SOFTMAX and not RENORMALIZE:
         total = tl.sum(tl.where(flat == flat, tl.exp(flat - top[:, None]), 0.0), 1)
-    weight = weights_of(value, used, top, total, SCORE, RENORMALIZE, False)
-    tl.store(weights + row[:, None] * K + slot, weight, used)
-    tl.store(indices + row[:, None] * K + slot, chosen_expert.to(tl.int64), used)
+    found = weights_of(values, top, total, SCORE, RENORMALIZE, False, K, SLOT_GROUPS)
+    store_rows(weights, indices, found, experts, row, inside, K, SLOT_GROUPS)
 
 
 # -------------------------------------------------------------------------------------------- backward
@@ -385,32 +452,49 @@ def moe_route_grouped(
 
 @triton.jit
 def chosen_gradient(
-    weights, indices, gradient, logits, row, inside, start, step,
+    weights, indices, gradient, row, inside, start, step,
     inner, outer_stride, inner_stride, slot_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOT_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each chosen logit, its expert, which of them are there, and Σ weight·gradient of the row.
+    """For each group of slots the gradients of chosen logits, their experts and which are there; and Σ weight·gradient.
 
     The gradient of a softmax over all experts has a further term, for every expert: −p·Σ weight·gradient.
     """
-    slot = tl.arange(0, SLOTS)[None, :]
-    used = inside[:, None] & (slot < K)
-    weight = tl.load(weights + row[:, None] * K + slot, used, other=0.0)
-    expert = tl.load(indices + row[:, None] * K + slot, used, other=0)
-    used &= (expert >= 0) & (expert < EXPERTS)
-    place = row_start(row, inner, outer_stride, inner_stride, SPLIT)[:, None] + slot * slot_stride
-    upstream = tl.load(gradient + place, used, other=0.0).to(tl.float32)
-    dot = tl.sum(weight * upstream, 1)
-    if SCORE == _SOFTMAX or RENORMALIZE:
-        slope = weight * (upstream - dot[:, None])
-    else:
-        slope = weight * upstream
-    if SCORE != _SOFTMAX:
-        x = tl.load(start[:, None] + expert * step, used, other=0.0).to(tl.float32)
-        small = tl.exp(-tl.abs(x))
-        slope *= tl.where(x < 0, 1.0, small) / (1.0 + small)
-    return slope, expert, used, dot
+    held = ()
+    products = tl.zeros([row.shape[0], LANES], tl.float32)
+    for g in tl.static_range(SLOT_GROUPS):
+        slot = tl.arange(0, LANES)[None, :] + g * LANES
+        used = inside[:, None] & (slot < K)
+        weight = tl.load(weights + row[:, None] * K + slot, used, other=0.0)
+        expert = tl.load(indices + row[:, None] * K + slot, used, other=0)
+        place = row_start(row, inner, outer_stride, inner_stride, SPLIT)[:, None] + slot * slot_stride
+        upstream = tl.load(gradient + place, used, other=0.0)
+        products += weight * upstream
+        held = held + ((weight, expert, upstream, used & (expert >= 0) & (expert < EXPERTS)),)
+    dot = tl.sum(products, 1)
+    slopes = ()
+    for g in tl.static_range(SLOT_GROUPS):
+        weight, expert, upstream, used = held[g]
+        if SCORE == _SOFTMAX or RENORMALIZE:
+            slope = weight * (upstream - dot[:, None])
+        else:
+            slope = weight * upstream
+        if SCORE != _SOFTMAX:
+            x = tl.load(start[:, None] + expert * step, used, other=0.0).to(tl.float32)
+            small = tl.exp(-tl.abs(x))
+            slope *= tl.where(x < 0, 1.0, small) / (1.0 + small)
+        slopes = slopes + ((slope, expert, used),)
+    return slopes, dot
+
+
+@triton.jit
+def store_chosen(dlogits, slopes, row, EXPERTS: tl.constexpr, SLOT_GROUPS: tl.constexpr):
+    """The chosen gradients over what the program has written, which the barrier puts first."""
+    tl.debug_barrier()
+    for g in tl.static_range(SLOT_GROUPS):
+        slope, expert, used = slopes[g]
+        tl.store(dlogits + row[:, None] * EXPERTS + expert, slope.to(dlogits.dtype.element_ty), used)
 
 
 @triton.jit
@@ -418,22 +502,21 @@ def moe_route_backward(
     weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride, slot_stride,
     logits_inner, logits_outer_stride, logits_inner_stride, column_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SLOT_GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Zeros, and then, by the same program, the gradients of the chosen logits."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
     column = tl.arange(0, BLOCK)[None, :]
     zero = tl.zeros([ROWS, BLOCK], dlogits.dtype.element_ty)
     tl.store(dlogits + row[:, None] * EXPERTS + column, zero, inside[:, None] & (column < EXPERTS))
-    slope, expert, used, _ = chosen_gradient(
-        weights, indices, gradient, logits, row, inside, start, column_stride,
+    start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
+    slopes, _ = chosen_gradient(
+        weights, indices, gradient, row, inside, start, column_stride,
         inner, outer_stride, inner_stride, slot_stride,
-        EXPERTS, K, SCORE, RENORMALIZE, SPLIT, SLOTS,
+        EXPERTS, K, SCORE, RENORMALIZE, SPLIT, SLOT_GROUPS,
     )  # fmt: skip
-    tl.debug_barrier()  # orders the program's two writes to an element
-    tl.store(dlogits + row[:, None] * EXPERTS + expert, slope.to(dlogits.dtype.element_ty), used)
+    store_chosen(dlogits, slopes, row, EXPERTS, SLOT_GROUPS)
 
 
 @triton.jit
@@ -441,34 +524,31 @@ def moe_route_backward_dense(
     weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride, slot_stride,
     logits_inner, logits_outer_stride, logits_inner_stride, column_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr,
-    SLICES: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    SLICES: tl.constexpr, SLOT_GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a softmax over all experts: −p·Σ weight·gradient, and the chosen ones over it."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
-    slope, expert, used, dot = chosen_gradient(
-        weights, indices, gradient, logits, row, inside, start, column_stride,
+    slopes, dot = chosen_gradient(
+        weights, indices, gradient, row, inside, start, column_stride,
         inner, outer_stride, inner_stride, slot_stride,
-        EXPERTS, K, _SOFTMAX, False, SPLIT, SLOTS,
+        EXPERTS, K, _SOFTMAX, False, SPLIT, SLOT_GROUPS,
     )  # fmt: skip
     slices = load_slices(start, inside, column_stride, EXPERTS, SLICES)
     top = largest(slices, SLICES)
     total = exponential_sum(slices, top, tl.float32, SLICES)
-    lane = tl.arange(0, LANES)
     for s in tl.static_range(SLICES):
-        column = lane + s * LANES
+        column = tl.arange(0, LANES)[None, :] + s * LANES
         value = slices[s].to(tl.float32)
         share = tl.exp(value - top[:, None]) / total[:, None]
         share = tl.where(value == value, share, 0.0)
-        mask = inside[:, None] & (column < EXPERTS)[None, :]
-        target = dlogits + row[:, None] * EXPERTS + column[None, :]
-        tl.store(target, (-share * dot[:, None]).to(dlogits.dtype.element_ty), mask)
-    tl.debug_barrier()  # orders the program's two writes to an element
-    tl.store(dlogits + row[:, None] * EXPERTS + expert, slope.to(dlogits.dtype.element_ty), used)
+        value = (-share * dot[:, None]).to(dlogits.dtype.element_ty)
+        tl.store(dlogits + row[:, None] * EXPERTS + column, value, inside[:, None] & (column < EXPERTS))
+    store_chosen(dlogits, slopes, row, EXPERTS, SLOT_GROUPS)
 
 
-kernels.register(moe_route_grouped, budget=Budget(registers=255, shared_bytes=4096))
+kernels.register(moe_route_grouped, budget=Budget(registers=128, shared_bytes=1024))
 kernels.register(moe_route_backward, budget=Budget(registers=64))
 kernels.register(moe_route_backward_dense, budget=Budget(registers=128))
-kernels.register(moe_route_forward, budget=Budget(registers=128))
+kernels.register(moe_route_forward, budget=Budget(registers=168))

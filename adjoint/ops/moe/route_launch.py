@@ -54,7 +54,7 @@ def variant(kernel: str, kinds: Kinds, schedule: dict[str, int], access: Access)
     """A kernel of the router as it is compiled."""
     described = kernels.registered()[kernel]
     slices = -(-kinds.experts // LANES)
-    warps = schedule["warps"]
+    warps = schedule["warps"] if schedule else max(1, kinds.experts // 256)  # where sums' order depends on it
     size = kinds.experts // kinds.groups
     values = {
         "EXPERTS": kinds.experts,
@@ -66,13 +66,13 @@ def variant(kernel: str, kinds: Kinds, schedule: dict[str, int], access: Access)
         "UNIT": access.unit,
         "SLICES": slices,
         "LEVELS": (slices - 1).bit_length(),
-        "SLOTS": LANES if kinds.k <= LANES else 2 * LANES,
+        "SLOT_GROUPS": -(-kinds.k // LANES),
         "GROUPS": kinds.groups,
         "KEPT": kinds.kept,
         "GROUP_BLOCK": _power(kinds.groups),
         "MEMBER_BLOCK": _power(size),
         "BLOCK": max(16, _power(kinds.experts)),
-        "ROWS": rows_of(schedule),
+        "ROWS": rows_of(schedule) if schedule else 1,
     }
     runtime = [name for name in described.parameters if not name.isupper()]
     types = {}

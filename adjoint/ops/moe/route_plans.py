@@ -168,7 +168,7 @@ def _triton(name: str, kernel: str, special: bool, compute: Compute, is_special:
         guarantee=lambda problem: guarantee(problem, "triton"),
         run=writing(compute),
         prepare=lambda plan: _launch().prepare(plan),
-        schedules=SCHEDULES,
+        schedules=None if kernel == "moe_route_grouped" else SCHEDULES,
         workspace_bytes=lambda problem: _launch().regions(problem).bytes,
     )
 
