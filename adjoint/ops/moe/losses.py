@@ -1,0 +1,280 @@
+"""The router's losses.
+
+    load balancing   L = E·Σ_e f_e·P_e,   f_e = choices of e / tokens,   P_e = mean of softmax(x)_e
+    z                L = mean of logsumexp(x)²
+
+Adjoint, given dL, for each of M tokens, p = softmax(x):
+
+    load balancing   dx_e = dL·E/M·p_e·(f_e − Σ p·f)          f counts, and has no gradient
+    z                dx_e = dL·2/M·logsumexp(x)·p_e
+
+Both save the logits and the mask, and one small tensor: the fractions f with the number of tokens, or that number.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from adjoint.core.arguments import require_ids
+from adjoint.core.errors import ArgumentError, second_derivative
+from adjoint.core.layout import leading_axes
+from adjoint.core.op import define
+from adjoint.core.plan import Call, publish
+from adjoint.core.preference import Preference, resolve
+from adjoint.core.problem import Problem, short
+from adjoint.ops.moe import losses_plans as plans
+from adjoint.ops.moe.route import check_logits
+
+# -------------------------------------------------------------------------------------------- checks
+
+
+def _check_mask(op: str, mask: Tensor | None, logits: Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise ArgumentError(f"{op}: mask must be a tensor or None, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise ArgumentError(
+            f"{op}: mask must be bool, True for tokens that count, got {short(mask.dtype)}; "
+            f"convert it first, for example with mask != 0"
+        )
+    if tuple(mask.shape) != tuple(logits.shape[:-1]):
+        raise ArgumentError(
+            f"{op}: mask must have the shape of logits without its last axis, {tuple(logits.shape[:-1])}, "
+            f"got {tuple(mask.shape)}"
+        )
+    if mask.device != logits.device:
+        raise ArgumentError(f"{op}: mask must be on the device of logits, {logits.device}, got {mask.device}")
+
+
+def _check_balance(logits: Tensor, indices: Tensor, mask: Tensor | None) -> None:
+    op = "load_balancing_loss"
+    check_logits(op, logits)
+    require_ids(op, "indices", indices, "logits", logits)
+    if indices.dim() != logits.dim() or indices.shape[:-1] != logits.shape[:-1]:
+        raise ArgumentError(
+            f"{op}: indices must have the shape of logits but for the last axis, {tuple(logits.shape[:-1])} and the "
+            f"number of choices, got {tuple(indices.shape)}"
+        )
+    if not 1 <= indices.shape[-1] <= logits.shape[-1]:
+        raise ArgumentError(
+            f"{op}: indices must hold from 1 to {logits.shape[-1]} choices a token, as many as there are experts, "
+            f"got {indices.shape[-1]}"
+        )
+    _check_mask(op, mask, logits)
+
+
+def _check_z(logits: Tensor, mask: Tensor | None) -> None:
+    check_logits("z_loss", logits)
+    _check_mask("z_loss", mask, logits)
+
+
+def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None, saved: Tensor) -> None:
+    check_logits(op, logits)
+    _check_mask(op, mask, logits)
+    for name, tensor in (("dloss", dloss), ("what the forward saved", saved)):
+        if tensor.dtype != torch.float32 or tensor.device != logits.device:
+            raise ArgumentError(
+                f"{op}: {name} must be float32 on {logits.device}, got {short(tensor.dtype)} on {tensor.device}"
+            )
+    expected = (logits.shape[-1] + 1,) if op == "load_balancing_loss" else (1,)
+    if dloss.dim() or tuple(saved.shape) != expected:
+        raise ArgumentError(
+            f"{op}: dloss must have no axes and what the forward saved shape {expected}, got {tuple(dloss.shape)} "
+            f"and {tuple(saved.shape)}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- operators
+
+
+def _problem(op: str, logits: Tensor, indices: Tensor | None, mask: Tensor | None) -> Problem:
+    names = ["logits"] if logits.numel() and leading_axes(logits) is None else []
+    given = {"indices": indices, "mask": mask}
+    names += [name for name, tensor in given.items() if tensor is not None and not tensor.is_contiguous()]
+    layout = f"{', '.join(names)} copied" if names else ""
+    dtypes = tuple(tensor.dtype for tensor in (logits, indices, mask) if tensor is not None)
+    experts = logits.shape[-1]
+    sizes = (experts, logits.numel() // experts, 1 if indices is None else indices.shape[-1])
+    return Problem(op, logits.device, dtypes, layout, sizes)
+
+
+_balance = define(
+    "moe_load_balancing_loss",
+    "Tensor logits, Tensor indices, Tensor? mask",
+    "(Tensor, Tensor)",
+    outputs=("loss", "load"),
+    tensors=("logits", "indices", "mask"),
+    check=_check_balance,
+    allocate=lambda logits, indices, mask: (
+        logits.new_empty((), dtype=torch.float32),
+        logits.new_empty(logits.shape[-1] + 1, dtype=torch.float32),
+    ),
+    describe=lambda logits, indices, mask: _problem("moe_load_balancing_loss", logits, indices, mask),
+    candidates=lambda: plans.BALANCE,
+)
+_balance_backward = define(
+    "moe_load_balancing_loss_backward",
+    "Tensor dloss, Tensor logits, Tensor? mask, Tensor load",
+    "Tensor",
+    outputs=("dlogits",),
+    tensors=("dloss", "logits", "mask", "load"),
+    check=lambda *arguments: _check_backward("load_balancing_loss", *arguments),
+    allocate=lambda dloss, logits, mask, load: (logits.new_empty(logits.shape),),
+    describe=lambda dloss, logits, mask, load: _problem("moe_load_balancing_loss_backward", logits, None, mask),
+    candidates=lambda: plans.BALANCE_BACKWARD,
+)
+_z = define(
+    "moe_z_loss",
+    "Tensor logits, Tensor? mask",
+    "(Tensor, Tensor)",
+    outputs=("loss", "tokens"),
+    tensors=("logits", "mask"),
+    check=_check_z,
+    allocate=lambda logits, mask: (
+        logits.new_empty((), dtype=torch.float32),
+        logits.new_empty(1, dtype=torch.float32),
+    ),
+    describe=lambda logits, mask: _problem("moe_z_loss", logits, None, mask),
+    candidates=lambda: plans.Z,
+)
+_z_backward = define(
+    "moe_z_loss_backward",
+    "Tensor dloss, Tensor logits, Tensor? mask, Tensor tokens",
+    "Tensor",
+    outputs=("dlogits",),
+    tensors=("dloss", "logits", "mask", "tokens"),
+    check=lambda *arguments: _check_backward("z_loss", *arguments),
+    allocate=lambda dloss, logits, mask, tokens: (logits.new_empty(logits.shape),),
+    describe=lambda dloss, logits, mask, tokens: _problem("moe_z_loss_backward", logits, None, mask),
+    candidates=lambda: plans.Z_BACKWARD,
+)
+
+
+class _Balance(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, indices: Tensor, mask: Tensor | None, preference: str
+    ) -> Tensor:
+        loss, load = _balance(logits, indices, mask, preference)
+        ctx.save_for_backward(logits, mask, load)
+        ctx.preference = preference
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise second_derivative("load_balancing_loss")
+        return _balance_backward(dloss, *ctx.saved_tensors, ctx.preference), None, None, None
+
+
+class _Z(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, mask: Tensor | None, preference: str) -> Tensor:  # type: ignore[override]
+        loss, tokens = _z(logits, mask, preference)
+        ctx.save_for_backward(logits, mask, tokens)
+        ctx.preference = preference
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise second_derivative("z_loss")
+        return _z_backward(dloss, *ctx.saved_tensors, ctx.preference), None, None
+
+
+def load_balancing_loss(
+    logits: Float[Tensor, "*tokens experts"],
+    indices: Int[Tensor, "*tokens k"],
+    mask: Bool[Tensor, "*tokens"] | None = None,
+    *,
+    preference: Preference | None = None,
+) -> Float[Tensor, ""]:
+    """E·Σ f·P over the experts: f how often each is chosen per token, P its mean probability. Least when even: k.
+
+    What `load_balancing_loss_func` of Hugging Face's mixture models computes for one layer, from the choices that
+    were made instead of a top-k of its own.
+
+    Args:
+        logits: the router's, bfloat16, float16 or float32; probabilities are their softmax.
+        indices: the experts chosen, int32 or int64, as `route` returns them; they carry no gradient.
+        mask: True for tokens that count; all do without one.
+        preference: narrows the choice of plans for this call and its backward.
+
+    Returns:
+        A float32 scalar; 0 where no token counts.
+
+    Raises:
+        ArgumentError: a shape, dtype or device is wrong, or (on the CPU) an index is; on a GPU `adjoint.check()`
+            raises for values.
+        Unsupported: no plan meets the preference.
+
+    >>> import torch
+    >>> logits = torch.zeros(6, 3)
+    >>> load_balancing_loss(logits, torch.tensor([[0], [1], [2], [0], [1], [2]]))
+    tensor(1.)
+    """
+    _check_balance(logits, indices, mask)
+    text = resolve(preference)
+    if not (logits.requires_grad and torch.is_grad_enabled()):
+        return _balance(logits, indices, mask, text)[0]  # type: ignore[no-any-return]
+    return _Balance.apply(logits, indices, mask, text)  # type: ignore[no-any-return]
+
+
+def z_loss(
+    logits: Float[Tensor, "*tokens experts"],
+    mask: Bool[Tensor, "*tokens"] | None = None,
+    *,
+    preference: Preference | None = None,
+) -> Float[Tensor, ""]:
+    """The mean over tokens of logsumexp(logits)², which keeps a router's logits small.
+
+    Args:
+        logits: bfloat16, float16 or float32.
+        mask: True for tokens that count; all do without one.
+        preference: narrows the choice of plans for this call and its backward.
+
+    Returns:
+        A float32 scalar; 0 where no token counts.
+
+    Raises:
+        ArgumentError: a shape, dtype or device is wrong.
+        Unsupported: no plan meets the preference.
+
+    >>> import torch
+    >>> z_loss(torch.zeros(5, 1))
+    tensor(0.)
+    """
+    _check_z(logits, mask)
+    text = resolve(preference)
+    if not (logits.requires_grad and torch.is_grad_enabled()):
+        return _z(logits, mask, text)[0]  # type: ignore[no-any-return]
+    return _Z.apply(logits, mask, text)  # type: ignore[no-any-return]
+
+
+def _bind_balance(logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Call:
+    _check_balance(logits, indices, mask)
+    return Call(
+        _balance,
+        (logits, indices, mask),
+        _balance_backward,
+        lambda upstream, outputs: (upstream[0], logits, mask, outputs[1]),
+        public_outputs=1,
+    )
+
+
+def _bind_z(logits: Tensor, mask: Tensor | None = None) -> Call:
+    _check_z(logits, mask)
+    return Call(
+        _z,
+        (logits, mask),
+        _z_backward,
+        lambda upstream, outputs: (upstream[0], logits, mask, outputs[1]),
+        public_outputs=1,
+    )
+
+
+publish(load_balancing_loss, _bind_balance)
+publish(z_loss, _bind_z)

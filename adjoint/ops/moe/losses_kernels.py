@@ -1,0 +1,214 @@
+"""Triton kernels of the router's losses.
+
+Both losses are means over tokens. Their sums have an order that the tokens' numbers alone decide: runs of RUN
+tokens one after the other, a run a warp, then RUNS runs one after the other, and so on. Counts are integers.
+"""
+
+import triton
+import triton.language as tl
+
+from adjoint.core import kernels
+from adjoint.core.faults import record
+from adjoint.core.kernels import Budget
+from adjoint.ops.moe.losses_plans import RUN, RUNS
+from adjoint.ops.moe.route_kernels import LANES, load_slices, row_start
+
+_RUN = tl.constexpr(RUN)
+_RUNS = tl.constexpr(RUNS)
+
+
+@triton.jit
+def softmax_parts(slices, SLICES: tl.constexpr):
+    """Each row's shift (its maximum, 0 where that is infinite) and Σ e^(logit − shift); NaN stays NaN."""
+    best = tl.full(slices[0].shape, float("-inf"), tl.float32)
+    for s in tl.static_range(SLICES):
+        value = slices[s].to(tl.float32)
+        best = tl.where(value > best, value, best)
+    shift = tl.max(best, 1)
+    shift = tl.where(tl.abs(shift) == float("inf"), 0.0, shift)
+    total = tl.zeros(slices[0].shape, tl.float32)
+    for s in tl.static_range(SLICES):
+        total += tl.exp(slices[s].to(tl.float32) - shift[:, None])
+    return shift, tl.sum(total, 1)
+
+
+@triton.jit
+def tokens_that_count(mask, row, rows, MASKED: tl.constexpr):
+    inside = row < rows
+    if MASKED:
+        inside = inside & (tl.load(mask + row, inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
+def moe_balance_runs(
+    logits, indices, mask, shares, counts, status_word, fault, rows, runs,
+    inner, outer_stride, inner_stride, column_stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """For each run of tokens, the sum of every expert's probability, and how often each was chosen.
+
+    `counts` has one column more: the tokens that count.
+    """
+    run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)[None, :]
+    sums = ()
+    chosen = ()
+    for _ in tl.static_range(SLICES):
+        sums = sums + (tl.zeros([ROWS, LANES], tl.float32),)
+        chosen = chosen + (tl.zeros([ROWS, LANES], tl.int32),)
+    tokens = tl.zeros([ROWS], tl.int32)
+    for n in range(_RUN):
+        row = run * _RUN + n
+        counted = tokens_that_count(mask, row, rows, MASKED)
+        start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+        slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+        shift, total = softmax_parts(slices, SLICES)
+        added = ()
+        for s in tl.static_range(SLICES):
+            share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None]
+            added = added + (sums[s] + tl.where(counted[:, None], share, 0.0),)
+        sums = added
+        for i in range(K):
+            expert = tl.load(indices + row * K + i, counted, other=-1).to(tl.int64)
+            record(status_word, fault, row * K + i, expert, counted & ((expert < 0) | (expert >= EXPERTS)))
+            more = ()
+            for s in tl.static_range(SLICES):
+                more = more + (chosen[s] + (expert[:, None] == lane + s * LANES).to(tl.int32),)
+            chosen = more
+        tokens += counted.to(tl.int32)
+    there = run < runs
+    for s in tl.static_range(SLICES):
+        expert = lane + s * LANES
+        in_row = there[:, None] & (expert < EXPERTS)
+        tl.store(shares + run[:, None] * EXPERTS + expert, sums[s], in_row)
+        tl.store(counts + run[:, None] * (EXPERTS + 1) + expert, chosen[s], in_row)
+    tl.store(counts + run * (EXPERTS + 1) + EXPERTS, tokens, there)
+
+
+@triton.jit
+def moe_z_runs(
+    logits, mask, sums, counts, rows, runs, inner, outer_stride, inner_stride, column_stride,
+    EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """For each run of tokens, the sum of logsumexp² and the number of tokens that count."""
+    run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    tokens = tl.zeros([ROWS], tl.int32)
+    for n in range(_RUN):
+        row = run * _RUN + n
+        counted = tokens_that_count(mask, row, rows, MASKED)
+        start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+        slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+        shift, sum_of = softmax_parts(slices, SLICES)
+        size = shift + tl.log(sum_of)
+        total += tl.where(counted, size * size, 0.0)
+        tokens += counted.to(tl.int32)
+    there = run < runs
+    tl.store(sums + run, total, there)
+    tl.store(counts + run, tokens, there)
+
+
+@triton.jit
+def moe_add_runs(source, target, count, width, BLOCK: tl.constexpr):
+    """Rows of `target`: sums of RUNS rows of `source` [count, width], one after the other, in the target's type."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * _RUNS
+    total = tl.zeros([BLOCK], target.dtype.element_ty)
+    for n in range(_RUNS):
+        here = (column < width) & (first + n < count)
+        total += tl.load(source + (first + n) * width + column, here, other=0).to(target.dtype.element_ty)
+    tl.store(target + tl.program_id(0).to(tl.int64) * width + column, total, column < width)
+
+
+@triton.jit
+def moe_balance_finish(
+    shares, counts, loss, load, EXPERTS: tl.constexpr, SLICES: tl.constexpr
+):  # fmt: skip
+    """loss = E·Σ f·P; and what the backward needs: f, and the number of tokens."""
+    lane = tl.arange(0, LANES)[None, :]
+    tokens = tl.load(counts + EXPERTS + tl.zeros([1], tl.int64)).to(tl.float32)
+    safe = tl.where(tokens == 0, 1.0, tokens)
+    total = tl.zeros([1, LANES], tl.float32)
+    for s in tl.static_range(SLICES):
+        expert = lane + s * LANES
+        share = tl.load(shares + expert, expert < EXPERTS, other=0.0) / safe[:, None]
+        fraction = tl.load(counts + expert, expert < EXPERTS, other=0).to(tl.float32) / safe[:, None]
+        total += fraction * share
+        tl.store(load + expert, fraction, expert < EXPERTS)
+    one = tl.arange(0, 1)
+    tl.store(load + EXPERTS + one, tokens)
+    tl.store(loss + one, tl.sum(total, 1) * EXPERTS)
+
+
+@triton.jit
+def moe_z_finish(sums, counts, loss, tokens):
+    one = tl.arange(0, 1)
+    number = tl.load(counts + one).to(tl.float32)
+    tl.store(loss + one, tl.load(sums + one) / tl.where(number == 0, 1.0, number))
+    tl.store(tokens + one, number)
+
+
+@triton.jit
+def moe_balance_backward(
+    upstream, logits, mask, load, dlogits, rows, inner, outer_stride, inner_stride, column_stride,
+    EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dx = dloss·E/tokens·p·(f − Σ p·f), and 0 for tokens that do not count."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)[None, :]
+    counted = tokens_that_count(mask, row, rows, MASKED)
+    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+    slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+    shift, total = softmax_parts(slices, SLICES)
+    one = tl.arange(0, 1)
+    tokens = tl.load(load + EXPERTS + one)
+    scale = tl.load(upstream + one) * (EXPERTS / tl.where(tokens == 0, 1.0, tokens))
+    products = tl.zeros([ROWS, LANES], tl.float32)
+    for s in tl.static_range(SLICES):
+        expert = lane + s * LANES
+        fraction = tl.load(load + expert, expert < EXPERTS, other=0.0)
+        products += fraction * (tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None])
+    mean = tl.sum(products, 1)
+    for s in tl.static_range(SLICES):
+        expert = lane + s * LANES
+        fraction = tl.load(load + expert, expert < EXPERTS, other=0.0)
+        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None]
+        slope = scale[:, None] * (share * (fraction - mean[:, None]))
+        slope = tl.where(counted[:, None], slope, 0.0).to(dlogits.dtype.element_ty)
+        tl.store(dlogits + row[:, None] * EXPERTS + expert, slope, (row < rows)[:, None] & (expert < EXPERTS))
+
+
+@triton.jit
+def moe_z_backward(
+    upstream, logits, mask, tokens, dlogits, rows, inner, outer_stride, inner_stride, column_stride,
+    EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dx = 2·dloss/tokens·logsumexp·p, and 0 for tokens that do not count."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)[None, :]
+    counted = tokens_that_count(mask, row, rows, MASKED)
+    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+    slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+    shift, total = softmax_parts(slices, SLICES)
+    one = tl.arange(0, 1)
+    number = tl.load(tokens + one)
+    scale = tl.load(upstream + one) * (2.0 / tl.where(number == 0, 1.0, number)) * (shift + tl.log(total))
+    for s in tl.static_range(SLICES):
+        expert = lane + s * LANES
+        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None]
+        slope = tl.where(counted[:, None], scale[:, None] * share, 0.0).to(dlogits.dtype.element_ty)
+        tl.store(dlogits + row[:, None] * EXPERTS + expert, slope, (row < rows)[:, None] & (expert < EXPERTS))
+
+
+for _kernel, _registers in (
+    (moe_balance_runs, 168),
+    (moe_z_runs, 64),
+    (moe_add_runs, 64),
+    (moe_balance_finish, 64),
+    (moe_z_finish, 32),
+    (moe_balance_backward, 128),
+    (moe_z_backward, 128),
+):
+    kernels.register(_kernel, budget=Budget(registers=_registers, shared_bytes=256))

@@ -1,0 +1,193 @@
+"""Which kernels serve which loss of the router, and what they guarantee."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Derived, Guarantee, spacing
+from adjoint.core.kernels import why_not_triton
+from adjoint.core.plan import Candidate
+from adjoint.core.problem import Problem
+from adjoint.ops.moe import losses_eager as eager
+from adjoint.ops.moe import losses_reference as reference
+from adjoint.ops.moe.route_plans import SCHEDULES, Compute, writing
+
+RUN, RUNS = 16, 64
+"""Tokens of a run, and runs of a sum of the next level: part of a loss's bits."""
+
+MAX_ROWS = 2**30
+"""Tokens whose counts fit the kernels' integers."""
+
+U = 2.0**-24
+
+
+def _launch() -> Any:
+    """The module that imports Triton, on first use."""
+    from adjoint.ops.moe import losses_launch
+
+    return losses_launch
+
+
+# ------------------------------------------------------------------------------------------- guarantee
+
+_ORDER = (
+    f"every input; tokens are added in their order within runs of {RUN}, runs in their order {RUNS} at a time, and so "
+    f"on: the order depends on the number of tokens alone"
+)
+_SPECIAL = (
+    "a token that the mask leaves out counts for nothing, whatever its logits; NaN, +∞ or a row of −∞ among the "
+    "others gives what IEEE arithmetic makes of it; without any token the loss is 0"
+)
+
+
+def _additions(rows: int) -> int:
+    """Additions a token's term goes through."""
+    steps, count = RUN, -(-rows // RUN)
+    while True:
+        steps += RUNS
+        count = -(-count // RUNS)
+        if count <= 1:
+            return steps
+
+
+def _parts(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of the tokens that count: probabilities, their relative error, logsumexp and its error; and which count.
+
+    A probability costs 3·|d|·u + 5·u for each of its exponentials, d the distance from the row's maximum, and an
+    addition for each slice and halving of the sum; a logarithm 8·u·(1 + |log|).
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    counted = torch.ones_like(rows[:, 0], dtype=torch.bool) if mask is None else mask.reshape(-1)
+    far = (rows.amax(-1, keepdim=True) - rows).nan_to_num(nan=0.0, posinf=0.0)
+    p = torch.softmax(rows, -1)
+    mean = (p * far).nan_to_num(nan=0.0).sum(-1, keepdim=True)
+    steps = rows.shape[1] / 32 + 24
+    relative = U * (3 * far + 3 * mean + steps)
+    size = torch.logsumexp(rows, -1, keepdim=True)
+    log = (size - rows.amax(-1, keepdim=True)).abs().nan_to_num(nan=0.0, posinf=0.0)
+    error = U * (3 * mean + steps + 8 * (1 + log) + 2 * size.abs())
+    return p, relative, size, error, counted
+
+
+def _forward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
+    steps = _additions(problem.sizes[1])
+
+    def balance(logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Tensor:
+        loss = reference.load_balancing_loss(logits, indices, mask)
+        if in_float64:
+            return 1.001 * U * loss.abs()
+        p, relative, _, _, counted = _parts(logits, mask)
+        worst = relative[counted].amax() if counted.any() else loss.new_zeros(())
+        return loss.abs() * (1.001 * worst + U * (steps + logits.shape[-1] / 32 + 16))
+
+    def z(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+        loss = reference.z_loss(logits, mask)
+        if in_float64:
+            return 1.001 * U * loss.abs() + 2.0**-149
+        _, _, size, error, counted = _parts(logits, mask)
+        number = max(1, int(counted.sum()))
+        own = (2 * size.abs() * error + error * error)[counted].sum() / number
+        return 1.001 * own + U * (steps + 6) * loss.abs() + 2.0**-125
+
+    return balance if "balancing" in problem.op else z
+
+
+def _backward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
+    dtype = problem.dtypes[0]
+
+    def finish(exact: Tensor, limit: Tensor, counted: Tensor, shape: torch.Size) -> Tensor:
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        limit = limit + spacing(exact.abs() + limit, dtype) / 2 + smallest + 2.0**-120
+        return torch.where(counted[:, None], limit, 0.0).view(shape)
+
+    def balance(dloss: Tensor, logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Tensor:
+        p, relative, _, _, counted = _parts(logits, mask)
+        f = reference.fractions(indices, counted, p.shape[1], p.dtype)
+        exact = reference.load_balancing_loss_backward(dloss, logits, indices, mask).reshape(p.shape)
+        terms = p * (f + (p * f).sum(-1, keepdim=True)) * p.shape[1] / max(1, int(counted.sum())) * dloss.abs()
+        share = U * 8 if in_float64 else 2 * relative.amax(-1, keepdim=True) + U * (p.shape[1] / 32 + 24)
+        return finish(exact, share * terms, counted, logits.shape)
+
+    def z(dloss: Tensor, logits: Tensor, mask: Tensor | None = None) -> Tensor:
+        p, relative, size, error, counted = _parts(logits, mask)
+        exact = reference.z_loss_backward(dloss, logits, mask).reshape(p.shape)
+        factor = 2 * p / max(1, int(counted.sum())) * dloss.abs()
+        limit = U * 8 * exact.abs() if in_float64 else factor * (size.abs() * (relative + 8 * U) + 2 * error)
+        return finish(exact, limit, counted, logits.shape)
+
+    return balance if "balancing" in problem.op else z
+
+
+def _guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
+    in_float64, backward = backend == "eager", problem.op.endswith("_backward")
+    bound = (_backward_bound if backward else _forward_bound)(problem, in_float64)
+    formula = (
+        "½ ulp + c·u·Σ|terms|, c the roundings a term goes through"
+        if backward
+        else "c·u·|loss|, c the additions a token goes through and the error of its own term"
+    )
+    stated = Guarantee(
+        repeatable=True,
+        batch_invariant="",
+        device_invariant=False,
+        accumulator="float64" if in_float64 else "float32",
+        roundings=1,
+        error=Derived(f"{formula}, u = 2⁻²⁴", bound),
+        domain="every input" if backward or in_float64 else _ORDER,
+        special_values=_SPECIAL,
+        out_of_range="an index counts for no expert, reported with position and value: at once on the CPU, by "
+        "adjoint.check() on a GPU"
+        if "balancing" in problem.op and not backward
+        else "",
+    )
+    if backward:
+        return {"dlogits": stated}
+    return {"loss": stated, "load" if "balancing" in problem.op else "tokens": stated}
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _refuse(problem: Problem) -> str:
+    if problem.sizes[1] > MAX_ROWS:
+        return f"numbers up to {MAX_ROWS} tokens, there are {problem.sizes[1]}"
+    return why_not_triton(problem.device)
+
+
+def _candidates(kernel: str, launch: str, compute: Compute) -> tuple[Candidate, ...]:
+    return (
+        Candidate(
+            name="triton.runs",
+            backend="triton",
+            kernel=kernel,
+            revision=1,
+            refuse=_refuse,
+            guarantee=lambda problem: _guarantee(problem, "triton"),
+            run=writing(lambda plan, a, out, workspace: getattr(_launch(), launch)(plan, a, out, workspace)),
+            prepare=lambda plan: _launch().prepare(plan),
+            numeric=lambda problem: {} if problem.op.endswith("_backward") else {"run": RUN, "runs": RUNS},
+            schedules=SCHEDULES,
+            workspace_bytes=lambda problem: _launch().regions(problem).bytes,
+        ),
+        Candidate(
+            name="eager",
+            backend="eager",
+            kernel="pytorch",
+            revision=1,
+            refuse=lambda problem: "",
+            guarantee=lambda problem: _guarantee(problem, "eager"),
+            run=writing(compute),
+            workspace_bytes=lambda problem: None,
+            any_layout=True,
+        ),
+    )
+
+
+BALANCE = _candidates("moe_balance_runs", "balance", lambda plan, a, out, _: eager.balance(*a, *out))
+BALANCE_BACKWARD = _candidates(
+    "moe_balance_backward", "backward", lambda plan, a, out, _: eager.balance_backward(*a, *out)
+)
+Z = _candidates("moe_z_runs", "z", lambda plan, a, out, _: eager.z(*a, *out))
+Z_BACKWARD = _candidates("moe_z_backward", "backward", lambda plan, a, out, _: eager.z_backward(*a, *out))
