@@ -19,13 +19,13 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_ids
 from adjoint.core.errors import ArgumentError, second_derivative
-from adjoint.core.layout import leading_axes
 from adjoint.core.op import define
 from adjoint.core.plan import Call, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem, short
 from adjoint.ops.moe import losses_plans as plans
 from adjoint.ops.moe.route import check_logits
+from adjoint.ops.moe.rows import copied
 
 # -------------------------------------------------------------------------------------------- checks
 
@@ -91,10 +91,7 @@ def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None,
 
 
 def _problem(op: str, logits: Tensor, indices: Tensor | None, mask: Tensor | None) -> Problem:
-    names = ["logits"] if logits.numel() and leading_axes(logits) is None else []
-    given = {"indices": indices, "mask": mask}
-    names += [name for name, tensor in given.items() if tensor is not None and not tensor.is_contiguous()]
-    layout = f"{', '.join(names)} copied" if names else ""
+    layout = copied({"logits": logits}, {"indices": indices, "mask": mask})
     dtypes = tuple(tensor.dtype for tensor in (logits, indices, mask) if tensor is not None)
     experts = logits.shape[-1]
     sizes = (experts, logits.numel() // experts, 1 if indices is None else indices.shape[-1])

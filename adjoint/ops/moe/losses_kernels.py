@@ -4,6 +4,8 @@ Both losses are means over tokens. Their sums have an order that the tokens' num
 tokens one after the other, a run a warp, then RUNS runs one after the other, and so on. Counts are integers.
 """
 
+# ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
+
 import triton
 import triton.language as tl
 
@@ -42,8 +44,8 @@ def tokens_that_count(mask, row, rows, MASKED: tl.constexpr):
 
 @triton.jit
 def moe_balance_runs(
-    logits, indices, mask, shares, counts, status_word, fault, rows, runs,
-    inner, outer_stride, inner_stride, column_stride,
+    logits, indices, mask, sums, counts, status_word, fault, rows, runs,
+    inner, outer_stride, inner_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -53,23 +55,23 @@ def moe_balance_runs(
     """
     run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
-    sums = ()
+    shares = ()
     chosen = ()
     for _ in tl.static_range(SLICES):
-        sums = sums + (tl.zeros([ROWS, LANES], tl.float32),)
+        shares = shares + (tl.zeros([ROWS, LANES], tl.float32),)
         chosen = chosen + (tl.zeros([ROWS, LANES], tl.int32),)
     tokens = tl.zeros([ROWS], tl.int32)
     for n in range(_RUN):
         row = run * _RUN + n
         counted = tokens_that_count(mask, row, rows, MASKED)
         start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-        slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+        slices = load_slices(start, counted, EXPERTS, SLICES)
         shift, total = softmax_parts(slices, SLICES)
         added = ()
         for s in tl.static_range(SLICES):
             share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None]
-            added = added + (sums[s] + tl.where(counted[:, None], share, 0.0),)
-        sums = added
+            added = added + (shares[s] + tl.where(counted[:, None], share, 0.0),)
+        shares = added
         for i in range(K):
             expert = tl.load(indices + row * K + i, counted, other=-1).to(tl.int64)
             record(status_word, fault, row * K + i, expert, counted & ((expert < 0) | (expert >= EXPERTS)))
@@ -82,14 +84,14 @@ def moe_balance_runs(
     for s in tl.static_range(SLICES):
         expert = lane + s * LANES
         in_row = there[:, None] & (expert < EXPERTS)
-        tl.store(shares + run[:, None] * EXPERTS + expert, sums[s], in_row)
+        tl.store(sums + run[:, None] * EXPERTS + expert, shares[s], in_row)
         tl.store(counts + run[:, None] * (EXPERTS + 1) + expert, chosen[s], in_row)
     tl.store(counts + run * (EXPERTS + 1) + EXPERTS, tokens, there)
 
 
 @triton.jit
 def moe_z_runs(
-    logits, mask, sums, counts, rows, runs, inner, outer_stride, inner_stride, column_stride,
+    logits, mask, sums, counts, rows, runs, inner, outer_stride, inner_stride,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """For each run of tokens, the sum of logsumexp² and the number of tokens that count."""
@@ -100,7 +102,7 @@ def moe_z_runs(
         row = run * _RUN + n
         counted = tokens_that_count(mask, row, rows, MASKED)
         start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-        slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+        slices = load_slices(start, counted, EXPERTS, SLICES)
         shift, sum_of = softmax_parts(slices, SLICES)
         size = shift + tl.log(sum_of)
         total += tl.where(counted, size * size, 0.0)
@@ -111,20 +113,24 @@ def moe_z_runs(
 
 
 @triton.jit
-def moe_add_runs(source, target, count, width, BLOCK: tl.constexpr):
-    """Rows of `target`: sums of RUNS rows of `source` [count, width], one after the other, in the target's type."""
+def moe_add_runs(sums, counts, sums_above, counts_above, count, width, counts_width, BLOCK: tl.constexpr):
+    """Rows of the level above: sums of RUNS rows [count, width] of each, one after the other."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.program_id(0).to(tl.int64) * _RUNS
-    total = tl.zeros([BLOCK], target.dtype.element_ty)
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    number = tl.zeros([BLOCK], tl.int32)
     for n in range(_RUNS):
-        here = (column < width) & (first + n < count)
-        total += tl.load(source + (first + n) * width + column, here, other=0).to(target.dtype.element_ty)
-    tl.store(target + tl.program_id(0).to(tl.int64) * width + column, total, column < width)
+        source = row * _RUNS + n
+        there = source < count
+        total += tl.load(sums + source * width + column, there & (column < width), other=0.0)
+        number += tl.load(counts + source * counts_width + column, there & (column < counts_width), other=0)
+    tl.store(sums_above + row * width + column, total, column < width)
+    tl.store(counts_above + row * counts_width + column, number, column < counts_width)
 
 
 @triton.jit
 def moe_balance_finish(
-    shares, counts, loss, load, EXPERTS: tl.constexpr, SLICES: tl.constexpr
+    sums, counts, loss, load, EXPERTS: tl.constexpr, SLICES: tl.constexpr
 ):  # fmt: skip
     """loss = E·Σ f·P; and what the backward needs: f, and the number of tokens."""
     lane = tl.arange(0, LANES)[None, :]
@@ -133,7 +139,7 @@ def moe_balance_finish(
     total = tl.zeros([1, LANES], tl.float32)
     for s in tl.static_range(SLICES):
         expert = lane + s * LANES
-        share = tl.load(shares + expert, expert < EXPERTS, other=0.0) / safe[:, None]
+        share = tl.load(sums + expert, expert < EXPERTS, other=0.0) / safe[:, None]
         fraction = tl.load(counts + expert, expert < EXPERTS, other=0).to(tl.float32) / safe[:, None]
         total += fraction * share
         tl.store(load + expert, fraction, expert < EXPERTS)
@@ -152,7 +158,7 @@ def moe_z_finish(sums, counts, loss, tokens):
 
 @triton.jit
 def moe_balance_backward(
-    upstream, logits, mask, load, dlogits, rows, inner, outer_stride, inner_stride, column_stride,
+    upstream, logits, mask, load, dlogits, rows, inner, outer_stride, inner_stride,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx = dloss·E/tokens·p·(f − Σ p·f), and 0 for tokens that do not count."""
@@ -160,7 +166,7 @@ def moe_balance_backward(
     lane = tl.arange(0, LANES)[None, :]
     counted = tokens_that_count(mask, row, rows, MASKED)
     start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-    slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+    slices = load_slices(start, counted, EXPERTS, SLICES)
     shift, total = softmax_parts(slices, SLICES)
     one = tl.arange(0, 1)
     tokens = tl.load(load + EXPERTS + one)
@@ -182,7 +188,7 @@ def moe_balance_backward(
 
 @triton.jit
 def moe_z_backward(
-    upstream, logits, mask, tokens, dlogits, rows, inner, outer_stride, inner_stride, column_stride,
+    upstream, logits, mask, tokens, dlogits, rows, inner, outer_stride, inner_stride,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx = 2·dloss/tokens·logsumexp·p, and 0 for tokens that do not count."""
@@ -190,7 +196,7 @@ def moe_z_backward(
     lane = tl.arange(0, LANES)[None, :]
     counted = tokens_that_count(mask, row, rows, MASKED)
     start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-    slices = load_slices(start, counted, column_stride, EXPERTS, SLICES)
+    slices = load_slices(start, counted, EXPERTS, SLICES)
     shift, total = softmax_parts(slices, SLICES)
     one = tl.arange(0, 1)
     number = tl.load(tokens + one)

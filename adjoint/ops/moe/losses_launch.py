@@ -16,15 +16,15 @@ from adjoint.ops.moe import losses_kernels as _losses_kernels  # noqa: F401  (re
 from adjoint.ops.moe.losses_faults import INDEX_OUT_OF_RANGE
 from adjoint.ops.moe.losses_plans import RUN, RUNS
 from adjoint.ops.moe.route_launch import LANES, Rows, rows_in
+from adjoint.ops.moe.rows import lies_as_rows
 
 COLUMNS = 128
 """Columns a program adds: they are independent of each other."""
 
 _POINTERS = {
-    "mask": "*u8", "shares": "*fp32", "sums": "*fp32", "loss": "*fp32", "load": "*fp32", "tokens": "*fp32",
-    "upstream": "*fp32", "status_word": "*i64",
+    "mask": "*u8", "sums": "*fp32", "sums_above": "*fp32", "counts": "*i32", "counts_above": "*i32", "loss": "*fp32",
+    "load": "*fp32", "tokens": "*fp32", "upstream": "*fp32", "status_word": "*i64",
 }  # fmt: skip
-_FINAL = frozenset(("moe_balance_finish", "moe_z_finish"))
 
 
 def variant(
@@ -36,7 +36,6 @@ def variant(
     indices: torch.dtype = torch.int64,
     masked: bool = False,
     split: bool = False,
-    added: tuple[str, str] = ("fp32", "fp32"),
 ) -> Variant:
     """A kernel of the losses as it is compiled."""
     described = kernels.registered()[kernel]
@@ -44,9 +43,6 @@ def variant(
         "logits": f"*{TRITON_TYPES[element]}",
         "dlogits": f"*{TRITON_TYPES[element]}",
         "indices": f"*{TRITON_TYPES[indices]}",
-        "counts": "*i64" if kernel in _FINAL else "*i32",
-        "source": f"*{added[0]}",
-        "target": f"*{added[1]}",
     } | _POINTERS
     values = {
         "EXPERTS": experts,
@@ -88,7 +84,7 @@ def regions(problem: Problem) -> Regions:
     wide = (experts, experts + 1) if "balancing" in problem.op else (1, 1)
     for level, count in enumerate(_levels(rows)):
         wanted[f"sums_{level}"] = (torch.float32, count * wide[0])
-        wanted[f"counts_{level}"] = (torch.int64 if level else torch.int32, count * wide[1])
+        wanted[f"counts_{level}"] = (torch.int32, count * wide[1])
     return Regions(**wanted)
 
 
@@ -98,21 +94,28 @@ class _Launch:
     def __init__(self, plan: Plan, workspace: Tensor | None) -> None:
         self.plan, self.device = plan, plan.problem.device
         self.experts, self.rows, self.k = plan.problem.sizes
-        needed = regions(plan.problem)
+        needed = plan.memo.get("regions")
+        if needed is None:
+            needed = plan.memo["regions"] = regions(plan.problem)
+        self.regions: Regions = needed
         if needed.bytes and workspace is None:
             workspace = needed.allocate(self.device)
-        self.memory = needed.tensors(workspace) if needed.bytes and workspace is not None else {}
+        self.workspace = workspace
+        self.memory = needed.pointers(workspace) if needed.bytes and workspace is not None else {}
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """A contiguous copy of an argument, in the workspace."""
+        assert self.workspace is not None
+        return self.regions.tensor(self.workspace, name).view(tensor.shape).copy_(tensor)
 
     def rows_of(self, logits: Tensor) -> Rows:
-        return rows_in(logits, self.memory.get("logits"))
+        return rows_in(logits if lies_as_rows(logits) else self.copy("logits", logits))
 
     def mask_of(self, mask: Tensor | None, absent: Tensor) -> Tensor:
         """The mask as bytes, one after the other; or what stands for it where there is none."""
         if mask is None:
             return absent
-        if mask.is_contiguous():
-            return mask.view(torch.uint8)
-        return self.memory["mask"].view(mask.shape).copy_(mask)
+        return mask.view(torch.uint8) if mask.is_contiguous() else self.copy("mask", mask)
 
     def start(self, kernel: str, warps: int = 4, **kinds: Any) -> Callable[..., None]:
         key = (kernel, *kinds.values())
@@ -122,15 +125,16 @@ class _Launch:
             compiled = self.plan.memo[key] = described.prepare(self.device)
         return compiled
 
-    def add(self, name: str, width: int) -> Tensor:
-        """Adds the runs, level by level; the last sums."""
-        levels = _levels(self.rows)
+    def add(self, width: int, counts_width: int) -> tuple[Any, Any]:
+        """Adds the runs, level by level; the last sums and counts."""
+        levels, memory = _levels(self.rows), self.memory
+        columns = -(-counts_width // COLUMNS)
         for level in range(1, len(levels)):
-            source, target = self.memory[f"{name}_{level - 1}"], self.memory[f"{name}_{level}"]
-            added = (TRITON_TYPES[source.dtype], TRITON_TYPES[target.dtype])
-            grid = (levels[level], -(-width // COLUMNS), 1)
-            self.start("moe_add_runs", added=added)(grid, source, target, levels[level - 1], width)
-        return self.memory[f"{name}_{len(levels) - 1}"]
+            self.start("moe_add_runs")(
+                (levels[level], columns, 1), memory[f"sums_{level - 1}"], memory[f"counts_{level - 1}"],
+                memory[f"sums_{level}"], memory[f"counts_{level}"], levels[level - 1], width, counts_width,
+            )  # fmt: skip
+        return memory[f"sums_{len(levels) - 1}"], memory[f"counts_{len(levels) - 1}"]
 
 
 def _programs(items: int, warps: int) -> tuple[int, int, int]:
@@ -146,14 +150,14 @@ def balance(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
         load.zero_()
         return
     walked, memory, warps = launch.rows_of(logits), launch.memory, plan.schedule["warps"]
-    chosen = indices if indices.is_contiguous() else memory["indices"].view(indices.shape).copy_(indices)
+    chosen = indices if indices.is_contiguous() else launch.copy("indices", indices)
     runs = _levels(launch.rows)[0]
     kinds = _kinds(plan.problem, walked.outer_stride != 0)
     launch.start("moe_balance_runs", warps, k=launch.k, indices=indices.dtype, **kinds)(
         _programs(runs, warps), walked.tensor, chosen, launch.mask_of(mask, load), memory["sums_0"],
         memory["counts_0"], status_word(launch.device), INDEX_OUT_OF_RANGE.row, launch.rows, runs, *walked.walk,
     )  # fmt: skip
-    sums, counts = launch.add("sums", launch.experts), launch.add("counts", launch.experts + 1)
+    sums, counts = launch.add(launch.experts, launch.experts + 1)
     launch.start("moe_balance_finish", 1, experts=launch.experts)((1, 1, 1), sums, counts, loss, load)
     if launch.device.type == "cpu":
         check()
@@ -173,7 +177,7 @@ def z(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], works
         _programs(runs, warps), walked.tensor, launch.mask_of(mask, loss), memory["sums_0"], memory["counts_0"],
         launch.rows, runs, *walked.walk,
     )  # fmt: skip
-    sums, counts = launch.add("sums", 1), launch.add("counts", 1)
+    sums, counts = launch.add(1, 1)
     launch.start("moe_z_finish", 1)((1, 1, 1), sums, counts, loss, tokens)
 
 
@@ -208,8 +212,7 @@ def _described(problem: Problem, kernel: str) -> Iterator[tuple[str, bool, dict[
     elif kernel == "moe_z_runs":
         yield "moe_z_finish", False, {}
     if not kernel.endswith("backward"):
-        for added in (("fp32", "fp32"), ("i32", "i64"), ("i64", "i64")):
-            yield "moe_add_runs", False, {"added": added}
+        yield "moe_add_runs", False, {}
 
 
 def prepare(plan: Plan) -> None:

@@ -17,8 +17,8 @@ from adjoint.ops.moe.route_plans import SCHEDULES, Compute, writing
 RUN, RUNS = 16, 64
 """Tokens of a run, and runs of a sum of the next level: part of a loss's bits."""
 
-MAX_ROWS = 2**30
-"""Tokens whose counts fit the kernels' integers."""
+MAX_CHOICES = 2**31 - 2**16
+"""Choices of all tokens that fit the kernels' integers."""
 
 U = 2.0**-24
 
@@ -78,7 +78,7 @@ def _forward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
         loss = reference.load_balancing_loss(logits, indices, mask)
         if in_float64:
             return 1.001 * U * loss.abs()
-        p, relative, _, _, counted = _parts(logits, mask)
+        _, relative, _, _, counted = _parts(logits, mask)
         worst = relative[counted].amax() if counted.any() else loss.new_zeros(())
         return loss.abs() * (1.001 * worst + U * (steps + logits.shape[-1] / 32 + 16))
 
@@ -151,8 +151,9 @@ def _guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
 
 
 def _refuse(problem: Problem) -> str:
-    if problem.sizes[1] > MAX_ROWS:
-        return f"numbers up to {MAX_ROWS} tokens, there are {problem.sizes[1]}"
+    choices = problem.sizes[1] * problem.sizes[2]
+    if choices > MAX_CHOICES:
+        return f"counts up to {MAX_CHOICES} choices, there are {choices}"
     return why_not_triton(problem.device)
 
 

@@ -25,9 +25,7 @@ def load_balancing_loss(logits: Tensor, indices: Tensor, mask: Tensor | None = N
     return rows.shape[1] * (f * p).sum()
 
 
-def load_balancing_loss_backward(
-    dloss: Tensor, logits: Tensor, indices: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def load_balancing_loss_backward(dloss: Tensor, logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Tensor:
     """dx_te = dloss·E/tokens·p_te·(f_e − Σ p_t·f); the fractions f are counts, and have no gradient."""
     rows, counted = _flat(logits, mask)
     f = fractions(indices, counted, rows.shape[1], rows.dtype)

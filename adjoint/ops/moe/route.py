@@ -23,12 +23,12 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError, second_derivative
-from adjoint.core.layout import leading_axes
 from adjoint.core.op import define
 from adjoint.core.plan import Call, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem, short
 from adjoint.ops.moe import route_plans as plans
+from adjoint.ops.moe.rows import copied
 
 Score = Literal["softmax", "sigmoid"]
 SCORES = ("softmax", "sigmoid")
@@ -81,9 +81,7 @@ def _check(
             f"route: num_groups must divide the {experts} experts into groups of one size, got {num_groups}"
         )
     if not 1 <= groups_kept <= num_groups:
-        raise ArgumentError(
-            f"route: groups_kept must be from 1 to num_groups, {num_groups}, got {groups_kept}"
-        )
+        raise ArgumentError(f"route: groups_kept must be from 1 to num_groups, {num_groups}, got {groups_kept}")
     if groups_kept * (experts // num_groups) < k:
         raise ArgumentError(
             f"route: {groups_kept} of {num_groups} groups of {experts // num_groups} experts hold "
@@ -138,18 +136,8 @@ def _check_backward(
 # ----------------------------------------------------------------------------------------- operators
 
 
-def _copied(**tensors: Tensor | None) -> str:
-    """What must be copied before it can be walked as rows; empty when nothing must be."""
-    names = [
-        name
-        for name, tensor in tensors.items()
-        if tensor is not None and tensor.numel() and leading_axes(tensor) is None
-    ]
-    return f"{', '.join(names)} copied" if names else ""
-
-
 def _describe(logits: Tensor, bias: Tensor | None, *options: Any) -> Problem:
-    layout = _copied(logits=logits)
+    layout = copied({"logits": logits}, {})
     experts = logits.shape[-1]
     rows = logits.numel() // experts
     sizes = (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
@@ -160,10 +148,7 @@ def _describe(logits: Tensor, bias: Tensor | None, *options: Any) -> Problem:
 def _describe_backward(
     dweights: Tensor, weights: Tensor, indices: Tensor, logits: Tensor | None, experts: int, *options: Any
 ) -> Problem:
-    walked = {"dweights": dweights, "logits": logits}
-    names = [n for n, t in walked.items() if t is not None and t.numel() and leading_axes(t) is None]
-    names += [n for n, t in (("weights", weights), ("indices", indices)) if not t.is_contiguous()]
-    layout = f"{', '.join(names)} copied" if names else ""
+    layout = copied({"dweights": dweights, "logits": logits}, {"weights": weights, "indices": indices})
     rows = weights.numel() // weights.shape[-1]
     sizes = (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
     options = (experts, *options)
@@ -301,7 +286,8 @@ def _bind(
         _route,
         arguments,
         _route_backward,
-        lambda upstream, outputs: (upstream[0], *outputs[:2], read, *options),
+        lambda upstream, outputs: (upstream[0], *outputs, read, *options),
+        public_outputs=1,  # besides the indices, which are whole numbers and have no gradient
     )
 
 

@@ -55,9 +55,7 @@ def relative(logits: Tensor, indices: Tensor, score: str, renormalize: bool) -> 
     return every.gather(1, indices), every
 
 
-def weights_bound(
-    logits: Tensor, indices: Tensor, score: str, renormalize: bool, in_float64: bool
-) -> Tensor:
+def weights_bound(logits: Tensor, indices: Tensor, score: str, renormalize: bool, in_float64: bool) -> Tensor:
     weights = _finite(reference.weights_of(logits, indices, score, renormalize))
     if in_float64:
         return 1.001 * U * weights + TINY

@@ -12,6 +12,8 @@ Scores that are compared (sigmoid, or anything with a bias) are computed in floa
 the selection then hardly depends on whose exponential was used. Weights are computed in float32.
 """
 
+# ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
+
 import triton
 import triton.language as tl
 
@@ -85,11 +87,7 @@ def score_of(key, NARROW: tl.constexpr):
 def exchange_apart(lists, SLICES: tl.constexpr, RUN: tl.constexpr, APART: tl.constexpr):
     """One layer of Batcher's odd-even merge sort of runs of RUN: elements APART from each other, larger first."""
     for i in tl.static_range(SLICES - APART):
-        if (
-            i >= APART % RUN
-            and (i - APART % RUN) % (2 * APART) < APART
-            and i // (2 * RUN) == (i + APART) // (2 * RUN)
-        ):
+        if i >= APART % RUN and (i - APART % RUN) % (2 * APART) < APART and i // (2 * RUN) == (i + APART) // (2 * RUN):
             first = lists[i]
             second = lists[i + APART]
             if first.dtype == tl.int64:
@@ -163,8 +161,8 @@ def take_best(lists, nobody, SLICES: tl.constexpr, K: tl.constexpr, SLOT_GROUPS:
                 lists,
                 lists[0] == best[:, None],
                 nobody,
-                SLICES if SLICES < K - i + 1 else K - i + 1,
-                SLICES if SLICES < K - i else K - i,
+                SLICES if K - i + 1 > SLICES else K - i + 1,
+                SLICES if K - i > SLICES else K - i,
             )
             best = row_best(lists[0])
             chosen = put(chosen, best, i, SLOT_GROUPS)
@@ -189,7 +187,7 @@ def row_start(row, inner, outer_stride, inner_stride, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def load_slices(row_pointers, inside, column_stride, EXPERTS: tl.constexpr, SLICES: tl.constexpr):
+def load_slices(row_pointers, inside, EXPERTS: tl.constexpr, SLICES: tl.constexpr):
     """The logits of rows, as one tensor [rows, 32] a slice, and −∞ past the last expert."""
     lane = tl.arange(0, LANES)
     slices = ()
@@ -198,7 +196,7 @@ def load_slices(row_pointers, inside, column_stride, EXPERTS: tl.constexpr, SLIC
             mask = inside[:, None] & (lane >= 0)[None, :]
         else:
             mask = inside[:, None] & (lane + s * LANES < EXPERTS)[None, :]
-        pointers = row_pointers[:, None] + ((lane + s * LANES) * column_stride)[None, :]
+        pointers = row_pointers[:, None] + (lane + s * LANES)[None, :]
         slices = slices + (tl.load(pointers, mask, other=float("-inf")),)
     return slices
 
@@ -341,28 +339,27 @@ def experts_of(keys, SLOT_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def load_chosen(start, experts, step, inside, K: tl.constexpr, SLOT_GROUPS: tl.constexpr):
+def load_chosen(start, experts, inside, K: tl.constexpr, SLOT_GROUPS: tl.constexpr):
     """The logits of chosen experts, as float32."""
     values = ()
     for g in tl.static_range(SLOT_GROUPS):
         mask = inside[:, None] & slot_is_used(g, K)
-        values = values + (tl.load(start[:, None] + experts[g].to(tl.int64) * step, mask, other=0.0).to(tl.float32),)
+        values = values + (tl.load(start[:, None] + experts[g].to(tl.int64), mask, other=0.0).to(tl.float32),)
     return values
 
 
 @triton.jit
 def moe_route_forward(
-    logits, bias, weights, indices, rows, inner, outer_stride, inner_stride, column_stride, bias_stride,
+    logits, bias, weights, indices, rows, inner, outer_stride, inner_stride, bias_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
-    SPLIT: tl.constexpr, UNIT: tl.constexpr, SLICES: tl.constexpr, LEVELS: tl.constexpr, SLOT_GROUPS: tl.constexpr,
+    SPLIT: tl.constexpr, SLICES: tl.constexpr, LEVELS: tl.constexpr, SLOT_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """The K best experts of each row and their weights; a row a warp."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-    step = 1 if UNIT else column_stride
-    slices = load_slices(start, inside, step, EXPERTS, SLICES)
+    slices = load_slices(start, inside, EXPERTS, SLICES)
     AS_GIVEN: tl.constexpr = SCORE == _SOFTMAX and not BIASED
     if AS_GIVEN:
         nobody: tl.constexpr = _NOBODY_64 if logits.dtype.element_ty == tl.float32 else _NOBODY_32
@@ -378,7 +375,7 @@ def moe_route_forward(
         keys = score_keys(slices, bias, bias_stride, top, EXPERTS, SLICES, SCORE, BIASED)
         chosen, first = take_best(sort_lists(keys, SLICES, LEVELS), _NOBODY_64, SLICES, K, SLOT_GROUPS)
         experts = experts_of(chosen, SLOT_GROUPS)
-        values = load_chosen(start, experts, step, inside, K, SLOT_GROUPS)
+        values = load_chosen(start, experts, inside, K, SLOT_GROUPS)
     total = top
     if SCORE == _SOFTMAX and not RENORMALIZE:
         total = exponential_sum(slices, top, tl.float32, SLICES)
@@ -388,7 +385,7 @@ def moe_route_forward(
 
 @triton.jit
 def moe_route_grouped(
-    logits, bias, weights, indices, inner, outer_stride, inner_stride, column_stride, bias_stride,
+    logits, bias, weights, indices, inner, outer_stride, inner_stride, bias_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     MEMBER_BLOCK: tl.constexpr, SLOT_GROUPS: tl.constexpr,
@@ -401,7 +398,7 @@ def moe_route_grouped(
     member = tl.arange(0, MEMBER_BLOCK)
     expert = group[:, None] * SIZE + member[None, :]
     there = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
-    pointers = tl.broadcast_to(start[:, None], [GROUP_BLOCK, MEMBER_BLOCK]) + expert.to(tl.int64) * column_stride
+    pointers = tl.broadcast_to(start[:, None], [GROUP_BLOCK, MEMBER_BLOCK]) + expert.to(tl.int64)
     x = tl.load(pointers, there, other=float("-inf")).to(tl.float32)
     flat = tl.reshape(x, [1, GROUP_BLOCK * MEMBER_BLOCK])
     top = tl.max(tl.where(flat == flat, flat, float("-inf")), 1)
@@ -439,7 +436,7 @@ def moe_route_grouped(
         key = tl.where(key == next_best[:, None], _NOBODY_64, key)
     experts = experts_of(chosen, SLOT_GROUPS)
     inside = row >= 0
-    values = load_chosen(start, experts, column_stride, inside, K, SLOT_GROUPS)
+    values = load_chosen(start, experts, inside, K, SLOT_GROUPS)
     total = top
     if SCORE == _SOFTMAX and not RENORMALIZE:
         total = tl.sum(tl.where(flat == flat, tl.exp(flat - top[:, None]), 0.0), 1)
@@ -452,8 +449,8 @@ def moe_route_grouped(
 
 @triton.jit
 def chosen_gradient(
-    weights, indices, gradient, row, inside, start, step,
-    inner, outer_stride, inner_stride, slot_stride,
+    weights, indices, gradient, row, inside, start,
+    inner, outer_stride, inner_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
     SLOT_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -468,7 +465,7 @@ def chosen_gradient(
         used = inside[:, None] & (slot < K)
         weight = tl.load(weights + row[:, None] * K + slot, used, other=0.0)
         expert = tl.load(indices + row[:, None] * K + slot, used, other=0)
-        place = row_start(row, inner, outer_stride, inner_stride, SPLIT)[:, None] + slot * slot_stride
+        place = row_start(row, inner, outer_stride, inner_stride, SPLIT)[:, None] + slot
         upstream = tl.load(gradient + place, used, other=0.0)
         products += weight * upstream
         held = held + ((weight, expert, upstream, used & (expert >= 0) & (expert < EXPERTS)),)
@@ -481,7 +478,7 @@ def chosen_gradient(
         else:
             slope = weight * upstream
         if SCORE != _SOFTMAX:
-            x = tl.load(start[:, None] + expert * step, used, other=0.0).to(tl.float32)
+            x = tl.load(start[:, None] + expert, used, other=0.0).to(tl.float32)
             small = tl.exp(-tl.abs(x))
             slope *= tl.where(x < 0, 1.0, small) / (1.0 + small)
         slopes = slopes + ((slope, expert, used),)
@@ -499,8 +496,8 @@ def store_chosen(dlogits, slopes, row, EXPERTS: tl.constexpr, SLOT_GROUPS: tl.co
 
 @triton.jit
 def moe_route_backward(
-    weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride, slot_stride,
-    logits_inner, logits_outer_stride, logits_inner_stride, column_stride,
+    weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride,
+    logits_inner, logits_outer_stride, logits_inner_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
     SLOT_GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -512,8 +509,8 @@ def moe_route_backward(
     tl.store(dlogits + row[:, None] * EXPERTS + column, zero, inside[:, None] & (column < EXPERTS))
     start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
     slopes, _ = chosen_gradient(
-        weights, indices, gradient, row, inside, start, column_stride,
-        inner, outer_stride, inner_stride, slot_stride,
+        weights, indices, gradient, row, inside, start,
+        inner, outer_stride, inner_stride,
         EXPERTS, K, SCORE, RENORMALIZE, SPLIT, SLOT_GROUPS,
     )  # fmt: skip
     store_chosen(dlogits, slopes, row, EXPERTS, SLOT_GROUPS)
@@ -521,8 +518,8 @@ def moe_route_backward(
 
 @triton.jit
 def moe_route_backward_dense(
-    weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride, slot_stride,
-    logits_inner, logits_outer_stride, logits_inner_stride, column_stride,
+    weights, indices, gradient, logits, dlogits, rows, inner, outer_stride, inner_stride,
+    logits_inner, logits_outer_stride, logits_inner_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr,
     SLICES: tl.constexpr, SLOT_GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -531,11 +528,11 @@ def moe_route_backward_dense(
     inside = row < rows
     start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
     slopes, dot = chosen_gradient(
-        weights, indices, gradient, row, inside, start, column_stride,
-        inner, outer_stride, inner_stride, slot_stride,
+        weights, indices, gradient, row, inside, start,
+        inner, outer_stride, inner_stride,
         EXPERTS, K, _SOFTMAX, False, SPLIT, SLOT_GROUPS,
     )  # fmt: skip
-    slices = load_slices(start, inside, column_stride, EXPERTS, SLICES)
+    slices = load_slices(start, inside, EXPERTS, SLICES)
     top = largest(slices, SLICES)
     total = exponential_sum(slices, top, tl.float32, SLICES)
     for s in tl.static_range(SLICES):

@@ -13,10 +13,11 @@ from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Regions
 from adjoint.ops.moe import route_kernels as _route_kernels  # noqa: F401  (registers them)
+from adjoint.ops.moe.rows import lies_as_rows
 
 LANES = 32
 SCORES = {"softmax": 0, "sigmoid": 1}
-_WIDE = ("outer_stride", "inner_stride", "column_stride", "slot_stride", "bias_stride")
+_WIDE = ("outer_stride", "inner_stride", "bias_stride")
 _TYPED = {
     "weights": torch.float32,
     "gradient": torch.float32,
@@ -39,15 +40,14 @@ class Kinds(NamedTuple):
 
 
 class Access(NamedTuple):
-    """How a variant reads and writes: rows along two axes, adjacent experts, 16 bytes at a time."""
+    """How a variant reads and writes: rows along two axes, 16 bytes at a time."""
 
     split: bool
-    unit: bool = True
     aligned: bool = False
 
 
-FORWARD_ACCESSES = tuple(Access(split, unit) for split in (False, True) for unit in (True, False))
-BACKWARD_ACCESSES = tuple(Access(split, True, aligned) for split in (False, True) for aligned in (False, True))
+FORWARD_ACCESSES = tuple(Access(split) for split in (False, True))
+BACKWARD_ACCESSES = tuple(Access(split, aligned) for split in (False, True) for aligned in (False, True))
 
 
 def variant(kernel: str, kinds: Kinds, schedule: dict[str, int], access: Access) -> Variant:
@@ -63,7 +63,6 @@ def variant(kernel: str, kinds: Kinds, schedule: dict[str, int], access: Access)
         "BIASED": kinds.biased,
         "RENORMALIZE": kinds.renormalize,
         "SPLIT": access.split,
-        "UNIT": access.unit,
         "SLICES": slices,
         "LEVELS": (slices - 1).bit_length(),
         "SLOT_GROUPS": -(-kinds.k // LANES),
@@ -105,37 +104,26 @@ def _power(size: int) -> int:
 
 
 class Rows(NamedTuple):
-    """A tensor [..., columns] as rows: row n begins at (n // inner)·outer + (n % inner)·inner stride."""
+    """A tensor [..., columns] as rows of adjacent elements, row n at (n // inner)·outer + (n % inner)·inner stride."""
 
     tensor: Tensor
     inner: int
     outer_stride: int
     inner_stride: int
-    column_stride: int
 
     @property
-    def walk(self) -> tuple[int, int, int, int]:
-        return self.inner, self.outer_stride, self.inner_stride, self.column_stride
+    def walk(self) -> tuple[int, int, int]:
+        return self.inner, self.outer_stride, self.inner_stride
 
 
 def rows_in(tensor: Tensor, copy: Tensor | None = None) -> Rows:
-    """How to walk a tensor, or the contiguous copy that is made of it where two axes are not enough."""
-    axes = leading_axes(tensor)
-    if axes is None:
+    """How to walk a tensor, or the contiguous copy that is made of it where it does not lie as rows."""
+    if not lies_as_rows(tensor):
         assert copy is not None
         tensor = copy.view(tensor.shape).copy_(tensor)
-        axes = leading_axes(tensor)
-        assert axes is not None
-    return Rows(tensor, *axes, tensor.stride(-1))
-
-
-def copied(**tensors: Tensor | None) -> str:
-    """The names of tensors that must be copied before they can be walked as rows."""
-    return ", ".join(
-        name
-        for name, tensor in tensors.items()
-        if tensor is not None and tensor.numel() and leading_axes(tensor) is None
-    )
+    axes = leading_axes(tensor)
+    assert axes is not None
+    return Rows(tensor, *axes)
 
 
 def regions(problem: Problem) -> Regions:
@@ -191,7 +179,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     if rows == 0:
         return
     walked = rows_in(logits, _memory(plan, workspace).get("logits"))
-    access = Access(walked.outer_stride != 0, walked.column_stride == 1)
+    access = Access(walked.outer_stride != 0)
     given, bias_stride = (weights, 1) if bias is None else (bias, bias.stride(0))
     if plan.candidate.kernel == "moe_route_grouped":
         start = _launcher(plan, "moe_route_grouped", access)
@@ -215,9 +203,9 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
         tensor if tensor.is_contiguous() else memory[name].view(tensor.shape).copy_(tensor)
         for name, tensor in (("weights", weights), ("indices", indices))
     ]
-    read = Rows(dlogits, 1, 0, 0, 0) if logits is None else rows_in(logits, memory.get("logits"))
+    read = Rows(dlogits, 1, 0, 0) if logits is None else rows_in(logits, memory.get("logits"))
     aligned = dlogits.data_ptr() % 16 == 0
-    access = Access(bool(upstream.outer_stride or read.outer_stride), True, aligned)
+    access = Access(bool(upstream.outer_stride or read.outer_stride), aligned)
     start = _launcher(plan, plan.candidate.kernel, access)
     blocks = -(-rows // rows_of(plan.schedule))
     start((blocks, 1, 1), *saved, upstream.tensor, read.tensor, dlogits, rows, *upstream.walk, *read.walk)

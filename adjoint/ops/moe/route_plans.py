@@ -69,9 +69,7 @@ def _ties(problem: Problem) -> str:
         if kept < groups
         else ""
     )
-    return (
-        f"compares {what}{plus}, largest first, equal ones by the lower expert, +0 = −0, NaN below −∞{near}{first}"
-    )
+    return f"compares {what}{plus}, largest first, equal ones by the lower expert, +0 = −0, NaN below −∞{near}{first}"
 
 
 def forward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
@@ -150,7 +148,9 @@ def _is_dense(problem: Problem) -> bool:
     return score == "softmax" and not renormalize
 
 
-def _triton(name: str, kernel: str, special: bool, compute: Compute, is_special: Callable[[Problem], bool]) -> Candidate:
+def _triton(
+    name: str, kernel: str, special: bool, compute: Compute, is_special: Callable[[Problem], bool]
+) -> Candidate:
     def refuse(problem: Problem) -> str:
         if is_special(problem) != special:
             return f"{kernel} is for another mode"

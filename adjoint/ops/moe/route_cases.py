@@ -1,0 +1,182 @@
+"""The logits that the router is tested, verified and timed on."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.cases import Answers, Case, Inputs, Make, Subject, Workload
+from adjoint.ops.moe import route_reference as reference
+from adjoint.ops.moe.route import route
+
+K = 3
+
+
+def logits_of(generator: torch.Generator, dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    return (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype).to(device)
+
+
+def _make(*shape: int, lay: Callable[[Tensor], Tensor] = lambda logits: logits) -> Make:
+    return lambda dtype, device, generator: (lay(logits_of(generator, dtype, device, *shape)),)
+
+
+def _ties(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Few distinct values, many of them equal; zeros of both signs."""
+    return ((logits_of(generator, dtype, device, 9, 70) / 2).round(),)
+
+
+def _special(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Rows with infinities and NaN among the logits, and rows of nothing else."""
+    logits = logits_of(generator, dtype, device, 8, 40)
+    infinity, nan = float("inf"), float("nan")
+    logits[0, ::2] = -infinity
+    logits[1, ::3] = nan
+    logits[2, 17] = infinity
+    logits[3] = -infinity
+    logits[4] = nan
+    logits[5, 2:] = -infinity
+    logits[6, :38] = nan
+    return (logits,)
+
+
+_CASES = (
+    Case("few tokens", _make(5, 12)),
+    Case("ties", _ties),
+    Case("special values", _special),
+    Case("strided", _make(2, 90, 3, lay=lambda t: t.transpose(1, 2)[..., ::2])),
+    Case(
+        "three axes of tokens", _make(2, 3, 2, 33, lay=lambda t: t.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3))
+    ),
+    Case("every expert", _make(3, K)),
+    Case("no tokens", _make(0, 8)),
+    Case("512 experts", _make(5000, 512), heavy=True),
+    Case("1024 experts", _make(600, 1024), heavy=True),
+)
+
+
+# ------------------------------------------------------------------------------------------- references
+
+
+def _reference(score: str, renormalize: bool) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda logits: reference.route(logits, K, score, renormalize=renormalize)[:1]
+
+
+def _gradient(score: str, renormalize: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def backward(dweights: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        indices = reference.select(logits.reshape(-1, logits.shape[-1]), K, score, None)
+        return (reference.route_backward(dweights, logits, indices, score, renormalize),)
+
+    return backward
+
+
+def _mistakes(score: str, renormalize: bool) -> dict[str, Callable[..., Answers]]:
+    """Wrong answers: `change` makes them from the right ones, in float64."""
+
+    def wrong(change: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Answers]:
+        def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+            x, dw = inputs[0].double(), upstream[0].double()
+            (weights,), (dx,) = _reference(score, renormalize)(x), _gradient(score, renormalize)(dw, x)
+            changed, dchanged = change(x, dw, weights, dx)
+            return (changed.float(),), (dchanged.to(inputs[0].dtype),)
+
+        return answer
+
+    def rotated(x: Tensor, dw: Tensor, weights: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return weights, dx.roll(1, -1)
+
+    def other_scale(x: Tensor, dw: Tensor, weights: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+        (other,) = _reference(score, not renormalize)(x)
+        return other, _gradient(score, not renormalize)(dw, x)[0]
+
+    def without_mean(x: Tensor, dw: Tensor, weights: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return weights, torch.where(dx == 0, dx, dx + dx.abs().amax(-1, keepdim=True))
+
+    return {
+        "zero output": wrong(lambda x, dw, weights, dx: (torch.zeros_like(weights), torch.zeros_like(dx))),
+        "the smallest expert": wrong(lambda x, dw, weights, dx: (_reference(score, renormalize)(-x)[0], dx)),
+        "slots exchanged": wrong(lambda x, dw, weights, dx: (weights.flip(-1), dx)),
+        "gradient of the next expert": wrong(rotated),
+        "renormalize exchanged": wrong(other_scale),
+        "gradient without Σ w·dw": wrong(without_mean),
+    }
+
+
+def _subject(name: str, score: str, renormalize: bool, dtypes: tuple[torch.dtype, ...]) -> Subject:
+    keywords: dict[str, Any] = {"k": K}
+    keywords |= {"score": score} if score != "softmax" else {}
+    keywords |= {} if renormalize else {"renormalize": False}
+    return Subject(
+        name=name,
+        function=route,
+        keywords=keywords,
+        inputs=("logits",),
+        reference=_reference(score, renormalize),
+        reference_backward=_gradient(score, renormalize),
+        cases=_CASES,
+        mistakes=_mistakes(score, renormalize),
+        dtypes=dtypes,
+    )
+
+
+SUBJECTS = (
+    _subject("route", "softmax", True, (torch.float32, torch.bfloat16, torch.float16)),
+    _subject("route[not renormalized]", "softmax", False, (torch.bfloat16,)),
+    _subject("route[sigmoid]", "sigmoid", True, (torch.float32, torch.bfloat16)),
+)
+
+
+# ----------------------------------------------------------------------------------------- workloads
+
+
+def _on_device(rows: int, experts: int) -> Make:
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        return (torch.randn(rows, experts, dtype=dtype, device=device, generator=own),)
+
+    return make
+
+
+def _eagerly(k: int) -> Callable[..., Tensor]:
+    def softmax_topk(logits: Tensor) -> Tensor:
+        shares = torch.softmax(logits, -1, dtype=torch.float32)
+        weights, _ = torch.topk(shares, k, -1)
+        return weights / weights.sum(-1, keepdim=True)
+
+    return softmax_topk
+
+
+def _timed(k: int) -> Subject:
+    def exact(logits: Tensor) -> tuple[Tensor, ...]:
+        return reference.route(logits, k)[:1]
+
+    def backward(dweights: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        indices = reference.select(logits, k, "softmax", None)
+        return (reference.route_backward(dweights, logits, indices, "softmax", True),)
+
+    return Subject(
+        name="route",
+        function=route,
+        keywords={"k": k},
+        inputs=("logits",),
+        reference=exact,
+        reference_backward=backward,
+        cases=(),
+    )
+
+
+def _workloads() -> Iterable[Workload]:
+    for rows, experts, k in ((32768, 512, 10), (32768, 256, 8), (65536, 128, 8)):
+        kept = rows * k * (4 + 8)
+        yield Workload(
+            f"route {rows} tokens, {experts} experts, k = {k}",
+            _timed(k),
+            _on_device(rows, experts),
+            rows * experts * 2 + kept,
+            rows * experts * 2 + kept + rows * k * 4,
+            _eagerly(k),
+            devices=("cuda",),
+        )
+
+
+WORKLOADS = tuple(_workloads())
