@@ -231,7 +231,8 @@ def sigmoid_64(x):
 
 @triton.jit
 def score_keys(
-    slices, bias, bias_stride, top, EXPERTS: tl.constexpr, SLICES: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr
+    slices, bias, bias_stride, top,
+    EXPERTS: tl.constexpr, SLICES: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """Keys of float64 scores, rounded to float32, plus the bias in float32."""
     lane = tl.arange(0, LANES)

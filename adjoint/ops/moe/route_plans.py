@@ -112,8 +112,11 @@ def backward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
     _, k, dtype, score, renormalize = problem.options
     in_float64 = backend == "eager"
 
-    def bound(dweights: Tensor, logits: Tensor, indices: Tensor) -> Tensor:
+    def bound(dweights: Tensor, logits: Tensor, indices: Tensor | None = None) -> Tensor:
+        """`indices` are given where a bias or groups had a part in the selection."""
         flat = logits.reshape(-1, logits.shape[-1])
+        if indices is None:
+            indices = reference.select(flat, k, score, None)
         limit = bounds.gradient_bound(
             dweights.reshape(-1, k), flat, indices.reshape(-1, k), score, renormalize, dtype, in_float64
         )
