@@ -189,10 +189,10 @@ def load_balancing_loss(
     *,
     preference: Preference | None = None,
 ) -> Float[Tensor, ""]:
-    """E·Σ f·P over the experts: f how often each is chosen per token, P its mean probability. Least when even: k.
+    """E·Σ f·P over the experts: f how often each is chosen per token, P its mean probability.
 
-    What `load_balancing_loss_func` of Hugging Face's mixture models computes for one layer, from the choices that
-    were made instead of a top-k of its own.
+    It is k where the load is even. This is what `load_balancing_loss_func` of Hugging Face's mixture models computes
+    for one layer, from the choices that were made instead of a top-k of its own.
 
     Args:
         logits: the router's, bfloat16, float16 or float32; probabilities are their softmax.

@@ -47,7 +47,7 @@ _MAKES: dict[str, Make] = {
     "no tokens": _choices((0,), 8, 2, True),
 }
 _HEAVY: dict[str, Make] = {
-    "all on one expert": _choices((20000,), 512, 8, False, hot=True),
+    "all on one expert": _choices((20000,), 512, 8, True, hot=True),
     "1024 experts": _choices((3000,), 1024, 4, True),
 }
 

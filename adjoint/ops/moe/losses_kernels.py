@@ -13,7 +13,7 @@ from adjoint.core import kernels
 from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
 from adjoint.ops.moe.losses_plans import RUN, RUNS
-from adjoint.ops.moe.route_kernels import LANES, load_slices, row_start
+from adjoint.ops.moe.route_kernels import LANES, load_slices, row_start, warp_sum
 
 _RUN = tl.constexpr(RUN)
 _RUNS = tl.constexpr(RUNS)
@@ -31,7 +31,7 @@ def softmax_parts(slices, SLICES: tl.constexpr):
     total = tl.zeros(slices[0].shape, tl.float32)
     for s in tl.static_range(SLICES):
         total += tl.exp(slices[s].to(tl.float32) - shift[:, None])
-    return shift, tl.sum(total, 1)
+    return shift, warp_sum(total)
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def moe_balance_runs(
         shares = shares + (tl.zeros([ROWS, LANES], tl.float32),)
         chosen = chosen + (tl.zeros([ROWS, LANES], tl.int32),)
     tokens = tl.zeros([ROWS], tl.int32)
-    for n in range(_RUN):
+    for n in range(0, tl.minimum(rows - tl.program_id(0) * ROWS * _RUN, _RUN)):  # its first run is the longest
         row = run * _RUN + n
         counted = tokens_that_count(mask, row, rows, MASKED)
         start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
@@ -69,7 +69,7 @@ def moe_balance_runs(
         shift, total = softmax_parts(slices, SLICES)
         added = ()
         for s in tl.static_range(SLICES):
-            share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None]
+            share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total
             added = added + (shares[s] + tl.where(counted[:, None], share, 0.0),)
         shares = added
         for i in range(K):
@@ -98,13 +98,13 @@ def moe_z_runs(
     run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
     tokens = tl.zeros([ROWS], tl.int32)
-    for n in range(_RUN):
+    for n in range(0, tl.minimum(rows - tl.program_id(0) * ROWS * _RUN, _RUN)):  # its first run is the longest
         row = run * _RUN + n
         counted = tokens_that_count(mask, row, rows, MASKED)
         start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
         slices = load_slices(start, counted, EXPERTS, SLICES)
         shift, sum_of = softmax_parts(slices, SLICES)
-        size = shift + tl.log(sum_of)
+        size = shift + tl.log(tl.max(sum_of, 1))  # which is one value in all places
         total += tl.where(counted, size * size, 0.0)
         tokens += counted.to(tl.int32)
     there = run < runs
@@ -119,11 +119,10 @@ def moe_add_runs(sums, counts, sums_above, counts_above, count, width, counts_wi
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     number = tl.zeros([BLOCK], tl.int32)
-    for n in range(_RUNS):
+    for n in range(0, tl.minimum(count - tl.program_id(0) * _RUNS, _RUNS)):
         source = row * _RUNS + n
-        there = source < count
-        total += tl.load(sums + source * width + column, there & (column < width), other=0.0)
-        number += tl.load(counts + source * counts_width + column, there & (column < counts_width), other=0)
+        total += tl.load(sums + source * width + column, column < width, other=0.0)
+        number += tl.load(counts + source * counts_width + column, column < counts_width, other=0)
     tl.store(sums_above + row * width + column, total, column < width)
     tl.store(counts_above + row * counts_width + column, number, column < counts_width)
 
@@ -145,7 +144,7 @@ def moe_balance_finish(
         tl.store(load + expert, fraction, expert < EXPERTS)
     one = tl.arange(0, 1)
     tl.store(load + EXPERTS + one, tokens)
-    tl.store(loss + one, tl.sum(total, 1) * EXPERTS)
+    tl.store(loss + one, tl.max(warp_sum(total), 1) * EXPERTS)
 
 
 @triton.jit
@@ -175,13 +174,13 @@ def moe_balance_backward(
     for s in tl.static_range(SLICES):
         expert = lane + s * LANES
         fraction = tl.load(load + expert, expert < EXPERTS, other=0.0)
-        products += fraction * (tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None])
-    mean = tl.sum(products, 1)
+        products += fraction * (tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total)
+    mean = warp_sum(products)
     for s in tl.static_range(SLICES):
         expert = lane + s * LANES
         fraction = tl.load(load + expert, expert < EXPERTS, other=0.0)
-        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None]
-        slope = scale[:, None] * (share * (fraction - mean[:, None]))
+        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total
+        slope = scale[:, None] * (share * (fraction - mean))
         slope = tl.where(counted[:, None], slope, 0.0).to(dlogits.dtype.element_ty)
         tl.store(dlogits + row[:, None] * EXPERTS + expert, slope, (row < rows)[:, None] & (expert < EXPERTS))
 
@@ -200,21 +199,20 @@ def moe_z_backward(
     shift, total = softmax_parts(slices, SLICES)
     one = tl.arange(0, 1)
     number = tl.load(tokens + one)
-    scale = tl.load(upstream + one) * (2.0 / tl.where(number == 0, 1.0, number)) * (shift + tl.log(total))
+    scale = tl.load(upstream + one) * (2.0 / tl.where(number == 0, 1.0, number)) * (shift + tl.log(tl.max(total, 1)))
     for s in tl.static_range(SLICES):
         expert = lane + s * LANES
-        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total[:, None]
+        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total
         slope = tl.where(counted[:, None], scale[:, None] * share, 0.0).to(dlogits.dtype.element_ty)
         tl.store(dlogits + row[:, None] * EXPERTS + expert, slope, (row < rows)[:, None] & (expert < EXPERTS))
 
 
-for _kernel, _registers in (
-    (moe_balance_runs, 168),
-    (moe_z_runs, 64),
-    (moe_add_runs, 64),
-    (moe_balance_finish, 64),
-    (moe_z_finish, 32),
-    (moe_balance_backward, 128),
-    (moe_z_backward, 128),
-):
-    kernels.register(_kernel, budget=Budget(registers=_registers, shared_bytes=256))
+KERNELS = (
+    kernels.register(moe_balance_runs, budget=Budget(registers=168)),
+    kernels.register(moe_z_runs, budget=Budget(registers=64, shared_bytes=64)),
+    kernels.register(moe_add_runs, budget=Budget(registers=64)),
+    kernels.register(moe_balance_finish, budget=Budget(registers=64)),
+    kernels.register(moe_z_finish, budget=Budget(registers=32)),
+    kernels.register(moe_balance_backward, budget=Budget(registers=128)),
+    kernels.register(moe_z_backward, budget=Budget(registers=128)),
+)

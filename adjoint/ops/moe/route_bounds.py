@@ -78,19 +78,19 @@ def gradient_bound(
     dot = (weights * size).sum(1, keepdim=True)
     error, every = relative(logits, indices, score, renormalize)
     worst = error.amax(1, keepdim=True) if error.numel() else error[:, :1]
+    slack = 20 * U
+    if in_float64:  # but for the weights, which were rounded once
+        worst, every, slack = torch.full_like(worst, U), torch.full_like(every, U), 2 * U
+    terms = weights * (size + dot)
     if score == "sigmoid":
         chosen = _finite(logits.gather(1, indices))
         terms = weights * (size + dot * renormalize) * torch.sigmoid(-chosen)
-        before = (2 * worst + U * (3 * chosen.clamp_min(0) + 32)) * terms
-    else:
-        before = (2 * worst + 20 * U) * weights * (size + dot)
+        slack = slack if in_float64 else U * (3 * chosen.clamp_min(0) + 32)
     limit = torch.zeros_like(logits)
     if score == "softmax" and not renormalize:
         share = _finite(torch.softmax(logits.masked_fill(logits.isnan(), float("-inf")), -1))
-        limit = (2 * worst + every + 20 * U) * share * dot
-    limit = limit.scatter(1, indices, before)
-    if in_float64:  # of float32 weights that were rounded once
-        limit = limit.clamp_max(torch.zeros_like(limit).scatter(1, indices, 4 * U * weights * (size + dot)) + limit)
+        limit = (2 * worst + every + slack) * share * dot
+    limit = limit.scatter(1, indices, (2 * worst + slack) * terms)
     exact = reference.route_backward(dweights, logits, indices, score, renormalize)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     tiny = TINY * (4 + 2 * size.amax(1, keepdim=True)) + smallest if size.numel() else smallest

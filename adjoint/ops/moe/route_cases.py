@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Make, Subject, Workload
+from adjoint.core import batching
+from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.ops.moe import route_reference as reference
 from adjoint.ops.moe.route import route
 
@@ -102,6 +103,11 @@ def _mistakes(score: str, renormalize: bool) -> dict[str, Callable[..., Answers]
     }
 
 
+def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
+    """Some tokens in a batch of their own; nothing where there are none."""
+    return batching.rebatched(inputs, upstream, 0) if len(inputs[0]) else ()
+
+
 def _subject(name: str, score: str, renormalize: bool, dtypes: tuple[torch.dtype, ...]) -> Subject:
     keywords: dict[str, Any] = {"k": K}
     keywords |= {"score": score} if score != "softmax" else {}
@@ -116,6 +122,7 @@ def _subject(name: str, score: str, renormalize: bool, dtypes: tuple[torch.dtype
         cases=_CASES,
         mistakes=_mistakes(score, renormalize),
         dtypes=dtypes,
+        rebatched=_rebatched,
     )
 
 

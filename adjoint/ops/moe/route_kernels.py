@@ -174,6 +174,37 @@ def take_best(lists, nobody, SLICES: tl.constexpr, K: tl.constexpr, SLOT_GROUPS:
     return chosen, first
 
 
+# ------------------------------------------------------------------------------------------------ sums
+
+
+@triton.jit
+def warp_sum(values):
+    """Each row's sum of 32, in all of its places: lanes 16 apart, then 8, 4, 2 and 1, whatever the layout of threads.
+
+    `tl.sum` adds in the order of the layout that the compiler has chosen, which differs between versions, numbers of
+    warps and ways to load what is summed.
+    """
+    lane = tl.arange(0, LANES)[None, :] + tl.zeros(values.shape, tl.int32)
+    for step in tl.static_range(5):
+        values += tl.gather(values, lane ^ (16 // 2**step), 1)
+    return values
+
+
+@triton.jit
+def halve(values, WIDTH: tl.constexpr):
+    """[1, WIDTH] -> [1, WIDTH / 2]: the first half plus the second, whatever the layout of threads."""
+    first, second = tl.split(tl.permute(tl.reshape(values, [1, 2, WIDTH // 2]), [0, 2, 1]))
+    return first + second
+
+
+@triton.jit
+def sum_by_halves(values, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
+    """[1, WIDTH] -> [1, 1], WIDTH = 2^LEVELS."""
+    for level in tl.static_range(LEVELS):
+        values = halve(values, WIDTH // 2**level)
+    return values
+
+
 # ------------------------------------------------------------------------------------------------ rows
 
 
@@ -219,7 +250,7 @@ def exponential_sum(slices, top, WIDE: tl.constexpr, SLICES: tl.constexpr):
         value = slices[s].to(tl.float32)
         term = tl.exp(value.to(WIDE) - top[:, None].to(WIDE))
         total += tl.where(value == value, term, 0.0)
-    return tl.sum(total, 1)
+    return warp_sum(total)
 
 
 @triton.jit
@@ -241,7 +272,7 @@ def score_keys(
     for s in tl.static_range(SLICES):
         x = slices[s].to(tl.float32).to(tl.float64)
         if SCORE == _SOFTMAX:
-            score = (tl.exp(x - top[:, None].to(tl.float64)) / total[:, None]).to(tl.float32)
+            score = (tl.exp(x - top[:, None].to(tl.float64)) / total).to(tl.float32)
         else:
             score = sigmoid_64(x).to(tl.float32)
         expert = lane + s * LANES
@@ -307,12 +338,12 @@ def weights_of(
         sums += tl.where(slot_is_used(g, K), part, 0.0)
         parts = parts + (part,)
     if RENORMALIZE:
-        total = tl.sum(sums, 1)
+        total = warp_sum(sums)
     weights = ()
     for g in tl.static_range(SLOT_GROUPS):
         weight = parts[g]
         if RENORMALIZE or SCORE == _SOFTMAX:
-            weight = weight / total[:, None]
+            weight = weight / total
         if SCORE != _SOFTMAX or not TOP_IS_CHOSEN:  # otherwise ∞ − ∞ has said it
             weight = tl.where((tl.abs(top) == float("inf"))[:, None], float("nan"), weight)
         weights = weights + (weight,)
@@ -389,7 +420,7 @@ def moe_route_grouped(
     logits, bias, weights, indices, inner, outer_stride, inner_stride, bias_stride,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    MEMBER_BLOCK: tl.constexpr, SLOT_GROUPS: tl.constexpr,
+    MEMBER_BLOCK: tl.constexpr, LEVELS: tl.constexpr, SLOT_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The K best experts of the KEPT best groups, a row a program; a group scores the sum of its two best."""
     row = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64)
@@ -408,8 +439,8 @@ def moe_route_grouped(
         wide = x.to(tl.float64)
         if SCORE == _SOFTMAX:
             scaled = flat.to(tl.float64) - top[:, None].to(tl.float64)
-            total_64 = tl.sum(tl.where(flat == flat, tl.exp(scaled), 0.0), 1)
-            score = (tl.exp(wide - top[:, None].to(tl.float64)) / total_64[:, None]).to(tl.float32)
+            total_64 = sum_by_halves(tl.where(flat == flat, tl.exp(scaled), 0.0), GROUP_BLOCK * MEMBER_BLOCK, LEVELS)
+            score = (tl.exp(wide - top[:, None].to(tl.float64)) / total_64).to(tl.float32)
         else:
             score = sigmoid_64(wide).to(tl.float32)
         if BIASED:
@@ -440,7 +471,8 @@ def moe_route_grouped(
     values = load_chosen(start, experts, inside, K, SLOT_GROUPS)
     total = top
     if SCORE == _SOFTMAX and not RENORMALIZE:
-        total = tl.sum(tl.where(flat == flat, tl.exp(flat - top[:, None]), 0.0), 1)
+        terms = tl.where(flat == flat, tl.exp(flat - top[:, None]), 0.0)
+        total = sum_by_halves(terms, GROUP_BLOCK * MEMBER_BLOCK, LEVELS)
     found = weights_of(values, top, total, SCORE, RENORMALIZE, False, K, SLOT_GROUPS)
     store_rows(weights, indices, found, experts, row, inside, K, SLOT_GROUPS)
 
@@ -470,12 +502,12 @@ def chosen_gradient(
         upstream = tl.load(gradient + place, used, other=0.0)
         products += weight * upstream
         held = held + ((weight, expert, upstream, used & (expert >= 0) & (expert < EXPERTS)),)
-    dot = tl.sum(products, 1)
+    dot = warp_sum(products)
     slopes = ()
     for g in tl.static_range(SLOT_GROUPS):
         weight, expert, upstream, used = held[g]
         if SCORE == _SOFTMAX or RENORMALIZE:
-            slope = weight * (upstream - dot[:, None])
+            slope = weight * (upstream - dot)
         else:
             slope = weight * upstream
         if SCORE != _SOFTMAX:
@@ -539,14 +571,16 @@ def moe_route_backward_dense(
     for s in tl.static_range(SLICES):
         column = tl.arange(0, LANES)[None, :] + s * LANES
         value = slices[s].to(tl.float32)
-        share = tl.exp(value - top[:, None]) / total[:, None]
+        share = tl.exp(value - top[:, None]) / total
         share = tl.where(value == value, share, 0.0)
-        value = (-share * dot[:, None]).to(dlogits.dtype.element_ty)
+        value = (-share * dot).to(dlogits.dtype.element_ty)
         tl.store(dlogits + row[:, None] * EXPERTS + column, value, inside[:, None] & (column < EXPERTS))
     store_chosen(dlogits, slopes, row, EXPERTS, SLOT_GROUPS)
 
 
-kernels.register(moe_route_grouped, budget=Budget(registers=128, shared_bytes=1024))
-kernels.register(moe_route_backward, budget=Budget(registers=64))
-kernels.register(moe_route_backward_dense, budget=Budget(registers=128))
-kernels.register(moe_route_forward, budget=Budget(registers=168))
+KERNELS = (
+    kernels.register(moe_route_forward, budget=Budget(registers=168)),
+    kernels.register(moe_route_grouped, budget=Budget(registers=128, shared_bytes=1024)),
+    kernels.register(moe_route_backward, budget=Budget(registers=64)),
+    kernels.register(moe_route_backward_dense, budget=Budget(registers=128)),
+)

@@ -54,8 +54,9 @@ def variant(kernel: str, kinds: Kinds, schedule: dict[str, int], access: Access)
     """A kernel of the router as it is compiled."""
     described = kernels.registered()[kernel]
     slices = -(-kinds.experts // LANES)
-    warps = schedule["warps"] if schedule else max(1, kinds.experts // 256)  # where sums' order depends on it
+    warps = schedule["warps"] if schedule else max(1, kinds.experts // 256)
     size = kinds.experts // kinds.groups
+    halved = _power(kinds.groups) * _power(size) if kernel == "moe_route_grouped" else slices
     values = {
         "EXPERTS": kinds.experts,
         "K": kinds.k,
@@ -64,7 +65,7 @@ def variant(kernel: str, kinds: Kinds, schedule: dict[str, int], access: Access)
         "RENORMALIZE": kinds.renormalize,
         "SPLIT": access.split,
         "SLICES": slices,
-        "LEVELS": (slices - 1).bit_length(),
+        "LEVELS": (halved - 1).bit_length(),
         "SLOT_GROUPS": -(-kinds.k // LANES),
         "GROUPS": kinds.groups,
         "KEPT": kinds.kept,

@@ -55,7 +55,9 @@ _SPECIAL_WEIGHTS = (
     "there: it is chosen only where fewer than k others are, and its weight, renormalised every weight of the row, "
     "is then NaN"
 )
-_SPECIAL_GRADIENT = "NaN wherever a NaN weight enters: at the chosen experts, and without renormalize in the whole row"
+_SPECIAL_GRADIENT = (
+    "NaN wherever a NaN weight enters: at the chosen experts, and for a softmax over all experts in the whole row"
+)
 
 
 def _ties(problem: Problem) -> str:

@@ -59,7 +59,7 @@ def weights_of(logits: Tensor, indices: Tensor, score: str, renormalize: bool) -
     else:
         weights = torch.softmax(torch.nn.functional.logsigmoid(chosen), -1)
     present = logits.masked_fill(logits.isnan(), float("-inf")).amax(-1, keepdim=True)
-    return torch.where(present.isinf(), NAN * weights, weights)
+    return weights.masked_fill(present.isinf(), NAN)
 
 
 def route(

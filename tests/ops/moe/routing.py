@@ -1,0 +1,111 @@
+"""Routing problems, and the answer to them by another way: Python's sort, exact fractions of floats, autograd."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint.core.guarantee import absolute_error
+from adjoint.ops.moe import route_reference
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+INFINITY, NAN = math.inf, math.nan
+
+
+def adversarial(experts: int, dtype: torch.dtype, tokens: int = 11) -> Tensor:
+    """Equal logits, duplicated maxima, infinities, NaN, zeros of both signs, gaps of one denormal."""
+    generator = torch.Generator().manual_seed(experts)
+    logits = (3 * torch.randn(tokens, experts, generator=generator)).to(dtype)
+    info = torch.finfo(dtype)
+    logits[0] = 1.0
+    logits[1] = logits[1].sign()
+    logits[2, ::2] = -INFINITY
+    logits[3, ::3] = NAN
+    logits[4] = -INFINITY
+    logits[5, experts // 2] = INFINITY
+    logits[6] = NAN
+    logits[7] = torch.arange(experts).remainder(17).to(dtype) * info.smallest_normal * info.eps
+    logits[8] = 0.0
+    logits[8, ::2] = -0.0
+    logits[9, -1] = logits[9].max()
+    return logits
+
+
+def by_rank(values: list[float], among: range | None = None) -> list[int]:
+    """Places, largest value first, ties by the lower place, NaN last: Python's own sort."""
+    places = range(len(values)) if among is None else among
+    return sorted(places, key=lambda place: (math.isnan(values[place]), -values[place], place))
+
+
+def chosen_by_sorting(
+    logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int, groups_kept: int
+) -> list[list[int]]:
+    """The selection, token by token, on lists of Python's floats."""
+    found = []
+    for row in logits.double().tolist():
+        values = row
+        if score == "sigmoid" or bias is not None:
+            values = [_rounded(s) for s in _scores(row, score)]
+            if bias is not None:
+                values = [_rounded(v + b) for v, b in zip(values, bias.double().tolist(), strict=True)]
+        size = len(values) // num_groups
+        kept = set(range(num_groups))
+        if groups_kept < num_groups:
+            sums = []
+            for group in range(num_groups):
+                best = by_rank(values, range(group * size, (group + 1) * size))[:2]
+                sums.append(_rounded(sum(values[place] for place in best)))
+            kept = set(by_rank(sums)[:groups_kept])
+        found.append([place for place in by_rank(values) if place // size in kept][:k])
+    return found
+
+
+def _rounded(value: float) -> float:
+    """To float32; sums of two float32 are exact in float64 but for their last bits, which do not matter here."""
+    return float(torch.tensor(value, dtype=torch.float64).float())
+
+
+def _scores(row: list[float], score: str) -> list[float]:
+    if score == "sigmoid":
+        return [1 / (1 + math.exp(-x)) if x > -700 else (0.0 if x == x else x) for x in row]
+    there = [x for x in row if x == x]
+    top = max(there, default=-INFINITY)
+    if math.isinf(top):
+        return [NAN] * len(row)
+    total = math.fsum(math.exp(x - top) for x in there)
+    return [math.exp(x - top) / total if x == x else x for x in row]
+
+
+def wrongs(logits: Tensor, k: int, backend: str, seed: int = 0, **options: Any) -> list[str]:
+    """What is wrong with a call and its gradient, in words; nothing, when all is as stated."""
+    score, bias = options.get("score", "softmax"), options.get("bias")
+    groups = options.get("num_groups", 1), options.get("groups_kept", 1)
+    renormalize = options.get("renormalize", True)
+    own = logits.detach().requires_grad_()
+    preference = adjoint.Preference(backend=backend)
+    weights, indices = adjoint.moe.route(own, k, preference=preference, **options)
+    generator = torch.Generator().manual_seed(seed)
+    upstream = torch.randn(weights.shape, generator=generator).to(logits.device)
+    (gradient,) = torch.autograd.grad(weights, own, upstream)
+    found = []
+    rows = logits.detach().reshape(-1, logits.shape[-1]).double()
+    if indices.reshape(-1, k).tolist() != chosen_by_sorting(rows, k, score, bias, *groups):
+        found.append("indices")
+    exact = rows.clone().requires_grad_()
+    flat = indices.reshape(-1, k)
+    truth = route_reference.weights_of(exact, flat, score, renormalize)
+    plan = adjoint.plan(adjoint.moe.route, logits, k, preference=preference, **options)
+    measured = plan.guarantee["weights"].error.measure(weights.detach().view(-1, k), truth.detach(), rows, bias)
+    if not measured.holds:
+        found.append(f"weights: {measured}")
+    assert plan.adjoint is not None
+    (dtruth,) = torch.autograd.grad(truth, exact, upstream.view(-1, k).double())
+    statement = plan.adjoint.guarantee["dlogits"].error
+    limit = statement.bound(upstream.view(-1, k).double(), rows, flat)  # type: ignore[union-attr]
+    finite = truth.detach().isfinite().all(1) & rows.isfinite().all(1)
+    error = absolute_error(gradient.view(rows.shape), dtruth)[finite]
+    if not bool((error <= limit[finite]).all()):
+        found.append(f"gradient: {float((error / limit[finite]).max())} of its bound")
+    return found

@@ -1,0 +1,148 @@
+"""The router's losses: what only they know. The shared checks are in test_contract."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import Preference, moe
+from adjoint.core.kernels import interpreting
+from adjoint.ops.moe import losses_plans, losses_reference
+from adjoint.verify.bits import same_bits
+
+BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def _logits(tokens: int, experts: int, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+
+
+def as_hugging_face(logits: Tensor, k: int, mask: Tensor | None = None) -> Tensor:
+    """`load_balancing_loss_func` of the Qwen mixture models, for one layer, written out again from its definition."""
+    shares = torch.softmax(logits, -1)
+    chosen = torch.nn.functional.one_hot(torch.topk(shares, k, -1).indices, logits.shape[-1]).to(logits.dtype)
+    if mask is None:
+        tokens_per_expert, share_per_expert = chosen.mean(0), shares.mean(0)
+    else:
+        factor = mask.to(logits.dtype)
+        tokens_per_expert = (chosen * factor[:, None, None]).sum(0) / factor.sum()
+        share_per_expert = (shares * factor[:, None]).sum(0) / factor.sum()
+    return (tokens_per_expert * share_per_expert[None]).sum() * logits.shape[-1]
+
+
+def inside(function: Callable[..., Tensor], backend: str, expected: Callable[[Tensor], Tensor], *given: Any) -> bool:
+    """Whether a loss and its gradient are within their bounds of what torch's autograd makes of another formulation."""
+    preference = Preference(backend=backend)
+    logits, *rest = given
+    x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss, truth = function(x, *rest, preference=preference), expected(exact)
+    (gradient,), (dtruth,) = torch.autograd.grad(loss, x), torch.autograd.grad(truth, exact)
+    plan = adjoint.plan(function, *given, preference=preference)
+    assert plan.adjoint is not None
+    wide, one = logits.double(), torch.ones((), dtype=torch.float64, device=logits.device)
+    measured = (
+        plan.guarantee["loss"].error.measure(loss.detach(), truth.detach(), wide, *rest),
+        plan.adjoint.guarantee["dlogits"].error.measure(gradient, dtruth, one, wide, *rest),
+    )
+    return all(found.holds for found in measured)
+
+
+@backends
+@pytest.mark.parametrize("masked", [False, True])
+def test_load_balancing_is_hugging_faces(masked: bool, backend: str, device: torch.device) -> None:
+    logits = _logits(50, 12).to(device)
+    mask = torch.arange(50, device=device) % 3 != 0 if masked else None
+    _, indices = moe.route(logits, 3)
+    assert inside(moe.load_balancing_loss, backend, lambda x: as_hugging_face(x, 3, mask), logits, indices, mask)
+
+
+@backends
+def test_an_even_load_costs_k_and_one_expert_for_all_costs_more(backend: str, device: torch.device) -> None:
+    preference = Preference(backend=backend)
+    even = torch.arange(24, device=device).view(12, 2) % 6
+    assert float(moe.load_balancing_loss(torch.zeros(12, 6, device=device), even, preference=preference)) == 2.0
+    logits = torch.zeros(12, 6, device=device)
+    logits[:, 0] = 100.0
+    hot = torch.zeros(12, 1, dtype=torch.int32, device=device)
+    assert float(moe.load_balancing_loss(logits, hot, preference=preference)) == 6.0
+
+
+@backends
+def test_z_is_the_mean_of_squares(backend: str, device: torch.device) -> None:
+    logits = _logits(40, 9).to(device)
+    assert inside(moe.z_loss, backend, lambda x: (x.exp().sum(-1).log() ** 2).mean(), logits)
+
+
+@backends
+def test_what_does_not_count_counts_for_nothing(backend: str, device: torch.device) -> None:
+    """Neither its logits, though they be NaN, nor its choices, though they be no experts."""
+    preference = Preference(backend=backend)
+    logits, indices = _logits(20, 7).to(device), torch.arange(40, device=device).view(20, 2) % 7
+    mask = torch.arange(20, device=device) < 13
+    spoilt = torch.where(mask[:, None], logits, float("nan"))
+    wrong = torch.where(mask[:, None], indices, 99)
+    for loss in (
+        moe.load_balancing_loss(spoilt, wrong, mask, preference=preference),
+        moe.z_loss(spoilt, mask, preference=preference),
+    ):
+        assert loss.isfinite()
+    whole = moe.load_balancing_loss(logits[:13], indices[:13], preference=preference)
+    assert same_bits(moe.load_balancing_loss(spoilt, wrong, mask, preference=preference), whole)
+    x = spoilt.requires_grad_()
+    (gradient,) = torch.autograd.grad(moe.z_loss(x, mask, preference=preference), x)
+    assert not gradient[13:].any() and gradient[:13].isfinite().all()
+
+
+@backends
+def test_without_tokens_both_are_zero(backend: str, device: torch.device) -> None:
+    preference = Preference(backend=backend)
+    none = torch.zeros(5, dtype=torch.bool, device=device)
+    logits = _logits(5, 4).to(device).requires_grad_()
+    indices = torch.zeros(5, 1, dtype=torch.int64, device=device)
+    for loss in (
+        moe.load_balancing_loss(logits, indices, none, preference=preference),
+        moe.z_loss(logits, none, preference=preference),
+    ):
+        assert float(loss) == 0
+        assert not torch.autograd.grad(loss, logits)[0].any()
+    empty = torch.zeros(0, 4, device=device)
+    assert float(moe.z_loss(empty, preference=preference)) == 0
+
+
+@pytest.mark.kernels
+def test_the_order_of_the_sum_is_that_of_runs(device: torch.device) -> None:
+    """Several levels: the tokens of a run in order, then runs in order, in float32, is what the kernels do."""
+    tokens = losses_plans.RUN * losses_plans.RUNS + 3 * losses_plans.RUN + 5
+    logits = _logits(tokens, 3).to(device)
+    terms = [moe.z_loss(row[None], preference=Preference(backend="triton")) for row in logits[:40]]
+    runs = []
+    for begin in range(0, 40, losses_plans.RUN):
+        total = torch.zeros((), device=device)
+        for term in terms[begin : begin + losses_plans.RUN]:
+            total = total + term
+        runs.append(total)
+    expected = torch.zeros((), device=device)
+    for run in runs:
+        expected = expected + run
+    assert same_bits(moe.z_loss(logits[:40], preference=Preference(backend="triton")), expected / 40)
+    assert inside(moe.z_loss, "triton", losses_reference.z_loss, logits), "three levels"
+
+
+@pytest.mark.skipif(interpreting(), reason="the ordinary process runs this")
+def test_the_references_agree_with_finite_differences() -> None:
+    logits = _logits(5, 4).double().requires_grad_()
+    indices = torch.tensor([[0, 1], [1, 2], [1, 3], [0, 1], [2, 3]])
+    mask = torch.tensor([True, False, True, True, True])
+    assert torch.autograd.gradcheck(lambda x: losses_reference.z_loss(x, mask), logits)
+    assert torch.autograd.gradcheck(lambda x: losses_reference.load_balancing_loss(x, indices, mask), logits)
+    one = torch.tensor(1.5, dtype=torch.float64)
+    for forward, backward, rest in (
+        (losses_reference.z_loss, losses_reference.z_loss_backward, (mask,)),
+        (losses_reference.load_balancing_loss, losses_reference.load_balancing_loss_backward, (indices, mask)),
+    ):
+        (expected,) = torch.autograd.grad(forward(logits, *rest), logits, one)
+        torch.testing.assert_close(backward(one, logits.detach(), *rest), expected)

@@ -1,0 +1,218 @@
+"""The router: what only it knows. The shared checks are in test_contract."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import ArgumentError, Preference, moe
+from adjoint.core.kernels import interpreting
+from adjoint.ops.moe import route_reference
+from adjoint.verify.bits import same_bits
+from tests.ops.moe.routing import HALF, INFINITY, NAN, SINGLE, adversarial, wrongs
+
+BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+SHAPES = [(64, 10), (40, 5), (33, 33), (8, 8), (1, 1), (70, 40)]
+"""Experts and k: within one slice of 32 and past it, k = 1, k = E, k past one group of slots and past unrolling."""
+
+GROUPS = {"num_groups": 4, "groups_kept": 2}
+
+
+def _bias(experts: int, device: torch.device) -> Tensor:
+    return (torch.randn(experts, generator=torch.Generator().manual_seed(5)) * 0.3).to(device)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, SINGLE])
+@pytest.mark.parametrize(("experts", "k"), SHAPES)
+def test_routing_is_a_stable_sort_of_the_logits(
+    experts: int, k: int, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    assert not wrongs(adversarial(experts, dtype).to(device), k, backend)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "softmax over all": {"renormalize": False},
+    "sigmoid": {"score": "sigmoid"},
+    "sigmoid, as it is": {"score": "sigmoid", "renormalize": False},
+    "softmax in groups": GROUPS,
+    "sigmoid in groups": {"score": "sigmoid", "renormalize": False} | GROUPS,
+    "every group": {"score": "sigmoid", "num_groups": 4, "groups_kept": 4},
+    "groups of one": {"num_groups": 40, "groups_kept": 10},
+}
+
+
+@backends
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode: str, biased: bool, backend: str, device: torch.device) -> None:
+    bias = _bias(40, device) if biased else None
+    dtype = SINGLE if "sigmoid" in mode else HALF
+    assert not wrongs(adversarial(40, dtype).to(device), 6, backend, bias=bias, **MODES[mode])
+
+
+@backends
+def test_a_bias_moves_the_selection_and_not_the_weights(backend: str, device: torch.device) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]], device=device)
+    bias = torch.tensor([0.0, 0.0, 5.0, 5.0], device=device)
+    options: dict[str, Any] = {"score": "sigmoid", "preference": Preference(backend=backend), "renormalize": False}
+    weights, indices = moe.route(logits, 2, bias=bias, **options)
+    assert indices.tolist() == [[2, 3]]
+    assert torch.allclose(weights, torch.sigmoid(logits[:, 2:]))
+    strided = torch.stack((bias, -bias), 1)[:, 0]
+    assert same_bits(moe.route(logits, 2, bias=strided, **options)[0], weights)
+    assert bias.requires_grad_() is not None
+    (dbias,) = torch.autograd.grad(
+        moe.route(logits.requires_grad_(), 2, bias=bias, **options)[0].sum() + bias.sum(), bias, allow_unused=True
+    )
+    assert torch.equal(dbias, torch.ones_like(bias)), "no gradient comes through the selection"
+
+
+@backends
+def test_experts_outside_the_kept_groups_are_never_chosen(backend: str, device: torch.device) -> None:
+    """Even where everything inside them is worse than what is outside: as DeepSeek-V3, two best decide a group."""
+    logits = torch.tensor([[9.0, -9.0, -9.0, 4.0, 4.0, -9.0, 3.0, 4.5, -9.0]], device=device)
+    _, indices = moe.route(logits, 3, num_groups=3, groups_kept=1, preference=Preference(backend=backend))
+    assert indices.tolist() == [[3, 4, 5]], "4 + 4 is more than 9 − 9 and than 3 + 4.5"
+
+
+@backends
+def test_special_rows(backend: str, device: torch.device) -> None:
+    rows = torch.tensor(
+        [[1.0, INFINITY, 0.0], [-INFINITY] * 3, [NAN, -INFINITY, 2.0], [NAN, NAN, 2.0], [-0.0, 0.0, -0.0]],
+        device=device,
+    )
+    for score in ("softmax", "sigmoid"):
+        weights, indices = moe.route(rows, 2, score=score, preference=Preference(backend=backend))
+        assert weights[:2].isnan().all()
+        assert indices[2].tolist() == [2, 1] and weights[2].tolist() == [1.0, 0.0]
+        assert indices[3].tolist() == [2, 0] and weights[3].isnan().all()
+        assert indices[4].tolist() == [0, 1] and weights[4].tolist() == [0.5, 0.5]
+        assert indices[1].tolist() == [0, 1]
+
+
+@backends
+def test_very_negative_logits_keep_their_weights(backend: str, device: torch.device) -> None:
+    """σ(−10000) is 0 in every format; the ratio of two of them is not."""
+    logits = torch.tensor([[-10000.0, -10001.0, -20000.0]], device=device)
+    weights, _ = moe.route(logits, 2, score="sigmoid", preference=Preference(backend=backend))
+    expected = [1 / (1 + math.exp(-1)), 1 / (1 + math.e)]
+    assert torch.allclose(weights, torch.tensor([expected], device=device), rtol=1e-5)
+
+
+@backends
+@pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"score": "sigmoid"}], ids=str)
+def test_bits_do_not_depend_on_strides(options: dict[str, Any], backend: str, device: torch.device) -> None:
+    if backend == "eager":
+        pytest.skip("plain PyTorch does not promise it")
+    logits, upstream = adversarial(40, HALF).to(device), torch.randn(11, 12, device=device)
+
+    def answers(x: Tensor, dw: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        weights, indices = moe.route(x, 12, preference=Preference(backend=backend), **options)
+        return weights.detach(), indices, torch.autograd.grad(weights, x, dw)[0]
+
+    plain = answers(logits, upstream)
+    turned = logits.T.contiguous().T, upstream.T.contiguous().T
+    apart = torch.cat((logits, logits), 1)[:, :40], torch.stack((upstream, -upstream), -1)[..., 0]
+    for other in (turned, apart):
+        assert all(map(same_bits, answers(*other), plain))
+    for row in (0, 5, 10):
+        alone = answers(logits[row : row + 1], upstream[row : row + 1])
+        assert all(same_bits(a, b[row : row + 1]) for a, b in zip(alone, plain, strict=True))
+
+
+@backends
+def test_leading_axes_are_kept(backend: str, device: torch.device) -> None:
+    logits = adversarial(12, SINGLE, tokens=12).to(device).view(3, 4, 12)
+    weights, indices = moe.route(logits, 3, preference=Preference(backend=backend))
+    flat, _ = moe.route(logits.view(12, 12), 3, preference=Preference(backend=backend))
+    assert weights.shape == indices.shape == (3, 4, 3)
+    assert same_bits(weights.view(12, 3), flat)
+    one, expert = moe.route(logits[2, 3], 1, preference=Preference(backend=backend))
+    assert one.shape == (1,) and int(expert) == int(logits[2, 3].argmax())
+
+
+@backends
+def test_a_softmax_over_the_chosen_keeps_no_logits(backend: str, device: torch.device) -> None:
+    def saved(**options: Any) -> set[tuple[int, ...]]:
+        shapes: list[tuple[int, ...]] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            shapes.append(tuple(tensor.shape))
+            return tensor
+
+        logits = torch.randn(5, 9, device=device, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            moe.route(logits, 2, preference=Preference(backend=backend), **options)
+        return set(shapes)
+
+    assert saved() == {(5, 2)}
+    assert saved(renormalize=False) == saved(score="sigmoid") == {(5, 2), (5, 9)}
+
+
+@pytest.mark.skipif(interpreting(), reason="the ordinary process runs this")
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_the_references_agree_with_finite_differences(score: str, renormalize: bool) -> None:
+    logits = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    indices = route_reference.select(logits, 3, score, None)
+    x = logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: route_reference.weights_of(x, indices, score, renormalize), x)
+    upstream = torch.randn(4, 3, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(route_reference.weights_of(x, indices, score, renormalize), x, upstream)
+    ours = route_reference.route_backward(upstream, logits.detach(), indices, score, renormalize)
+    assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.skipif(interpreting(), reason="the ordinary process runs this")
+def test_as_a_router_is_written_in_pytorch() -> None:
+    """softmax, top-k, divide by the sum: what the mixture blocks of Hugging Face's Qwen models do."""
+    logits = torch.randn(50, 16, generator=torch.Generator().manual_seed(7))
+    shares = torch.softmax(logits, -1, dtype=torch.float32)
+    values, chosen = torch.topk(shares, 4, -1)
+    weights, indices = moe.route(logits, 4)
+    assert torch.equal(indices, chosen)
+    torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True))
+    torch.testing.assert_close(moe.route(logits, 4, renormalize=False)[0], values)
+
+
+@pytest.mark.kernels
+def test_a_plan_runs_into_memory_that_is_given(device: torch.device) -> None:
+    logits = adversarial(12, HALF).to(device)
+    strided = logits.T.contiguous().T
+    plan = adjoint.plan(moe.route, strided, 3, preference=Preference(backend="triton")).prepare()
+    assert plan.problem.layout == "logits copied" and plan.workspace_bytes
+    out = torch.empty(11, 3, device=device), torch.empty(11, 3, dtype=torch.int64, device=device)
+    plan.run(strided, None, out=out, workspace=torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device))
+    assert all(map(same_bits, out, moe.route(logits, 3)))
+    assert adjoint.plan(moe.route, logits, 3, preference=Preference(backend="triton")).workspace_bytes == 0
+
+
+def test_plans_say_what_they_compare(device: torch.device) -> None:
+    logits, bias = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
+    given = adjoint.plan(moe.route, logits, 2).guarantee["indices"].ties
+    assert "the logits as given" in given and "bias" not in given and "groups" not in given
+    ties = adjoint.plan(moe.route, logits, 2, score="sigmoid", bias=bias, num_groups=4, groups_kept=2)
+    words = ties.guarantee["indices"].ties
+    assert "the sigmoid in float64, rounded once to float32 plus the bias" in words and "2 of 4 groups" in words
+
+
+def test_the_operator_checks_what_it_is_given(device: torch.device) -> None:
+    weights, indices = torch.zeros(3, 2, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
+    backward = torch.ops.adjoint.moe_route_backward
+    for changed, words in (
+        ((weights.double(), weights, indices, None), "dweights must be float32"),
+        ((weights, weights, indices.int(), None), "indices must be int64"),
+        ((weights[:2], weights, indices, None), "dweights must have the shape of weights"),
+        ((weights, weights, indices, weights), "logits must have shape"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            backward(*changed, 5, 2, SINGLE, "softmax", True, "")
+    with pytest.raises(ArgumentError, match="needs the logits"):
+        backward(weights, weights, indices, None, 5, 2, SINGLE, "sigmoid", True, "")
