@@ -208,11 +208,11 @@ def moe_z_backward(
 
 
 KERNELS = (
-    kernels.register(moe_balance_runs, budget=Budget(registers=168)),
-    kernels.register(moe_z_runs, budget=Budget(registers=64, shared_bytes=64)),
-    kernels.register(moe_add_runs, budget=Budget(registers=64)),
-    kernels.register(moe_balance_finish, budget=Budget(registers=64)),
-    kernels.register(moe_z_finish, budget=Budget(registers=32)),
-    kernels.register(moe_balance_backward, budget=Budget(registers=128)),
-    kernels.register(moe_z_backward, budget=Budget(registers=128)),
+    kernels.register(moe_balance_runs, budget=Budget(registers=168, shared_bytes=4096)),
+    kernels.register(moe_z_runs, budget=Budget(registers=64, shared_bytes=4096)),
+    kernels.register(moe_add_runs, budget=Budget(registers=64, shared_bytes=4096)),
+    kernels.register(moe_balance_finish, budget=Budget(registers=64, shared_bytes=4096)),
+    kernels.register(moe_z_finish, budget=Budget(registers=32, shared_bytes=4096)),
+    kernels.register(moe_balance_backward, budget=Budget(registers=128, shared_bytes=4096)),
+    kernels.register(moe_z_backward, budget=Budget(registers=128, shared_bytes=4096)),
 )
