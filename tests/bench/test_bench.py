@@ -308,7 +308,17 @@ def test_readme_shows_rows_where_a_peer_is_ahead(tmp_path: Path, gpu: None) -> N
 
 def test_readme_shows_operations_and_memory_where_they_are_counted(tmp_path: Path, gpu: None) -> None:
     row = run.Row(
-        "activation", "w", contenders.STEP, run.OURS, run.OK, 100, 2.0, 1.0, 1e-3, operations=6000, peak_bytes=3 * 2**30
+        "activation",
+        "w",
+        contenders.STEP,
+        run.OURS,
+        run.OK,
+        100,
+        2.0,
+        1.0,
+        1e-3,
+        operations=10**9,
+        peak_bytes=3 * 2**30,
     )
     result = run.Result(CPU, 10.0, (row,), 700.0)
     content = results.load(results.save(result, "command", tmp_path))
