@@ -1,0 +1,337 @@
+"""Launches the kernels of taking along an axis: variants, workspaces, and the sequence of a sorted adjoint."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.core import grouping, kernels
+from adjoint.core.errors import check, report, status_word
+from adjoint.core.kernels import TRITON_TYPES, Variant
+from adjoint.core.plan import Plan
+from adjoint.core.problem import Problem
+from adjoint.core.sums import wide
+from adjoint.core.workspace import Regions
+from adjoint.ops.indexing import eager, walks
+from adjoint.ops.indexing.faults import INDEX_OUT_OF_RANGE, REPEATED_INDEX
+from adjoint.ops.indexing.plans import LARGE, MANY_AXES, MAX_SORTED, TILE_BITS
+from adjoint.ops.indexing.walks import MAX_AXES, Lines
+
+# ------------------------------------------------------------------------------------------- variants
+
+
+class Kinds(NamedTuple):
+    """What the variants of a plan's kernels have in common."""
+
+    element: torch.dtype
+    index_type: torch.dtype
+    many_axes: bool = False
+    large: bool = False
+    raises: bool = False
+    sums: bool = True
+    length: int = 1
+    entries: int = 1
+
+
+def kinds_of(problem: Problem) -> Kinds:
+    element, index = problem.dtypes
+    kinds = Kinds(element, index, MANY_AXES in problem.layout, LARGE in problem.layout)
+    if problem.op == "take_along_axis":
+        return kinds._replace(raises=problem.options[1] == "raise")
+    shape, axis, distinct = problem.options
+    return kinds._replace(sums=not distinct, length=shape[axis], entries=problem.sizes[1])
+
+
+_POINTERS = {
+    "x": lambda k: k.element,
+    "out": lambda k: k.element,
+    "dout": lambda k: k.element,
+    "dx": lambda k: k.element,
+    "indices": lambda k: k.index_type,
+    "partials": lambda k: wide(k.element),
+    "status_word": lambda k: torch.int64,
+} | {name: lambda k: torch.int32 for name in ("ids", "keys", "positions", "starts", "ends")}
+
+
+_MULTIPLES = ("dx", "length", "span", "dx_step_0", "dx_step_1", "dx_step_2", "dx_step_3")
+"""Arguments that are multiples of 16 (bytes for pointers, elements for numbers) where lines are aligned."""
+
+
+def _type(name: str, kinds: Kinds) -> str:
+    """The Triton type of a run-time parameter: what multiplies to an offset is 64 bits wide."""
+    if name in _POINTERS:
+        return f"*{TRITON_TYPES[_POINTERS[name](kinds)]}"
+    if "_step" in name or name in ("lines", "first_line"):
+        return "i64"
+    if name == "count" or name.startswith("size_"):
+        return "i64" if kinds.large else "i32"
+    return "i64" if name.startswith("line_size_") else "i32"
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+class Shape(NamedTuple):
+    """What a program of the adjoint by lines takes: lines, their entries, elements at once and in all."""
+
+    lines: int
+    entries: int
+    block: int
+    span: int
+
+
+_SIDE_BY_SIDE = 32
+_MOST_ENTRIES = 1024
+
+
+def line_shape(schedule: Mapping[str, int], kinds: Kinds, unit: bool) -> Shape:
+    """Short lines share a program, long ones have several; lines that lie side by side are taken together."""
+    entries, elements = _power(kinds.entries), schedule["lines_elements"]
+    most = max(1, _MOST_ENTRIES // entries)
+    if unit:
+        block = min(max(16, _power(kinds.length)), schedule["lines_block"])
+        lines = min(most, max(1, elements // block))
+    else:
+        lines = min(most, _SIDE_BY_SIDE)
+        block = min(max(1, elements // lines), max(16, _power(kinds.length)))
+    return Shape(lines, entries, block, max(block, schedule["lines_span"]))
+
+
+def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, access: str) -> Variant:
+    """A kernel of the family as it is compiled for an access: "aligned", "unit" or "strided" lines, "plain" indices."""
+    from adjoint.ops.indexing import kernels as _  # noqa: F401  (registers them)
+
+    described = kernels.registered()[kernel]
+    unit = access in ("aligned", "unit")
+    values: dict[str, Any] = {
+        "RAISE": kinds.raises,
+        "DOUBLE": kinds.element == torch.float64,
+        "SUM": kinds.sums,
+        "UNIT": unit,
+        "PLAIN": access == "plain",
+        "LARGE": kinds.large,
+        "AXES": MAX_AXES if kinds.many_axes else 2,
+        "LINE_AXES": MAX_AXES if kinds.many_axes else 1 if unit else 2,
+        "ENTRY_AXES": MAX_AXES if kinds.many_axes else 1,
+    }
+    if part == "lines":
+        shape = line_shape(schedule, kinds, unit)
+        values |= {"LINES": shape.lines, "ENTRIES": shape.entries, "BLOCK": shape.block}
+    else:
+        values["BLOCK"] = schedule[f"{part}_block"]
+    runtime = [name for name in described.parameters if not name.isupper()]
+    multiples = _MULTIPLES if access == "aligned" else ()
+    return described.variant(
+        {name: _type(name, kinds) for name in runtime},
+        {name: values[name] for name in described.parameters if name.isupper()},
+        [name for name in runtime if name in multiples],
+        num_warps=schedule[f"{part}_warps"],
+        num_stages=1,
+    )
+
+
+def _launcher(plan: Plan, kernel: str, part: str, access: str = "") -> Callable[..., None]:
+    """What launches a variant of a plan, compiled on first use."""
+    key = (kernel, access)
+    compiled = plan.memo.get(key)
+    if compiled is None:
+        described = variant(kernel, kinds_of(plan.problem), plan.schedule, part, access)
+        compiled = plan.memo[key] = described.prepare(plan.problem.device)
+    return compiled
+
+
+def _blocks(count: int, block: int) -> tuple[int, int, int]:
+    return -(-count // block), 1, 1
+
+
+# -------------------------------------------------------------------------------------------- forward
+
+
+def take(plan: Plan, arguments: tuple[Any, ...], out: Tensor) -> None:
+    """out = the elements of x at the indices."""
+    x, indices, axis, _, promise = arguments
+    device, count = plan.problem.device, out.numel()
+    if promise:
+        report_repeats(indices, x.shape[axis], axis)
+    if count == 0:
+        return
+    taking = walks.taking(tuple(x.shape), x.stride(), tuple(indices.shape), indices.stride(), axis)
+    _launcher(plan, "take_forward", "take", "plain" if taking.plain else "")(
+        _blocks(count, plan.schedule["take_block"]), x, indices, out, status_word(device), INDEX_OUT_OF_RANGE.row,
+        count, x.shape[axis], x.stride(axis), *taking.walk.flat,
+    )  # fmt: skip
+    if device.type == "cpu":
+        check()
+
+
+def prepare_take(plan: Plan) -> None:
+    status_word(plan.problem.device)
+    for access in ("plain", ""):
+        _launcher(plan, "take_forward", "take", access)
+
+
+def report_repeats(indices: Tensor, length: int, axis: int) -> None:
+    """In checking mode: reports the first index that its line has before."""
+    if indices.numel():
+        report(REPEATED_INDEX, indices, eager.repeats(indices, length, axis))
+
+
+# -------------------------------------------------------------------------- the adjoint, line by line
+
+
+def _lines_of(arguments: tuple[Any, ...]) -> Lines:
+    dout, indices, shape, axis, _ = arguments
+    return walks.lines(tuple(shape), tuple(indices.shape), indices.stride(), dout.stride(), axis)
+
+
+def by_lines(plan: Plan, arguments: tuple[Any, ...], dx: Tensor) -> None:
+    """For lines with few entries: every program writes its lines, zeros and all."""
+    dout, indices, shape, axis, _ = arguments
+    if dx.numel() == 0:
+        return
+    found, length = _lines_of(arguments), shape[axis]
+    unit = found.axis_step == 1
+    access = "strided" if not unit else "unit"
+    if unit and dx.data_ptr() % 16 == 0 and length % 16 == 0:
+        access = "aligned"
+    taken = line_shape(plan.schedule, kinds_of(plan.problem), unit)
+    spans = -(-length // taken.span)
+    blocks = -(-found.line_count // taken.lines)
+    _launcher(plan, "take_backward_lines", "lines", access)(
+        (blocks * spans, 1, 1), dout, indices, dx, found.line_count, found.entry_count, length, found.axis_step,
+        spans, taken.span, *found.lines.flat, *found.entries.flat,
+    )  # fmt: skip
+
+
+def prepare_lines(plan: Plan) -> None:
+    for access in ("aligned", "unit", "strided"):
+        _launcher(plan, "take_backward_lines", "lines", access)
+
+
+def scatter(plan: Plan, arguments: tuple[Any, ...], dx: Tensor) -> None:
+    """For many entries that do not repeat: zeros, then every entry to its element."""
+    dout, indices, shape, axis, _ = arguments
+    dx.zero_()
+    if dx.numel() == 0 or dout.numel() == 0:
+        return
+    found = _lines_of(arguments)
+    _launcher(plan, "take_scatter", "scatter", "unit" if found.axis_step == 1 else "strided")(
+        _blocks(dout.numel(), plan.schedule["scatter_block"]), dout, indices, dx, found.line_count, found.entry_count,
+        shape[axis], found.axis_step, *found.lines.flat, *found.entries.flat,
+    )  # fmt: skip
+
+
+def prepare_scatter(plan: Plan) -> None:
+    for access in ("unit", "strided"):
+        _launcher(plan, "take_scatter", "scatter", access)
+
+
+# ---------------------------------------------------------------------------- the adjoint, by sorting
+
+
+def lines_at_once(length: int, entries: int) -> int:
+    """Lines that are sorted together: as many as keep the workspace within bounds, but one at least."""
+    return max(1, MAX_SORTED // max(1, length, entries))
+
+
+def regions(problem: Problem) -> Regions:
+    """The workspace of an adjoint by sorting."""
+    shape, axis, _ = problem.options
+    lines, entries = problem.sizes
+    taken = min(lines, lines_at_once(shape[axis], entries))
+    count, groups = taken * entries, taken * shape[axis]
+    held = grouping.regions(count) | grouping.mark_regions(groups) | {"ids": (torch.int32, max(1, count))}
+    held["partials"] = (wide(problem.dtypes[0]), count if entries > 1 << TILE_BITS else 1)
+    return Regions(**held)
+
+
+def _levels(entries: int) -> Iterator[int]:
+    """Bits of the tiles of each level of partial sums that an element with all entries of a line would have."""
+    bits = TILE_BITS
+    while entries > 1 << bits:
+        yield bits
+        bits += TILE_BITS
+
+
+def by_sorting(plan: Plan, arguments: tuple[Any, ...], dx: Tensor, workspace: Tensor | None) -> None:
+    """For any number of entries: sorts them by element, then sums."""
+    dout, indices, shape, axis, _ = arguments
+    if dx.numel() == 0:
+        return
+    if dout.numel() == 0:
+        dx.zero_()
+        return
+    held, found, length = regions(plan.problem), _lines_of(arguments), shape[axis]
+    if workspace is None:
+        workspace = held.allocate(plan.problem.device)
+    memory = held.pointers(workspace)
+    step = lines_at_once(length, found.entry_count)
+    for first in range(0, found.line_count, step):
+        _sort_and_sum(plan, memory, found, length, first, min(step, found.line_count - first), dout, indices, dx)
+
+
+def _sort_and_sum(
+    plan: Plan,
+    memory: Mapping[str, Any],
+    found: Lines,
+    length: int,
+    first: int,
+    lines: int,
+    dout: Tensor,
+    indices: Tensor,
+    dx: Tensor,
+) -> None:
+    """The adjoint of some lines."""
+    schedule, entries = plan.schedule, found.entry_count
+    count, groups = lines * entries, lines * length
+    dx_walk, index_walk, dout_walk = (found.lines._replace(steps=(steps,)) for steps in found.lines.steps)
+    entry_index, entry_dout = (found.entries._replace(steps=(steps,)) for steps in found.entries.steps)
+
+    access = "unit" if found.lines.axes == 1 else ""
+
+    def launch(kernel: str, part: str, number: int, *given: Any) -> None:
+        _launcher(plan, kernel, part, access)(_blocks(number, schedule[f"{part}_block"]), *given)
+
+    launch(
+        "take_keys", "keys", count, indices, memory["ids"], count, entries, length, first,
+        *index_walk.flat, *entry_index.flat,
+    )  # fmt: skip
+    sort = _sorter(plan)
+    keys, positions = grouping.sort(sort, memory, memory["ids"], count, groups, -1, mark=True)
+    grouping.mark_groups(sort, memory, keys, count, groups)
+    bounds = (memory["starts"], memory["ends"])
+    for bits in _levels(entries):
+        if bits == TILE_BITS:
+            launch(
+                "take_sum_tiles", "sums", count, dout, keys, positions, *bounds, memory["partials"], count, groups,
+                entries, first, *dout_walk.flat, *entry_dout.flat,
+            )  # fmt: skip
+        else:
+            launch("take_sum_partials", "sums", count, keys, *bounds, memory["partials"], count, groups, bits)
+    launch(
+        "take_write_sums", "sums", groups, dout, positions, *bounds, memory["partials"], dx, groups, entries, length,
+        found.axis_step, first, *dx_walk.flat, *dout_walk.flat[MAX_AXES - 1 :], *entry_dout.flat,
+    )  # fmt: skip
+
+
+def _sorter(plan: Plan) -> grouping.Launch:
+    """Starts a kernel of the sort by its key."""
+
+    def launch(key: str, grid: tuple[int, ...], *arguments: Any) -> None:
+        compiled = plan.memo.get(key)
+        if compiled is None:
+            compiled = plan.memo[key] = grouping.variants(torch.int32)[key].prepare(plan.problem.device)
+        compiled((*grid, 1, 1)[:3], *arguments)
+
+    return launch
+
+
+def prepare_sorting(plan: Plan) -> None:
+    for key, described in grouping.variants(torch.int32).items():
+        plan.memo[key] = described.prepare(plan.problem.device)
+    for kernel in ("take_keys", "take_sum_tiles", "take_sum_partials", "take_write_sums"):
+        for access in ("unit", ""):
+            _launcher(plan, kernel, "keys" if kernel == "take_keys" else "sums", access)
