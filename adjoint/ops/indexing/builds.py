@@ -9,43 +9,54 @@ import torch
 
 from adjoint.core.arguments import FLOATING
 from adjoint.core.kernels import Variant
-from adjoint.ops.indexing.plans import MAX_COMPARED, SCHEDULES
+from adjoint.ops.indexing.plans import SCHEDULES
 
-_LINES = ((512, 10), (128, 8), (100, 40), (16, MAX_COMPARED))
-"""Elements and entries of the lines that are built for."""
+_FEW, _MANY = (512, 10), (512, 512)
+"""Elements and entries of lines, for each of two kernels."""
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Kernel variants, named; indices in both types where a kernel reads them."""
-    from adjoint.ops.indexing.launch import Kinds, variant
+    from adjoint.ops.indexing.launch import ACCESSES, Kinds, variant
 
     take = SCHEDULES.lookup("take_forward")
-    lines = SCHEDULES.lookup("take_backward_lines")
-    scatter = SCHEDULES.lookup("take_scatter")
-    by_sorting = SCHEDULES.lookup("take_backward_sorted")
+    columns, lines = SCHEDULES.lookup("take_backward_columns"), SCHEDULES.lookup("take_backward_lines")
+    scatter, by_sorting = SCHEDULES.lookup("take_scatter"), SCHEDULES.lookup("take_backward_sorted")
+
+    def adjoint(kernel: str, kinds: Kinds, access: str, what: str) -> tuple[str, Variant]:
+        part = kernel.removeprefix("take_backward_")
+        length, entries = _FEW if part == "columns" else _MANY
+        kinds = kinds._replace(length=length, entries=entries)
+        name = f"{kernel} {kinds.element} {kinds.index_type} {access} {what}"
+        return name, variant(kernel, kinds, columns if part == "columns" else lines, part, access)
+
     for dtype in FLOATING:
         main = dtype == torch.float32
-        for index in (torch.int64, torch.int32) if main else (torch.int64,):
-            for access in ("plain", "") if main else ("plain",):
-                for many, large in ((False, False), (True, False), (True, True)) if main else ((False, False),):
-                    kinds = Kinds(dtype, index, many, large, raises=True)
-                    name = f"take {dtype} {index} {access} {many} {large}"
-                    yield name, variant("take_forward", kinds, take, "take", access)
-            for length, entries in _LINES:
-                for sums in (True, False):
-                    for access in ("aligned", "unit", "strided") if main else ("aligned", "strided"):
-                        kinds = Kinds(dtype, index, sums=sums, length=length, entries=entries)
-                        name = f"lines {dtype} {index} {length} {entries} {sums} {access}"
-                        yield name, variant("take_backward_lines", kinds, lines, "lines", access)
-        for many in (False, True) if main else (False,):
-            kinds = Kinds(dtype, torch.int64, many, length=512, entries=10)
-            if many:
-                yield f"lines {dtype} many", variant("take_backward_lines", kinds, lines, "lines", "unit")
-            for access in ("unit", "strided") if main and not many else ("unit",):
-                yield f"scatter {dtype} {many} {access}", variant("take_scatter", kinds, scatter, "scatter", access)
-                for name, part in (("take_keys", "keys"), ("take_sum_tiles", "sums"), ("take_write_sums", "sums")):
-                    if main or name != "take_keys":
-                        yield f"{name} {dtype} {many} {access}", variant(name, kinds, by_sorting, part, access)
+        few = Kinds(dtype, torch.int64, raises=True)
+        yield f"take {dtype}", variant("take_forward", few, take, "take", "plain")
+        for access in ACCESSES if main else ACCESSES[:1]:
+            yield adjoint("take_backward_columns", few, access, "")
+            yield adjoint("take_backward_lines", few, access, "sums")
+            if main and access != "unit":
+                yield adjoint("take_backward_lines", few._replace(sums=False), access, "distinct")
+        yield f"scatter {dtype}", variant("take_scatter", few, scatter, "scatter", "unit")
+        for kernel in ("take_sum_tiles", "take_write_sums"):
+            yield f"{kernel} {dtype}", variant(kernel, few, by_sorting, "sums", "unit")
         if dtype in (torch.float64, torch.float32):  # the sums of the others are float32's
-            kinds = Kinds(dtype, torch.int64)
-            yield f"partials {dtype}", variant("take_sum_partials", kinds, by_sorting, "sums", "unit")
+            yield f"partials {dtype}", variant("take_sum_partials", few, by_sorting, "sums", "unit")
+    # What else a layout or a type may ask for, in one of the element types.
+    dtype = torch.float32
+    narrow, many = Kinds(dtype, torch.int32, raises=True), Kinds(dtype, torch.int64, many_axes=True, raises=True)
+    large = many._replace(large=True)
+    for what, kinds in (("int32", narrow), ("many axes", many), ("large", large)):
+        yield f"take {what}", variant("take_forward", kinds, take, "take", "" if kinds.many_axes else "plain")
+        yield f"scatter {what}", variant("take_scatter", kinds, scatter, "scatter", "strided")
+    for what, kinds in (("int32", narrow), ("many axes", many)):
+        for kernel in ("take_backward_columns", "take_backward_lines"):
+            yield adjoint(kernel, kinds, "unit" if kinds.many_axes else "aligned", what)
+        yield f"keys {what}", variant("take_keys", kinds, by_sorting, "keys", "unit")
+    yield "take strided", variant("take_forward", narrow, take, "take", "")
+    long = Kinds(dtype, torch.int64, length=2**30, entries=1024)
+    yield "lines with long keys", variant("take_backward_lines", long, lines, "lines", "unit")
+    for kernel in ("take_sum_tiles", "take_write_sums"):
+        yield f"{kernel} many axes", variant(kernel, many, by_sorting, "sums", "unit")

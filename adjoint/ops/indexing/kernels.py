@@ -2,7 +2,7 @@
 
 A tensor is walked along up to four axes: see `walks`. Sums over the entries of an element run in an order fixed
 by the element alone: its entries, in their order, are added one after the other in tiles of TILE; TILE tiles make
-a tile of the next level, and so on.
+a tile of the next level, and so on. Lines too long for a program are sorted: see `sorting_kernels`.
 """
 
 import triton
@@ -14,7 +14,6 @@ from adjoint.core.kernels import Budget
 from adjoint.ops.indexing.plans import TILE_BITS
 
 _TILE = tl.constexpr(1 << TILE_BITS)
-_BITS = tl.constexpr(TILE_BITS)
 
 
 @triton.jit
@@ -74,37 +73,32 @@ def take_forward(
     tl.store(out + flat, value, inside)
 
 
-# ----------------------------------------------------------------------------- the adjoint, line by line
+# ------------------------------------------------------------------------ the adjoint, element by element
 
 
 @triton.jit
-def take_backward_lines(
-    dout, indices, dx, lines, entries, length, axis_step, spans, span,
+def take_backward_columns(
+    dout, indices, dx, lines, entries, length, axis_step, spans,
     line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3,
     line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3,
     line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
     entry_size_1, entry_size_2, entry_size_3, index_step_0, index_step_1, index_step_2, index_step_3,
     dout_step_0, dout_step_1, dout_step_2, dout_step_3,
-    DOUBLE: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr, LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr,
-    LINES: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    DOUBLE: tl.constexpr, UNIT: tl.constexpr, LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines with few entries: a program fills `span` elements of LINES lines with zeros, then writes the sums.
+    """Lines with very few entries: every element looks at all of them, and is written once.
 
-    With SUM, every entry is compared with every other of its line: the first of those with one index writes
-    their sum. Without, no index repeats, and every entry writes itself. UNIT lines lie along the axis; of
-    others, neighbours lie side by side.
+    UNIT lines lie along the axis; of others, neighbours lie side by side.
     """
     program = tl.program_id(0)
-    begin = (program % spans) * span
     line = (program // spans).to(tl.int64) * LINES + tl.arange(0, LINES)
+    element = (program % spans) * BLOCK + tl.arange(0, BLOCK)
     if UNIT:
-        line, entry, element = line[:, None], tl.arange(0, ENTRIES)[None, :], tl.arange(0, BLOCK)[None, :]
+        line, element = line[:, None], element[None, :]
     else:
-        line, entry, element = line[None, :], tl.arange(0, ENTRIES)[:, None], tl.arange(0, BLOCK)[:, None]
+        line, element = line[None, :], element[:, None]
     present = line < lines
-    target = dx + walk(
-        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
-    )  # fmt: skip
     line_indices = indices + walk(
         line, line_size_1, line_size_2, line_size_3,
         line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3, LINE_AXES,
@@ -113,52 +107,127 @@ def take_backward_lines(
         line, line_size_1, line_size_2, line_size_3,
         line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, LINE_AXES,
     )  # fmt: skip
-
-    inside = present & (entry < entries)
-    place = walk(
-        entry, entry_size_1, entry_size_2, entry_size_3,
-        index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
-    )  # fmt: skip
-    chosen = from_the_beginning(tl.load(line_indices + place, inside, other=0), length)
-    writes = inside & (chosen >= 0) & (chosen < length)
-    # Zeros first: they are on their way to memory while the entries are compared.
-    zeros = tl.zeros((line + element).shape, dx.dtype.element_ty)
-    for first in range(begin, tl.minimum(begin + span, length), BLOCK):
-        step = first + element if UNIT else (first + element) * axis_step
-        tl.store(target + step, zeros, present & (first + element < length))
-    if SUM:
-        total = tl.zeros(chosen.shape, tl.float64 if DOUBLE else tl.float32)
-        tile = total
-        found = tl.zeros(chosen.shape, tl.int32)
-        for other in range(0, entries):
-            other_place = walk(
-                other, entry_size_1, entry_size_2, entry_size_3,
-                index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
-            )  # fmt: skip
-            other_chosen = from_the_beginning(tl.load(line_indices + other_place, present, other=0), length)
-            term_place = walk(
-                other, entry_size_1, entry_size_2, entry_size_3,
-                dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
-            )  # fmt: skip
-            term = tl.load(line_dout + term_place, present, other=0).to(total.dtype)
-            same = other_chosen == chosen
-            writes = writes & ((same == 0) | (entry <= other))
-            tile += tl.where(same, term, 0.0)
-            if ENTRIES > _TILE:
-                found += same.to(tl.int32)
-                full = same & (found % _TILE == 0)
-                total += tl.where(full, tile, 0.0)
-                tile = tl.where(full, 0.0, tile)
-        total += tile
-    else:
+    inside = present & (element < length)
+    total = tl.zeros(inside.shape, tl.float64 if DOUBLE else tl.float32)
+    for entry in range(0, entries):
+        place = walk(
+            entry, entry_size_1, entry_size_2, entry_size_3,
+            index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
+        )  # fmt: skip
+        chosen = from_the_beginning(tl.load(line_indices + place, present, other=0), length)
+        chosen = tl.where((chosen >= 0) & (chosen < length), chosen, -1).to(tl.int32)
         place = walk(
             entry, entry_size_1, entry_size_2, entry_size_3,
             dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
         )  # fmt: skip
-        total = tl.load(line_dout + place, writes, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
+        term = tl.load(line_dout + place, present, other=0).to(total.dtype)
+        total = tl.where(chosen == element, total + term, total)
+    target = dx + walk(
+        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
+    )  # fmt: skip
+    step = element if UNIT else element * axis_step
+    tl.store(target + step, total.to(dx.dtype.element_ty), inside)
 
+
+# ----------------------------------------------------------------------------- the adjoint, line by line
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def take_backward_lines(
+    dout, indices, dx, order, partials, lines, first_line, entries, length, axis_step,
+    line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3,
+    line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3,
+    line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
+    entry_size_1, entry_size_2, entry_size_3, index_step_0, index_step_1, index_step_2, index_step_3,
+    dout_step_0, dout_step_1, dout_step_2, dout_step_3,
+    DOUBLE: tl.constexpr, SUM: tl.constexpr, FILL: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
+    LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr,
+    LINES: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines whose entries fit a program: it fills them with zeros (FILL), then writes the sums.
+
+    With SUM, a line's entries are sorted by index and number, and put into `order` for all threads to read; the
+    first of those with one index writes their sum. Sums of tiles are left in `partials` on the way. Without,
+    no index repeats, and every entry writes itself. LONG keys have 64 bits.
+    """
+    local = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    entry = tl.arange(0, ENTRIES)[None, :]
+    line = (local + first_line)[:, None]
+    present = line < lines
+    target = dx + walk(
+        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
+    )  # fmt: skip
+    line_dout = dout + walk(
+        line, line_size_1, line_size_2, line_size_3,
+        line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, LINE_AXES,
+    )  # fmt: skip
+    place = walk(
+        line, line_size_1, line_size_2, line_size_3,
+        line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3, LINE_AXES,
+    ) + walk(
+        entry, entry_size_1, entry_size_2, entry_size_3,
+        index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
+    )  # fmt: skip
+    inside = present & (entry < entries)
+    chosen = from_the_beginning(tl.load(indices + place, inside, other=0), length)
+    writes = inside & (chosen >= 0) & (chosen < length)
+    if FILL:  # on its way to memory while the entries are sorted
+        if UNIT:
+            for first in range(0, length, BLOCK):
+                element = first + tl.arange(0, BLOCK)[None, :]
+                tl.store(target + element, 0.0, present & (element < length))
+        else:  # threads along neighbouring lines
+            side = (local + first_line)[None, :]
+            beside = dx + walk(
+                side, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
+            )  # fmt: skip
+            for first in range(0, length, BLOCK):
+                element = first + tl.arange(0, BLOCK)[:, None]
+                tl.store(beside + element * axis_step, 0.0, (side < lines) & (element < length))
+    if SUM:
+        key = tl.where(writes, chosen, length).to(tl.int64 if LONG else tl.int32) * ENTRIES + entry
+        key = tl.sort(key)
+        own = order + local.to(tl.int64)[:, None] * ENTRIES + entry
+        tl.store(own, key, present)
+        tl.debug_barrier()  # what one thread has sorted, another reads
+        chosen = key // ENTRIES
+        leads = (entry == 0) | (tl.load(own - 1, present & (entry > 0), other=0) // ENTRIES != chosen)
+        # How many entries of its index an entry has before it.
+        rank = entry - tl.associative_scan(tl.where(leads, entry, 0), 1, larger)
+        counts = present & (chosen < length)
+        begins = counts & (rank % _TILE == 0)
+        total = tl.zeros(begins.shape, tl.float64 if DOUBLE else tl.float32)
+        for step in range(0, tl.max(tl.where(counts, rank % _TILE + 1, 0))):
+            other = tl.load(own + step, begins & (entry + step < ENTRIES), other=-1)
+            same = begins & (other // ENTRIES == chosen) & (other >= 0)
+            term = walk(
+                other % ENTRIES, entry_size_1, entry_size_2, entry_size_3,
+                dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
+            )  # fmt: skip
+            total += tl.load(line_dout + term, same, other=0).to(total.dtype)
+        writes = counts & leads
+        if ENTRIES > _TILE:
+            tiles = partials + local.to(tl.int64)[:, None] * ENTRIES + entry
+            tl.store(tiles, total, begins)
+            tl.debug_barrier()
+            total = tl.zeros(begins.shape, tl.float64 if DOUBLE else tl.float32)
+            for step in range(0, tl.max(tl.where(counts, rank // _TILE + 1, 0))):
+                near = writes & (entry + step * _TILE < ENTRIES)
+                other = tl.load(own + step * _TILE, near, other=-1)
+                same = near & (other // ENTRIES == chosen) & (other >= 0)
+                total += tl.load(tiles + step * _TILE, same, other=0)
+    else:
+        term = walk(
+            entry, entry_size_1, entry_size_2, entry_size_3,
+            dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
+        )  # fmt: skip
+        total = tl.load(line_dout + term, writes, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
     tl.debug_barrier()  # a sum goes where another thread may have written zero
-    writes = writes & (chosen >= begin) & (chosen < begin + span)
     tl.store(target + chosen * axis_step, total.to(dx.dtype.element_ty), writes)
 
 
@@ -208,142 +277,12 @@ def take_scatter(
     tl.store(dx + place + chosen * axis_step, value.to(dx.dtype.element_ty), valid)
 
 
-# ------------------------------------------------------------------------------- the adjoint, by sorting
-
-
-@triton.jit
-def take_keys(
-    indices, ids, count, entries, length, first_line, line_size_1, line_size_2, line_size_3,
-    line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3,
-    entry_size_1, entry_size_2, entry_size_3, index_step_0, index_step_1, index_step_2, index_step_3,
-    LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """ids[entry] = the element of dx it belongs to, counted from the first line on; −1 out of range."""
-    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = flat < count
-    line, entry = flat // entries, flat % entries
-    place = walk(
-        line + first_line, line_size_1, line_size_2, line_size_3,
-        line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3, LINE_AXES,
-    ) + walk(
-        entry, entry_size_1, entry_size_2, entry_size_3,
-        index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
-    )  # fmt: skip
-    chosen = from_the_beginning(tl.load(indices + place, inside, other=0), length)
-    valid = (chosen >= 0) & (chosen < length)
-    tl.store(ids + flat, tl.where(valid, line * length + chosen, -1).to(tl.int32), inside)
-
-
-@triton.jit
-def load_entry(
-    dout, position, inside, entries, first_line, line_size_1, line_size_2, line_size_3,
-    line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
-    entry_size_1, entry_size_2, entry_size_3, dout_step_0, dout_step_1, dout_step_2, dout_step_3,
-    DOUBLE: tl.constexpr, LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr,
-):  # fmt: skip
-    """The entries at positions, counted from the first line on, widened; 0 outside."""
-    place = walk(
-        position // entries + first_line, line_size_1, line_size_2, line_size_3,
-        line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, LINE_AXES,
-    ) + walk(
-        position % entries, entry_size_1, entry_size_2, entry_size_3,
-        dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
-    )  # fmt: skip
-    return tl.load(dout + place, inside, other=0).to(tl.float64 if DOUBLE else tl.float32)
-
-
-@triton.jit
-def take_sum_tiles(
-    dout, keys, positions, starts, ends, partials, count, groups, entries, first_line,
-    line_size_1, line_size_2, line_size_3, line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
-    entry_size_1, entry_size_2, entry_size_3, dout_step_0, dout_step_1, dout_step_2, dout_step_3,
-    DOUBLE: tl.constexpr, LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sum of each tile of an element that has more than one, at the place where the tile begins."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + place, place < count, other=groups)
-    start = tl.load(starts + key, key < groups, other=0)
-    end = tl.load(ends + key, key < groups, other=0)
-    begins = (end - start > _TILE) & ((place - start) % _TILE == 0)
-    number = tl.where(begins, tl.minimum(end - place, _TILE), 0)
-    total = tl.zeros([BLOCK], tl.float64 if DOUBLE else tl.float32)
-    for step in range(0, tl.max(number)):
-        position = tl.load(positions + place + step, step < number, other=0)
-        total += load_entry(
-            dout, position, step < number, entries, first_line, line_size_1, line_size_2, line_size_3,
-            line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
-            entry_size_1, entry_size_2, entry_size_3, dout_step_0, dout_step_1, dout_step_2, dout_step_3,
-            DOUBLE, LINE_AXES, ENTRY_AXES,
-        )  # fmt: skip
-    tl.store(partials + place, total, begins)
-
-
-@triton.jit
-def take_sum_partials(keys, starts, ends, partials, count, groups, bits, BLOCK: tl.constexpr):
-    """A further level: tiles of 2^bits places, from those of the level below, at the place where each begins.
-
-    Of all places, the one where a tile begins is read here by its own program alone: sums replace their first term.
-    """
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + place, place < count, other=groups)
-    start = tl.load(starts + key, key < groups, other=0)
-    end = tl.load(ends + key, key < groups, other=0)
-    below = bits - _BITS
-    begins = (end - start > (1 << bits)) & (((place - start) & ((1 << bits) - 1)) == 0)
-    number = tl.where(begins, (tl.minimum(end - place, 1 << bits) + ((1 << below) - 1)) >> below, 0)
-    total = tl.zeros([BLOCK], partials.dtype.element_ty)
-    for step in range(0, tl.max(number)):
-        total += tl.load(partials + place + (step << below), step < number, other=0)
-    tl.store(partials + place, total, begins)
-
-
-@triton.jit
-def take_write_sums(
-    dout, positions, starts, ends, partials, dx, groups, entries, length, axis_step, first_line,
-    line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3,
-    line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
-    entry_size_1, entry_size_2, entry_size_3, dout_step_0, dout_step_1, dout_step_2, dout_step_3,
-    DOUBLE: tl.constexpr, LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Every element of dx: the sum of its entries, of its tiles where there are several, or zero."""
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < groups
-    start = tl.load(starts + element, inside, other=-1)
-    end = tl.load(ends + element, start >= 0, other=-1)
-    count = end - start
-    total = tl.zeros([BLOCK], tl.float64 if DOUBLE else tl.float32)
-    number = tl.where(count <= _TILE, count, 0)
-    for step in range(0, tl.max(number)):
-        position = tl.load(positions + start + step, step < number, other=0)
-        total += load_entry(
-            dout, position, step < number, entries, first_line, line_size_1, line_size_2, line_size_3,
-            line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
-            entry_size_1, entry_size_2, entry_size_3, dout_step_0, dout_step_1, dout_step_2, dout_step_3,
-            DOUBLE, LINE_AXES, ENTRY_AXES,
-        )  # fmt: skip
-    # The level of partial sums with at most TILE of them for this element.
-    bits = tl.full([BLOCK], _BITS, tl.int32)
-    for _ in tl.static_range(5):
-        bits = tl.where(((count - 1) >> bits) >= _TILE, bits + _BITS, bits)
-    number = tl.where(count > _TILE, ((count - 1) >> bits) + 1, 0)
-    for step in range(0, tl.max(number)):
-        total += tl.load(partials + start + (step << bits), step < number, other=0)
-    line = element // length + first_line
-    target = walk(
-        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
-    ) + (element % length) * axis_step  # fmt: skip
-    tl.store(dx + target, total.to(dx.dtype.element_ty), inside)
-
-
 _COPY = Budget(registers=128)
-_SUM = Budget(registers=255, shared_bytes=8192)
+_SUM = Budget(registers=128, shared_bytes=16384)
 
 KERNELS = (
     kernels.register(take_forward, budget=_COPY),
+    kernels.register(take_backward_columns, budget=_SUM),
     kernels.register(take_backward_lines, budget=_SUM),
     kernels.register(take_scatter, budget=_COPY),
-    kernels.register(take_keys, budget=_COPY),
-    kernels.register(take_sum_tiles, budget=_SUM),
-    kernels.register(take_sum_partials, budget=_SUM),
-    kernels.register(take_write_sums, budget=_SUM),
 )

@@ -15,7 +15,7 @@ from adjoint.core.sums import wide
 from adjoint.core.workspace import Regions
 from adjoint.ops.indexing import eager, walks
 from adjoint.ops.indexing.faults import INDEX_OUT_OF_RANGE, REPEATED_INDEX
-from adjoint.ops.indexing.plans import LARGE, MANY_AXES, MAX_SORTED, TILE_BITS
+from adjoint.ops.indexing.plans import LARGE, MANY_AXES, MAX_FILLED, MAX_SORTED, TILE_BITS
 from adjoint.ops.indexing.walks import MAX_AXES, Lines
 
 # ------------------------------------------------------------------------------------------- variants
@@ -51,10 +51,11 @@ _POINTERS = {
     "indices": lambda k: k.index_type,
     "partials": lambda k: wide(k.element),
     "status_word": lambda k: torch.int64,
+    "order": lambda k: torch.int64 if is_long(k) else torch.int32,
 } | {name: lambda k: torch.int32 for name in ("ids", "keys", "positions", "starts", "ends")}
 
 
-_MULTIPLES = ("dx", "length", "span", "dx_step_0", "dx_step_1", "dx_step_2", "dx_step_3")
+_MULTIPLES = ("dx", "length", "dx_step_0", "dx_step_1", "dx_step_2", "dx_step_3")
 """Arguments that are multiples of 16 (bytes for pointers, elements for numbers) where lines are aligned."""
 
 
@@ -70,39 +71,42 @@ def _type(name: str, kinds: Kinds) -> str:
 
 
 def _power(number: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << max(0, number - 1).bit_length()
+    """The smallest power of two that is not less, and not 1: a line of one has nothing to sort."""
+    return 1 << max(1, number - 1).bit_length()
 
 
 class Shape(NamedTuple):
-    """What a program of the adjoint by lines takes: lines, their entries, elements at once and in all."""
+    """What a program of the adjoint takes: lines, their entries, and elements of each at once."""
 
     lines: int
     entries: int
     block: int
-    span: int
 
 
 _SIDE_BY_SIDE = 32
-_MOST_ENTRIES = 1024
 
 
-def line_shape(schedule: Mapping[str, int], kinds: Kinds, unit: bool) -> Shape:
+def column_shape(schedule: Mapping[str, int], kinds: Kinds, unit: bool) -> Shape:
     """Short lines share a program, long ones have several; lines that lie side by side are taken together."""
-    entries, elements = _power(kinds.entries), schedule["lines_elements"]
-    most = max(1, _MOST_ENTRIES // entries)
+    elements, longest = schedule["columns_elements"], max(16, _power(kinds.length))
     if unit:
-        block = min(max(16, _power(kinds.length)), schedule["lines_block"])
-        lines = min(most, max(1, elements // block))
-    else:
-        lines = min(most, _SIDE_BY_SIDE)
-        block = min(max(1, elements // lines), max(16, _power(kinds.length)))
-    return Shape(lines, entries, block, max(block, schedule["lines_span"]))
+        block = min(longest, elements)
+        return Shape(elements // block, 1, block)
+    lines = min(_SIDE_BY_SIDE, elements)
+    return Shape(lines, 1, min(longest, elements // lines))
+
+
+def line_shape(schedule: Mapping[str, int], kinds: Kinds) -> Shape:
+    """As many lines as have a number of entries together."""
+    entries = _power(kinds.entries)
+    lines = max(1, schedule["lines_entries"] // entries)
+    return Shape(lines, entries, max(16, schedule["lines_elements"] // lines))
 
 
 def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, access: str) -> Variant:
     """A kernel of the family as it is compiled for an access: "aligned", "unit" or "strided" lines, "plain" indices."""
-    from adjoint.ops.indexing import kernels as _  # noqa: F401  (registers them)
+    from adjoint.ops.indexing import kernels as _kernels  # noqa: F401  (registers them)
+    from adjoint.ops.indexing import sorting_kernels as _sorting  # noqa: F401
 
     described = kernels.registered()[kernel]
     unit = access in ("aligned", "unit")
@@ -117,9 +121,10 @@ def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, a
         "LINE_AXES": MAX_AXES if kinds.many_axes else 1 if unit else 2,
         "ENTRY_AXES": MAX_AXES if kinds.many_axes else 1,
     }
-    if part == "lines":
-        shape = line_shape(schedule, kinds, unit)
+    if part in ("columns", "lines"):
+        shape = line_shape(schedule, kinds) if part == "lines" else column_shape(schedule, kinds, unit)
         values |= {"LINES": shape.lines, "ENTRIES": shape.entries, "BLOCK": shape.block}
+        values |= {"FILL": kinds.length <= MAX_FILLED, "LONG": is_long(kinds)}
     else:
         values["BLOCK"] = schedule[f"{part}_block"]
     runtime = [name for name in described.parameters if not name.isupper()]
@@ -131,6 +136,11 @@ def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, a
         num_warps=schedule[f"{part}_warps"],
         num_stages=1,
     )
+
+
+def is_long(kinds: Kinds) -> bool:
+    """Whether an index and the number of an entry need more than 32 bits together."""
+    return (kinds.length + 1) * _power(kinds.entries) > 2**31
 
 
 def _launcher(plan: Plan, kernel: str, part: str, access: str = "") -> Callable[..., None]:
@@ -179,7 +189,7 @@ def report_repeats(indices: Tensor, length: int, axis: int) -> None:
         report(REPEATED_INDEX, indices, eager.repeats(indices, length, axis))
 
 
-# -------------------------------------------------------------------------- the adjoint, line by line
+# ----------------------------------------------------- the adjoint, element by element and line by line
 
 
 def _lines_of(arguments: tuple[Any, ...]) -> Lines:
@@ -187,27 +197,72 @@ def _lines_of(arguments: tuple[Any, ...]) -> Lines:
     return walks.lines(tuple(shape), tuple(indices.shape), indices.stride(), dout.stride(), axis)
 
 
-def by_lines(plan: Plan, arguments: tuple[Any, ...], dx: Tensor) -> None:
-    """For lines with few entries: every program writes its lines, zeros and all."""
+ACCESSES = ("aligned", "unit", "strided")
+"""How a line of dx is written: 16 bytes at a time, adjacent elements, or any distance."""
+
+
+def _access(found: Lines, length: int, dx: Tensor) -> str:
+    if found.axis_step != 1:
+        return "strided"
+    return "aligned" if dx.data_ptr() % 16 == 0 and length % 16 == 0 else "unit"
+
+
+def by_columns(plan: Plan, arguments: tuple[Any, ...], dx: Tensor) -> None:
+    """For lines with very few entries: every element is compared with all of them."""
     dout, indices, shape, axis, _ = arguments
     if dx.numel() == 0:
         return
     found, length = _lines_of(arguments), shape[axis]
-    unit = found.axis_step == 1
-    access = "strided" if not unit else "unit"
-    if unit and dx.data_ptr() % 16 == 0 and length % 16 == 0:
-        access = "aligned"
-    taken = line_shape(plan.schedule, kinds_of(plan.problem), unit)
-    spans = -(-length // taken.span)
+    taken = column_shape(plan.schedule, kinds_of(plan.problem), found.axis_step == 1)
+    spans = -(-length // taken.block)
     blocks = -(-found.line_count // taken.lines)
-    _launcher(plan, "take_backward_lines", "lines", access)(
+    _launcher(plan, "take_backward_columns", "columns", _access(found, length, dx))(
         (blocks * spans, 1, 1), dout, indices, dx, found.line_count, found.entry_count, length, found.axis_step,
-        spans, taken.span, *found.lines.flat, *found.entries.flat,
+        spans, *found.lines.flat, *found.entries.flat,
     )  # fmt: skip
 
 
+def prepare_columns(plan: Plan) -> None:
+    for access in ACCESSES:
+        _launcher(plan, "take_backward_columns", "columns", access)
+
+
+def line_regions(problem: Problem) -> Regions:
+    """The workspace of an adjoint line by line: none where nothing is added."""
+    kinds = kinds_of(problem)
+    if not kinds.sums:
+        return Regions()
+    entries = _power(kinds.entries)
+    count = min(problem.sizes[0], lines_at_once(entries)) * entries
+    sums = {"partials": (wide(kinds.element), count)} if entries > 1 << TILE_BITS else {}
+    return Regions(order=(torch.int64 if is_long(kinds) else torch.int32, count), **sums)
+
+
+def by_lines(plan: Plan, arguments: tuple[Any, ...], dx: Tensor, workspace: Tensor | None) -> None:
+    """For lines whose entries fit a program: every program writes its lines, zeros and all."""
+    dout, indices, shape, axis, _ = arguments
+    if dx.numel() == 0:
+        return
+    kinds, found, length = kinds_of(plan.problem), _lines_of(arguments), shape[axis]
+    if length > MAX_FILLED:
+        dx.zero_()
+    held = line_regions(plan.problem)
+    if workspace is None:
+        workspace = held.allocate(plan.problem.device)
+    memory = held.pointers(workspace) if kinds.sums else {}
+    scratch = memory.get("order", dx), memory.get("partials", dx)  # dx stands for a pointer that no variant reads
+    taken = line_shape(plan.schedule, kinds)
+    step = lines_at_once(taken.entries) if kinds.sums else found.line_count
+    for first in range(0, found.line_count, step):
+        end = min(first + step, found.line_count)
+        _launcher(plan, "take_backward_lines", "lines", _access(found, length, dx))(
+            _blocks(end - first, taken.lines), dout, indices, dx, *scratch, end, first, found.entry_count, length,
+            found.axis_step, *found.lines.flat, *found.entries.flat,
+        )  # fmt: skip
+
+
 def prepare_lines(plan: Plan) -> None:
-    for access in ("aligned", "unit", "strided"):
+    for access in ACCESSES:
         _launcher(plan, "take_backward_lines", "lines", access)
 
 
@@ -232,16 +287,16 @@ def prepare_scatter(plan: Plan) -> None:
 # ---------------------------------------------------------------------------- the adjoint, by sorting
 
 
-def lines_at_once(length: int, entries: int) -> int:
+def lines_at_once(size: int) -> int:
     """Lines that are sorted together: as many as keep the workspace within bounds, but one at least."""
-    return max(1, MAX_SORTED // max(1, length, entries))
+    return max(1, MAX_SORTED // max(1, size))
 
 
 def regions(problem: Problem) -> Regions:
     """The workspace of an adjoint by sorting."""
     shape, axis, _ = problem.options
     lines, entries = problem.sizes
-    taken = min(lines, lines_at_once(shape[axis], entries))
+    taken = min(lines, lines_at_once(max(shape[axis], entries)))
     count, groups = taken * entries, taken * shape[axis]
     held = grouping.regions(count) | grouping.mark_regions(groups) | {"ids": (torch.int32, max(1, count))}
     held["partials"] = (wide(problem.dtypes[0]), count if entries > 1 << TILE_BITS else 1)
@@ -268,7 +323,7 @@ def by_sorting(plan: Plan, arguments: tuple[Any, ...], dx: Tensor, workspace: Te
     if workspace is None:
         workspace = held.allocate(plan.problem.device)
     memory = held.pointers(workspace)
-    step = lines_at_once(length, found.entry_count)
+    step = lines_at_once(max(length, found.entry_count))
     for first in range(0, found.line_count, step):
         _sort_and_sum(plan, memory, found, length, first, min(step, found.line_count - first), dout, indices, dx)
 

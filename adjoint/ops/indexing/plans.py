@@ -22,8 +22,14 @@ TILE_BITS = 5
 TILE = 1 << TILE_BITS
 """Entries of a tile, and tiles of a tile of the next level: part of every sum's bits."""
 
-MAX_COMPARED = 256
-"""Entries of a line that are compared with each other; where there are more, sorting is faster."""
+MAX_COMPARED = 16
+"""Entries of a line that every element is compared with: past that, comparing takes longer than writing."""
+
+MAX_ENTRIES = 1024
+"""Entries of a line that a program sorts: no more than a tile of tiles, and what registers hold."""
+
+MAX_FILLED = 2**16
+"""Elements of a line that the program which writes its sums fills with zeros; longer ones are filled before."""
 
 MAX_SORTED = 2**23
 """Entries, or elements, that are sorted at once, unless a single line has more: it bounds the workspace."""
@@ -141,10 +147,17 @@ def _refuse(problem: Problem) -> str:
     return why_not_triton(problem.device)
 
 
-def _refuse_lines(problem: Problem) -> str:
+def _refuse_columns(problem: Problem) -> str:
     entries = problem.sizes[1]
     if entries > MAX_COMPARED:
-        return f"compares the entries of a line with each other, up to {MAX_COMPARED} of them, these are {entries}"
+        return f"compares every element with up to {MAX_COMPARED} entries of its line, these are {entries}"
+    return _refuse(problem)
+
+
+def _refuse_lines(problem: Problem) -> str:
+    entries = problem.sizes[1]
+    if entries > MAX_ENTRIES:
+        return f"takes up to {MAX_ENTRIES} entries of a line at once, these are {entries}"
     return _refuse(problem)
 
 
@@ -214,16 +227,29 @@ def _numeric(problem: Problem) -> dict[str, Any]:
 
 TAKE_BACKWARD = (
     Candidate(
+        name="triton.columns",
+        backend="triton",
+        kernel="take_backward_columns",
+        revision=1,
+        refuse=_refuse_columns,
+        guarantee=backward_guarantee,
+        run=_writing(lambda plan, a, out, _: _launch().by_columns(plan, a, out[0])),
+        prepare=lambda plan: _launch().prepare_columns(plan),
+        numeric=_numeric,
+        schedules=SCHEDULES,
+    ),
+    Candidate(
         name="triton.lines",
         backend="triton",
         kernel="take_backward_lines",
         revision=1,
         refuse=_refuse_lines,
         guarantee=backward_guarantee,
-        run=_writing(lambda plan, a, out, _: _launch().by_lines(plan, a, out[0])),
+        run=_writing(lambda plan, a, out, workspace: _launch().by_lines(plan, a, out[0], workspace)),
         prepare=lambda plan: _launch().prepare_lines(plan),
         numeric=_numeric,
         schedules=SCHEDULES,
+        workspace_bytes=lambda problem: _launch().line_regions(problem).bytes,
     ),
     Candidate(
         name="triton.scatter",
