@@ -131,10 +131,11 @@ TAKE = Subject(
         Case("short lines", _taken((4, 6), (4, 8))),
         Case("more than a tile of one element", _taken((2, 5), (2, 40), hot=0.95, index_type=torch.int32)),
         Case("strided", _taken((3, 19), (3, 7), lay=_strided)),
-        Case("sorted", _taken((2, 30), (2, 300), hot=0.3)),
+        Case("sorted", _taken((2, 30), (2, 1100), hot=0.3)),
         Case("one of each", _taken((1, 1), (1, 1))),
         Case("no indices", _taken((4, 5), (4, 0))),
         Case("a router", _taken((4099, 512), (4099, 10)), heavy=True),
+        Case("many of each line", _taken((517, 300), (517, 700), hot=0.2), heavy=True),
         Case("long lines", _taken((5, 32768), (5, 32768), hot=0.5), heavy=True),
     ),
     mistakes=_mistakes(-1)
@@ -154,7 +155,8 @@ DISTINCT = Subject(
     reference_backward=TAKE.reference_backward,
     cases=(
         Case("a few of many", _taken((4, 9), (4, 3), distinct=True, index_type=torch.int32)),
-        Case("scattered", _taken((2, 300), (2, 280), distinct=True)),
+        Case("some of many", _taken((2, 60), (2, 40), distinct=True)),
+        Case("scattered", _taken((2, 1100), (2, 1050), distinct=True)),
         Case("a router", _taken((4099, 512), (4099, 10), distinct=True), heavy=True),
         Case("long lines", _taken((5, 32768), (5, 30000), distinct=True), heavy=True),
     ),

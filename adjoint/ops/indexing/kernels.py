@@ -73,32 +73,37 @@ def take_forward(
     tl.store(out + flat, value, inside)
 
 
-# ------------------------------------------------------------------------ the adjoint, element by element
+# ----------------------------------------------------------------------------- the adjoint, line by line
 
 
 @triton.jit
-def take_backward_columns(
-    dout, indices, dx, lines, entries, length, axis_step, spans,
+def take_backward_few(
+    dout, indices, dx, lines, entries, length, axis_step, spans, span,
     line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3,
     line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3,
     line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3,
     entry_size_1, entry_size_2, entry_size_3, index_step_0, index_step_1, index_step_2, index_step_3,
     dout_step_0, dout_step_1, dout_step_2, dout_step_3,
-    DOUBLE: tl.constexpr, UNIT: tl.constexpr, LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr,
-    LINES: tl.constexpr, BLOCK: tl.constexpr,
+    DOUBLE: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr, LINE_AXES: tl.constexpr, ENTRY_AXES: tl.constexpr,
+    LINES: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lines with very few entries: every element looks at all of them, and is written once.
+    """Lines with few entries: a program fills `span` elements of LINES lines with zeros, then writes the sums.
 
-    UNIT lines lie along the axis; of others, neighbours lie side by side.
+    With SUM, every entry is compared with every other of its line: the first of those with one index writes
+    their sum. Without, no index repeats, and every entry writes itself. UNIT lines lie along the axis; of
+    others, neighbours lie side by side.
     """
     program = tl.program_id(0)
+    begin = (program % spans) * span
     line = (program // spans).to(tl.int64) * LINES + tl.arange(0, LINES)
-    element = (program % spans) * BLOCK + tl.arange(0, BLOCK)
     if UNIT:
-        line, element = line[:, None], element[None, :]
+        line, entry, element = line[:, None], tl.arange(0, ENTRIES)[None, :], tl.arange(0, BLOCK)[None, :]
     else:
-        line, element = line[None, :], element[:, None]
+        line, entry, element = line[None, :], tl.arange(0, ENTRIES)[:, None], tl.arange(0, BLOCK)[:, None]
     present = line < lines
+    target = dx + walk(
+        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
+    )  # fmt: skip
     line_indices = indices + walk(
         line, line_size_1, line_size_2, line_size_3,
         line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3, LINE_AXES,
@@ -107,29 +112,45 @@ def take_backward_columns(
         line, line_size_1, line_size_2, line_size_3,
         line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, LINE_AXES,
     )  # fmt: skip
-    inside = present & (element < length)
-    total = tl.zeros(inside.shape, tl.float64 if DOUBLE else tl.float32)
-    for entry in range(0, entries):
-        place = walk(
-            entry, entry_size_1, entry_size_2, entry_size_3,
-            index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
-        )  # fmt: skip
-        chosen = from_the_beginning(tl.load(line_indices + place, present, other=0), length)
-        chosen = tl.where((chosen >= 0) & (chosen < length), chosen, -1).to(tl.int32)
+
+    inside = present & (entry < entries)
+    place = walk(
+        entry, entry_size_1, entry_size_2, entry_size_3,
+        index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
+    )  # fmt: skip
+    chosen = from_the_beginning(tl.load(line_indices + place, inside, other=0), length)
+    writes = inside & (chosen >= 0) & (chosen < length)
+    # Zeros first: they are on their way to memory while the entries are compared.
+    zeros = tl.zeros((line + element).shape, dx.dtype.element_ty)
+    for first in range(begin, tl.minimum(begin + span, length), BLOCK):
+        step = first + element if UNIT else (first + element) * axis_step
+        tl.store(target + step, zeros, present & (first + element < length))
+    if SUM:
+        total = tl.zeros(chosen.shape, tl.float64 if DOUBLE else tl.float32)
+        for other in range(0, entries):
+            other_place = walk(
+                other, entry_size_1, entry_size_2, entry_size_3,
+                index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
+            )  # fmt: skip
+            other_chosen = from_the_beginning(tl.load(line_indices + other_place, present, other=0), length)
+            term_place = walk(
+                other, entry_size_1, entry_size_2, entry_size_3,
+                dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
+            )  # fmt: skip
+            term = tl.load(line_dout + term_place, present, other=0).to(total.dtype)
+            same = other_chosen == chosen
+            writes = writes & ((same == 0) | (entry <= other))
+            total += tl.where(same, term, 0.0)
+    else:
         place = walk(
             entry, entry_size_1, entry_size_2, entry_size_3,
             dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
         )  # fmt: skip
-        term = tl.load(line_dout + place, present, other=0).to(total.dtype)
-        total = tl.where(chosen == element, total + term, total)
-    target = dx + walk(
-        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
-    )  # fmt: skip
-    step = element if UNIT else element * axis_step
-    tl.store(target + step, total.to(dx.dtype.element_ty), inside)
+        total = tl.load(line_dout + place, writes, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
 
-
-# ----------------------------------------------------------------------------- the adjoint, line by line
+    tl.debug_barrier()  # a sum goes where another thread may have written zero
+    writes = writes & (chosen >= begin) & (chosen < begin + span)
+    tl.store(target + chosen * axis_step, total.to(dx.dtype.element_ty), writes)
 
 
 @triton.jit
@@ -277,12 +298,12 @@ def take_scatter(
     tl.store(dx + place + chosen * axis_step, value.to(dx.dtype.element_ty), valid)
 
 
-_COPY = Budget(registers=128)
-_SUM = Budget(registers=128, shared_bytes=16384)
+_COPY = Budget(registers=192)  # with many axes; with few, a sixth of it
+_SUM = Budget(registers=192, shared_bytes=16384)
 
 KERNELS = (
     kernels.register(take_forward, budget=_COPY),
-    kernels.register(take_backward_columns, budget=_SUM),
+    kernels.register(take_backward_few, budget=_SUM),
     kernels.register(take_backward_lines, budget=_SUM),
     kernels.register(take_scatter, budget=_COPY),
 )

@@ -55,7 +55,7 @@ _POINTERS = {
 } | {name: lambda k: torch.int32 for name in ("ids", "keys", "positions", "starts", "ends")}
 
 
-_MULTIPLES = ("dx", "length", "dx_step_0", "dx_step_1", "dx_step_2", "dx_step_3")
+_MULTIPLES = ("dx", "length", "span", "dx_step_0", "dx_step_1", "dx_step_2", "dx_step_3")
 """Arguments that are multiples of 16 (bytes for pointers, elements for numbers) where lines are aligned."""
 
 
@@ -84,16 +84,18 @@ class Shape(NamedTuple):
 
 
 _SIDE_BY_SIDE = 32
+_COMPARED = 512  # entries a program compares, together
 
 
-def column_shape(schedule: Mapping[str, int], kinds: Kinds, unit: bool) -> Shape:
+def few_shape(schedule: Mapping[str, int], kinds: Kinds, unit: bool) -> Shape:
     """Short lines share a program, long ones have several; lines that lie side by side are taken together."""
-    elements, longest = schedule["columns_elements"], max(16, _power(kinds.length))
+    elements, longest = schedule["few_elements"], max(16, _power(kinds.length))
+    entries = _power(kinds.entries)
     if unit:
-        block = min(longest, elements)
-        return Shape(elements // block, 1, block)
-    lines = min(_SIDE_BY_SIDE, elements)
-    return Shape(lines, 1, min(longest, elements // lines))
+        block = min(longest, max(16, elements))
+        return Shape(max(1, min(elements // block, _COMPARED // entries)), entries, block)
+    lines = min(_SIDE_BY_SIDE, _COMPARED // entries)
+    return Shape(lines, entries, min(longest, max(1, elements // lines)))
 
 
 def line_shape(schedule: Mapping[str, int], kinds: Kinds) -> Shape:
@@ -121,8 +123,8 @@ def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, a
         "LINE_AXES": MAX_AXES if kinds.many_axes else 1 if unit else 2,
         "ENTRY_AXES": MAX_AXES if kinds.many_axes else 1,
     }
-    if part in ("columns", "lines"):
-        shape = line_shape(schedule, kinds) if part == "lines" else column_shape(schedule, kinds, unit)
+    if part in ("few", "lines"):
+        shape = line_shape(schedule, kinds) if part == "lines" else few_shape(schedule, kinds, unit)
         values |= {"LINES": shape.lines, "ENTRIES": shape.entries, "BLOCK": shape.block}
         values |= {"FILL": kinds.length <= MAX_FILLED, "LONG": is_long(kinds)}
     else:
@@ -189,7 +191,7 @@ def report_repeats(indices: Tensor, length: int, axis: int) -> None:
         report(REPEATED_INDEX, indices, eager.repeats(indices, length, axis))
 
 
-# ----------------------------------------------------- the adjoint, element by element and line by line
+# -------------------------------------------------------------------------- the adjoint, line by line
 
 
 def _lines_of(arguments: tuple[Any, ...]) -> Lines:
@@ -207,24 +209,25 @@ def _access(found: Lines, length: int, dx: Tensor) -> str:
     return "aligned" if dx.data_ptr() % 16 == 0 and length % 16 == 0 else "unit"
 
 
-def by_columns(plan: Plan, arguments: tuple[Any, ...], dx: Tensor) -> None:
-    """For lines with very few entries: every element is compared with all of them."""
+def by_comparing(plan: Plan, arguments: tuple[Any, ...], dx: Tensor) -> None:
+    """For lines with few entries: those of a line are compared with each other."""
     dout, indices, shape, axis, _ = arguments
     if dx.numel() == 0:
         return
     found, length = _lines_of(arguments), shape[axis]
-    taken = column_shape(plan.schedule, kinds_of(plan.problem), found.axis_step == 1)
-    spans = -(-length // taken.block)
+    taken = few_shape(plan.schedule, kinds_of(plan.problem), found.axis_step == 1)
+    span = max(taken.block, plan.schedule["few_span"])
+    spans = -(-length // span)
     blocks = -(-found.line_count // taken.lines)
-    _launcher(plan, "take_backward_columns", "columns", _access(found, length, dx))(
+    _launcher(plan, "take_backward_few", "few", _access(found, length, dx))(
         (blocks * spans, 1, 1), dout, indices, dx, found.line_count, found.entry_count, length, found.axis_step,
-        spans, *found.lines.flat, *found.entries.flat,
+        spans, span, *found.lines.flat, *found.entries.flat,
     )  # fmt: skip
 
 
-def prepare_columns(plan: Plan) -> None:
+def prepare_comparing(plan: Plan) -> None:
     for access in ACCESSES:
-        _launcher(plan, "take_backward_columns", "columns", access)
+        _launcher(plan, "take_backward_few", "few", access)
 
 
 def line_regions(problem: Problem) -> Regions:

@@ -22,11 +22,11 @@ TILE_BITS = 5
 TILE = 1 << TILE_BITS
 """Entries of a tile, and tiles of a tile of the next level: part of every sum's bits."""
 
-MAX_COMPARED = 16
-"""Entries of a line that every element is compared with: past that, comparing takes longer than writing."""
+MAX_COMPARED = TILE
+"""Entries of a line that are compared with each other: no sum has more than a tile, and it is quicker than sorting."""
 
 MAX_ENTRIES = 1024
-"""Entries of a line that a program sorts: no more than a tile of tiles, and what registers hold."""
+"""Entries of a line that a program sorts: no sum has more than a tile of tiles, and registers hold them."""
 
 MAX_FILLED = 2**16
 """Elements of a line that the program which writes its sums fills with zeros; longer ones are filled before."""
@@ -147,10 +147,10 @@ def _refuse(problem: Problem) -> str:
     return why_not_triton(problem.device)
 
 
-def _refuse_columns(problem: Problem) -> str:
+def _refuse_few(problem: Problem) -> str:
     entries = problem.sizes[1]
     if entries > MAX_COMPARED:
-        return f"compares every element with up to {MAX_COMPARED} entries of its line, these are {entries}"
+        return f"compares the entries of a line with each other, up to {MAX_COMPARED} of them, these are {entries}"
     return _refuse(problem)
 
 
@@ -227,14 +227,14 @@ def _numeric(problem: Problem) -> dict[str, Any]:
 
 TAKE_BACKWARD = (
     Candidate(
-        name="triton.columns",
+        name="triton.few",
         backend="triton",
-        kernel="take_backward_columns",
+        kernel="take_backward_few",
         revision=1,
-        refuse=_refuse_columns,
+        refuse=_refuse_few,
         guarantee=backward_guarantee,
-        run=_writing(lambda plan, a, out, _: _launch().by_columns(plan, a, out[0])),
-        prepare=lambda plan: _launch().prepare_columns(plan),
+        run=_writing(lambda plan, a, out, _: _launch().by_comparing(plan, a, out[0])),
+        prepare=lambda plan: _launch().prepare_comparing(plan),
         numeric=_numeric,
         schedules=SCHEDULES,
     ),

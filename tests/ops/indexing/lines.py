@@ -14,16 +14,15 @@ BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-ADJOINTS = {
-    "eager": "eager.take+eager.sorted",
-    "lines": "triton.take+triton.lines",
-    "sorted": "triton.take+triton.sorted",
-}
-every_adjoint = pytest.mark.parametrize(
-    "plan",
-    [ADJOINTS["eager"], *(pytest.param(ADJOINTS[name], marks=pytest.mark.kernels) for name in ("lines", "sorted"))],
-    ids=list(ADJOINTS),
-)
+
+def _adjoints(*names: str) -> pytest.MarkDecorator:
+    """Every way to compute the gradient, as a preference names it."""
+    kernels = (pytest.param(f"triton.take+triton.{name}", marks=pytest.mark.kernels, id=name) for name in names)
+    return pytest.mark.parametrize("plan", [pytest.param("eager.take+eager.sorted", id="eager"), *kernels])
+
+
+every_adjoint = _adjoints("few", "lines", "sorted")
+every_adjoint_of_many = _adjoints("lines", "sorted")
 
 TILE = 32
 

@@ -7,7 +7,7 @@ import adjoint
 from adjoint import Plan, Preference, Unsupported
 from adjoint.core import kernels
 from adjoint.ops.indexing import walks
-from adjoint.ops.indexing.plans import MAX_COMPARED
+from adjoint.ops.indexing.plans import MAX_COMPARED, MAX_ENTRIES
 from adjoint.verify.bits import same_bits
 from tests.ops.indexing.lines import expected_gradient, make_indices, normal
 
@@ -25,25 +25,29 @@ def _backward(
 @pytest.mark.parametrize(
     ("entries", "distinct", "name"),
     [
-        (MAX_COMPARED, False, "triton.lines"),
-        (MAX_COMPARED + 1, False, "triton.sorted"),
-        (MAX_COMPARED, True, "triton.lines"),
-        (MAX_COMPARED + 1, True, "triton.scatter"),
+        (MAX_COMPARED, False, "triton.few"),
+        (MAX_COMPARED + 1, False, "triton.lines"),
+        (MAX_ENTRIES, False, "triton.lines"),
+        (MAX_ENTRIES + 1, False, "triton.sorted"),
+        (MAX_COMPARED, True, "triton.few"),
+        (MAX_ENTRIES, True, "triton.lines"),
+        (MAX_ENTRIES + 1, True, "triton.scatter"),
     ],
 )
 def test_the_number_of_entries_decides(entries: int, distinct: bool, name: str, device: torch.device) -> None:
-    plan = _backward(device, (3, 400), (3, entries), distinct=distinct)
+    plan = _backward(device, (3, 2000), (3, entries), distinct=distinct)
     assert plan.name == name
     assert str(plan.sku).endswith("tile=32")
-    assert (plan.workspace_bytes == 0) == (name != "triton.sorted")
+    assert (plan.workspace_bytes == 0) == (distinct or name == "triton.few")
     assert ("no index repeats" in plan.guarantee["dx"].domain) == distinct
 
 
 @pytest.mark.kernels
 def test_entries_of_what_is_broadcast_count(device: torch.device) -> None:
-    assert _backward(device, (1, 4), (MAX_COMPARED, 2)).name == "triton.sorted"
-    assert _backward(device, (1, 4), (MAX_COMPARED, 2), distinct=True).name == "triton.sorted"
-    assert _backward(device, (MAX_COMPARED, 4), (1, 2)).name == "triton.lines"
+    assert _backward(device, (1, 4), (MAX_COMPARED, 2)).name == "triton.lines"
+    assert _backward(device, (1, 4), (MAX_ENTRIES, 2)).name == "triton.sorted"
+    assert _backward(device, (1, 4), (MAX_ENTRIES, 2), distinct=True).name == "triton.sorted"
+    assert _backward(device, (MAX_ENTRIES, 4), (1, 2)).name == "triton.few"
 
 
 def test_what_a_plan_promises(device: torch.device) -> None:
@@ -59,7 +63,7 @@ def test_what_a_plan_promises(device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("entries", [20, 300])
+@pytest.mark.parametrize("entries", [20, 300, 1030])
 def test_a_prepared_plan_writes_where_it_is_told(entries: int, device: torch.device) -> None:
     """And compiles nothing more."""
     x, indices = normal(3, 7, device=device), make_indices(3, entries, length=7, device=device)
