@@ -25,7 +25,7 @@ TILE = 1 << TILE_BITS
 MAX_COMPARED = TILE
 """Entries of a line that are compared with each other: no sum has more than a tile, and it is quicker than sorting."""
 
-MAX_ENTRIES = 1024
+MAX_ENTRIES = TILE * TILE
 """Entries of a line that a program sorts: no sum has more than a tile of tiles, and registers hold them."""
 
 MAX_FILLED = 2**16
