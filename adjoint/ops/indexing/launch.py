@@ -89,8 +89,8 @@ _COMPARED = 512  # entries a program compares, together
 
 def few_shape(schedule: Mapping[str, int], kinds: Kinds, unit: bool) -> Shape:
     """Short lines share a program, long ones have several; lines that lie side by side are taken together."""
-    elements, longest = schedule["few_elements"], max(16, _power(kinds.length))
-    entries = _power(kinds.entries)
+    elements = schedule["few_elements" if kinds.sums else "few_distinct_elements"]
+    longest, entries = max(16, _power(kinds.length)), _power(kinds.entries)
     if unit:
         block = min(longest, max(16, elements))
         return Shape(max(1, min(elements // block, _COMPARED // entries)), entries, block)
