@@ -241,6 +241,14 @@ def line_regions(problem: Problem) -> Regions:
     return Regions(order=(torch.int64 if is_long(kinds) else torch.int32, count), **sums)
 
 
+def _held(plan: Plan, describe: Callable[[Problem], Regions]) -> Regions:
+    """A plan's workspace, divided once."""
+    held = plan.memo.get("regions")
+    if held is None:
+        held = plan.memo["regions"] = describe(plan.problem)
+    return held
+
+
 def by_lines(plan: Plan, arguments: tuple[Any, ...], dx: Tensor, workspace: Tensor | None) -> None:
     """For lines whose entries fit a program: every program writes its lines, zeros and all."""
     dout, indices, shape, axis, _ = arguments
@@ -249,10 +257,12 @@ def by_lines(plan: Plan, arguments: tuple[Any, ...], dx: Tensor, workspace: Tens
     kinds, found, length = kinds_of(plan.problem), _lines_of(arguments), shape[axis]
     if length > MAX_FILLED:
         dx.zero_()
-    held = line_regions(plan.problem)
-    if workspace is None:
-        workspace = held.allocate(plan.problem.device)
-    memory = held.pointers(workspace) if kinds.sums else {}
+    memory: Mapping[str, Any] = {}
+    if kinds.sums:
+        held = _held(plan, line_regions)
+        if workspace is None:
+            workspace = held.allocate(plan.problem.device)
+        memory = held.pointers(workspace)
     scratch = memory.get("order", dx), memory.get("partials", dx)  # dx stands for a pointer that no variant reads
     taken = line_shape(plan.schedule, kinds)
     step = lines_at_once(taken.entries) if kinds.sums else found.line_count
@@ -322,7 +332,7 @@ def by_sorting(plan: Plan, arguments: tuple[Any, ...], dx: Tensor, workspace: Te
     if dout.numel() == 0:
         dx.zero_()
         return
-    held, found, length = regions(plan.problem), _lines_of(arguments), shape[axis]
+    held, found, length = _held(plan, regions), _lines_of(arguments), shape[axis]
     if workspace is None:
         workspace = held.allocate(plan.problem.device)
     memory = held.pointers(workspace)
