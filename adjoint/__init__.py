@@ -7,6 +7,7 @@ from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
 from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
+from adjoint.ops.indexing import take_along_axis
 
 __version__ = "0.1.0"
 
@@ -28,4 +29,5 @@ __all__ = [
     "prefer",
     "silu",
     "swiglu",
+    "take_along_axis",
 ]
