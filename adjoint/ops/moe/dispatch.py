@@ -208,6 +208,7 @@ def _bind(x: Tensor, indices: Tensor, num_experts: int) -> Call:
         (x, indices, num_experts),
         _dispatch_backward,
         lambda upstream, outputs: (upstream[0], outputs[3], outputs[1]),
+        public_outputs=1,  # besides the layout, which is whole numbers and has no gradient
     )
 
 
