@@ -20,7 +20,7 @@ def scatter(source: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Te
     """out[inverse[t, j]] = source[t], or weights[t, j] times it; 0 past the last offset."""
     slots = inverse.shape[-1]
     row, among, counts = _entries(inverse, offsets)
-    tokens = source.reshape(-1, source.shape[-1])
+    tokens = source.reshape(source.shape[:-1].numel(), source.shape[-1])
     terms = tokens if weights is None else tokens.to(wide(source.dtype))
     terms = terms.repeat_interleave(slots, 0)
     if weights is not None:
@@ -33,23 +33,23 @@ def scatter(source: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Te
 
 def sum_rows(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, out: Tensor) -> None:
     """out[t] = Σ over j of rows[inverse[t, j]], or of weights[t, j] times it, in the order of j."""
-    slots, columns = inverse.shape[-1], rows.shape[1]
+    tokens, slots, columns = inverse.shape[:-1].numel(), inverse.shape[-1], rows.shape[1]
     row, _, counts = _entries(inverse, offsets)
-    row, counts = row.view(-1, slots), counts.view(-1, slots)
-    total = torch.zeros(row.shape[0], columns, dtype=wide(rows.dtype), device=rows.device)
+    row, counts = row.view(tokens, slots), counts.view(tokens, slots)
+    total = torch.zeros(tokens, columns, dtype=wide(rows.dtype), device=rows.device)
     for slot in range(slots):
         term = rows.index_select(0, row[:, slot]).to(total.dtype)
         if weights is not None:
-            term *= weights.reshape(-1, slots)[:, slot, None].to(total.dtype)
+            term *= weights.reshape(tokens, slots)[:, slot, None].to(total.dtype)
         total += term.masked_fill_(~counts[:, slot, None], 0)
-    out.view(-1, columns).copy_(total)
+    out.view(tokens, columns).copy_(total)
 
 
 def dots(gradient: Tensor, rows: Tensor, inverse: Tensor, offsets: Tensor, width: int, out: Tensor) -> None:
     """out[t, j] = gradient[t] · rows[inverse[t, j]]: columns a width apart in their order, then neighbours."""
     slots, columns = inverse.shape[-1], rows.shape[1]
     row, _, counts = _entries(inverse, offsets)
-    flat, tokens = out.view(-1), gradient.reshape(-1, columns)
+    flat, tokens = out.view(-1), gradient.reshape(gradient.shape[:-1].numel(), columns)
     entries = torch.arange(len(row), device=row.device)
     for some in entries.split(max(1, 2**22 // max(1, columns))):
         products = tokens.index_select(0, some // slots).to(wide(rows.dtype))

@@ -32,7 +32,7 @@ def moe_scatter(
     source, weights, inverse, offsets, out, tokens, slots, experts, columns,
     inner, outer_stride, inner_stride, column_stride,
     SCALED: tl.constexpr, DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
-    UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[inverse[t, j], :] = source[t, :], or weights[t, j] times it."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -43,20 +43,18 @@ def moe_scatter(
     value = tl.load(source + start[:, None] + step[None, :], (token < tokens)[:, None] & in_row, other=0)
     if SCALED:
         value = value.to(tl.float64 if DOUBLE else tl.float32)
-    last = tl.minimum(tl.load(offsets + experts), tokens * slots)
+    last = tl.load(offsets + experts)
     zeros = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
-    for first in range(0, slots, UNROLL):
-        for following in tl.static_range(UNROLL):
-            slot = first + following
-            entry = token * slots + slot
-            inside = (token < tokens) & (slot < slots)
-            row = tl.load(inverse + entry, inside, other=-1)
-            target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-            result = value
-            if SCALED:
-                result = value * tl.load(weights + entry, inside, other=0).to(value.dtype)[:, None]
-            tl.store(target, result.to(out.dtype.element_ty), ((row >= 0) & (row < last))[:, None] & in_row)
-            tl.store(target, zeros, ((row >= last) & (row < tokens * slots))[:, None] & in_row)
+    for slot in range(0, slots):
+        entry = token * slots + slot
+        row = tl.load(inverse + entry, token < tokens, other=-1)
+        among = (row >= 0) & (row < tokens * slots)
+        target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        result = value
+        if SCALED:
+            result = value * tl.load(weights + entry, token < tokens, other=0).to(value.dtype)[:, None]
+        tl.store(target, result.to(out.dtype.element_ty), (among & (row < last))[:, None] & in_row)
+        tl.store(target, zeros, (among & (row >= last))[:, None] & in_row)
 
 
 @triton.jit
@@ -64,7 +62,7 @@ def moe_sum(
     rows, weights, inverse, offsets, status_word, fault, out, tokens, slots, experts, columns,
     row_stride, column_stride,
     SCALED: tl.constexpr, RAISE: tl.constexpr, DOUBLE: tl.constexpr, UNIT: tl.constexpr,
-    UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[t, :] = Σ over j of rows[inverse[t, j], :], or of weights[t, j] times it, in the order of j."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -73,22 +71,18 @@ def moe_sum(
     step = column if UNIT else column * column_stride
     last = tl.minimum(tl.load(offsets + experts), tokens * slots)
     total = tl.zeros([ROWS, BLOCK], tl.float64 if DOUBLE else tl.float32)
-    for first in range(0, slots, UNROLL):
-        for following in tl.static_range(UNROLL):
-            slot = first + following
-            entry = token * slots + slot
-            inside = (token < tokens) & (slot < slots)
-            row = tl.load(inverse + entry, inside, other=-1)
-            if RAISE:
-                faulty = inside & ((row < 0) | (row >= tokens * slots)) & (tl.program_id(1) == 0)
-                record(status_word, fault, entry, row, faulty)
-            counts = (row >= 0) & (row < last)
-            start = row.to(tl.int64) * row_stride
-            term = tl.load(rows + start[:, None] + step[None, :], counts[:, None] & in_row, other=0)
-            term = term.to(total.dtype)
-            if SCALED:
-                term = term * tl.load(weights + entry, counts, other=0).to(total.dtype)[:, None]
-            total += term
+    for slot in range(0, slots):
+        entry = token * slots + slot
+        row = tl.load(inverse + entry, token < tokens, other=-1)
+        if RAISE:
+            faulty = (token < tokens) & ((row < 0) | (row >= tokens * slots)) & (tl.program_id(1) == 0)
+            record(status_word, fault, entry, row, faulty)
+        counts = (row >= 0) & (row < last)
+        start = row.to(tl.int64) * row_stride
+        term = tl.load(rows + start[:, None] + step[None, :], counts[:, None] & in_row, other=0).to(total.dtype)
+        if SCALED:
+            term = term * tl.load(weights + entry, counts, other=0).to(total.dtype)[:, None]
+        total += term
     target = out + token.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(target, total.to(out.dtype.element_ty), (token < tokens)[:, None] & in_row)
 
@@ -103,7 +97,7 @@ def add_neighbours(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def moe_dots(
     gradient, rows, inverse, offsets, out, tokens, slots, experts, columns,
     inner, outer_stride, inner_stride, column_stride, row_stride, row_column_stride,
-    DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, UNROLL: tl.constexpr, ROWS: tl.constexpr,
+    DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out[t, j] = gradient[t, :] · rows[inverse[t, j], :]: columns a width apart in their order, then neighbours."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -114,15 +108,14 @@ def moe_dots(
     left_start = token_start(token, inner, outer_stride, inner_stride, SPLIT)
     right_start = row.to(tl.int64) * row_stride
     total = tl.zeros([ROWS, _WIDTH], tl.float64 if DOUBLE else tl.float32)
-    for first in range(0, columns, _WIDTH * UNROLL):
-        for following in tl.static_range(UNROLL):
-            column = first + following * _WIDTH + tl.arange(0, _WIDTH)
-            mask = counts[:, None] & (column < columns)[None, :]
-            left_step = column if UNIT else column * column_stride
-            right_step = column if UNIT else column * row_column_stride
-            left = tl.load(gradient + left_start[:, None] + left_step[None, :], mask, other=0)
-            right = tl.load(rows + right_start[:, None] + right_step[None, :], mask, other=0)
-            total += left.to(total.dtype) * right.to(total.dtype)
+    for first in range(0, columns, _WIDTH):
+        column = first + tl.arange(0, _WIDTH)
+        mask = counts[:, None] & (column < columns)[None, :]
+        left_step = column if UNIT else column * column_stride
+        right_step = column if UNIT else column * row_column_stride
+        left = tl.load(gradient + left_start[:, None] + left_step[None, :], mask, other=0)
+        right = tl.load(rows + right_start[:, None] + right_step[None, :], mask, other=0)
+        total += left.to(total.dtype) * right.to(total.dtype)
     total = add_neighbours(total, ROWS, _WIDTH)
     total = add_neighbours(total, ROWS, _WIDTH // 2)
     total = add_neighbours(total, ROWS, _WIDTH // 4)

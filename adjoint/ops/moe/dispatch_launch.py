@@ -16,7 +16,7 @@ from adjoint.core.workspace import Regions
 from adjoint.ops.moe import dispatch_kernels as _kernels  # noqa: F401  (registers them)
 from adjoint.ops.moe import layout_launch
 from adjoint.ops.moe.dispatch_faults import EXPERT_OUT_OF_RANGE, ROW_OUT_OF_RANGE
-from adjoint.ops.moe.dispatch_plans import NEED_ROWS, NEED_WEIGHTS, sizes_of
+from adjoint.ops.moe.dispatch_plans import DOT_WIDTH, NEED_ROWS, NEED_WEIGHTS, sizes_of
 from adjoint.ops.moe.layout import Layout
 
 ACCESSES = ("aligned", "unaligned", "strided")
@@ -51,7 +51,7 @@ def variant(
     described = kernels.registered()[kernel]
     part = kernel.removeprefix("moe_")
     if part == "dots":
-        rows, block, elements = schedule["dots_entries"], 0, 256 * schedule["dots_entries"]
+        rows, block, elements = schedule["dots_entries"], 0, DOT_WIDTH * schedule["dots_entries"]
     else:
         rows, block = tile_shape(schedule, part, columns)
         elements = rows * block
@@ -61,7 +61,6 @@ def variant(
         "DOUBLE": element == torch.float64,
         "SPLIT": access == "strided",
         "UNIT": access != "strided",
-        "UNROLL": schedule[f"{part}_unroll"],
         "ROWS": rows,
         "BLOCK": block,
     }

@@ -22,7 +22,7 @@ def dispatch(x: Tensor, indices: Tensor, num_experts: int) -> Tensor:
     flat = indices.reshape(-1)
     known = (flat >= 0) & (flat < num_experts)
     entries = torch.where(known, flat, num_experts).argsort(stable=True)
-    tokens = x.reshape(-1, x.shape[-1])[entries // max(1, indices.shape[-1])]
+    tokens = x.reshape(x.shape[:-1].numel(), x.shape[-1])[entries // max(1, indices.shape[-1])]
     return torch.where(known[entries][:, None], tokens, 0)
 
 
@@ -53,7 +53,7 @@ def combine_backward(
     counts = (inverse >= 0) & (inverse < offsets[-1])
     token = torch.arange(inverse.shape[:-1].numel(), device=dy.device).repeat_interleave(inverse.shape[-1])
     flat, kept = inverse.reshape(-1).long(), counts.reshape(-1)
-    upstream = dy.reshape(-1, dy.shape[-1])[token]
+    upstream = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])[token]
     products = upstream if weights is None else upstream * weights.reshape(-1, 1)
     drows = torch.zeros_like(rows).index_copy(0, flat[kept], products[kept])
     if weights is None:
