@@ -153,7 +153,14 @@ def sort(
 
 
 def sum_counts(
-    launch: Launch, counts: Any, begins: Any, totals: Any, bins: int, rows: int, cleared: Any = None, clear_count: int = 0
+    launch: Launch,
+    counts: Any,
+    begins: Any,
+    totals: Any,
+    bins: int,
+    rows: int,
+    cleared: Any = None,
+    clear_count: int = 0,
 ) -> None:
     """begins[row, bin] = the sum of counts [rows, bins] in the rows before; totals gets the sum of each bin.
 

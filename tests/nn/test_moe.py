@@ -17,9 +17,7 @@ HIDDEN, SIZE, SHARED, EXPERTS, SLOTS = 16, 12, 20, 6, 3
 
 def _module(renormalize: bool = True, shared: int | None = SHARED, dtype: torch.dtype = torch.float32) -> nn.SparseMoE:
     torch.manual_seed(3)
-    module = nn.SparseMoE(
-        HIDDEN, SIZE, EXPERTS, SLOTS, shared_expert_size=shared, renormalize=renormalize, dtype=dtype
-    )
+    module = nn.SparseMoE(HIDDEN, SIZE, EXPERTS, SLOTS, shared_expert_size=shared, renormalize=renormalize, dtype=dtype)
     with torch.no_grad():
         module.gate.weight.mul_(8)  # far from a tie
     return module

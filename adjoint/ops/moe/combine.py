@@ -184,9 +184,7 @@ def combine(
             [1.5000]])
     """
     if not isinstance(layout, Layout):
-        raise ArgumentError(
-            f"{OP}: layout must be the Layout that moe.dispatch returned, got {type(layout).__name__}"
-        )
+        raise ArgumentError(f"{OP}: layout must be the Layout that moe.dispatch returned, got {type(layout).__name__}")
     return combine_tensors(rows, weights, layout.inverse, layout.offsets, preference=preference)
 
 

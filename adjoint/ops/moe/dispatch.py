@@ -43,7 +43,7 @@ def _check(x: Tensor, indices: Tensor, num_experts: int) -> None:
 
 
 def check_places(op: str, rows_name: str, rows: Tensor, inverse: Tensor, offsets: Tensor) -> None:
-    """rows are a floating matrix with one row for each entry of inverse, and the layout's tensors are what they were."""
+    """rows are a floating matrix with one row for each entry of inverse, and a layout's tensors are what they were."""
     require_floating(op, rows_name, rows)
     if rows.dim() != 2:
         raise ArgumentError(f"{op}: {rows_name} must have two axes, rows and columns, got shape {tuple(rows.shape)}")

@@ -70,7 +70,7 @@ def _second_derivative(device: torch.device, through: Callable[[Tensor], Tensor]
 
 
 def _there_and_back(x: Tensor) -> Tensor:
-    rows, layout = dispatch(x.detach(), _indices(x.device), 5)
+    _, layout = dispatch(x.detach(), _indices(x.device), 5)
     return combine(x.repeat(2, 1), None, layout)
 
 
@@ -78,12 +78,8 @@ DISPATCHES = (
     BadCall(
         "integer x", lambda d: dispatch(_x(d).long(), _indices(d), 5), ArgumentError, ("moe.dispatch", "x", "int64")
     ),
-    BadCall(
-        "float indices", lambda d: dispatch(_x(d), _indices(d).float(), 5), ArgumentError, ("indices", "float32")
-    ),
-    BadCall(
-        "indices elsewhere", lambda d: dispatch(_x(d), _indices(META), 5), ArgumentError, ("indices", "x", "meta")
-    ),
+    BadCall("float indices", lambda d: dispatch(_x(d), _indices(d).float(), 5), ArgumentError, ("indices", "float32")),
+    BadCall("indices elsewhere", lambda d: dispatch(_x(d), _indices(META), 5), ArgumentError, ("indices", "x", "meta")),
     BadCall(
         "indices of other tokens",
         lambda d: dispatch(_x(d, 4, 4), _indices(d), 5),
@@ -96,7 +92,9 @@ DISPATCHES = (
         ArgumentError,
         ("indices", "(3,)"),
     ),
-    BadCall("x without axes", lambda d: dispatch(torch.zeros((), device=d), _indices(d), 5), ArgumentError, ("x", "()")),
+    BadCall(
+        "x without axes", lambda d: dispatch(torch.zeros((), device=d), _indices(d), 5), ArgumentError, ("x", "()")
+    ),
     BadCall("no experts", lambda d: dispatch(_x(d), _indices(d), 0), ArgumentError, ("num_experts", "at least 1", "0")),
     BadCall(
         "a boolean number of experts",
@@ -110,7 +108,9 @@ DISPATCHES = (
         ArgumentError,
         ("num_experts", "5.0"),
     ),
-    BadCall("the first index too large", _with_index(0, 5), ArgumentError, ("moe.dispatch: indices", "got 5 at position 0 ")),
+    BadCall(
+        "the first index too large", _with_index(0, 5), ArgumentError, ("moe.dispatch: indices", "got 5 at position 0 ")
+    ),
     BadCall("the last index too large", _with_index(-1, 7, torch.int32), ArgumentError, ("got 7 at position 599 ",)),
     BadCall("a negative index", _with_index(301, -1), ArgumentError, ("got -1 at position 301 ",)),
     BadCall(

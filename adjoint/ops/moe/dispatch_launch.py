@@ -25,9 +25,7 @@ ACCESSES = ("aligned", "unaligned", "strided")
 # ------------------------------------------------------------------------------------------- variants
 
 _ELEMENTS = frozenset(("source", "rows", "gradient", "out"))
-_WIDE_SCALARS = frozenset(
-    ("outer_stride", "inner_stride", "column_stride", "row_stride", "row_column_stride")
-)
+_WIDE_SCALARS = frozenset(("outer_stride", "inner_stride", "column_stride", "row_stride", "row_column_stride"))
 _MULTIPLES = frozenset(("source", "rows", "gradient", "out", "columns", "inner_stride", "row_stride"))
 """Arguments that are multiples of 16 (bytes for pointers, elements for numbers) where accesses are aligned."""
 

@@ -42,9 +42,7 @@ def test_the_layout_is_the_stable_sort(
     indices = _indices(tokens, slots, experts).to(dtype).to(device)
     x = _values(tokens, 3).to(device)
     rows, layout = moe.dispatch(x, indices, experts, preference=Preference(backend=backend))
-    for name, got, expected in zip(
-        layout._fields, layout, dispatch_reference.layout(indices, experts), strict=True
-    ):
+    for name, got, expected in zip(layout._fields, layout, dispatch_reference.layout(indices, experts), strict=True):
         assert torch.equal(got, expected), name
     for expert in range(experts):  # a second formulation: an expert's rows, by what was asked for
         mine = rows[int(layout.offsets[expert]) : int(layout.offsets[expert + 1])]
@@ -229,8 +227,9 @@ def test_the_pair_compiles_with_code_between(dynamic: bool, backend: str, device
 
 
 def test_plans_say_what_they_promise(device: torch.device) -> None:
-    x, indices = torch.empty(8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(
-        8, 2, dtype=torch.int64, device="meta"
+    x, indices = (
+        torch.empty(8, 16, dtype=torch.bfloat16, device="meta"),
+        torch.empty(8, 2, dtype=torch.int64, device="meta"),
     )
     plan = adjoint.plan(moe.dispatch, x, indices, 4, device="cpu")
     assert plan.adjoint is not None
@@ -270,5 +269,3 @@ def test_a_broken_layout_stays_in_bounds(device: torch.device) -> None:
         operator = torch.ops.adjoint.moe_combine_backward
         drows, _ = operator(_values(5, 3).to(device), None, None, broken, offsets, 1, preference.text)
         assert drows.shape == (10, 3)
-
-
