@@ -193,27 +193,31 @@ SUBJECTS = (COMBINE, PLAIN)
 # ----------------------------------------------------------------------------------------- workloads
 
 
-def _combine_workload(tokens: int, columns: int, slots: int, experts: int) -> Workload:
+def _combine_workload(tokens: int, columns: int, slots: int, experts: int, weighted: bool) -> Workload:
+    """Without weights, the forward is the backward of dispatch, and the backward dispatch without the sort."""
+
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         indices = chosen(tokens, slots, experts, device, generator)
         _, layout = dispatch(torch.empty(tokens, 0, dtype=dtype, device=device), indices, experts)
         rows = random_values(dtype, device, generator, tokens * slots, columns)
-        weights = random_values(torch.float32, device, generator, tokens, slots).softmax(-1)
+        weights = random_values(torch.float32, device, generator, tokens, slots).softmax(-1) if weighted else None
         return rows, weights, layout.inverse, layout.offsets
 
-    def baseline(rows: Tensor, weights: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
-        return (rows[inverse.long()] * weights[..., None]).sum(1).to(rows.dtype)
+    def baseline(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
+        terms = rows[inverse.long()]
+        return (terms if weights is None else terms * weights[..., None]).sum(1).to(rows.dtype)
 
+    row = columns * 2
     return Workload(
-        f"moe.combine {tokens}×{columns}, {slots} of {experts} experts",
-        COMBINE,
+        f"moe.combine{'' if weighted else '[sum]'} {tokens}×{columns}, {slots} of {experts} experts",
+        COMBINE if weighted else PLAIN,
         make,
-        tokens * (slots + 1) * columns * 2,
-        tokens * (2 * slots + 1) * columns * 2,
+        tokens * (slots + 1) * row,
+        tokens * (2 * slots + 1 if weighted else slots + 1) * row,
         baseline,
         devices=("cuda",),
         deterministic=True,
     )
 
 
-WORKLOADS = tuple(_combine_workload(*shape) for shape in SHAPES)
+WORKLOADS = tuple(_combine_workload(*shape, weighted) for shape in SHAPES for weighted in (True, False))

@@ -53,7 +53,9 @@ def moe_scatter(
         result = value
         if SCALED:
             result = value * tl.load(weights + entry, token < tokens, other=0).to(value.dtype)[:, None]
-        tl.store(target, result.to(out.dtype.element_ty), (among & (row < last))[:, None] & in_row)
+        # Nobody here reads it again: what the cache should keep is what is still to be read.
+        known = (among & (row < last))[:, None] & in_row
+        tl.store(target, result.to(out.dtype.element_ty), known, eviction_policy="evict_first")
         tl.store(target, zeros, (among & (row >= last))[:, None] & in_row)
 
 

@@ -24,6 +24,9 @@ SPAN = 512
 """Entries a program counts and sorts."""
 
 
+_WARPS = {"moe_count_experts": 4, "moe_place_entries": 8}
+
+
 def span() -> int:
     """Entries of a program; few in the interpreter, so that small problems have several."""
     return 64 if kernels.interpreting() else SPAN
@@ -66,7 +69,7 @@ def variants(indices: torch.dtype, num_experts: int, raises: bool = True) -> dic
                 if not name.isupper()
             },
             {name: constants[name] for name in kernel.parameters if name.isupper()},
-            num_warps=4,
+            num_warps=_WARPS[kernel.name],
             num_stages=1,
         )
     return listed
