@@ -18,13 +18,13 @@ from adjoint.core.errors import Fault, status_word
 from adjoint.core.grouping import Launch
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.ops.moe.layout import Layout
-from adjoint.ops.moe.layout_kernels import KERNELS
 
 SPAN = 512
 """Entries a program counts and sorts."""
 
 
 _WARPS = {"moe_count_experts": 4, "moe_place_entries": 8}
+"""Of each kernel of the layout."""
 
 
 def span() -> int:
@@ -57,19 +57,22 @@ def variants(indices: torch.dtype, num_experts: int, raises: bool = True) -> dic
 
     With `raises`, an expert out of range is recorded in the status word; a backward has no need to.
     """
+    from adjoint.ops.moe import layout_kernels as _  # noqa: F401  (registers them)
+
     constants = {"RAISE": raises, "BINS": bins(num_experts), "SPAN": span()}
     pointers = {"indices": f"*{TRITON_TYPES[indices]}", "status_word": "*i64"}
     numbers = ("fault", "count", "experts")
     listed = {"group_sum_counts": grouping.variants(indices)["group_sum_counts"]}
-    for kernel in KERNELS:
-        listed[kernel.name] = kernel.variant(
+    for key, warps in _WARPS.items():
+        kernel = kernels.registered()[key]
+        listed[key] = kernel.variant(
             {
                 name: pointers.get(name, "i32" if name in numbers else "*i32")
                 for name in kernel.parameters
                 if not name.isupper()
             },
             {name: constants[name] for name in kernel.parameters if name.isupper()},
-            num_warps=_WARPS[kernel.name],
+            num_warps=warps,
             num_stages=1,
         )
     return listed
