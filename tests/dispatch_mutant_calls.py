@@ -149,7 +149,7 @@ def calls() -> Iterator[Call]:
     yield Combined(_indices(5, 4, 3, 2), 5, 19, SINGLE, SINGLE, ("transposed", "every other", "transposed"))
     yield Combined(unknown, 5, 3, weights=None)
     yield Combined(unknown, 5, 3, HALF, HALF, zeros=True)
-    yield Combined(_indices(5, 4, 3), 5, 3, broken=((7, 12), (3, 13)))
+    yield Combined(_indices(5, 4, 3), 5, 3, broken=((3, 12), (7, 13)))
     yield Combined(_indices(5, 30, 1), 5, 3, broken=((0, -1), (29, -(2**31))))
     yield Astray(((3, 12), (7, -1)))
     yield Astray(((3, 12), (4, 13), (7, -3)), further=4)
