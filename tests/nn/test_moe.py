@@ -48,7 +48,8 @@ def _by_definition(state: dict[str, Tensor], x: Tensor, renormalize: bool) -> Te
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
+    got, expected = got.detach().double(), expected.detach().double()
+    return float((got - expected).norm() / expected.norm())
 
 
 def _compare(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], x: Tensor, limit: float) -> None:
@@ -84,6 +85,20 @@ def test_the_block_is_what_it_is_defined_to_be(renormalize: bool, shared: int | 
 def test_logits_may_be_shared_with_a_loss() -> None:
     module, x = _module(), _x()
     assert torch.equal(module.mix(x, module.gate(x)), module(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_whole(dynamic: bool) -> None:
+    module = _module()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for x in (_x(), _x()[:1]):
+        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+        y, expected = compiled(mine), module(theirs)
+        assert _relative(y, expected) < 1e-6
+        got, wanted = (torch.autograd.grad(out.sum(), x)[0] for out, x in ((y, mine), (expected, theirs)))
+        assert _relative(got, wanted) < 1e-6
+    torch._dynamo.reset()
 
 
 def test_one_matrix_per_expert_is_fused() -> None:
