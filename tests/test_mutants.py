@@ -34,7 +34,7 @@ from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
-from tests import mutant_calls, take_calls
+from tests import dispatch_mutant_calls, mutant_calls, take_calls
 from tests.equivalent_mutants import EQUIVALENT
 from tests.mutant_calls import at_the_edge
 
@@ -46,6 +46,7 @@ MODULES = {
         "adjoint.core.grouping_kernels",
     ),
     "indexing": ("adjoint.ops.indexing.kernels", "adjoint.ops.indexing.sorting_kernels"),
+    "moe": ("adjoint.ops.moe.layout_kernels", "adjoint.ops.moe.dispatch_kernels"),
 }
 """Every module with kernels, under the first family that uses it."""
 
@@ -300,6 +301,16 @@ SHARED = {
 }
 
 
+# ------------------------------------------------------------------------------------------------ moe
+
+
+def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
+    """Whether any call gives other bits than the eager path; spans and programs are small."""
+    mutant_calls.guard()
+    dispatch_mutant_calls.shrink()
+    return any(_differs(call, number) for number, call in enumerate(dispatch_mutant_calls.calls()))
+
+
 # ---------------------------------------------------------------------------------------------- tests
 
 Noticed = Callable[[Mutant, torch.device], bool]
@@ -307,6 +318,7 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
+    "moe": (_moe_noticed,),
 }
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
@@ -343,11 +355,13 @@ def _ends(mutant: Mutant, noticed: Noticed, device: torch.device) -> int:
 @pytest.fixture(scope="module")
 def warm() -> None:
     """Imports, and everything else that is done once, are done before processes part."""
-    for call in (
-        next(mutant_calls.lookups(small=False)),
-        next(mutant_calls.bags(small=False)),
-        next(take_calls.takes(False, ("few",))),
-    ):
+    firsts = (
+        mutant_calls.lookups(small=False),
+        mutant_calls.bags(small=False),
+        take_calls.takes(False, ("few",)),
+        dispatch_mutant_calls.calls(),
+    )
+    for call in map(next, firsts):
         for backend in ("eager", "triton"):
             call(backend)
 
@@ -382,7 +396,7 @@ def _left_out(family: str, moves_data: bool, index: int, among: int) -> str:
     return f"one in {one_in} of the mutants {what} ({among} in this module); all with --all"
 
 
-ONE_IN = {"activation": (1, 3), "embedding": (6, 11), "indexing": (8, 27)}
+ONE_IN = {"activation": (6, 12), "embedding": (8, 16), "indexing": (8, 27), "moe": (10, 20)}
 """Of how many mutants one is tried without --all: in functions that kernels call, and in kernels."""
 
 
