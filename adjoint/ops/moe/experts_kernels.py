@@ -109,7 +109,7 @@ def experts_up(
         both = tl.dot(a, b, both, input_precision=PRECISION)
         left += DEPTH
         right += DEPTH
-    g, u = tl.split(tl.permute(tl.reshape(both, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+    g, u = halves(both)
     g = g.to(gu.dtype.element_ty)
     u = u.to(gu.dtype.element_ty)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -175,6 +175,36 @@ def experts_product(
 
 
 @triton.jit
+def halves(both):
+    """The left and the right half of the columns."""
+    rows: tl.constexpr = both.shape[0]
+    columns: tl.constexpr = both.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(both, (rows, 2, columns)), (0, 2, 1)))
+
+
+@triton.jit
+def gate_adjoint(
+    dh, gu, weight, row, end, first_column, dgu, scaled, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
+):
+    """Stores dgu and w·h of some columns, and gives Σ h·dh over them."""
+    column = first_column + tl.arange(0, dh.shape[1])
+    inside = (row < end)[:, None] & (column < I)[None, :]
+    place = row.to(tl.int64)[:, None]
+    g = tl.load(gu + place * (2 * I) + column[None, :], inside, other=0).to(tl.float32)
+    u = tl.load(gu + place * (2 * I) + (column + I)[None, :], inside, other=0).to(tl.float32)
+    value, slope, d = silu_parts(g, gu.dtype.element_ty != tl.float32, False)
+    h = value * (u * d)
+    if SCALED:
+        tl.store(scaled + place * I + column[None, :], (weight * h).to(scaled.dtype.element_ty), inside)
+    if HIDDEN:
+        gated = (weight * dh) * d
+        dg = gated * (u * (d * (0.5 * slope))) * 2.0
+        tl.store(dgu + place * (2 * I) + column[None, :], dg.to(dgu.dtype.element_ty), inside)
+        tl.store(dgu + place * (2 * I) + (column + I)[None, :], (gated * value).to(dgu.dtype.element_ty), inside)
+    return tl.sum(h * dh, 1)
+
+
+@triton.jit
 def experts_down_adjoint(
     dy, down, gu, tokens, row_weights, tile_expert, tile_begin, tile_end, dgu, scaled, partials, count,
     D: tl.constexpr, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -194,8 +224,6 @@ def experts_down_adjoint(
     end = tl.load(tile_end + slot)
     row = begin + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < end)[:, None] & (column < I)[None, :]
-    place = row.to(tl.int64)[:, None]
     dh = tl.zeros([ROWS, COLUMNS], tl.float32)
     if HIDDEN or WEIGHTS:
         token = tl.load(tokens + tl.minimum(row, end - 1)).to(tl.int64)
@@ -214,20 +242,19 @@ def experts_down_adjoint(
             dh = tl.dot(a, b, dh, input_precision=PRECISION)
             left += DEPTH
             right += DEPTH * I
-    g = tl.load(gu + place * (2 * I) + column[None, :], inside, other=0).to(tl.float32)
-    u = tl.load(gu + place * (2 * I) + (column + I)[None, :], inside, other=0).to(tl.float32)
+    # A quarter of the columns at a time: together, g, u and what follows from them would not fit in registers.
+    low, high = halves(dh)
     weight = tl.load(row_weights + row, row < end, other=0)[:, None]
-    value, slope, d = silu_parts(g, gu.dtype.element_ty != tl.float32, False)
-    h = value * (u * d)
+    first, second = halves(low)
+    column = column_tile * COLUMNS
+    total = gate_adjoint(first, gu, weight, row, end, column, dgu, scaled, I, HIDDEN, SCALED)
+    total += gate_adjoint(second, gu, weight, row, end, column + COLUMNS // 4, dgu, scaled, I, HIDDEN, SCALED)
+    first, second = halves(high)
+    column += COLUMNS // 2
+    total += gate_adjoint(first, gu, weight, row, end, column, dgu, scaled, I, HIDDEN, SCALED)
+    total += gate_adjoint(second, gu, weight, row, end, column + COLUMNS // 4, dgu, scaled, I, HIDDEN, SCALED)
     if WEIGHTS:
-        tl.store(partials + column_tile.to(tl.int64) * count + row, tl.sum(h * dh, 1), row < end)
-    if SCALED:
-        tl.store(scaled + place * I + column[None, :], (weight * h).to(scaled.dtype.element_ty), inside)
-    if HIDDEN:
-        dh = (weight * dh) * d
-        dg = dh * (u * (d * (0.5 * slope))) * 2.0
-        tl.store(dgu + place * (2 * I) + column[None, :], dg.to(dgu.dtype.element_ty), inside)
-        tl.store(dgu + place * (2 * I) + (column + I)[None, :], (dh * value).to(dgu.dtype.element_ty), inside)
+        tl.store(partials + column_tile.to(tl.int64) * count + row, total, row < end)
 
 
 @triton.jit
@@ -252,17 +279,13 @@ def experts_outer(
     end = tl.load(offsets + expert + 1).to(tl.int32)
     depth = tl.arange(0, DEPTH)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # Tokens are read a step ahead: addresses that wait for them would halve the depth of the pipeline.
+    token = tl.load(tokens + begin + depth, begin + depth < end, other=0)
     for first in range(begin, end, DEPTH):
         place = first + depth
         inside = place < end
-        from_left = place
-        from_right = place
-        if LEFT_BY_TOKEN or RIGHT_BY_TOKEN:
-            token = tl.load(tokens + place, inside, other=0)
-            if LEFT_BY_TOKEN:
-                from_left = token
-            if RIGHT_BY_TOKEN:
-                from_right = token
+        from_left = token if LEFT_BY_TOKEN else place
+        from_right = token if RIGHT_BY_TOKEN else place
         in_left = inside[None, :]
         if M % ROWS != 0:
             in_left = in_left & (m < M)[:, None]
@@ -272,6 +295,7 @@ def experts_outer(
         a = tl.load(left + from_left.to(tl.int64)[None, :] * M + m[:, None], in_left, other=0)
         b = tl.load(right + from_right.to(tl.int64)[:, None] * N + n[None, :], in_right, other=0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
+        token = tl.load(tokens + place + DEPTH, place + DEPTH < end, other=0)
     target = out + expert.to(tl.int64) * (M * N) + (m * N)[:, None] + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
 
