@@ -125,11 +125,11 @@ def experts_up(
 
 @triton.jit
 def experts_product(
-    rows, weight, tile_expert, tile_begin, tile_end, out, first_column,
+    rows, weight, tile_expert, tile_begin, tile_end, out, chunk,
     K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BY_COLUMN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row, c] = Σ_k rows[row, k] · weight[e][k, first_column + c], for WIDTH columns of N.
+    """out[row, c] = Σ_k rows[row, k] · weight[e][k, chunk·WIDTH + c], for WIDTH columns of N.
 
     BY_COLUMN, the weight of an expert is [N, K] and read transposed; else it is [K, N].
     """
@@ -142,7 +142,7 @@ def experts_product(
     row = begin + tl.arange(0, ROWS)
     place = tl.minimum(row, end - 1).to(tl.int64)
     inner = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    column = first_column + inner
+    column = chunk * WIDTH + inner
     depth = tl.arange(0, DEPTH)
     left = rows + place[:, None] * K + depth[None, :]
     right = weight + expert.to(tl.int64) * (K * N)
@@ -305,32 +305,35 @@ def experts_outer(
 
 @triton.jit
 def experts_sum_slots(
-    rows, inverse, weights, offsets, out, tokens, experts, first_column, columns, token_stride, slot_stride,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, inverse, weights, offsets, out, count, experts, chunk, token_stride, slot_stride,
+    SLOTS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """out[t, first_column + c] = Σ_j w[t, j] · rows[inverse[t, j], c] for WIDTH columns, slot after slot.
+    """out[t, chunk·WIDTH + c] = Σ_j w[t, j] · rows[inverse[t, j], c] for WIDTH columns, slot after slot.
 
     An entry whose expert is out of range has a row past the last expert's, which nobody has written: it adds nothing.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = first_column + inner
-    inside = token < tokens
-    in_row = (inner < WIDTH) & (column < columns)
+    column = chunk * WIDTH + inner
+    inside = token < count
+    in_row = (inner < WIDTH) & (column < N)
     valid_rows = tl.load(offsets + experts)
     total = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for slot in range(SLOTS):
-        row = tl.load(inverse + token * SLOTS + slot, inside, other=0)
-        valid = inside & (row < valid_rows)
-        term = tl.load(
-            rows + row.to(tl.int64)[:, None] * WIDTH + inner[None, :], valid[:, None] & in_row[None, :], other=0
-        ).to(tl.float32)
-        if WEIGHTED:
-            weight = tl.load(weights + token * token_stride + slot * slot_stride, valid, other=0).to(tl.float32)
-            term = weight[:, None] * term
-        total += term
+    for first in range(0, SLOTS, UNROLL):
+        for step in tl.static_range(UNROLL):  # loads of several rows are on their way at once
+            slot = first + step
+            known = inside & (slot < SLOTS)
+            row = tl.load(inverse + token * SLOTS + slot, known, other=0)
+            valid = known & (row < valid_rows)
+            mask = valid[:, None] & in_row[None, :]
+            term = tl.load(rows + row.to(tl.int64)[:, None] * WIDTH + inner[None, :], mask, other=0).to(tl.float32)
+            if WEIGHTED:
+                weight = tl.load(weights + token * token_stride + slot * slot_stride, valid, other=0)
+                term = weight.to(tl.float32)[:, None] * term
+            total += term
     mask = inside[:, None] & in_row[None, :]
-    tl.store(out + token[:, None] * columns + column[None, :], total.to(out.dtype.element_ty), mask)
+    tl.store(out + token[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask)
 
 
 @triton.jit
