@@ -23,6 +23,7 @@ from adjoint.core import kernels
 from adjoint.core.kernels import Budget
 from adjoint.ops.activation.kernels import silu_parts
 
+
 # ----------------------------------------------------------------------------------------- who is where
 
 
@@ -39,7 +40,7 @@ def experts_rows(
     slot = entry % SLOTS
     weight = tl.load(weights + token.to(tl.int64) * token_stride + slot.to(tl.int64) * slot_stride, inside, other=0)
     tl.store(tokens + row, token, inside)
-    tl.store(row_weights + row, weight.to(tl.float32), inside)
+    tl.store(row_weights + row, weight.to(row_weights.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def experts_up(
     depth = tl.arange(0, DEPTH)
     left = x + token[:, None] * D + depth[None, :]
     right = gate_up + expert.to(tl.int64) * (2 * I * D) + (unit * D)[None, :] + depth[:, None]
-    both = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    both = tl.zeros([ROWS, 2 * COLUMNS], tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32)
     for start in range(0, D, DEPTH):
         if D % DEPTH == 0:
             a = tl.load(left)
@@ -112,14 +113,15 @@ def experts_up(
     g, u = halves(both)
     g = g.to(gu.dtype.element_ty)
     u = u.to(gu.dtype.element_ty)
+    NARROW: tl.constexpr = h.dtype.element_ty.primitive_bitwidth == 16
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < end)[:, None] & (column < I)[None, :]
     place = row.to(tl.int64)[:, None]
     if KEEP:
         tl.store(gu + place * (2 * I) + column[None, :], g, mask)
         tl.store(gu + place * (2 * I) + (column + I)[None, :], u, mask)
-    value, _, d = silu_parts(g.to(tl.float32), h.dtype.element_ty != tl.float32, False)
-    value = value * (u.to(tl.float32) * d)
+    value, _, d = silu_parts(g.to(both.dtype), NARROW, False)
+    value = value * (u.to(both.dtype) * d)
     tl.store(h + place * I + column[None, :], value.to(h.dtype.element_ty), mask)
 
 
@@ -150,7 +152,7 @@ def experts_product(
         right += (tl.minimum(column, N - 1) * K)[None, :] + depth[:, None]
     else:
         right += column[None, :] + (depth * N)[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32)
     for start in range(0, K, DEPTH):
         if K % DEPTH == 0:
             a = tl.load(left)
@@ -187,12 +189,13 @@ def gate_adjoint(
     dh, gu, weight, row, end, first_column, dgu, scaled, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
 ):
     """Stores dgu and w·h of some columns, and gives Σ h·dh over them."""
+    NARROW: tl.constexpr = gu.dtype.element_ty.primitive_bitwidth == 16
     column = first_column + tl.arange(0, dh.shape[1])
     inside = (row < end)[:, None] & (column < I)[None, :]
     place = row.to(tl.int64)[:, None]
-    g = tl.load(gu + place * (2 * I) + column[None, :], inside, other=0).to(tl.float32)
-    u = tl.load(gu + place * (2 * I) + (column + I)[None, :], inside, other=0).to(tl.float32)
-    value, slope, d = silu_parts(g, gu.dtype.element_ty != tl.float32, False)
+    g = tl.load(gu + place * (2 * I) + column[None, :], inside, other=0).to(dh.dtype)
+    u = tl.load(gu + place * (2 * I) + (column + I)[None, :], inside, other=0).to(dh.dtype)
+    value, slope, d = silu_parts(g, NARROW, False)
     h = value * (u * d)
     if SCALED:
         tl.store(scaled + place * I + column[None, :], (weight * h).to(scaled.dtype.element_ty), inside)
@@ -224,7 +227,7 @@ def experts_down_adjoint(
     end = tl.load(tile_end + slot)
     row = begin + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    dh = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dh = tl.zeros([ROWS, COLUMNS], tl.float64 if dy.dtype.element_ty == tl.float64 else tl.float32)
     if HIDDEN or WEIGHTS:
         token = tl.load(tokens + tl.minimum(row, end - 1)).to(tl.int64)
         depth = tl.arange(0, DEPTH)
@@ -278,7 +281,7 @@ def experts_outer(
     begin = tl.load(offsets + expert).to(tl.int32)
     end = tl.load(offsets + expert + 1).to(tl.int32)
     depth = tl.arange(0, DEPTH)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float64 if left.dtype.element_ty == tl.float64 else tl.float32)
     # Tokens are read a step ahead: addresses that wait for them would halve the depth of the pipeline.
     token = tl.load(tokens + begin + depth, begin + depth < end, other=0)
     for first in range(begin, end, DEPTH):
@@ -319,7 +322,7 @@ def experts_sum_slots(
     inside = token < count
     in_row = (inner < WIDTH) & (column < N)
     valid_rows = tl.load(offsets + experts)
-    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    total = tl.zeros([TOKENS, BLOCK], tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32)
     for first in range(0, SLOTS, UNROLL):
         for step in tl.static_range(UNROLL):  # loads of several rows are on their way at once
             slot = first + step
@@ -327,10 +330,10 @@ def experts_sum_slots(
             row = tl.load(inverse + token * SLOTS + slot, known, other=0)
             valid = known & (row < valid_rows)
             mask = valid[:, None] & in_row[None, :]
-            term = tl.load(rows + row.to(tl.int64)[:, None] * WIDTH + inner[None, :], mask, other=0).to(tl.float32)
+            term = tl.load(rows + row.to(tl.int64)[:, None] * WIDTH + inner[None, :], mask, other=0).to(total.dtype)
             if WEIGHTED:
                 weight = tl.load(weights + token * token_stride + slot * slot_stride, valid, other=0)
-                term = weight.to(tl.float32)[:, None] * term
+                term = weight.to(total.dtype)[:, None] * term
             total += term
     mask = inside[:, None] & in_row[None, :]
     tl.store(out + token[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask)
@@ -343,7 +346,7 @@ def experts_sum_partials(partials, inverse, offsets, out, count, experts, tiles,
     inside = entry < count
     row = tl.load(inverse + entry, inside, other=0)
     valid = inside & (row < tl.load(offsets + experts))
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], partials.dtype.element_ty)
     partial = partials + row.to(tl.int64)
     for _ in range(tiles):
         total += tl.load(partial, valid, other=0)
