@@ -107,7 +107,7 @@ def experts_up(
         else:
             a = tl.load(left, (depth < D - start)[None, :], other=0)
             b = tl.load(right, (depth < D - start)[:, None], other=0)
-        both = tl.dot(a, b, both, input_precision=PRECISION)
+        both = tl.dot(a, b, both, input_precision=PRECISION, out_dtype=both.dtype)
         left += DEPTH
         right += DEPTH
     g, u = halves(both)
@@ -170,7 +170,7 @@ def experts_product(
             else:
                 b = tl.load(right, (depth < K - start)[:, None] & (column < N)[None, :], other=0)
             right += DEPTH * N
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
         left += DEPTH
     mask = (row < end)[:, None] & ((inner < WIDTH) & (column < N))[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * WIDTH + inner[None, :], total.to(out.dtype.element_ty), mask)
@@ -242,7 +242,7 @@ def experts_down_adjoint(
                 b = tl.load(right)
             else:
                 b = tl.load(right, (depth < D - start)[:, None] & (column < I)[None, :], other=0)
-            dh = tl.dot(a, b, dh, input_precision=PRECISION)
+            dh = tl.dot(a, b, dh, input_precision=PRECISION, out_dtype=dh.dtype)
             left += DEPTH
             right += DEPTH * I
     # A quarter of the columns at a time: together, g, u and what follows from them would not fit in registers.
@@ -297,7 +297,7 @@ def experts_outer(
             in_right = in_right & (n < N)[None, :]
         a = tl.load(left + from_left.to(tl.int64)[None, :] * M + m[:, None], in_left, other=0)
         b = tl.load(right + from_right.to(tl.int64)[:, None] * N + n[None, :], in_right, other=0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
         token = tl.load(tokens + place + DEPTH, place + DEPTH < end, other=0)
     target = out + expert.to(tl.int64) * (M * N) + (m * N)[:, None] + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
