@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,13 +21,22 @@ Launch = Callable[..., None]
 MAX_COUNT = 2**30
 MAX_GROUPS = 2**31 - 2
 LISTED_PASSES = 3  # keys up to 27 bits
-BLOCK, DIGIT = 128, 9
-"""Positions of a block, and bits of a digit, here and in the kernels."""
+DIGIT = 9
+"""Bits of a digit, here and in the kernels."""
+BLOCKS = (128, 512)
+"""Positions of a block: few where there are few, so that every processor has some; else many, which cost less each."""
+_FEW = 2**15
+_SHARES = 32  # programs that share the rows of counts of a bin
+
+
+def block(count: int) -> int:
+    """Positions of a block of so many."""
+    return BLOCKS[count > (2**8 if kernels.interpreting() else _FEW)]
 
 
 def blocks(count: int) -> int:
     """Blocks of positions; the last one has room for at least one place past the end."""
-    return count // BLOCK + 1
+    return count // block(count) + 1
 
 
 def passes(groups: int) -> int:
@@ -36,13 +46,14 @@ def passes(groups: int) -> int:
 
 def regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
     """The memory a sort needs."""
-    room = blocks(count) * BLOCK
+    room = blocks(count) * block(count)
     return {
         "keys_a": (torch.int32, room),
         "keys_b": (torch.int32, room),
         "positions_a": (torch.int32, room),
         "positions_b": (torch.int32, room),
         "counts": (torch.int32, blocks(count) << DIGIT),
+        "begins": (torch.int32, blocks(count) << DIGIT),
         "totals": (torch.int32, 1 << DIGIT),
     }
 
@@ -54,7 +65,7 @@ def mark_regions(groups: int) -> dict[str, tuple[torch.dtype, int]]:
 
 def list_regions(count: int) -> dict[str, tuple[torch.dtype, int]]:
     """The memory `list_groups` needs."""
-    room = blocks(count) * BLOCK
+    room = blocks(count) * block(count)
     return {
         "starts": (torch.int32, room),
         "ends": (torch.int32, room),
@@ -68,6 +79,7 @@ _POINTERS = frozenset(
     (
         "keys",
         "counts",
+        "begins",
         "totals",
         "positions",
         "sorted_keys",
@@ -82,37 +94,38 @@ _POINTERS = frozenset(
 
 
 def _counted() -> dict[str, int]:
-    """Bins and blocks whose counts one program sums at a time; the interpreter wants few programs."""
-    return {"WIDTH": 1 << DIGIT, "CHUNK": 32} if kernels.interpreting() else {"WIDTH": 8, "CHUNK": 128}
+    """Bins and rows of counts one program sums at a time; the interpreter wants few programs."""
+    return {"WIDTH": 1 << DIGIT, "CHUNK": 2} if kernels.interpreting() else {"WIDTH": 8, "CHUNK": 128}
 
 
 def variants(ids: torch.dtype) -> dict[str, Variant]:
-    """What is compiled to group ids of a dtype, by the key it is launched with."""
+    """What is compiled to group ids of a dtype, by the key it is launched with: `key`'s."""
     from adjoint.core import grouping_kernels as _  # noqa: F401  (registers them)
 
     listed = {}
     for name, kernel in kernels.registered().items():
         if not name.startswith("group_"):
             continue
-        for first in (True, False) if "FIRST" in kernel.parameters else (False,):
-            constants = {"FIRST": first} | _counted()
-            types = {
-                parameter: f"*{TRITON_TYPES[ids]}"
-                if parameter == "ids"
-                else "*i32"
-                if parameter in _POINTERS
-                else "i32"
-                for parameter in kernel.parameters
-                if not parameter.isupper()
-            }
-            key = f"{name} first" if first else name
-            listed[key] = kernel.variant(
+        types = {
+            parameter: f"*{TRITON_TYPES[ids]}" if parameter == "ids" else "*i32" if parameter in _POINTERS else "i32"
+            for parameter in kernel.parameters
+            if not parameter.isupper()
+        }
+        for first, block in product((True, False), BLOCKS):
+            constants = {"FIRST": first, "BLOCK": block} | _counted()
+            listed[_key(name, first, block)] = kernel.variant(
                 types,
                 {parameter: constants[parameter] for parameter in kernel.parameters if parameter.isupper()},
                 num_warps=4,
                 num_stages=1,
             )
     return listed
+
+
+def _key(name: str, first: bool, block: int) -> str:
+    """Which variant: FIRST and BLOCK as far as the kernel knows them."""
+    known = kernels.registered()[name].parameters
+    return name + " first" * (first and "FIRST" in known) + f" {block}" * ("BLOCK" in known)
 
 
 def sort(
@@ -124,25 +137,31 @@ def sort(
     memory is made ready for `mark_groups`; without it, at least `LISTED_PASSES` passes are made, so that
     listing groups takes as long for a large table as for a small one.
     """
-    number = blocks(count)
+    number, size = blocks(count), block(count)
     source, target = (memory["keys_b"], memory["positions_b"]), (memory["keys_a"], memory["positions_a"])
+    counts, begins, totals = memory["counts"], memory["begins"], memory["totals"]
     for index in range(passes(groups) if mark else max(passes(groups), LISTED_PASSES)):
         first = " first" if index == 0 else ""
         keys, _ = source
         shift = index * DIGIT
-        launch(f"group_count_digits{first}", (number,), ids, keys, memory["counts"], count, groups, skipped, shift)
+        launch(f"group_count_digits{first} {size}", (number,), ids, keys, counts, count, groups, skipped, shift)
         cleared, clear_count = (memory["starts"], groups) if index == 0 and mark else (keys, 0)
         _sum_counts(launch, memory, "totals", 1 << DIGIT, number, cleared, clear_count)
-        launch(f"group_move{first}", (number,), *source, memory["counts"], memory["totals"], *target, shift)
+        launch(f"group_move{first} {size}", (number,), *source, counts, begins, totals, *target, shift)
         source, target = target, source
     return source
 
 
 def _sum_counts(
-    launch: Launch, memory: Mapping[str, Any], totals: str, bins: int, number: int, cleared: Any, clear_count: int
+    launch: Launch, memory: Mapping[str, Any], totals: str, bins: int, rows: int, cleared: Any, clear_count: int
 ) -> None:
-    programs = -(-bins // _counted()["WIDTH"])
-    launch("group_sum_counts", (programs,), memory["counts"], memory[totals], bins, number, cleared, clear_count)
+    counted = _counted()
+    chunks = -(-rows // counted["CHUNK"])
+    share = -(-chunks // _SHARES)  # chunks of a program
+    launch(
+        "group_sum_counts", (-(-bins // counted["WIDTH"]), -(-chunks // share)), memory["counts"], memory["begins"],
+        memory[totals], bins, rows, share * counted["CHUNK"], cleared, clear_count,
+    )  # fmt: skip
 
 
 def mark_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
@@ -150,15 +169,15 @@ def mark_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int
 
     The sort must have been told to `mark`.
     """
-    launch("group_mark", (blocks(count),), keys, memory["starts"], memory["ends"], groups)
+    launch(f"group_mark {block(count)}", (blocks(count),), keys, memory["starts"], memory["ends"], groups)
 
 
 def list_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
     """Lists the groups that occur in memory: "starts", "ends", "listed" (keys), "segment_of" and "listed_count"."""
-    number = blocks(count)
-    launch("group_count_heads", (number,), keys, memory["counts"], groups)
+    number, size = blocks(count), block(count)
+    launch(f"group_count_heads {size}", (number,), keys, memory["counts"], groups)
     _sum_counts(launch, memory, "listed_count", 1, number, keys, 0)
     launch(
-        "group_list", (number,), keys, memory["counts"], memory["starts"], memory["ends"], memory["listed"],
+        f"group_list {size}", (number,), keys, memory["begins"], memory["starts"], memory["ends"], memory["listed"],
         memory["segment_of"], groups,
     )  # fmt: skip

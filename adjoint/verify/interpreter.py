@@ -1,9 +1,11 @@
-"""One correction to Triton's interpreter: bfloat16.
+"""Two corrections to Triton's interpreter: bfloat16, and sorts.
 
 The interpreter of Triton 3.6 to 3.9 keeps bfloat16 as raw 16-bit integers. It truncates float32 to
 bfloat16 where the hardware rounds to nearest even, converts other types by their bits, and
 multiplies matrices of raw bits. `correct_bfloat16()` replaces its conversions and its product; it
 touches nothing outside the interpreter, and nothing in versions it was not written for.
+
+Sorts give the right order, but after half a second for 256 integers: `replace_sorts()` lets numpy sort them.
 """
 
 from typing import Any
@@ -64,3 +66,36 @@ def correct_bfloat16() -> bool:
     builder.create_dot = corrected_dot
     builder.bfloat16_corrected = True
     return True
+
+
+def replace_sorts() -> None:
+    """Integers are sorted by numpy in this process, with the result that Triton's networks give."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if getattr(tl.sort, "replaced", False):
+        return
+    handle = interpreter.TensorHandle
+
+    def ordered(x: Any, count: int, descending: bool) -> Any:
+        values = np.sort(x.handle.data, axis=-1)
+        values = values[..., ::-1] if descending else values
+        values = np.ascontiguousarray(values[..., :count])
+        return tl.core.tensor(handle(values, x.handle.dtype), tl.block_type(x.dtype, list(values.shape)))
+
+    def replacement(original: Any, sort: Any) -> Any:
+        def call(x: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not x.dtype.is_int():
+                return original(x, *arguments, **keywords)
+            return sort(x, *arguments, **keywords)
+
+        call.replaced = True  # type: ignore[attr-defined]
+        return call
+
+    def plain(value: Any) -> Any:
+        return getattr(value, "value", value)  # of a constexpr
+
+    tl.sort = replacement(
+        tl.sort, lambda x, dim=None, descending=False: ordered(x, x.shape[-1], bool(plain(descending)))
+    )
+    tl.topk = replacement(tl.topk, lambda x, k, dim=None: ordered(x, plain(k), True))

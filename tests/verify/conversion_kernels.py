@@ -1,4 +1,4 @@
-"""Kernels that convert and multiply bfloat16, for the test of the interpreter's correction."""
+"""Kernels that convert and multiply bfloat16, and sort, for the tests of the interpreter's corrections."""
 
 import triton
 import triton.language as tl
@@ -20,3 +20,12 @@ def product(left, right, out, SIZE: tl.constexpr):
     a = tl.load(left + row * SIZE + column)
     b = tl.load(right + row * SIZE + column)
     tl.store(out + row * SIZE + column, tl.dot(a, b))
+
+
+@triton.jit
+def order(values, ascending, descending, largest, SIZE: tl.constexpr, FEW: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    found = tl.load(values + lane)
+    tl.store(ascending + lane, tl.sort(found))
+    tl.store(descending + lane, tl.sort(found, descending=True))
+    tl.store(largest + tl.arange(0, FEW), tl.topk(found, FEW))

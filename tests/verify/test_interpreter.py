@@ -63,3 +63,17 @@ def test_correction_is_applied_once_and_only_where_needed() -> None:
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     assert interpreter.correct_bfloat16() == (version <= interpreter.LAST_VERSION_WITH_FAULT)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_kernels_sort_integers_like_torch(dtype: torch.dtype, device: torch.device) -> None:
+    from tests.verify.conversion_kernels import order
+
+    values = torch.randint(-50, 50, (64,), dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
+    ascending, descending = torch.empty_like(values), torch.empty_like(values)
+    largest = torch.empty_like(values[:8])
+    order[(1,)](values, ascending, descending, largest, SIZE=64, FEW=8)
+    assert torch.equal(ascending, values.sort().values)
+    assert torch.equal(descending, values.sort(descending=True).values)
+    assert torch.equal(largest, values.sort(descending=True).values[:8])
