@@ -30,17 +30,18 @@ from adjoint.ops.activation.kernels import silu_parts
 @triton.jit
 def experts_rows(
     permutation, weights, tokens, row_weights, count, token_stride, slot_stride,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token and the routing weight of each row."""
+    """The token of each row, and (WEIGHTED) its routing weight."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
     entry = tl.load(permutation + row, inside, other=0)
     token = (entry // SLOTS).to(tl.int32)
-    slot = entry % SLOTS
-    weight = tl.load(weights + token.to(tl.int64) * token_stride + slot.to(tl.int64) * slot_stride, inside, other=0)
     tl.store(tokens + row, token, inside)
-    tl.store(row_weights + row, weight.to(row_weights.dtype.element_ty), inside)
+    if WEIGHTED:
+        place = weights + token.to(tl.int64) * token_stride + (entry % SLOTS).to(tl.int64) * slot_stride
+        weight = tl.load(place, inside, other=0)
+        tl.store(row_weights + row, weight.to(row_weights.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -208,6 +209,22 @@ def gate_adjoint(
 
 
 @triton.jit
+def half_adjoint(
+    dh, gu, weight, row, end, first_column, dgu, scaled, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
+):
+    """`gate_adjoint` of four quarters of the columns, one after the other."""
+    WIDTH: tl.constexpr = dh.shape[1] // 4
+    low, high = halves(dh)
+    first, second = halves(low)
+    total = gate_adjoint(first, gu, weight, row, end, first_column, dgu, scaled, I, HIDDEN, SCALED)
+    total += gate_adjoint(second, gu, weight, row, end, first_column + WIDTH, dgu, scaled, I, HIDDEN, SCALED)
+    third, fourth = halves(high)
+    total += gate_adjoint(third, gu, weight, row, end, first_column + 2 * WIDTH, dgu, scaled, I, HIDDEN, SCALED)
+    total += gate_adjoint(fourth, gu, weight, row, end, first_column + 3 * WIDTH, dgu, scaled, I, HIDDEN, SCALED)
+    return total
+
+
+@triton.jit
 def experts_down_adjoint(
     dy, down, gu, tokens, row_weights, tile_expert, tile_begin, tile_end, dgu, scaled, partials, count,
     D: tl.constexpr, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -245,17 +262,13 @@ def experts_down_adjoint(
             dh = tl.dot(a, b, dh, input_precision=PRECISION, out_dtype=dh.dtype)
             left += DEPTH
             right += DEPTH * I
-    # A quarter of the columns at a time: together, g, u and what follows from them would not fit in registers.
-    low, high = halves(dh)
+    # An eighth of the columns at a time: together, g, u and what follows from them would take so many registers
+    # that no second program could work beside this one while it stores.
     weight = tl.load(row_weights + row, row < end, other=0)[:, None]
-    first, second = halves(low)
+    low, high = halves(dh)
     column = column_tile * COLUMNS
-    total = gate_adjoint(first, gu, weight, row, end, column, dgu, scaled, I, HIDDEN, SCALED)
-    total += gate_adjoint(second, gu, weight, row, end, column + COLUMNS // 4, dgu, scaled, I, HIDDEN, SCALED)
-    first, second = halves(high)
-    column += COLUMNS // 2
-    total += gate_adjoint(first, gu, weight, row, end, column, dgu, scaled, I, HIDDEN, SCALED)
-    total += gate_adjoint(second, gu, weight, row, end, column + COLUMNS // 4, dgu, scaled, I, HIDDEN, SCALED)
+    total = half_adjoint(low, gu, weight, row, end, column, dgu, scaled, I, HIDDEN, SCALED)
+    total += half_adjoint(high, gu, weight, row, end, column + COLUMNS // 2, dgu, scaled, I, HIDDEN, SCALED)
     if WEIGHTS:
         tl.store(partials + column_tile.to(tl.int64) * count + row, total, row < end)
 
