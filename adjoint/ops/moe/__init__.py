@@ -1,0 +1,5 @@
+"""Mixture of experts."""
+
+from adjoint.ops.moe.experts import experts
+
+__all__ = ["experts"]
