@@ -5,6 +5,7 @@ from adjoint.core.errors import ArgumentError, Unsupported, check, checked
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
+from adjoint.ops import moe
 from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
 
@@ -23,6 +24,7 @@ __all__ = [
     "checked",
     "embedding",
     "embedding_bag",
+    "moe",
     "nn",
     "plan",
     "prefer",

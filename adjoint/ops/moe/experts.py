@@ -34,7 +34,7 @@ from adjoint.ops.moe.experts_eager import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS,
 from adjoint.ops.moe.layout import allocate as allocate_layout
 
 _OP = "moe.experts"
-_EVERYTHING = NEED_X | NEED_GATE_UP | NEED_DOWN | NEED_WEIGHTS
+_BITS = (NEED_X, NEED_GATE_UP, NEED_DOWN, NEED_WEIGHTS)
 
 # -------------------------------------------------------------------------------------------- checks
 
@@ -64,10 +64,6 @@ def _check_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> N
         shape = gate_up.shape if name == "gate_up" else (gate_up.shape[0], columns, gate_up.shape[1] // 2)
         require_like(_OP, name, weight, "x", x, tuple(shape))
     require_floating(_OP, "weights", weights)
-    if weights.dtype not in (x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32):
-        raise ArgumentError(
-            f"{_OP}: weights must be float32 or of the dtype of x, {short(x.dtype)}, got {short(weights.dtype)}"
-        )
     if weights.device != x.device:
         raise ArgumentError(f"{_OP}: weights must be on the device of x, {x.device}, got {weights.device}")
     if weights.dim() != 2 or weights.shape[0] != x.shape[0] or weights.shape[1] < 1:
@@ -163,7 +159,7 @@ def _allocate(
 def _allocate_backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    wanted = ((x, NEED_X), (gate_up, NEED_GATE_UP), (down, NEED_DOWN), (weights, NEED_WEIGHTS))
+    wanted = zip((x, gate_up, down, weights), _BITS, strict=True)
     return tuple(like.new_empty(like.shape if rest[-1] & bit else (0,)) for like, bit in wanted)
 
 
@@ -206,10 +202,10 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise second_derivative(_OP)
-        needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.needs_input_grad[4])
-        need = sum(bit for bit, wanted in zip((NEED_X, NEED_GATE_UP, NEED_DOWN, NEED_WEIGHTS), needed) if wanted)
+        needed = tuple(ctx.needs_input_grad[index] for index in (0, 1, 2, 4))
+        need = sum(bit for bit, wanted in zip(_BITS, needed, strict=True) if wanted)
         gradients = _experts_backward(dy, *ctx.saved_tensors, need, ctx.preference)
-        dx, dgate_up, ddown, dweights = (g if wanted else None for g, wanted in zip(gradients, needed))
+        dx, dgate_up, ddown, dweights = (g if wanted else None for g, wanted in zip(gradients, needed, strict=True))
         return dx, dgate_up, ddown, None, dweights, None
 
 
@@ -240,7 +236,8 @@ def experts(
         indices: int32 or int64, the experts of each token; one may occur twice, and is then added twice. One out of
             range adds nothing, has no gradient, and is reported by position and value: at once on the CPU; on a GPU
             through `adjoint.check()`.
-        weights: what each expert's result is multiplied by; float32, or the dtype of x.
+        weights: what each expert's result is multiplied by; any of the four types, whatever that of x. Products and
+            sums with it run in float32, in float64 where x is float64.
         preference: narrows the choice of plans for this call and its backward.
 
     Under autocast x, gate_up and down are cast to its dtype, float64 excepted; weights stay as they are.
@@ -271,7 +268,7 @@ def _bind(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Te
         _experts,
         (x, gate_up, down, indices, weights, True),
         _experts_backward,
-        lambda upstream, outputs: (upstream[0], x, gate_up, down, weights, *outputs[1:], _EVERYTHING),
+        lambda upstream, outputs: (upstream[0], x, gate_up, down, weights, *outputs[1:], sum(_BITS)),
         public_outputs=1,
     )
 

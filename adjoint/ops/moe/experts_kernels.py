@@ -23,7 +23,6 @@ from adjoint.core import kernels
 from adjoint.core.kernels import Budget
 from adjoint.ops.activation.kernels import silu_parts
 
-
 # ----------------------------------------------------------------------------------------- who is where
 
 
@@ -82,11 +81,11 @@ def tile_of_program(column_tiles, GROUP: tl.constexpr):
 @triton.jit
 def experts_up(
     x, gate_up, tokens, tile_expert, tile_begin, tile_end, gu, h,
-    D: tl.constexpr, I: tl.constexpr, KEEP: tl.constexpr,
+    D: tl.constexpr, INNER: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g and u, rounded, side by side in gu (where KEEP), and h = silu(g)·u of the rounded ones."""
-    slot, column_tile = tile_of_program(tl.cdiv(I, COLUMNS), GROUP)
+    slot, column_tile = tile_of_program(tl.cdiv(INNER, COLUMNS), GROUP)
     expert = tl.load(tile_expert + slot)
     if expert < 0:
         return
@@ -96,10 +95,10 @@ def experts_up(
     token = tl.load(tokens + tl.minimum(row, end - 1)).to(tl.int64)
     # COLUMNS rows of the gate's weights, then as many of up's: one product computes both.
     lane = tl.arange(0, 2 * COLUMNS)
-    unit = tl.minimum(column_tile * COLUMNS + lane % COLUMNS, I - 1) + (lane // COLUMNS) * I
+    unit = tl.minimum(column_tile * COLUMNS + lane % COLUMNS, INNER - 1) + (lane // COLUMNS) * INNER
     depth = tl.arange(0, DEPTH)
     left = x + token[:, None] * D + depth[None, :]
-    right = gate_up + expert.to(tl.int64) * (2 * I * D) + (unit * D)[None, :] + depth[:, None]
+    right = gate_up + expert.to(tl.int64) * (2 * INNER * D) + (unit * D)[None, :] + depth[:, None]
     both = tl.zeros([ROWS, 2 * COLUMNS], tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32)
     for start in range(0, D, DEPTH):
         if D % DEPTH == 0:
@@ -116,14 +115,14 @@ def experts_up(
     u = u.to(gu.dtype.element_ty)
     NARROW: tl.constexpr = h.dtype.element_ty.primitive_bitwidth == 16
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < end)[:, None] & (column < I)[None, :]
+    mask = (row < end)[:, None] & (column < INNER)[None, :]
     place = row.to(tl.int64)[:, None]
     if KEEP:
-        tl.store(gu + place * (2 * I) + column[None, :], g, mask)
-        tl.store(gu + place * (2 * I) + (column + I)[None, :], u, mask)
+        tl.store(gu + place * (2 * INNER) + column[None, :], g, mask)
+        tl.store(gu + place * (2 * INNER) + (column + INNER)[None, :], u, mask)
     value, _, d = silu_parts(g.to(both.dtype), NARROW, False)
     value = value * (u.to(both.dtype) * d)
-    tl.store(h + place * I + column[None, :], value.to(h.dtype.element_ty), mask)
+    tl.store(h + place * INNER + column[None, :], value.to(h.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -187,47 +186,49 @@ def halves(both):
 
 @triton.jit
 def gate_adjoint(
-    dh, gu, weight, row, end, first_column, dgu, scaled, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
+    dh, gu, weight, row, end, first_column, dgu, scaled, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
 ):
     """Stores dgu and w·h of some columns, and gives Σ h·dh over them."""
     NARROW: tl.constexpr = gu.dtype.element_ty.primitive_bitwidth == 16
     column = first_column + tl.arange(0, dh.shape[1])
-    inside = (row < end)[:, None] & (column < I)[None, :]
+    inside = (row < end)[:, None] & (column < INNER)[None, :]
     place = row.to(tl.int64)[:, None]
-    g = tl.load(gu + place * (2 * I) + column[None, :], inside, other=0).to(dh.dtype)
-    u = tl.load(gu + place * (2 * I) + (column + I)[None, :], inside, other=0).to(dh.dtype)
+    g = tl.load(gu + place * (2 * INNER) + column[None, :], inside, other=0).to(dh.dtype)
+    u = tl.load(gu + place * (2 * INNER) + (column + INNER)[None, :], inside, other=0).to(dh.dtype)
     value, slope, d = silu_parts(g, NARROW, False)
     h = value * (u * d)
     if SCALED:
-        tl.store(scaled + place * I + column[None, :], (weight * h).to(scaled.dtype.element_ty), inside)
+        tl.store(scaled + place * INNER + column[None, :], (weight * h).to(scaled.dtype.element_ty), inside)
     if HIDDEN:
         gated = (weight * dh) * d
         dg = gated * (u * (d * (0.5 * slope))) * 2.0
-        tl.store(dgu + place * (2 * I) + column[None, :], dg.to(dgu.dtype.element_ty), inside)
-        tl.store(dgu + place * (2 * I) + (column + I)[None, :], (gated * value).to(dgu.dtype.element_ty), inside)
+        tl.store(dgu + place * (2 * INNER) + column[None, :], dg.to(dgu.dtype.element_ty), inside)
+        tl.store(
+            dgu + place * (2 * INNER) + (column + INNER)[None, :], (gated * value).to(dgu.dtype.element_ty), inside
+        )
     return tl.sum(h * dh, 1)
 
 
 @triton.jit
 def half_adjoint(
-    dh, gu, weight, row, end, first_column, dgu, scaled, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
+    dh, gu, weight, row, end, first_column, dgu, scaled, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
 ):
     """`gate_adjoint` of four quarters of the columns, one after the other."""
     WIDTH: tl.constexpr = dh.shape[1] // 4
     low, high = halves(dh)
     first, second = halves(low)
-    total = gate_adjoint(first, gu, weight, row, end, first_column, dgu, scaled, I, HIDDEN, SCALED)
-    total += gate_adjoint(second, gu, weight, row, end, first_column + WIDTH, dgu, scaled, I, HIDDEN, SCALED)
+    total = gate_adjoint(first, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
+    total += gate_adjoint(second, gu, weight, row, end, first_column + WIDTH, dgu, scaled, INNER, HIDDEN, SCALED)
     third, fourth = halves(high)
-    total += gate_adjoint(third, gu, weight, row, end, first_column + 2 * WIDTH, dgu, scaled, I, HIDDEN, SCALED)
-    total += gate_adjoint(fourth, gu, weight, row, end, first_column + 3 * WIDTH, dgu, scaled, I, HIDDEN, SCALED)
+    total += gate_adjoint(third, gu, weight, row, end, first_column + 2 * WIDTH, dgu, scaled, INNER, HIDDEN, SCALED)
+    total += gate_adjoint(fourth, gu, weight, row, end, first_column + 3 * WIDTH, dgu, scaled, INNER, HIDDEN, SCALED)
     return total
 
 
 @triton.jit
 def experts_down_adjoint(
     dy, down, gu, tokens, row_weights, tile_expert, tile_begin, tile_end, dgu, scaled, partials, count,
-    D: tl.constexpr, I: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
+    D: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dh = dy[token] · down[e], and from it, with g and u as saved and w the row's weight:
@@ -236,7 +237,7 @@ def experts_down_adjoint(
     SCALED   scaled   = w·h
     WEIGHTS  partials = Σ h·dh over COLUMNS columns, which are part of its bits
     """
-    slot, column_tile = tile_of_program(tl.cdiv(I, COLUMNS), GROUP)
+    slot, column_tile = tile_of_program(tl.cdiv(INNER, COLUMNS), GROUP)
     expert = tl.load(tile_expert + slot)
     if expert < 0:
         return
@@ -249,26 +250,26 @@ def experts_down_adjoint(
         token = tl.load(tokens + tl.minimum(row, end - 1)).to(tl.int64)
         depth = tl.arange(0, DEPTH)
         left = dy + token[:, None] * D + depth[None, :]
-        right = down + expert.to(tl.int64) * (D * I) + column[None, :] + (depth * I)[:, None]
+        right = down + expert.to(tl.int64) * (D * INNER) + column[None, :] + (depth * INNER)[:, None]
         for start in range(0, D, DEPTH):
             if D % DEPTH == 0:
                 a = tl.load(left)
             else:
                 a = tl.load(left, (depth < D - start)[None, :], other=0)
-            if D % DEPTH == 0 and I % COLUMNS == 0:
+            if D % DEPTH == 0 and INNER % COLUMNS == 0:
                 b = tl.load(right)
             else:
-                b = tl.load(right, (depth < D - start)[:, None] & (column < I)[None, :], other=0)
+                b = tl.load(right, (depth < D - start)[:, None] & (column < INNER)[None, :], other=0)
             dh = tl.dot(a, b, dh, input_precision=PRECISION, out_dtype=dh.dtype)
             left += DEPTH
-            right += DEPTH * I
+            right += DEPTH * INNER
     # An eighth of the columns at a time: together, g, u and what follows from them would take so many registers
     # that no second program could work beside this one while it stores.
     weight = tl.load(row_weights + row, row < end, other=0)[:, None]
     low, high = halves(dh)
     column = column_tile * COLUMNS
-    total = half_adjoint(low, gu, weight, row, end, column, dgu, scaled, I, HIDDEN, SCALED)
-    total += half_adjoint(high, gu, weight, row, end, column + COLUMNS // 2, dgu, scaled, I, HIDDEN, SCALED)
+    total = half_adjoint(low, gu, weight, row, end, column, dgu, scaled, INNER, HIDDEN, SCALED)
+    total += half_adjoint(high, gu, weight, row, end, column + COLUMNS // 2, dgu, scaled, INNER, HIDDEN, SCALED)
     if WEIGHTS:
         tl.store(partials + column_tile.to(tl.int64) * count + row, total, row < end)
 

@@ -7,7 +7,7 @@ Products over rows are D columns wide and N = T·k rows long: more than anything
 tokens, WIDTH columns at a time, in the same memory; which columns go together changes no bit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +94,8 @@ def shared_bytes_of(device: torch.device) -> int:
     """Shared memory a program may have on a device."""
     if device.type != "cuda":
         return SHARED_BYTES["sm_90"]
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def chunk_width(hidden: int) -> int:
@@ -200,14 +201,14 @@ def variants(op: str, kinds: Kinds, schedule: Mapping[str, int], options: int) -
         warps = max(1, min(schedule["sum_warps"], sum_block // 64))
         if forward:
             listed["up", aligned] = described(
-                "experts_up", "up", aligned, D=hidden, I=inner, KEEP=bool(options)
+                "experts_up", "up", aligned, D=hidden, INNER=inner, KEEP=bool(options)
             )  # fmt: skip
             listed["down", aligned] = described(
                 "experts_product", "down", aligned, K=inner, N=hidden, WIDTH=width, BY_COLUMN=True
             )
         else:
             listed["hidden", aligned] = described(
-                "experts_down_adjoint", "hidden", aligned, D=hidden, I=inner,
+                "experts_down_adjoint", "hidden", aligned, D=hidden, INNER=inner,
                 HIDDEN=bool(options & (NEED_X | NEED_GATE_UP)), SCALED=bool(options & NEED_DOWN),
                 WEIGHTS=bool(options & NEED_WEIGHTS),
             )  # fmt: skip
@@ -388,6 +389,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     if is_empty(plan.problem):
         lay_out(arguments, outputs)
         y.zero_()
+        gu.zero_()
         return
     layout = Layout(*laid)
     run = _Direction(plan, workspace, (x, gate_up, down, y, gu) if keep else (x, gate_up, down, y))

@@ -69,7 +69,7 @@ _ORDER = {
 }
 _ITEM = {"y": "token", "dx": "token", "dgate_up": "expert", "ddown": "expert", "dweights": "token"}
 _ROUNDINGS = {"y": 4, "dx": 4, "dgate_up": 3, "ddown": 3, "dweights": 2}
-"""To the storage type: g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; then the same."""
+"""To the storage type: g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
 
 
 def guarantee(problem: Problem, ours: bool) -> dict[str, Guarantee]:
@@ -120,12 +120,14 @@ def lay_out(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Layout:
 def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     x, gate_up, down, _indices, weights, keep = arguments
     layout = lay_out(arguments, outputs)
-    eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None)
+    with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
+        eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None)
 
 
 def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     dy, x, gate_up, down, weights, gu, *layout, need = arguments
-    eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs)
+    with torch.autocast(x.device.type, enabled=False):
+        eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs)
 
 
 def _candidates(kernel: str, direction: str, eagerly: Compute) -> tuple[Candidate, ...]:

@@ -77,9 +77,7 @@ def write(
     """
     count, number = indices.numel(), spans(indices.numel())
     counts, totals = memory["expert_counts"], memory["expert_totals"]
-    launch(
-        "moe_count_experts", (number,), indices, counts, status_word(indices.device), fault.row, count, num_experts
-    )
+    launch("moe_count_experts", (number,), indices, counts, status_word(indices.device), fault.row, count, num_experts)
     width = bins(num_experts)
     launch("moe_sum_counts", (-(-width // _summed(width)["WIDTH"]),), counts, totals, number)
     launch("moe_place_entries", (number,), indices, counts, totals, *layout, count, num_experts)
