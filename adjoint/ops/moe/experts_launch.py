@@ -36,6 +36,14 @@ SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120":
 """Shared memory a program may have, by target; others have 64 KiB."""
 
 _BLOCK = 256
+_UNROLL = 4
+"""Slots whose rows one program reads at once."""
+
+
+def _summed_tokens() -> int:
+    """Tokens a program sums the slots of; the interpreter wants few programs."""
+    return 32 if kernels.interpreting() else 1
+
 
 # ---------------------------------------------------------------------------------------------- tiles
 
@@ -103,9 +111,9 @@ def chunk_width(hidden: int) -> int:
     return min(MAX_CHUNK, -(-hidden // 16) * 16)
 
 
-def slot_count(rows: int, experts: int, tile_rows: int) -> int:
-    """Slots for tiles of rows, a multiple of every group."""
-    return -(-(rows // tile_rows + experts) // MAX_GROUP) * MAX_GROUP
+def slot_count(rows: int, experts: int, tile_rows: int, group: int = MAX_GROUP) -> int:
+    """Slots for tiles of rows, a multiple of a group, or of every one."""
+    return -(-(rows // tile_rows + experts) // group) * group
 
 
 # ------------------------------------------------------------------------------------------- variants
@@ -172,7 +180,7 @@ def variants(op: str, kinds: Kinds, schedule: Mapping[str, int], options: int) -
     `options` is whether a forward keeps g and u, and which gradients a backward needs.
     """
     width, hidden, inner = chunk_width(kinds.hidden), kinds.hidden, kinds.inner
-    sum_block = min(512, 1 << (width - 1).bit_length())
+    sum_block = 1 << (width - 1).bit_length()  # one program has all columns of a chunk
     forward = op == "experts"
 
     def cut(part: str) -> Tile:
@@ -194,11 +202,11 @@ def variants(op: str, kinds: Kinds, schedule: Mapping[str, int], options: int) -
             "N": hidden,
             "WIDTH": width,
             "WEIGHTED": forward,
-            "TOKENS": 1,
+            "TOKENS": _summed_tokens(),
             "BLOCK": sum_block,
-            "UNROLL": schedule["sum_unroll"],
+            "UNROLL": _UNROLL,
         }
-        warps = max(1, min(schedule["sum_warps"], sum_block // 64))
+        warps = max(1, min(2, sum_block // 256))
         if forward:
             listed["up", aligned] = described(
                 "experts_up", "up", aligned, D=hidden, INNER=inner, KEEP=bool(options)
@@ -346,18 +354,18 @@ class _Direction:
 
     def grid(self, part: str, columns: int) -> tuple[int]:
         own = self.tile(part)
-        return (slot_count(self.rows, self.experts, own.rows) * -(-columns // own.columns),)
+        return (slot_count(self.rows, self.experts, own.rows, own.group) * -(-columns // own.columns),)
 
     def reduce(
         self, part: str, rows: Any, weight: Tensor, tiles: tuple[Any, ...], memory: Any,
         weights: Tensor, layout: Layout, out: Tensor,
     ) -> None:  # fmt: skip
         """out[t] = Σ over slots of a product over rows, some columns at a time."""
-        width = chunk_width(self.hidden)
+        width, programs = chunk_width(self.hidden), -(-self.tokens // _summed_tokens())
         for chunk in range(-(-self.hidden // width)):
             self.launch((part, self.aligned), self.grid(part, width), rows, weight, *tiles, memory, chunk)
             self.launch(
-                ("sum", self.aligned), (self.tokens, -(-width // 512)), memory, layout.inverse, weights, layout.offsets,
+                ("sum", self.aligned), (programs,), memory, layout.inverse, weights, layout.offsets,
                 out, self.tokens, self.experts, chunk, *weights.stride(),
             )  # fmt: skip
 
