@@ -210,22 +210,6 @@ def gate_adjoint(
 
 
 @triton.jit
-def half_adjoint(
-    dh, gu, weight, row, end, first_column, dgu, scaled, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
-):
-    """`gate_adjoint` of four quarters of the columns, one after the other."""
-    WIDTH: tl.constexpr = dh.shape[1] // 4
-    low, high = halves(dh)
-    first, second = halves(low)
-    total = gate_adjoint(first, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
-    total += gate_adjoint(second, gu, weight, row, end, first_column + WIDTH, dgu, scaled, INNER, HIDDEN, SCALED)
-    third, fourth = halves(high)
-    total += gate_adjoint(third, gu, weight, row, end, first_column + 2 * WIDTH, dgu, scaled, INNER, HIDDEN, SCALED)
-    total += gate_adjoint(fourth, gu, weight, row, end, first_column + 3 * WIDTH, dgu, scaled, INNER, HIDDEN, SCALED)
-    return total
-
-
-@triton.jit
 def experts_down_adjoint(
     dy, down, gu, tokens, row_weights, tile_expert, tile_begin, tile_end, dgu, scaled, partials, count,
     D: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -263,13 +247,20 @@ def experts_down_adjoint(
             dh = tl.dot(a, b, dh, input_precision=PRECISION, out_dtype=dh.dtype)
             left += DEPTH
             right += DEPTH * INNER
-    # An eighth of the columns at a time: together, g, u and what follows from them would take so many registers
-    # that no second program could work beside this one while it stores.
+    # A quarter of the columns at a time: together, g, u and what follows from them would not fit in registers.
+    QUARTER: tl.constexpr = COLUMNS // 4
+    first_column = column_tile * COLUMNS
     weight = tl.load(row_weights + row, row < end, other=0)[:, None]
     low, high = halves(dh)
-    column = column_tile * COLUMNS
-    total = half_adjoint(low, gu, weight, row, end, column, dgu, scaled, INNER, HIDDEN, SCALED)
-    total += half_adjoint(high, gu, weight, row, end, column + COLUMNS // 2, dgu, scaled, INNER, HIDDEN, SCALED)
+    first, second = halves(low)
+    third, fourth = halves(high)
+    total = gate_adjoint(first, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
+    first_column += QUARTER
+    total += gate_adjoint(second, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
+    first_column += QUARTER
+    total += gate_adjoint(third, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
+    first_column += QUARTER
+    total += gate_adjoint(fourth, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
     if WEIGHTS:
         tl.store(partials + column_tile.to(tl.int64) * count + row, total, row < end)
 

@@ -52,13 +52,10 @@ def refuse(problem: Problem) -> str:
 
 # ------------------------------------------------------------------------------------------- guarantee
 
-_CEILINGS = {
-    torch.float64: dict(y=2e-14, dx=2e-14, dgate_up=2e-14, ddown=2e-14, dweights=2e-14),
-    torch.float32: dict(y=1e-5, dx=1e-5, dgate_up=1e-5, ddown=1e-5, dweights=1e-5),
-    torch.bfloat16: dict(y=8e-3, dx=8e-3, dgate_up=8e-3, ddown=8e-3, dweights=8e-3),
-    torch.float16: dict(y=1e-3, dx=1e-3, dgate_up=1e-3, ddown=1e-3, dweights=1e-3),
-}
-_CASES = "normal inputs, D up to 2048, I up to 768, 5 to 512 experts, uniform and skewed routing"
+_CEILINGS = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+"""Of every output: the largest that was measured are 4e-16, 6e-7, 4.0e-3 and 4.9e-4."""
+
+_CASES = "normal inputs, D up to 2048, I up to 768, up to 512 experts, uniform and skewed routing"
 
 _ORDER = {
     "y": "a product's terms in the order of its columns; then slots in their order",
@@ -83,7 +80,7 @@ def guarantee(problem: Problem, ours: bool) -> dict[str, Guarantee]:
             device_invariant=False,
             accumulator=str(eager.wide(element)).removeprefix("torch."),
             roundings=_ROUNDINGS[name],
-            error=Empirical(_CEILINGS[element][name], _CASES),
+            error=Empirical(_CEILINGS[element], _CASES),
             domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),
             special_values="as the products and sums give them, in the tokens and experts they reach",
             out_of_range="an index out of range adds nothing and has no gradient, and is reported with position and "
