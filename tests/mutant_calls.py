@@ -371,7 +371,7 @@ def rewrite(module: ModuleType, source: str, changes: dict[str, str]) -> str:
 
 
 def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
-    """Tiles of 2, digits of 3 bits, blocks of 16, programs of a few elements.
+    """Tiles of 2, digits of 3 bits, blocks of 8 or 16, programs of a few elements.
 
     Args:
         sources: the kernel modules' sources, changed or not, by module.
@@ -380,7 +380,7 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
     constants = {
         "adjoint.ops.embedding.kernels": {},
         "adjoint.ops.embedding.bag_kernels": {},
-        "adjoint.core.grouping_kernels": {"_LANES = tl.constexpr(32)": "_LANES = tl.constexpr(4)"},
+        "adjoint.core.grouping_kernels": {},
     }
     package = "adjoint.ops.embedding"
     plans, launch, bag_plans, bag_launch = (
@@ -392,7 +392,10 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
     vars(launch)["TILE_BITS"] = 1
     vars(bag_plans)["TILE"] = vars(bag_launch)["TILE"] = 2
     vars(bag_launch)["_ENTRIES"] = 16
-    vars(grouping).update(BLOCK=16, DIGIT=3, _counted=lambda: {"WIDTH": 4, "CHUNK": 2})
+    vars(grouping).update(
+        DIGIT=3, BLOCKS=(8, 16), block=lambda count: 8 if count < 20 else 16, _SHARES=2,
+        _counted=lambda: {"WIDTH": 4, "CHUNK": 2},
+    )  # fmt: skip
     for name, changes in constants.items():
         load(name, rewrite(import_module(name), sources[name], changes))
     lookup = Schedules.lookup

@@ -77,8 +77,9 @@ def triton_missing() -> str:
     return ""
 
 
+@cache
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU."""
+    """Whether Triton runs kernels in its interpreter, on the CPU: settled when Triton is imported."""
     if triton_missing():
         return False
     from triton import knobs
@@ -181,9 +182,10 @@ class Variant:
             compiled._init_handles()  # load the module now: launching must not
 
         start = _starter(compiled, index)
+        current_device = torch._C._cuda_getDevice  # torch.cuda's own asks first whether CUDA is initialised
 
         def launch(grid: tuple[int, int, int], *arguments: Any) -> None:
-            if torch.cuda.current_device() == index:
+            if current_device() == index:
                 start(grid, *arguments, *constant_values)
             else:
                 with torch.cuda.device(index):

@@ -180,7 +180,7 @@ def test_liger_overwrites_its_inputs_and_is_given_fresh_ones(returns: str, monke
     assert rows["Liger", "forward"].status == rows["Liger", "backward"].status == run.OK
 
 
-def test_gpu_times_are_medians_of_do_bench_with_inputs_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     testing = pytest.importorskip("triton.testing")
     signature, done = inspect.signature(testing.do_bench), []
 
@@ -193,8 +193,11 @@ def test_gpu_times_are_medians_of_do_bench_with_inputs_restored(monkeypatch: pyt
         return 0.5
 
     monkeypatch.setattr(testing, "do_bench", do_bench)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("idle"))
     assert timing.time_gpu(lambda: done.append("run"), lambda: done.append("restored")) == 0.5
-    assert done == ["restored", "run"]
+    assert done == ["restored", "idle", "run"]
+    assert timing.time_gpu(lambda: done.append("run")) == 0.5
+    assert done[3:] == ["idle", "run"]
 
 
 def test_workloads_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ class _Grouped:
 
     def __init__(self, plan: Plan, tile: int, gradient: Tensor, ids: Tensor, padding: int, workspace: Tensor | None):
         self.count, self.rows, self.columns = plan.problem.sizes[:3]
-        self.held = regions(plan.problem, tile)
+        self.held = plan.memo.get("regions") or plan.memo.setdefault("regions", regions(plan.problem, tile))
         if workspace is None:
             workspace = self.held.allocate(plan.problem.device)
         self.memory = self.held.pointers(workspace)

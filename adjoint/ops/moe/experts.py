@@ -138,14 +138,14 @@ def _describe_forward(
 ) -> Problem:
     dtypes = (x.dtype, indices.dtype, weights.dtype)
     tensors = {"x": x, "gate_up": gate_up, "down": down, "indices": indices, "weights": weights}
-    return _describe("experts", dtypes, (keep,), **tensors)
+    return _describe("moe_experts", dtypes, (keep,), **tensors)
 
 
 def _describe_backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, gu: Tensor, *rest: Any
 ) -> Problem:
     tensors = {"dy": dy, "x": x, "gate_up": gate_up, "down": down, "gu": gu, "weights": weights}
-    return _describe("experts_backward", (x.dtype, weights.dtype), (rest[-1],), **tensors)
+    return _describe("moe_experts_backward", (x.dtype, weights.dtype), (rest[-1],), **tensors)
 
 
 def _allocate(
@@ -164,7 +164,7 @@ def _allocate_backward(
 
 
 _experts = define(
-    "experts",
+    "moe_experts",
     "Tensor x, Tensor gate_up, Tensor down, Tensor indices, Tensor weights, bool keep",
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     outputs=("y", "gu", "offsets", "permutation", "inverse"),
@@ -175,7 +175,7 @@ _experts = define(
     candidates=lambda: plans.EXPERTS,
 )
 _experts_backward = define(
-    "experts_backward",
+    "moe_experts_backward",
     "Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor gu, Tensor offsets, "
     "Tensor permutation, Tensor inverse, int need",
     "(Tensor, Tensor, Tensor, Tensor)",

@@ -17,11 +17,14 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
 
     shared = SHARED_BYTES.get(target, 65_536)
     tuned = ["NVIDIA H200"] if target == "sm_90" else []
+    listed: set[Variant] = set()
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         kinds = Kinds(dtype, dtype, **_SIZES, shared_bytes=shared)
         for gpu in ("default", *tuned) if dtype == torch.bfloat16 else ("default",):
-            for op, options in (("experts", 1), ("experts_backward", _EVERYTHING)):
+            for op, options in (("moe_experts", 1), ("moe_experts_backward", _EVERYTHING)):
                 for key, described in variants(op, kinds, SCHEDULES.named(op, gpu), options).items():
                     aligned = not isinstance(key, tuple) or key[-1] is not False
-                    if aligned or (dtype == torch.bfloat16 and gpu == "default"):
-                        yield f"{op} {key} {dtype} {gpu}", described
+                    if described in listed or not (aligned or dtype == torch.bfloat16):
+                        continue
+                    listed.add(described)
+                    yield f"{op} {key} {dtype} {gpu}", described

@@ -27,7 +27,7 @@ from adjoint.ops.activation.kernels import silu_parts
 
 
 @triton.jit
-def experts_rows(
+def moe_experts_rows(
     permutation, weights, tokens, row_weights, count, token_stride, slot_stride,
     SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def experts_rows(
 
 
 @triton.jit
-def experts_tiles(
+def moe_experts_tiles(
     offsets, tile_expert, tile_begin, tile_end, experts, steps, slots, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The expert of each slot, or −1, and its rows."""
@@ -79,7 +79,7 @@ def tile_of_program(column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def experts_up(
+def moe_experts_up(
     x, gate_up, tokens, tile_expert, tile_begin, tile_end, gu, h,
     D: tl.constexpr, INNER: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
@@ -126,7 +126,7 @@ def experts_up(
 
 
 @triton.jit
-def experts_product(
+def moe_experts_product(
     rows, weight, tile_expert, tile_begin, tile_end, out, chunk,
     K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BY_COLUMN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
@@ -210,7 +210,7 @@ def gate_adjoint(
 
 
 @triton.jit
-def experts_down_adjoint(
+def moe_experts_down_adjoint(
     dy, down, gu, tokens, row_weights, tile_expert, tile_begin, tile_end, dgu, scaled, partials, count,
     D: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
@@ -266,7 +266,7 @@ def experts_down_adjoint(
 
 
 @triton.jit
-def experts_outer(
+def moe_experts_outer(
     left, right, tokens, offsets, out,
     M: tl.constexpr, N: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, RIGHT_BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
@@ -312,7 +312,7 @@ def experts_outer(
 
 
 @triton.jit
-def experts_sum_slots(
+def moe_experts_sum_slots(
     rows, inverse, weights, offsets, out, count, experts, chunk, token_stride, slot_stride,
     SLOTS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
@@ -345,7 +345,7 @@ def experts_sum_slots(
 
 
 @triton.jit
-def experts_sum_partials(partials, inverse, offsets, out, count, experts, tiles, BLOCK: tl.constexpr):
+def moe_experts_sum_partials(partials, inverse, offsets, out, count, experts, tiles, BLOCK: tl.constexpr):
     """The gradient of each entry's routing weight: its row's partial sums, one after the other; 0 out of range."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count
@@ -363,12 +363,12 @@ _SMALL = Budget(registers=64)
 _PRODUCT = Budget(registers=255, shared_bytes=232448)
 
 KERNELS = (
-    kernels.register(experts_rows, budget=_SMALL),
-    kernels.register(experts_tiles, budget=_SMALL),
-    kernels.register(experts_up, budget=_PRODUCT),
-    kernels.register(experts_product, budget=_PRODUCT),
-    kernels.register(experts_down_adjoint, budget=_PRODUCT),
-    kernels.register(experts_outer, budget=_PRODUCT),
-    kernels.register(experts_sum_slots, budget=Budget(registers=128)),
-    kernels.register(experts_sum_partials, budget=_SMALL),
+    kernels.register(moe_experts_rows, budget=_SMALL),
+    kernels.register(moe_experts_tiles, budget=_SMALL),
+    kernels.register(moe_experts_up, budget=_PRODUCT),
+    kernels.register(moe_experts_product, budget=_PRODUCT),
+    kernels.register(moe_experts_down_adjoint, budget=_PRODUCT),
+    kernels.register(moe_experts_outer, budget=_PRODUCT),
+    kernels.register(moe_experts_sum_slots, budget=Budget(registers=128)),
+    kernels.register(moe_experts_sum_partials, budget=_SMALL),
 )

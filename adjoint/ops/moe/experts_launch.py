@@ -78,7 +78,11 @@ MAX_TILE = 128 * 256
 """Elements of a 16-bit product's tile: more would not fit in a program's registers."""
 
 
-def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_bytes: int) -> Tile:
+_UNALIGNED_EDGE, _UNALIGNED_WARPS = 128, 8
+"""Rows and columns of a tile whose operands go through registers: 16 bytes at a time they cannot be copied."""
+
+
+def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_bytes: int, aligned: bool = True) -> Tile:
     """The tile of a product, as near to the schedule as a GPU allows."""
     depth, group = DEPTH[element], min(schedule[f"{part}_group"], MAX_GROUP)
     sides = 2 if part == "up" else 1  # gate and up side by side
@@ -86,6 +90,9 @@ def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_by
     if element in _WIDE_ROWS and not kernels.interpreting():
         edge = _WIDE_ROWS[element]
         return Tile(edge, HIDDEN_COLUMNS[element] if hidden else edge // sides, depth, group, 4, 2)
+    if not (aligned or kernels.interpreting()):
+        columns = HIDDEN_COLUMNS[element] if hidden else _UNALIGNED_EDGE // sides
+        return Tile(_UNALIGNED_EDGE, columns, depth, group, _UNALIGNED_WARPS, 1)
     rows = schedule[f"{part}_rows"]
     columns = HIDDEN_COLUMNS[element] if hidden else schedule[f"{part}_columns"]
     if kernels.interpreting():
@@ -181,21 +188,22 @@ def variants(op: str, kinds: Kinds, schedule: Mapping[str, int], options: int) -
     """
     width, hidden, inner = chunk_width(kinds.hidden), kinds.hidden, kinds.inner
     sum_block = 1 << (width - 1).bit_length()  # one program has all columns of a chunk
-    forward = op == "experts"
+    forward = op == "moe_experts"
 
-    def cut(part: str) -> Tile:
-        return tile(part, schedule, kinds.element, kinds.shared_bytes)
+    def cut(part: str, aligned: bool) -> Tile:
+        return tile(part, schedule, kinds.element, kinds.shared_bytes, aligned)
 
     def described(kernel: str, part: str, aligned: bool, **constants: Any) -> Variant:
-        own = cut(part)
+        own = cut(part, aligned)
         return variant(kernel, kinds, constants | own.constants, own.warps, own.stages, aligned)
 
     listed: dict[Any, Variant] = {
-        "rows": variant("experts_rows", kinds, {"SLOTS": kinds.slots, "WEIGHTED": not forward, "BLOCK": _BLOCK})
+        "rows": variant("moe_experts_rows", kinds, {"SLOTS": kinds.slots, "WEIGHTED": not forward, "BLOCK": _BLOCK})
     }
     for part in ("up", "down") if forward else ("hidden", "dx"):
-        rows = cut(part).rows
-        listed["tiles", rows] = variant("experts_tiles", kinds, {"ROWS": rows, "BLOCK": _BLOCK})
+        for aligned in (True, False):
+            rows = cut(part, aligned).rows
+            listed["tiles", rows] = variant("moe_experts_tiles", kinds, {"ROWS": rows, "BLOCK": _BLOCK})
     for aligned in (True, False):
         total = {
             "SLOTS": kinds.slots,
@@ -209,34 +217,40 @@ def variants(op: str, kinds: Kinds, schedule: Mapping[str, int], options: int) -
         warps = max(1, min(2, sum_block // 256))
         if forward:
             listed["up", aligned] = described(
-                "experts_up", "up", aligned, D=hidden, INNER=inner, KEEP=bool(options)
+                "moe_experts_up", "up", aligned, D=hidden, INNER=inner, KEEP=bool(options)
             )  # fmt: skip
             listed["down", aligned] = described(
-                "experts_product", "down", aligned, K=inner, N=hidden, WIDTH=width, BY_COLUMN=True
+                "moe_experts_product", "down", aligned, K=inner, N=hidden, WIDTH=width, BY_COLUMN=True
             )
         else:
             listed["hidden", aligned] = described(
-                "experts_down_adjoint", "hidden", aligned, D=hidden, INNER=inner,
+                "moe_experts_down_adjoint", "hidden", aligned, D=hidden, INNER=inner,
                 HIDDEN=bool(options & (NEED_X | NEED_GATE_UP)), SCALED=bool(options & NEED_DOWN),
                 WEIGHTS=bool(options & NEED_WEIGHTS),
             )  # fmt: skip
             if options & NEED_X:
                 listed["dx", aligned] = described(
-                    "experts_product", "dx", aligned, K=2 * inner, N=hidden, WIDTH=width, BY_COLUMN=False
+                    "moe_experts_product", "dx", aligned, K=2 * inner, N=hidden, WIDTH=width, BY_COLUMN=False
                 )
             if options & NEED_GATE_UP:
                 listed["dgate_up", aligned] = described(
-                    "experts_outer", "outer", aligned, M=2 * inner, N=hidden, LEFT_BY_TOKEN=False, RIGHT_BY_TOKEN=True
+                    "moe_experts_outer",
+                    "outer",
+                    aligned,
+                    M=2 * inner,
+                    N=hidden,
+                    LEFT_BY_TOKEN=False,
+                    RIGHT_BY_TOKEN=True,
                 )
             if options & NEED_DOWN:
                 listed["ddown", aligned] = described(
-                    "experts_outer", "outer", aligned, M=hidden, N=inner, LEFT_BY_TOKEN=True, RIGHT_BY_TOKEN=False
+                    "moe_experts_outer", "outer", aligned, M=hidden, N=inner, LEFT_BY_TOKEN=True, RIGHT_BY_TOKEN=False
                 )
         if forward or options & NEED_X:
-            listed["sum", aligned] = variant("experts_sum_slots", kinds, total, warps, aligned=aligned)
+            listed["sum", aligned] = variant("moe_experts_sum_slots", kinds, total, warps, aligned=aligned)
     if not forward and options & NEED_WEIGHTS:
         listed["dweights"] = variant(
-            "experts_sum_partials", kinds, {"BLOCK": _BLOCK}, aligned=False, out=kinds.weights
+            "moe_experts_sum_partials", kinds, {"BLOCK": _BLOCK}, aligned=False, out=kinds.weights
         )  # fmt: skip
     return listed
 
@@ -260,7 +274,7 @@ def regions(problem: Problem) -> Regions:
     for part in range(2):
         for name in ("expert", "begin", "end"):
             held[f"tile_{name}_{part}"] = (torch.int32, slot_count(rows, experts, 16))
-    if problem.op == "experts":
+    if problem.op == "moe_experts":
         held |= layout_launch.regions(rows, experts)
         held |= {"h": (element, rows * inner), "rows": (element, rows * width)}
     else:
@@ -316,11 +330,11 @@ class _Direction:
         ]
 
     def tile(self, part: str) -> Tile:
-        key = f"{part} tile"
+        key = ("tile", part, self.aligned)
         found = self.plan.memo.get(key)
         if found is None:
-            device = self.problem.device
-            found = tile(part, self.plan.schedule, self.problem.dtypes[0], shared_bytes_of(device))
+            shared_bytes = shared_bytes_of(self.problem.device)
+            found = tile(part, self.plan.schedule, self.problem.dtypes[0], shared_bytes, self.aligned)
             self.plan.memo[key] = found
         return found
 
@@ -374,7 +388,7 @@ def _listed(plan: Plan) -> dict[Any, Any]:
     """Every variant of a plan, by the key it is launched with; compiled on first use."""
     (options,) = plan.problem.options
     listed: dict[Any, Any] = variants(plan.problem.op, kinds_of(plan.problem), plan.schedule, int(options))
-    if plan.problem.op == "experts":
+    if plan.problem.op == "moe_experts":
         listed |= layout_launch.variants(plan.problem.dtypes[1], plan.problem.sizes[2])
     return listed
 

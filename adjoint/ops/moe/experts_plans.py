@@ -72,7 +72,7 @@ _ROUNDINGS = {"y": 4, "dx": 4, "dgate_up": 3, "ddown": 3, "dweights": 2}
 def guarantee(problem: Problem, ours: bool) -> dict[str, Guarantee]:
     """What each output promises: of our kernels, or of the matrix products of a library."""
     element = problem.dtypes[0]
-    names = ("y",) if problem.op == "experts" else ("dx", "dgate_up", "ddown", "dweights")
+    names = ("y",) if problem.op == "moe_experts" else ("dx", "dgate_up", "ddown", "dweights")
     return {
         name: Guarantee(
             repeatable=ours,
@@ -159,5 +159,5 @@ def _candidates(kernel: str, direction: str, eagerly: Compute) -> tuple[Candidat
     )
 
 
-EXPERTS = _candidates("experts", "forward", _forward)
-EXPERTS_BACKWARD = _candidates("experts_backward", "backward", _backward)
+EXPERTS = _candidates("moe_experts", "forward", _forward)
+EXPERTS_BACKWARD = _candidates("moe_experts_backward", "backward", _backward)

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-MAX_ENTRIES = 2**30
+MAX_ENTRIES = 2**28
 """Entries a layout can number on a GPU."""
 
-MAX_EXPERTS = 2047
+MAX_EXPERTS = 2048
 """Experts whose entries one counting sort tells apart on a GPU."""
 
 

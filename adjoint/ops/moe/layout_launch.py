@@ -13,35 +13,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import kernels
+from adjoint.core import grouping, kernels
 from adjoint.core.errors import Fault, status_word
 from adjoint.core.grouping import Launch
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.ops.moe.layout import Layout
-from adjoint.ops.moe.layout_kernels import KERNELS, SPAN
+
+SPAN = 512
+"""Entries a program counts and sorts."""
+
+
+_WARPS = {"moe_count_experts": 4, "moe_place_entries": 8}
+"""Of each kernel of the layout."""
+
+
+def span() -> int:
+    """Entries of a program; few in the interpreter, so that small problems have several."""
+    return 64 if kernels.interpreting() else SPAN
 
 
 def bins(num_experts: int) -> int:
-    """Bins of the counting sort: one more than experts, rounded up to a power of two."""
-    return 1 << num_experts.bit_length()
+    """Bins of the counting sort: the experts, rounded up to a power of two."""
+    return max(2, 1 << (num_experts - 1).bit_length())
 
 
 def spans(count: int) -> int:
     """Programs that count; at least one, because someone must write the offsets."""
-    return max(1, -(-count // SPAN))
+    return max(1, -(-count // span()))
 
 
 def regions(count: int, num_experts: int) -> dict[str, tuple[torch.dtype, int]]:
     """The memory a layout's computation needs besides the layout."""
     width = bins(num_experts)
-    return {"expert_counts": (torch.int32, spans(count) * width), "expert_totals": (torch.int32, width)}
-
-
-def _summed(width: int) -> dict[str, int]:
-    """Bins and spans whose counts one program sums at a time; the interpreter wants few programs."""
-    if kernels.interpreting():
-        return {"WIDTH": width, "CHUNK": 16}
-    return {"WIDTH": min(4, width), "CHUNK": 512}
+    return {
+        "expert_counts": (torch.int32, spans(count) * width),
+        "expert_begins": (torch.int32, spans(count) * width),
+        "expert_totals": (torch.int32, width),
+    }
 
 
 def variants(indices: torch.dtype, num_experts: int, raises: bool = True) -> dict[str, Variant]:
@@ -49,20 +57,22 @@ def variants(indices: torch.dtype, num_experts: int, raises: bool = True) -> dic
 
     With `raises`, an expert out of range is recorded in the status word; a backward has no need to.
     """
-    width = bins(num_experts)
-    constants = {"RAISE": raises, "BINS": width} | _summed(width)
+    from adjoint.ops.moe import layout_kernels as _  # noqa: F401  (registers them)
+
+    constants = {"RAISE": raises, "BINS": bins(num_experts), "SPAN": span()}
     pointers = {"indices": f"*{TRITON_TYPES[indices]}", "status_word": "*i64"}
-    numbers = ("fault", "count", "experts", "spans")
-    listed = {}
-    for kernel in KERNELS:
-        listed[kernel.name] = kernel.variant(
+    numbers = ("fault", "count", "experts")
+    listed = {"group_sum_counts": grouping.variants(indices)["group_sum_counts"]}
+    for key, warps in _WARPS.items():
+        kernel = kernels.registered()[key]
+        listed[key] = kernel.variant(
             {
                 name: pointers.get(name, "i32" if name in numbers else "*i32")
                 for name in kernel.parameters
                 if not name.isupper()
             },
             {name: constants[name] for name in kernel.parameters if name.isupper()},
-            num_warps=4,
+            num_warps=warps,
             num_stages=1,
         )
     return listed
@@ -76,8 +86,8 @@ def write(
     The tensors of the layout may be addresses, as `Regions.pointers` gives them.
     """
     count, number = indices.numel(), spans(indices.numel())
-    counts, totals = memory["expert_counts"], memory["expert_totals"]
-    launch("moe_count_experts", (number,), indices, counts, status_word(indices.device), fault.row, count, num_experts)
-    width = bins(num_experts)
-    launch("moe_sum_counts", (-(-width // _summed(width)["WIDTH"]),), counts, totals, number)
-    launch("moe_place_entries", (number,), indices, counts, totals, *layout, count, num_experts)
+    counts, begins, totals = (memory[f"expert_{name}"] for name in ("counts", "begins", "totals"))
+    word = status_word(indices.device)
+    launch("moe_count_experts", (number,), indices, counts, word, fault.row, count, num_experts)
+    grouping.sum_counts(launch, counts, begins, totals, bins(num_experts), number)
+    launch("moe_place_entries", (number,), indices, counts, begins, totals, *layout, count, num_experts)
