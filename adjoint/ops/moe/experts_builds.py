@@ -13,7 +13,7 @@ _SIZES = {"hidden": 2048, "experts": 128, "inner": 768, "slots": 8}
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Every kernel in every type; for one type also unaligned, and as tuned for a GPU."""
-    from adjoint.ops.moe.experts_launch import SHARED_BYTES, Kinds, variants
+    from adjoint.ops.moe.experts_variants import SHARED_BYTES, Kinds, variants
 
     shared = SHARED_BYTES.get(target, 65_536)
     tuned = ["NVIDIA H200"] if target == "sm_90" else []
