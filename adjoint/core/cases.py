@@ -84,6 +84,7 @@ class Subject:
             for batch invariance.
         pieces: `(arguments, outputs) -> (arguments, outputs), ...`: what a reference takes and
             gives, cut into pieces of about `batching.PIECE` elements that it maps one to one.
+        autocast: names of the inputs that the op casts under autocast; the others keep their dtype.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Subject:
     resized: Callable[[Inputs, tuple[Tensor, ...], int], tuple[Inputs, tuple[Tensor, ...]]] | None = None
     rebatched: Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]] | None = None
     pieces: Callable[[Inputs, tuple[Tensor, ...]], Iterable[tuple[Inputs, tuple[Tensor, ...]]]] | None = None
+    autocast: tuple[str, ...] = ()
 
     def __call__(self, *inputs: Tensor | None, **keywords: Any) -> Any:
         return self.function(*inputs, **self.keywords, **keywords)
