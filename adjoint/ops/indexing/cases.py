@@ -133,7 +133,7 @@ TAKE = Subject(
         Case("strided", _taken((3, 19), (3, 7), lay=_strided)),
         Case("one of each", _taken((1, 1), (1, 1))),
         Case("no indices", _taken((4, 5), (4, 0))),
-        Case("a router", _taken((4099, 512), (4099, 10)), heavy=True),
+        Case("a router", _taken((4099, 512), (4099, 10), hot=0.5), heavy=True),
         Case("sorted", _taken((2, 30), (2, 1100), hot=0.3), heavy=True),
         Case("many of each line", _taken((517, 300), (517, 200), hot=0.3), heavy=True),
         Case("long lines", _taken((5, 32768), (5, 32768), hot=0.5), heavy=True),
