@@ -362,7 +362,7 @@ def _left_out(family: str, moves_data: bool, index: int, among: int) -> str:
     return f"one in {one_in} of the mutants {what} ({among} in this module); all with --all"
 
 
-ONE_IN = {"activation": (1, 3), "embedding": (6, 11), "moe": (6, 11)}
+ONE_IN = {"activation": (1, 3), "embedding": (6, 11), "moe": (8, 16)}
 """Of how many mutants one is tried without --all: in functions that kernels call, and in kernels."""
 
 
