@@ -42,7 +42,7 @@ def _grouped(
 
 
 def _combined(weighted: bool) -> tuple[Case, ...]:
-    few = Case("few tokens", _grouped((4,), 2, 3, weighted))
+    few = Case("few tokens", _grouped((3,), 2, 2, weighted))
     strided = Case("strided", _grouped((3, 2), 3, 19, weighted, own_dtype=True, strided=True))
     # The layout by hand, as the reference has it, is slow for more.
     many = Case("many tokens", _grouped((1024,), 8, 2048, weighted), heavy=True)
