@@ -188,7 +188,7 @@ def halves(both):
 def gate_adjoint(
     dh, gu, weight, row, end, first_column, dgu, scaled, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
 ):
-    """Stores dgu and w·h of some columns, and gives Σ h·dh over them."""
+    """Stores dgu and w·h of some columns, and gives h·dh of them."""
     NARROW: tl.constexpr = gu.dtype.element_ty.primitive_bitwidth == 16
     column = first_column + tl.arange(0, dh.shape[1])
     inside = (row < end)[:, None] & (column < INNER)[None, :]
@@ -206,20 +206,21 @@ def gate_adjoint(
         tl.store(
             dgu + place * (2 * INNER) + (column + INNER)[None, :], (gated * value).to(dgu.dtype.element_ty), inside
         )
-    return tl.sum(h * dh, 1)
+    return h * dh
 
 
 @triton.jit
 def moe_experts_down_adjoint(
     dy, down, gu, tokens, row_weights, tile_expert, tile_begin, tile_end, dgu, scaled, partials, count,
     D: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dh = dy[token] · down[e], and from it, with g and u as saved and w the row's weight:
 
     HIDDEN   dgu      = w·dh·u·silu'(g) and w·dh·silu(g), side by side
     SCALED   scaled   = w·h
-    WEIGHTS  partials = Σ h·dh over COLUMNS columns, which are part of its bits
+    WEIGHTS  partials = Σ h·dh over COLUMNS = 2^(LEVELS + 2) columns: the sum of its quarters, neighbours by neighbours
     """
     slot, column_tile = tile_of_program(tl.cdiv(INNER, COLUMNS), GROUP)
     expert = tl.load(tile_expert + slot)
@@ -262,7 +263,10 @@ def moe_experts_down_adjoint(
     first_column += QUARTER
     total += gate_adjoint(fourth, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
     if WEIGHTS:
-        tl.store(partials + column_tile.to(tl.int64) * count + row, total, row < end)
+        # Two at a time: a sum of more has the order that the tile's layout gives it, which follows the alignment.
+        for _ in tl.static_range(LEVELS):
+            total = tl.sum(tl.reshape(total, (ROWS, total.shape[1] // 2, 2)), 2)
+        tl.store(partials + column_tile.to(tl.int64) * count + row, tl.reshape(total, (ROWS,)), row < end)
 
 
 @triton.jit

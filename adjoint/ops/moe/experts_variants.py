@@ -87,7 +87,6 @@ def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_by
         return Tile(max(16, rows), max(16, columns), depth, group, 4, 1)
     rows = min(max(64, rows), 128 if hidden else 256)
     columns = min(max(16, columns), MAX_TILE // rows // sides)
-    # A warp has 16 whole rows of `hidden`, so that sums over a row have one order.
     warps = rows // 16 if hidden else min(max(4, schedule[f"{part}_warps"], rows * columns * sides // 4096), 16)
     stage = (rows + sides * columns) * depth * element.itemsize
     return Tile(rows, columns, depth, group, warps, max(1, min(schedule[f"{part}_stages"], shared_bytes // stage)))
@@ -215,6 +214,7 @@ def variants(op: str, kinds: Kinds, schedule: Mapping[str, int], options: int) -
                 "moe_experts_down_adjoint", "hidden", aligned, D=hidden, INNER=inner,
                 HIDDEN=bool(options & (NEED_X | NEED_GATE_UP)), SCALED=bool(options & NEED_DOWN),
                 WEIGHTS=bool(options & NEED_WEIGHTS),
+                LEVELS=(HIDDEN_COLUMNS[kinds.element] // 4).bit_length() - 1,
             )  # fmt: skip
             if options & NEED_X:
                 listed["dx", aligned] = described(
