@@ -160,6 +160,7 @@ def _theirs(name: str, **options: Any) -> torch.nn.Module:
         num_experts_per_tok=SLOTS,
         **options,
     )
+    tiny._experts_implementation = "eager"  # their loop over experts, where there are others to choose from
     block: torch.nn.Module = getattr(models, f"{name}SparseMoeBlock")(tiny)
     return block
 
