@@ -8,6 +8,7 @@ from adjoint.core.preference import Preference, prefer
 from adjoint.ops import moe
 from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
+from adjoint.ops.indexing import take_along_axis
 
 __version__ = "0.1.0"
 
@@ -30,4 +31,5 @@ __all__ = [
     "prefer",
     "silu",
     "swiglu",
+    "take_along_axis",
 ]

@@ -78,8 +78,27 @@ EQUIVALENT = {
     ("group_sum_counts", "tl.full([size], -1, tl.int32) -> tl.full([size], -2, tl.int32)"): (
         "anything below 0 says that a group is empty"
     ),
+    ("group_sum_counts", "tl.minimum(first + share, rows) -> tl.maximum(first + share, rows)"): (
+        "a program goes on into the rows of others, with the sums that they find"
+    ),
+    ("group_sum_counts", "bin < bins -> bin <= bins (1)"): "the bin past the last is summed and not stored",
+    ("group_sum_counts", "tl.num_programs(1) -> tl.num_programs(2)"): "the same memory is filled more than once",
     ("load_neighbours", "other=-1 -> other=-2 (1)"): "any number that is no key",
     ("load_neighbours", "other=-1 -> other=-2 (2)"): "what is in no group is not the last of one, whatever follows",
     ("load_neighbours", "other=-1 -> other=1 (2)"): "what is in no group is not the last of one, whatever follows",
+    # moe: layout, dispatch and combine
+    ("load_expert", "other=-1 -> other=-2"): "any number that is no expert",
+    (
+        "moe_place_entries",
+        "bin < experts -> bin <= experts",
+    ): "the offset after the last expert's is written next, as it is",
+    ("moe_scatter", "other=-1 -> other=-2"): "any number that is no row",
+    ("moe_scatter", "row < last -> row <= last"): "the first row of no expert is written, and then zeroed",
+    ("moe_sum", "other=-1 -> other=-2"): "any number that is no row",
+    ("moe_sum", "other=-1 -> other=1"): "what a token past the end adds up is not stored",
+    ("moe_sum", "tl.program_id(1) -> tl.program_id(2) (2)"): (
+        "every program of a row then records the fault, and the minimum of equal words is the same word"
+    ),
+    ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
 }
 """Mutants that compute the same: (function or "*", change) -> why."""

@@ -34,7 +34,7 @@ from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
-from tests import mutant_calls
+from tests import dispatch_mutant_calls, mutant_calls, take_calls
 from tests.equivalent_mutants import EQUIVALENT
 from tests.mutant_calls import at_the_edge
 
@@ -45,6 +45,8 @@ MODULES = {
         "adjoint.ops.embedding.bag_kernels",
         "adjoint.core.grouping_kernels",
     ),
+    "indexing": ("adjoint.ops.indexing.kernels", "adjoint.ops.indexing.sorting_kernels"),
+    "moe": ("adjoint.ops.moe.layout_kernels", "adjoint.ops.moe.dispatch_kernels"),
 }
 """Every module with kernels, under the first family that uses it."""
 
@@ -271,12 +273,52 @@ def _differs(call: mutant_calls.Call, number: int) -> bool:
 
 FIRST = 11
 
+
+# ------------------------------------------------------------------------------------------- indexing
+
+
+def _indexing_noticed(mutant: Mutant, device: torch.device, stage: str) -> bool:
+    """Whether any call of a stage gives other bits than the eager path; in "small", tiles and programs are."""
+    mutant_calls.guard()
+    if stage == "small":
+        sources = {name: mutant.source if name == mutant.module else _source(name) for name in MODULES["indexing"]}
+        take_calls.shrink(sources, _load)
+    calls = take_calls.takes(stage == "small", PLANS.get(mutant.function, SHARED.get(mutant.module, ("few",))))
+    return any(_differs(call, number) for number, call in enumerate(calls))
+
+
+PLANS = {
+    "take_backward_few": ("few",),
+    "take_backward_lines": ("lines",),
+    "larger": ("lines",),
+    "take_scatter": ("scatter",),
+    "take_forward": ("few", "scatter"),
+}
+"""The plans that run a function; those of its module where it is not listed."""
+SHARED = {
+    "adjoint.ops.indexing.kernels": ("few", "lines", "scatter"),
+    "adjoint.ops.indexing.sorting_kernels": ("sorted",),
+}
+
+
+# ------------------------------------------------------------------------------------------------ moe
+
+
+def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
+    """Whether any call gives other bits than the eager path; spans and programs are small."""
+    mutant_calls.guard()
+    dispatch_mutant_calls.shrink()
+    return any(_differs(call, number) for number, call in enumerate(dispatch_mutant_calls.calls()))
+
+
 # ---------------------------------------------------------------------------------------------- tests
 
 Noticed = Callable[[Mutant, torch.device], bool]
 STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
+    "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
+    "moe": (_moe_noticed,),
 }
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
@@ -313,7 +355,13 @@ def _ends(mutant: Mutant, noticed: Noticed, device: torch.device) -> int:
 @pytest.fixture(scope="module")
 def warm() -> None:
     """Imports, and everything else that is done once, are done before processes part."""
-    for call in (next(mutant_calls.lookups(small=False)), next(mutant_calls.bags(small=False))):
+    firsts = (
+        mutant_calls.lookups(small=False),
+        mutant_calls.bags(small=False),
+        take_calls.takes(False, ("few",)),
+        dispatch_mutant_calls.calls(),
+    )
+    for call in map(next, firsts):
         for backend in ("eager", "triton"):
             call(backend)
 
@@ -348,7 +396,7 @@ def _left_out(family: str, moves_data: bool, index: int, among: int) -> str:
     return f"one in {one_in} of the mutants {what} ({among} in this module); all with --all"
 
 
-ONE_IN = {"activation": (1, 3), "embedding": (6, 11)}
+ONE_IN = {"activation": (6, 12), "embedding": (8, 16), "indexing": (8, 27), "moe": (10, 20)}
 """Of how many mutants one is tried without --all: in functions that kernels call, and in kernels."""
 
 

@@ -6,7 +6,7 @@ timed: choosing the plan, compiling, recording the graph.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from adjoint.core.cases import Workload
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.inputs import Inputs, differentiable, leaves
-from adjoint.core.plan import bind
+from adjoint.core.plan import bind, plan
 from adjoint.core.preference import resolve
 
-FORWARD, BACKWARD = "forward", "backward"
-DIRECTIONS = (FORWARD, BACKWARD)
+FORWARD, BACKWARD, STEP = "forward", "backward", "forward + backward"
+"""Directions. A step goes through autograd, for every contender: what it keeps in between is its own affair."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,14 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def ours(task: Task) -> Contender:
-    """The plan a call would use, writing into memory that is there already."""
+    """The plan a call would use, writing into memory that is there already; a step goes through the public function."""
     subject, text = task.workload.subject, resolve(None)
+    if task.direction == STEP:
+        adjoint = plan(subject.function, *task.inputs, **subject.keywords).adjoint
+        if adjoint is None:
+            raise Unsupported(f"{subject.name} has no adjoint")
+        promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
+        return replace(_through_autograd(subject, task), guarantee=promised)
     call = bind(subject.function, *task.inputs, **subject.keywords)
     timed = bound.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
@@ -86,24 +92,24 @@ def ours(task: Task) -> Contender:
             raise Unsupported(f"{subject.name} has no adjoint")
         timed = bound.backward(call, task.upstream, timed.run(), text)
         names = subject.gradients(task.inputs)
-    plan = timed.plan.prepare()
+    chosen = timed.plan.prepare()
     workspace = timed.workspace()
     try:
-        outputs = plan.allocate(timed.arguments)
+        outputs = chosen.allocate(timed.arguments)
     except Unsupported:  # the size of its outputs is data: it allocates them itself
         outputs = None
-    shown = [plan.operator.outputs.index(name) for name in names]
+    shown = [chosen.operator.outputs.index(name) for name in names]
 
     def run() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            results = plan.execute(timed.arguments, outputs, workspace)
+            results = chosen.execute(timed.arguments, outputs, workspace)
         return tuple(results[index] for index in shown)
 
-    return Contender(run, outputs=outputs or (), guarantee=tuple(plan.guarantee[name] for name in names))
+    return Contender(run, outputs=outputs or (), guarantee=tuple(chosen.guarantee[name] for name in names))
 
 
 def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
-    """Forward without a graph; backward over a graph that is kept, so that it alone is timed."""
+    """Forward without a graph; backward over a graph that is kept, so that it alone is timed; or both, as one step."""
     if task.direction == FORWARD:
 
         def forward() -> tuple[Tensor, ...]:
@@ -113,6 +119,8 @@ def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
         return Contender(forward)
 
     own = leaves(task.inputs)
+    if task.direction == STEP:
+        return Contender(lambda: torch.autograd.grad(as_tuple(function(*own)), differentiable(own), task.upstream))
     outputs = as_tuple(function(*own))
     return Contender(lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True))
 

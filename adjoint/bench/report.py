@@ -22,12 +22,14 @@ def markdown(content: dict[str, Any], family: str) -> str:
     groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["workload"], row["direction"]), {})[row["contender"]] = row
-    heads = ["workload", "direction", *contenders, "GB/s", "of copy"]
-    lines = [_line(heads), _line(["---", "---", *["---:"] * (len(contenders) + 2)])]
+    products = any(row.get("tf_per_s") for row in rows)
+    heads = ["workload", "direction", *contenders, "GB/s", "of copy", *(["TF/s", "of matmul"] if products else [])]
+    lines = [_line(heads), _line(["---", "---", *["---:"] * (len(heads) - 2)])]
     for (workload, direction), group in groups.items():
         times = [row["microseconds"] for row in group.values() if row["status"] == OK]
         cells = [_cell(group.get(name), min(times, default=None)) for name in contenders]
-        lines.append(_line([workload, direction, *cells, *_speed(group.get(OURS))]))
+        rates = _rates(group.get(OURS), content["runs"]) if products else ()
+        lines.append(_line([workload, direction, *cells, *_speed(group.get(OURS)), *rates]))
     used = sorted({row["run"] for row in rows})
     conditions = [_conditions(content, content["runs"][index]) for index in used]
     legend = (
@@ -39,6 +41,11 @@ def markdown(content: dict[str, Any], family: str) -> str:
         legend += (
             f" A time with an error beside it belongs to a result whose norm-relative error is past "
             f"{100 * OTHERS_LIMIT:g}%, and is never the bold one."
+        )
+    if any(row.get("peak_bytes") for row in rows):
+        legend += (
+            " GiB: the most memory a step takes beyond what was there before it, without the gradients of inputs that "
+            "all items share."
         )
     return "\n".join([*lines, "", legend, "", *conditions])
 
@@ -56,7 +63,17 @@ def _cell(row: dict[str, Any] | None, best: float | None) -> str:
     time = f"{row['microseconds']:.1f}"
     shown = f"**{time}**" if accurate and row["microseconds"] == best else time
     ratio = "" if row["contender"] == OURS or row["ratio"] is None else f" ({row['ratio']:.2f}×)"
-    return shown + ratio + ("" if accurate else f", error {row['error']:.2g}")
+    peak = row.get("peak_bytes")
+    memory = f", {peak / 2**30:.2f} GiB" if peak else ""
+    return shown + ratio + memory + ("" if accurate else f", error {row['error']:.2g}")
+
+
+def _rates(row: dict[str, Any] | None, runs: list[dict[str, Any]]) -> tuple[str, str]:
+    """TF/s, and their share of what a large product reached in the same run."""
+    if row is None or not row.get("tf_per_s"):
+        return "–", "–"
+    ceiling = runs[row["run"]]["matrix_ceiling_tf_per_s"]
+    return f"{row['tf_per_s']:.0f}", f"{100 * row['tf_per_s'] / ceiling:.0f}%"
 
 
 def _speed(row: dict[str, Any] | None) -> tuple[str, str]:

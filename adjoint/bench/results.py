@@ -32,6 +32,8 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
         "versions": environment.versions(),
         "copy_ceiling_gb_per_s": round(result.ceiling, 1),
     }
+    if result.matrix_ceiling is not None:
+        run["matrix_ceiling_tf_per_s"] = round(result.matrix_ceiling, 1)
     index = len(earlier["runs"])
     fresh = [_encode(row, result.ceiling, index) for row in result.rows if row.status != LEFT_OUT]
     replaced = {_key(row) for row in fresh}
@@ -78,6 +80,7 @@ def _encode(row: Row, ceiling: float, run: int) -> dict[str, Any]:
         "microseconds": _round(row.microseconds, 2),
         "gb_per_s": _round(speed, 1),
         "share_of_copy_ceiling": _round(None if speed is None else speed / ceiling, 4),
+        "tf_per_s": _round(row.teraflops, 1),
         "ratio": _round(row.ratio, 4),
         # JSON has no NaN; a row without an error is one that failed or never ran.
         "error": float(f"{row.error:.3g}") if row.error is not None and row.error == row.error else None,

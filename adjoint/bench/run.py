@@ -13,6 +13,7 @@ from adjoint.bench.check import Verdict, check, poison, synchronize
 from adjoint.bench.contenders import (
     BACKWARD,
     FORWARD,
+    STEP,
     Builder,
     Contender,
     NotInstalled,
@@ -24,7 +25,7 @@ from adjoint.bench.contenders import (
     ours,
 )
 from adjoint.bench.peers import PEERS
-from adjoint.bench.timing import copy_ceiling, time_on
+from adjoint.bench.timing import copy_ceiling, matrix_ceiling, time_on
 from adjoint.core.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.inputs import Inputs
@@ -58,6 +59,9 @@ class Row:
         error: norm-relative, against float64.
         guarantee: the error in the terms of the guarantee, for ours.
         note: what went wrong, or how far off an inaccurate result is.
+        operations: the floating-point operations of its matrix products; 0 where they are not counted.
+        peak_bytes: the most memory a step took beyond what was there before it, without the gradients of inputs
+            that all items share, which every contender must have.
     """
 
     family: str
@@ -71,10 +75,16 @@ class Row:
     error: float | None = None
     guarantee: str = ""
     note: str = ""
+    operations: int = 0
+    peak_bytes: int | None = None
 
     @property
     def gigabytes_per_second(self) -> float | None:
         return None if self.microseconds is None else self.bytes / self.microseconds / 1e3
+
+    @property
+    def teraflops(self) -> float | None:
+        return self.operations / self.microseconds / 1e6 if self.microseconds and self.operations else None
 
     @property
     def ok(self) -> bool:
@@ -84,11 +94,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run found; the ceiling is the larger of two, measured before and after."""
+    """What one run found.
+
+    Attributes:
+        ceiling: GB/s of a copy, the larger of two, measured before and after.
+        matrix_ceiling: TF/s of a matrix product; None where no workload counts operations.
+    """
 
     device: torch.device
     ceiling: float
     rows: tuple[Row, ...]
+    matrix_ceiling: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -131,13 +147,16 @@ def run(
     """
     rows: tuple[Row, ...] = ()
     ceiling = copy_ceiling(device)
+    product = matrix_ceiling(device) if any(workload.operations for _, workload in selected) else None
     for family, workload in selected:
         rows += tuple(measure(family, workload, device, compile=compile, rounds=rounds))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        report(Result(device, ceiling, rows))
-    return Result(device, max(ceiling, copy_ceiling(device)), rows)
+        report(Result(device, ceiling, rows, product))
+    if product is not None:
+        product = max(product, matrix_ceiling(device))
+    return Result(device, max(ceiling, copy_ceiling(device)), rows, product)
 
 
 def measure(
@@ -158,6 +177,7 @@ def measure(
     for direction in workload.directions:
         task = Task(workload, direction, inputs, upstream)
         blank = Row(family, name, direction, "", OK, round(_bytes(workload, direction) * share))
+        blank = replace(blank, operations=round(workload.operations * share) * _TIMES[direction])
         builders = _builders(workload, direction, compile and workload.compile)
         yield from _with_ratios(
             [_Entry(replace(blank, contender=label), task, b) for label, b in builders.items()], rounds
@@ -165,7 +185,12 @@ def measure(
 
 
 def _bytes(workload: Workload, direction: str) -> int:
-    return {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}[direction]
+    both = {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}
+    return sum(both.values()) if direction == STEP else both[direction]
+
+
+_TIMES = {FORWARD: 1, BACKWARD: 2, STEP: 3}
+"""The operations of a direction over those of the forward."""
 
 
 def _builders(workload: Workload, direction: str, compile: bool) -> dict[str, Builder]:
@@ -218,6 +243,9 @@ class _Entry:
             outputs = contender.run()
             synchronize(task.device)
             self.judge(check(task, outputs, contender.guarantee))
+            del outputs
+            if task.direction == STEP and task.device.type == "cuda":
+                self.row = replace(self.row, peak_bytes=_peak(task, contender))
         except NotInstalled as absent:
             self.row = replace(row, status=ABSENT, note=str(absent))
         except Exception as error:
@@ -254,6 +282,20 @@ class _Entry:
         self.judge(check(self.task, self._last, self.contender.guarantee))
         if self.running:
             self.row = replace(self.row, microseconds=statistics.median(self.times))
+
+
+def _peak(task: Task, contender: Contender) -> int:
+    """The memory one run takes at its peak, without gradients of what all items share."""
+    torch.cuda.synchronize(task.device)
+    torch.cuda.reset_peak_memory_stats(task.device)
+    before = torch.cuda.memory_allocated(task.device)
+    gradients = contender.run()
+    torch.cuda.synchronize(task.device)
+    peak = torch.cuda.max_memory_allocated(task.device) - before
+    subject = task.workload.subject
+    shared = [name for name in subject.inputs if not subject.has_items(name)]
+    named = zip(subject.gradients(task.inputs), gradients, strict=True)
+    return peak - sum(g.numel() * g.element_size() for name, g in named if name.removeprefix("d") in shared)
 
 
 def _with_ratios(entries: list[_Entry], rounds: int) -> list[Row]:

@@ -17,14 +17,16 @@ def times(result: Result, name: str) -> Table:
     table = Table(
         title=f"{escape(name)}: {where}, {short(Workload.dtype)} where the workload says no other, medians; "
         f"copy ceiling of this run {result.ceiling:.0f} GB/s",
-        caption="× ours: its time over ours, so above 1 ours is faster. Error: norm-relative, against float64.",
+        caption="× ours: its time over ours, so above 1 ours is faster. Error: norm-relative, against float64. "
+        + ("" if result.matrix_ceiling is None else f"A large product of matrices: {result.matrix_ceiling:.0f} TF/s."),
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("workload", no_wrap=True)
     table.add_column("direction", no_wrap=True)
     table.add_column("contender", no_wrap=True)
-    for head in ("µs", "GB/s", "of copy", "× ours"):
+    counted = any(row.operations for row in result.rows)
+    for head in ("µs", "GB/s", "of copy", *(("TF/s", "GiB") if counted else ()), "× ours"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("error")
     previous: tuple[str, str] | None = None
@@ -35,25 +37,30 @@ def times(result: Result, name: str) -> Table:
         labels = ("", "") if group == previous else group
         previous = group
         style = "bold" if row.contender == OURS else None
-        table.add_row(*map(escape, labels), escape(row.contender), *_cells(row, result.ceiling), style=style)
+        table.add_row(*map(escape, labels), escape(row.contender), *_cells(row, result.ceiling, counted), style=style)
     return table
 
 
-def _cells(row: Row, ceiling: float) -> Iterable[str]:
+def _cells(row: Row, ceiling: float, counted: bool = False) -> Iterable[str]:
     speed = row.gigabytes_per_second
     if row.status not in TIMED or row.microseconds is None or speed is None:
         words = {FAILED: "[red]FAILED[/red]", ABSENT: "[dim]not installed[/dim]", LEFT_OUT: "[dim]left out[/dim]"}
-        return words.get(row.status, "[yellow]n/a[/yellow]"), "", "", "", escape(row.note)
+        return words.get(row.status, "[yellow]n/a[/yellow]"), *[""] * (5 if counted else 3), escape(row.note)
     ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
     if row.ratio is not None and row.ratio < 1:
         ratio = f"[yellow]{ratio}[/yellow]"
     error = escape(f"{row.error:.1e}" + (f", {row.guarantee}" if row.guarantee else ""))
     if row.status == INACCURATE:
         error = f"[yellow]INACCURATE: {escape(row.note)}[/yellow]"
+    products = (
+        "" if row.teraflops is None else f"{row.teraflops:.0f}",
+        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
+    )
     return (
         f"{row.microseconds:.1f}",
         f"{speed:.{0 if speed >= 100 else 2}f}",
         f"{100 * speed / ceiling:.1f}%",
+        *(products if counted else ()),
         ratio,
         error,
     )

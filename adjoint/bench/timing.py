@@ -78,6 +78,14 @@ def time_on(device: torch.device, function: Action, restore: Action | None = Non
         return time_gpu(function, restore)
 
 
+def matrix_ceiling(device: torch.device) -> float:
+    """TF/s of one large product of bfloat16 matrices, on random data."""
+    size = 8192 if device.type == "cuda" else 512
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    target = torch.empty_like(left)
+    return 2 * size**3 / time_on(device, lambda: torch.mm(left, right, out=target)) / 1e9
+
+
 def copy_ceiling(device: torch.device) -> float:
     """GB/s, read and written bytes together, of one large bfloat16 copy: 1 GiB on a GPU, 64 MiB on a CPU.
 

@@ -84,6 +84,7 @@ class Subject:
             for batch invariance.
         pieces: `(arguments, outputs) -> (arguments, outputs), ...`: what a reference takes and
             gives, cut into pieces of about `batching.PIECE` elements that it maps one to one.
+        autocast: names of the inputs that the op casts under autocast; the others keep their dtype.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Subject:
     resized: Callable[[Inputs, tuple[Tensor, ...], int], tuple[Inputs, tuple[Tensor, ...]]] | None = None
     rebatched: Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]] | None = None
     pieces: Callable[[Inputs, tuple[Tensor, ...]], Iterable[tuple[Inputs, tuple[Tensor, ...]]]] | None = None
+    autocast: tuple[str, ...] = ()
 
     def __call__(self, *inputs: Tensor | None, **keywords: Any) -> Any:
         return self.function(*inputs, **self.keywords, **keywords)
@@ -172,7 +174,8 @@ class Workload:
         peers: names of entries in `adjoint.bench.peers` that do the same work.
         dtype: of the floating inputs; where it is not the default, the name says so.
         devices: the types of device it is meant for.
-        directions: those that are timed.
+        directions: those that are timed; "forward + backward" is a whole step through autograd, with its memory.
+        operations: floating-point operations of the forward's matrix products; the backward has twice as many.
         compile: whether torch.compile of the baseline takes part.
         deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` does.
         others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
@@ -189,6 +192,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     devices: tuple[str, ...] = ("cpu", "cuda")
     directions: tuple[str, ...] = ("forward", "backward")
+    operations: int = 0
     compile: bool = True
     deterministic: bool = False
     others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)

@@ -146,21 +146,32 @@ def sort(
         shift = index * DIGIT
         launch(f"group_count_digits{first} {size}", (number,), ids, keys, counts, count, groups, skipped, shift)
         cleared, clear_count = (memory["starts"], groups) if index == 0 and mark else (keys, 0)
-        _sum_counts(launch, memory, "totals", 1 << DIGIT, number, cleared, clear_count)
+        sum_counts(launch, counts, begins, totals, 1 << DIGIT, number, cleared, clear_count)
         launch(f"group_move{first} {size}", (number,), *source, counts, begins, totals, *target, shift)
         source, target = target, source
     return source
 
 
-def _sum_counts(
-    launch: Launch, memory: Mapping[str, Any], totals: str, bins: int, rows: int, cleared: Any, clear_count: int
+def sum_counts(
+    launch: Launch,
+    counts: Any,
+    begins: Any,
+    totals: Any,
+    bins: int,
+    rows: int,
+    cleared: Any = None,
+    clear_count: int = 0,
 ) -> None:
+    """begins[row, bin] = the sum of counts [rows, bins] in the rows before; totals gets the sum of each bin.
+
+    On the way, the first `clear_count` places of `cleared` become −1.
+    """
     counted = _counted()
     chunks = -(-rows // counted["CHUNK"])
     share = -(-chunks // _SHARES)  # chunks of a program
     launch(
-        "group_sum_counts", (-(-bins // counted["WIDTH"]), -(-chunks // share)), memory["counts"], memory["begins"],
-        memory[totals], bins, rows, share * counted["CHUNK"], cleared, clear_count,
+        "group_sum_counts", (-(-bins // counted["WIDTH"]), -(-chunks // share)), counts, begins, totals, bins, rows,
+        share * counted["CHUNK"], totals if cleared is None else cleared, clear_count,
     )  # fmt: skip
 
 
@@ -176,7 +187,7 @@ def list_groups(launch: Launch, memory: Mapping[str, Any], keys: Any, count: int
     """Lists the groups that occur in memory: "starts", "ends", "listed" (keys), "segment_of" and "listed_count"."""
     number, size = blocks(count), block(count)
     launch(f"group_count_heads {size}", (number,), keys, memory["counts"], groups)
-    _sum_counts(launch, memory, "listed_count", 1, number, keys, 0)
+    sum_counts(launch, memory["counts"], memory["begins"], memory["listed_count"], 1, number)
     launch(
         f"group_list {size}", (number,), keys, memory["begins"], memory["starts"], memory["ends"], memory["listed"],
         memory["segment_of"], groups,

@@ -29,4 +29,8 @@ class Schedules:
             name = "interpreter"
         elif device is not None and torch.cuda.is_available():
             name = torch.cuda.get_device_name(device)
+        return self.named(kernel, name)
+
+    def named(self, kernel: str, name: str) -> dict[str, int]:
+        """The parameters of a kernel on a GPU of that name."""
         return dict(self._by_gpu.get(name, {}).get(kernel) or self._by_gpu["default"][kernel])

@@ -2,5 +2,6 @@
 
 from adjoint.nn.activation import SiLU, SwiGLU
 from adjoint.nn.embedding import Embedding, EmbeddingBag
+from adjoint.nn.moe import SparseMoE, fuse_experts
 
-__all__ = ["Embedding", "EmbeddingBag", "SiLU", "SwiGLU"]
+__all__ = ["Embedding", "EmbeddingBag", "SiLU", "SparseMoE", "SwiGLU", "fuse_experts"]

@@ -79,7 +79,7 @@ def compilation(
 
 
 def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """inference_mode, no_grad, autocast, checkpointing, offload hooks and other threads change nothing."""
+    """inference_mode, no_grad, checkpointing, offload hooks and threads change nothing; autocast what is stated."""
     base = evaluate(subject, _case(subject), dtype, device, preference)
     chosen = plan_of(subject, base.inputs, preference)
     wrong = []
@@ -97,7 +97,7 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
     with torch.no_grad():
         compare("no_grad", as_tuple(subject(*base.inputs, preference=preference)), base.outputs)
     low = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    compare("autocast", under(lambda: torch.autocast(device.type, dtype=low)).results, base.results)
+    compare("autocast", *_autocast(subject, base, preference, device, low))
     compare("save_on_cpu", under(torch.autograd.graph.save_on_cpu).results, base.results)
 
     own = leaves(base.inputs)
@@ -121,6 +121,20 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
     for evaluation in found:
         compare("another thread", evaluation.results, base.results)
     return [_row(subject, "modes and threads", dtype, plan_names(chosen), "changes nothing", wrong)]
+
+
+def _autocast(
+    subject: Subject, base: Evaluation, preference: Preference, device: torch.device, low: torch.dtype
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Results under autocast to a dtype, and what they must be: those for inputs that were cast where the op casts."""
+    named = zip(subject.inputs, base.inputs, strict=True)
+    inputs = tuple(t.to(low) if t is not None and name in subject.autocast else t for name, t in named)
+    upstream = tuple(t.to(low) for t in base.upstream) if subject.autocast else base.upstream
+    expected = differentiate(subject, inputs, upstream, preference)
+    with torch.autocast(device.type, dtype=low):
+        found = differentiate(subject, base.inputs, upstream, preference)
+    as_given = zip(expected.gradients, differentiable(base.inputs), strict=True)
+    return found.results, (*expected.outputs, *(gradient.to(own.dtype) for gradient, own in as_given))
 
 
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:

@@ -3,7 +3,8 @@
 The interpreter of Triton 3.6 to 3.9 keeps bfloat16 as raw 16-bit integers. It truncates float32 to
 bfloat16 where the hardware rounds to nearest even, converts other types by their bits, and
 multiplies matrices of raw bits. `correct_bfloat16()` replaces its conversions and its product; it
-touches nothing outside the interpreter, and nothing in versions it was not written for.
+touches nothing outside the interpreter, and nothing in versions it was not written for. The new product adds
+terms in one order for every element, as a GPU does: numpy's own lets the shapes of the matrices decide.
 
 Sorts give the right order, but after half a second for 256 integers: `replace_sorts()` lets numpy sort them.
 """
@@ -58,8 +59,13 @@ def correct_bfloat16() -> bool:
 
         return replacement
 
-    def corrected_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, as_float32(a), as_float32(b), *rest)
+    def corrected_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        a, b = as_float32(a), as_float32(b)
+        if not a.dtype.scalar.is_floating() or a.dtype.primitive_bitwidth == 8:
+            return dot(self, a, b, total, *rest)
+        kind = total.data.dtype
+        product = np.einsum("...mk,...kn->...mn", a.data.astype(kind), b.data.astype(kind))
+        return handle(product + total.data, total.dtype.scalar)
 
     builder.cast_impl = through_float32(cast)
     builder.create_fp_to_fp = through_float32(convert)

@@ -63,9 +63,27 @@ def test_right_results_have_times_and_ratios() -> None:
 
 def test_compiled_takes_part_in_both_directions() -> None:
     rows = rows_of(small(), compile=True)
-    for direction in contenders.DIRECTIONS:
+    for direction in (contenders.FORWARD, contenders.BACKWARD):
         row = rows[run.COMPILED, direction]
         assert row.status == run.OK or (row.status == run.ERROR and row.note), row
+
+
+def test_a_step_is_timed_whole_and_its_operations_are_counted() -> None:
+    rows = rows_of(small(directions=(contenders.STEP,), operations=1000))
+    assert {row.status for row in rows.values()} == {run.OK}
+    for contender in (run.OURS, run.EAGER):
+        row = rows[contender, contenders.STEP]
+        assert row.operations == 3000 and row.bytes == 8 * 768 and row.peak_bytes is None
+        assert row.microseconds and row.teraflops == pytest.approx(3000 / row.microseconds / 1e6)
+    assert rows[run.OURS, contenders.STEP].guarantee
+
+
+def test_a_wrong_gradient_fails_a_step() -> None:
+    def wrong(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up.detach() + up * 0
+
+    row = rows_of(small(directions=(contenders.STEP,), baseline=wrong))[run.EAGER, contenders.STEP]
+    assert row.status == run.FAILED and row.microseconds is None
 
 
 WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -180,7 +198,9 @@ def test_liger_overwrites_its_inputs_and_is_given_fresh_ones(returns: str, monke
     assert rows["Liger", "forward"].status == rows["Liger", "backward"].status == run.OK
 
 
-def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     testing = pytest.importorskip("triton.testing")
     signature, done = inspect.signature(testing.do_bench), []
 
@@ -284,6 +304,30 @@ def test_readme_shows_rows_where_a_peer_is_ahead(tmp_path: Path, gpu: None) -> N
     )
     report.update_readme(readme, tmp_path)
     assert readme.read_text() == once
+
+
+def test_readme_shows_operations_and_memory_where_they_are_counted(tmp_path: Path, gpu: None) -> None:
+    row = run.Row(
+        "activation",
+        "w",
+        contenders.STEP,
+        run.OURS,
+        run.OK,
+        100,
+        2.0,
+        1.0,
+        1e-3,
+        operations=10**9,
+        peak_bytes=3 * 2**30,
+    )
+    result = run.Result(CPU, 10.0, (row,), 700.0)
+    content = results.load(results.save(result, "command", tmp_path))
+    table = report.markdown(content, "activation")
+    assert (
+        "| GB/s | of copy | TF/s | of matmul |" in table and ", 3.00 GiB" in table and "GiB: the most memory" in table
+    )
+    printed = tables.times(result, "machine")
+    assert [column.header for column in printed.columns][-4:-1] == ["TF/s", "GiB", "× ours"]
 
 
 def test_readme_without_markers_or_results_is_refused(tmp_path: Path, gpu: None) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from adjoint.core import grouping
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
+from adjoint.core.sums import wide
 from adjoint.core.workspace import Regions
-from adjoint.ops.embedding.eager import group, wide
+from adjoint.ops.embedding.eager import group
 from adjoint.ops.embedding.launch import Kinds, Sums, level_slots, terms_of
 from adjoint.ops.embedding.plans import SEQUENTIAL
 

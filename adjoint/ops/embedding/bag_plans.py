@@ -9,17 +9,16 @@ from torch import Tensor
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
-from adjoint.ops.embedding import eager, eager_bag
+from adjoint.core.sums import additions, sum_bound, wide
+from adjoint.ops.embedding import eager_bag
 from adjoint.ops.embedding.plans import (
     NEED_WEIGHT,
     NEED_WEIGHTS,
     SCHEDULES,
     TILE,
     WEIGHTS_BLOCK,
-    additions,
     order_in_words,
     refuse,
-    sum_bound,
     triton_part,
     writing,
 )
@@ -125,7 +124,7 @@ def _weights_bound(problem: Problem) -> Callable[..., Tensor]:
 
 
 def _promise(problem: Problem, item: str, error: Derived, roundings: int = 1, **words: Any) -> Guarantee:
-    accumulator = str(eager.wide(problem.dtypes[0])).removeprefix("torch.")
+    accumulator = str(wide(problem.dtypes[0])).removeprefix("torch.")
     return Guarantee(
         repeatable=True,
         batch_invariant=item,

@@ -4,59 +4,10 @@ A sum over a group of tokens runs in the same order as there: tiles of `TILE` to
 tiles of tiles likewise. All tiles are summed at once, a token of each at a time.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-Terms = Callable[[Tensor], Tensor]
-"""What the tokens at given places add, widened to the type sums run in, in memory of its own."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type sums of a dtype run in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def sum_segments(terms: Terms, starts: Tensor, tile: int) -> Tensor:
-    """The sum of each segment, from its start to the next one's; no segment is empty.
-
-    Args:
-        terms: gives the terms at places.
-        starts: where each segment begins, and the end of the last.
-        tile: the terms of a tile, and the tiles of one of the next level.
-    """
-    while True:
-        lengths = starts.diff()
-        tiles = (lengths + (tile - 1)).div(tile, rounding_mode="floor")
-        bounds = torch.cat((tiles.new_zeros(1), tiles.cumsum(0)))
-        number = int(bounds[-1])
-        segment = torch.repeat_interleave(torch.arange(len(tiles), device=starts.device), tiles, output_size=number)
-        begins = starts[segment] + (torch.arange(number, device=starts.device) - bounds[segment]) * tile
-        sums = _sum_tiles(terms, begins, (starts[segment + 1] - begins).clamp_max(tile))
-        if number == len(tiles):
-            return sums
-        starts, terms = bounds, _rows(sums)
-
-
-def _rows(values: Tensor) -> Terms:
-    return lambda places: values.index_select(0, places)
-
-
-def _sum_tiles(terms: Terms, begins: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each tile, one term after the other."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    if longest <= 1:
-        return terms(begins).add_(0.0)  # a sum that begins with 0 is never −0
-    lengths, order = lengths.sort(descending=True, stable=True)
-    begins = begins[order]
-    active = (len(lengths) - torch.bincount(lengths, minlength=longest + 1).cumsum(0)).tolist()
-    sums = terms(begins).add_(0.0)
-    for step in range(1, longest):
-        number = active[step]
-        sums[:number].add_(terms(begins[:number] + step))
-    result = torch.empty_like(sums)
-    return result.index_copy_(0, order, sums)
+from adjoint.core.sums import sum_segments, wide
 
 
 def group(ids: Tensor, rows: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,8 @@ from adjoint.core.errors import check, status_word
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.core.layout import leading_axes
 from adjoint.core.plan import Plan
+from adjoint.core.sums import wide
 from adjoint.core.workspace import Regions
-from adjoint.ops.embedding.eager import wide
 from adjoint.ops.embedding.faults import ID_OUT_OF_RANGE
 from adjoint.ops.embedding.kernels import LEVELS
 from adjoint.ops.embedding.plans import SEQUENTIAL, TILE_BITS

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from adjoint.core import grouping
-from adjoint.core.guarantee import Derived, Guarantee, spacing
+from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
+from adjoint.core.sums import additions, sum_bound, wide
 from adjoint.ops.embedding import eager
 
 SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -73,39 +74,6 @@ def refuse(problem: Problem) -> str:
 # ------------------------------------------------------------------------------------------- guarantee
 
 
-def additions(count: Tensor, tile: int) -> Tensor:
-    """The longest chain of additions a term of a sum of `count` terms goes through."""
-    steps = torch.zeros_like(count)
-    for _ in range(7):
-        steps += count.clamp_max(tile)
-        count = torch.where(count > tile, (count + tile - 1).div(tile, rounding_mode="floor"), 0)
-    return steps
-
-
-def sum_bound(
-    exact: Tensor,
-    magnitude: Tensor,
-    count: Tensor,
-    steps: Tensor,
-    dtype: torch.dtype,
-    out: torch.dtype | None = None,
-) -> Tensor:
-    """The error of a sum of `count` terms of a dtype and given magnitude Σ|terms|, rounded to `out`, or that dtype.
-
-    After n roundings in the wide type that is γ·Σ|terms|, γ = n·u / (1 − n·u); then half a unit in the
-    last place of what is rounded. Additions do not underflow; products may, by half the smallest number
-    each. For float64 the exact sum is itself one in float64, of as many roundings as terms.
-    """
-    info = torch.finfo(eager.wide(dtype))
-    if dtype == torch.float64:
-        steps = steps + count
-    chain = steps * (info.eps / 2)
-    before = chain / (1 - chain) * magnitude + steps * info.smallest_normal * info.eps
-    if (out or dtype) == eager.wide(dtype):
-        return before
-    return before + spacing(exact.abs() + before, out or dtype) / 2
-
-
 COPY = Derived("0: bytes are copied", lambda ids, weight: torch.zeros(*ids.shape, weight.shape[1], device=ids.device))
 
 OUT_OF_RANGE = {
@@ -156,7 +124,7 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
         limit = sum_bound(exact, magnitude, number, additions(number, tile) + into, problem.dtypes[0], out)
         return limit.masked_fill_(number == 0, 0)
 
-    accumulator = str(eager.wide(problem.dtypes[0])).removeprefix("torch.")
+    accumulator = str(wide(problem.dtypes[0])).removeprefix("torch.")
     untouched = "is left as it was" if into else "is +0"
     return {
         "dweight": Guarantee(

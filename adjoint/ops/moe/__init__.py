@@ -1,6 +1,10 @@
-"""Mixture of experts: routing, its losses, and the layers around it."""
+"""Mixture of experts: routing and its losses, rows to their experts and back, the layer between; with their gradients."""
 
+from adjoint.ops.moe.combine import combine
+from adjoint.ops.moe.dispatch import dispatch
+from adjoint.ops.moe.experts import experts
+from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.losses import load_balancing_loss, z_loss
 from adjoint.ops.moe.route import route
 
-__all__ = ["load_balancing_loss", "route", "z_loss"]
+__all__ = ["Layout", "combine", "dispatch", "experts", "load_balancing_loss", "route", "z_loss"]

@@ -1,0 +1,192 @@
+"""`SparseMoE`: a router, its experts and an optional shared expert, as Qwen3-Next and Qwen3.5-MoE have them."""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adjoint.core.errors import ArgumentError
+from adjoint.core.preference import Preference
+from adjoint.ops import moe
+from adjoint.ops.activation import swiglu
+
+
+class SparseMoE(nn.Module):
+    """y[t] = Σ over the experts e of token t of weight[t, e] · expert_e(x[t]) + σ(w·x[t]) · shared(x[t])
+
+    with expert(x) = down · swiglu(gate · x, up · x). Routing is `adjoint.moe.route`, the experts are
+    `adjoint.moe.experts`; the shared expert, and the gate before it, are there when it has a size.
+
+    The state dict has the names and shapes of Hugging Face's `Qwen3NextSparseMoeBlock` and
+    `Qwen3_5MoeSparseMoeBlock`, so each loads what the other has saved:
+
+        gate.weight               [experts, hidden]
+        experts.gate_up_proj      [experts, 2·expert size, hidden], gates first
+        experts.down_proj         [experts, hidden, expert size]
+        shared_expert.gate_proj.weight, .up_proj.weight, .down_proj.weight
+        shared_expert_gate.weight [1, hidden]
+
+    Checkpoints that hold one matrix per expert (`experts.7.gate_proj.weight`) go through `fuse_experts` first.
+
+    Args:
+        hidden_size: columns of a token.
+        expert_size: columns inside an expert.
+        num_experts: how many experts there are.
+        experts_per_token: how many of them a token goes to.
+        shared_expert_size: columns inside the shared expert; None for no shared expert.
+        renormalize: a token's weights add up to 1 (`norm_topk_prob` in a configuration; always in Qwen3.5-MoE).
+        score: "softmax" or "sigmoid", as for `adjoint.moe.route`.
+        preference: narrows the choice of plans.
+
+    Raises:
+        ArgumentError: a size is not positive, or a token cannot go to so many experts.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        shared_expert_size: int | None = None,
+        renormalize: bool = True,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        preference: Preference | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "expert_size": expert_size, "num_experts": num_experts}
+        if shared_expert_size is not None:
+            sizes["shared_expert_size"] = shared_expert_size
+        for name, size in sizes.items():
+            if size < 1:
+                raise ArgumentError(f"SparseMoE: {name} must be at least 1, got {size}")
+        if not 1 <= experts_per_token <= num_experts:
+            raise ArgumentError(
+                f"SparseMoE: experts_per_token must be from 1 to num_experts, {num_experts}, got {experts_per_token}"
+            )
+        self.hidden_size, self.num_experts, self.experts_per_token = hidden_size, num_experts, experts_per_token
+        self.renormalize, self.score, self.preference = renormalize, score, preference
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
+        self.experts = _Experts(num_experts, hidden_size, expert_size, device, dtype)
+        self.shared_expert: _SharedExpert | None = None
+        self.shared_expert_gate: nn.Linear | None = None
+        if shared_expert_size is not None:
+            self.shared_expert = _SharedExpert(hidden_size, shared_expert_size, device, dtype)
+            self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
+        return self.mix(x, self.gate(x))
+
+    def mix(
+        self, x: Float[Tensor, "*tokens hidden"], logits: Float[Tensor, "*tokens experts"]
+    ) -> Float[Tensor, "*tokens hidden"]:
+        """The layer for logits that are there already: `gate(x)`, where a loss needs them too."""
+        tokens = x.reshape(x.shape[:-1].numel(), self.hidden_size)
+        weights, indices = moe.route(
+            logits.reshape(tokens.shape[0], self.num_experts),
+            self.experts_per_token,
+            score=self.score,
+            renormalize=self.renormalize,
+            preference=self.preference,
+        )
+        y = moe.experts(
+            tokens, self.experts.gate_up_proj, self.experts.down_proj, indices, weights, preference=self.preference
+        )
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            y = y + torch.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
+        return y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        given = [f"num_experts={self.num_experts}", f"experts_per_token={self.experts_per_token}"]
+        given += [f"renormalize={self.renormalize}"] * (not self.renormalize)
+        given += [f"score={self.score!r}"] * (self.score != "softmax")
+        given += [f"preference={self.preference!r}"] * (self.preference is not None)
+        return ", ".join(given)
+
+
+class _Experts(nn.Module):
+    """The matrices of all experts, one after the other."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        expert_size: int,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        up, down = (num_experts, 2 * expert_size, hidden_size), (num_experts, hidden_size, expert_size)
+        self.gate_up_proj = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
+        for matrices in (self.gate_up_proj, self.down_proj):  # as nn.Linear's are
+            nn.init.uniform_(matrices, -(matrices.shape[-1] ** -0.5), matrices.shape[-1] ** -0.5)
+
+    def extra_repr(self) -> str:
+        experts, hidden, size = self.down_proj.shape
+        return f"{experts} of {hidden} → {size} → {hidden}"
+
+
+class _SharedExpert(nn.Module):
+    """down · swiglu(gate · x, up · x)"""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert_size: int,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, expert_size, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(hidden_size, expert_size, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(expert_size, hidden_size, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(swiglu(self.gate_proj(x), self.up_proj(x)), self.down_proj.weight)
+
+
+_ONE_EXPERT = re.compile(r"(?P<prefix>(?:.*\.)?experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")
+
+
+def fuse_experts(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with one matrix per expert as one with all experts' matrices in one; fused ones pass unchanged.
+
+    `experts.0.gate_proj.weight`, `experts.0.up_proj.weight`, … become `experts.gate_up_proj`, and
+    `experts.0.down_proj.weight`, … `experts.down_proj`, below any prefix: a layer's, or a whole model's.
+
+    Raises:
+        ArgumentError: an expert is missing, or has not all of its three matrices.
+
+    >>> import torch
+    >>> state = {f"mlp.experts.{e}.{m}_proj.weight": torch.zeros(2, 2) for e in (0, 1) for m in ("gate", "up", "down")}
+    >>> {name: tuple(tensor.shape) for name, tensor in fuse_experts(state).items()}
+    {'mlp.experts.gate_up_proj': (2, 4, 2), 'mlp.experts.down_proj': (2, 2, 2)}
+    """
+    found: dict[str, dict[int, dict[str, Tensor]]] = {}
+    fused = {}
+    for name, tensor in state_dict.items():
+        if match := _ONE_EXPERT.fullmatch(name):
+            experts = found.setdefault(match["prefix"], {})
+            experts.setdefault(int(match["expert"]), {})[match["matrix"]] = tensor
+        else:
+            fused[name] = tensor
+    for prefix, experts in found.items():
+        for expert in range(max(experts) + 1):
+            missing = [matrix for matrix in ("gate", "up", "down") if matrix not in experts.get(expert, {})]
+            if missing:
+                raise ArgumentError(
+                    f"fuse_experts: state_dict has experts up to {prefix}{max(experts)}, but no "
+                    f"{prefix}{expert}.{missing[0]}_proj.weight; give all experts of a layer at once"
+                )
+        ordered = [experts[expert] for expert in range(len(experts))]
+        fused[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((one["gate"], one["up"])) for one in ordered])
+        fused[f"{prefix}down_proj"] = torch.stack([one["down"] for one in ordered])
+    return fused

@@ -1,0 +1,163 @@
+"""Which kernels serve which expert layer, and what they guarantee."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.kernels import why_not_triton
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
+from adjoint.ops.moe import experts_eager as eager
+from adjoint.ops.moe import layout_eager
+from adjoint.ops.moe.experts_faults import INDEX_OUT_OF_RANGE
+from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, Layout
+
+SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+DEPTH = {torch.float64: 16, torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+"""Terms of a sum that one step of a product adds."""
+
+HIDDEN_COLUMNS = {torch.float64: 32, torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+"""Columns of h·dh whose sum one program leaves for the gradient of a routing weight."""
+
+MAX_WIDTH = 2**15
+"""The largest D or 2·I: offsets inside one expert's weights are 32 bits."""
+
+Run = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
+Compute = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
+
+
+def triton_part(module: str) -> Any:
+    """A module that imports Triton, on first use."""
+    return import_module(f"adjoint.ops.moe.{module}")
+
+
+def refuse(problem: Problem) -> str:
+    """Why the kernels cannot serve a problem."""
+    tokens, hidden, experts, inner, slots = problem.sizes
+    if tokens * slots > MAX_ENTRIES:
+        return f"numbers up to {MAX_ENTRIES} rows, these are {tokens * slots}"
+    if experts > MAX_EXPERTS:
+        return f"groups by up to {MAX_EXPERTS} experts, these are {experts}"
+    if max(hidden, 2 * inner) > MAX_WIDTH:
+        return f"rows have up to {MAX_WIDTH} columns, these have {max(hidden, 2 * inner)}"
+    return why_not_triton(problem.device)
+
+
+# ------------------------------------------------------------------------------------------- guarantee
+
+_CEILINGS = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+"""Of every output: the largest that was measured are 4e-16, 6e-7, 4.0e-3 and 4.9e-4."""
+
+_CASES = "normal inputs, D up to 2048, I up to 768, up to 512 experts, uniform and skewed routing"
+
+_ORDER = {
+    "y": "a product's terms in the order of its columns; then slots in their order",
+    "dx": "a product's terms in the order of its columns; then slots in their order",
+    "dgate_up": "an expert's rows in the order of their tokens",
+    "ddown": "an expert's rows in the order of their tokens",
+    "dweights": "columns in fixed blocks, blocks in their order",
+}
+_ITEM = {"y": "token", "dx": "token", "dgate_up": "expert", "ddown": "expert", "dweights": "token"}
+_ROUNDINGS = {"y": 4, "dx": 4, "dgate_up": 3, "ddown": 3, "dweights": 2}
+"""To the storage type: g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
+
+
+def guarantee(problem: Problem, ours: bool) -> dict[str, Guarantee]:
+    """What each output promises: of our kernels, or of the matrix products of a library."""
+    element = problem.dtypes[0]
+    names = ("y",) if problem.op == "moe_experts" else ("dx", "dgate_up", "ddown", "dweights")
+    return {
+        name: Guarantee(
+            repeatable=ours,
+            batch_invariant=_ITEM[name] if ours else "",
+            device_invariant=False,
+            accumulator=str(eager.wide(element)).removeprefix("torch."),
+            roundings=_ROUNDINGS[name],
+            error=Empirical(_CEILINGS[element], _CASES),
+            domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),
+            special_values="as the products and sums give them, in the tokens and experts they reach",
+            out_of_range="an index out of range adds nothing and has no gradient, and is reported with position and "
+            "value: at once on the CPU, by adjoint.check() on a GPU",
+        )
+        for name in names
+    }
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def writing(compute: Compute) -> Run:
+    """A candidate's `run` from what writes into outputs that are there."""
+
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        compute(plan, arguments, outputs, workspace)
+        return outputs
+
+    return run
+
+
+def lay_out(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Layout:
+    """The layout of a forward, written by PyTorch."""
+    layout = Layout(*outputs[2:])
+    layout_eager.write(arguments[3], arguments[2].shape[0], layout, INDEX_OUT_OF_RANGE)
+    return layout
+
+
+def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    x, gate_up, down, _indices, weights, keep = arguments
+    layout = lay_out(arguments, outputs)
+    with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
+        eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None)
+
+
+def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    dy, x, gate_up, down, weights, gu, *layout, need = arguments
+    with torch.autocast(x.device.type, enabled=False):
+        eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs)
+
+
+def _candidates(kernel: str, direction: str, eagerly: Compute) -> tuple[Candidate, ...]:
+    return (
+        Candidate(
+            name="triton.grouped",
+            backend="triton",
+            kernel=kernel,
+            revision=1,
+            refuse=refuse,
+            guarantee=lambda problem: guarantee(problem, ours=True),
+            run=writing(lambda *a: getattr(triton_part("experts_launch"), direction)(*a)),
+            prepare=lambda plan: triton_part("experts_launch").prepare(plan),
+            numeric=lambda problem: {
+                "depth": DEPTH[problem.dtypes[0]],
+                "hidden_columns": HIDDEN_COLUMNS[problem.dtypes[0]],
+            },
+            schedules=SCHEDULES,
+            workspace_bytes=lambda problem: triton_part("experts_launch").regions(problem).bytes,
+        ),
+        Candidate(
+            name="eager.grouped",
+            backend="eager",
+            kernel="pytorch",
+            revision=1,
+            refuse=lambda problem: "",
+            guarantee=lambda problem: guarantee(problem, ours=False),
+            run=writing(eagerly),
+            workspace_bytes=lambda problem: None,
+            any_layout=True,
+        ),
+    )
+
+
+EXPERTS = _candidates("moe_experts", "forward", _forward)
+EXPERTS_BACKWARD = _candidates("moe_experts_backward", "backward", _backward)

@@ -1,0 +1,195 @@
+"""`SparseMoE` beside the definition of Qwen's blocks, and beside Hugging Face's own where it is installed."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import adjoint
+from adjoint import nn
+
+HIDDEN, SIZE, SHARED, EXPERTS, SLOTS = 16, 12, 20, 6, 3
+
+
+def _module(renormalize: bool = True, shared: int | None = SHARED, dtype: torch.dtype = torch.float32) -> nn.SparseMoE:
+    torch.manual_seed(3)
+    module = nn.SparseMoE(HIDDEN, SIZE, EXPERTS, SLOTS, shared_expert_size=shared, renormalize=renormalize, dtype=dtype)
+    with torch.no_grad():
+        module.gate.weight.mul_(8)  # far from a tie
+    return module
+
+
+def _x(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+def _by_definition(state: dict[str, Tensor], x: Tensor, renormalize: bool) -> Tensor:
+    """The block in float64, a token and an expert at a time."""
+    rows = []
+    for token in x.reshape(-1, HIDDEN):
+        probabilities = (state["gate.weight"] @ token).softmax(0)
+        weights, chosen = probabilities.topk(SLOTS)
+        if renormalize:
+            weights = weights / weights.sum()
+        y = torch.zeros_like(token)
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate, up = (state["experts.gate_up_proj"][expert] @ token).chunk(2)
+            y = y + weight * (state["experts.down_proj"][expert] @ (F.silu(gate) * up))
+        if "shared_expert_gate.weight" in state:
+            gate, up = (state[f"shared_expert.{name}_proj.weight"] @ token for name in ("gate", "up"))
+            shared = state["shared_expert.down_proj.weight"] @ (F.silu(gate) * up)
+            y = y + torch.sigmoid(state["shared_expert_gate.weight"] @ token) * shared
+        rows.append(y)
+    return torch.stack(rows).view(x.shape)
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    got, expected = got.detach().double(), expected.detach().double()
+    return float((got - expected).norm() / expected.norm())
+
+
+def _compare(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], x: Tensor, limit: float) -> None:
+    """Outputs and the gradient of the input."""
+    results = []
+    for function in (ours, theirs):
+        leaf = x.detach().clone().requires_grad_()
+        y = function(leaf)
+        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype)
+        results.append((y.detach(), *torch.autograd.grad(y, leaf, upstream)))
+    for got, expected in zip(*results, strict=True):
+        assert _relative(got, expected) < limit
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("shared", [SHARED, None])
+def test_the_block_is_what_it_is_defined_to_be(renormalize: bool, shared: int | None) -> None:
+    """Output, and the gradients of the input and of every parameter."""
+    module, x = _module(renormalize, shared), _x().requires_grad_()
+    state = {name: value.detach().double().requires_grad_() for name, value in module.state_dict().items()}
+    exact_x = x.detach().double().requires_grad_()
+    y, exact = module(x), _by_definition(state, exact_x, renormalize)
+    assert _relative(y, exact) < 1e-6
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    parameters = dict(module.named_parameters())
+    assert parameters.keys() == state.keys()
+    got = torch.autograd.grad(y, (x, *parameters.values()), upstream)
+    expected = torch.autograd.grad(exact, (exact_x, *(state[name] for name in parameters)), upstream.double())
+    for name, mine, truth in zip(("x", *parameters), got, expected, strict=True):
+        assert _relative(mine, truth) < 1e-5, name
+
+
+def test_logits_may_be_shared_with_a_loss() -> None:
+    module, x = _module(), _x()
+    assert torch.equal(module.mix(x, module.gate(x)), module(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_whole(dynamic: bool) -> None:
+    module = _module()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for x in (_x(), _x()[:1]):
+        mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+        y, expected = compiled(mine), module(theirs)
+        assert _relative(y, expected) < 1e-6
+        got, wanted = (torch.autograd.grad(out.sum(), x)[0] for out, x in ((y, mine), (expected, theirs)))
+        assert _relative(got, wanted) < 1e-6
+    torch._dynamo.reset()
+
+
+def test_one_matrix_per_expert_is_fused() -> None:
+    module = _module()
+    state = module.state_dict()
+    apart = {name: value for name, value in state.items() if not name.startswith("experts.")}
+    for expert in range(EXPERTS):
+        gate, up = state["experts.gate_up_proj"][expert].chunk(2)
+        apart[f"experts.{expert}.gate_proj.weight"] = gate
+        apart[f"experts.{expert}.up_proj.weight"] = up
+        apart[f"experts.{expert}.down_proj.weight"] = state["experts.down_proj"][expert]
+    fused = nn.fuse_experts({f"model.layers.0.mlp.{name}": value for name, value in apart.items()})
+    assert {f"model.layers.0.mlp.{name}" for name in state} == fused.keys()
+    assert all(torch.equal(value, fused[f"model.layers.0.mlp.{name}"]) for name, value in state.items())
+    assert nn.fuse_experts(state).keys() == state.keys()
+    other = nn.SparseMoE(HIDDEN, SIZE, EXPERTS, SLOTS, shared_expert_size=SHARED)
+    other.load_state_dict(nn.fuse_experts(apart))
+    assert torch.equal(other(_x()), module(_x()))
+    del apart["experts.2.up_proj.weight"]
+    with pytest.raises(adjoint.ArgumentError, match=r"no experts\.2\.up_proj\.weight"):
+        nn.fuse_experts(apart)
+
+
+def test_wrong_sizes_are_named() -> None:
+    for name, arguments in {
+        "hidden_size": (0, 4, 4, 2),
+        "expert_size": (4, 0, 4, 2),
+        "num_experts": (4, 4, 0, 1),
+        "experts_per_token": (4, 4, 4, 5),
+    }.items():
+        with pytest.raises(adjoint.ArgumentError, match=f"SparseMoE: {name} must be"):
+            nn.SparseMoE(*arguments)
+    with pytest.raises(adjoint.ArgumentError, match="shared_expert_size"):
+        nn.SparseMoE(4, 4, 4, 2, shared_expert_size=0)
+
+
+def test_it_shows_what_it_is() -> None:
+    assert "num_experts=6, experts_per_token=3, renormalize=False" in repr(_module(renormalize=False))
+
+
+# ------------------------------------------------------------------------------------- Hugging Face
+
+
+def _theirs(name: str, **options: Any) -> torch.nn.Module:
+    """A block of Hugging Face's with a tiny configuration."""
+    pytest.importorskip("transformers")
+    package = {"Qwen3Next": "qwen3_next", "Qwen3_5Moe": "qwen3_5_moe"}[name]
+    try:
+        models = import_module(f"transformers.models.{package}.modeling_{package}")
+        settings = import_module(f"transformers.models.{package}.configuration_{package}")
+    except ImportError as error:
+        pytest.skip(f"this transformers has no {name}: {error}")
+    config = getattr(settings, f"{name}TextConfig", None) or getattr(settings, f"{name}Config")
+    tiny = config(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=SIZE,
+        shared_expert_intermediate_size=SHARED,
+        num_experts=EXPERTS,
+        num_experts_per_tok=SLOTS,
+        **options,
+    )
+    tiny._experts_implementation = "eager"  # their loop over experts, where there are others to choose from
+    block: torch.nn.Module = getattr(models, f"{name}SparseMoeBlock")(tiny)
+    return block
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Qwen3Next", {"norm_topk_prob": True}), ("Qwen3Next", {"norm_topk_prob": False}), ("Qwen3_5Moe", {})],
+)
+def test_the_block_is_hugging_faces(
+    name: str, options: dict[str, Any], dtype: torch.dtype, limit: float, device: torch.device
+) -> None:
+    """On the same weights, loaded from its state dict. Theirs rounds the routing weights to bfloat16, ours does not."""
+    theirs = _theirs(name, **options).to(dtype)
+    ours = _module(options.get("norm_topk_prob", True), dtype=dtype)
+    state = ours.state_dict()
+    fused = nn.fuse_experts(theirs.state_dict())
+    assert {n: tuple(t.shape) for n, t in fused.items()} == {n: tuple(t.shape) for n, t in state.items()}
+    if theirs.state_dict().keys() == state.keys():
+        theirs.load_state_dict(state)
+    else:  # one matrix per expert
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.normal_(0, 0.2)
+        ours.load_state_dict(nn.fuse_experts(theirs.state_dict()))
+    ours, theirs = ours.to(device), theirs.to(device)
+
+    def block(x: Tensor) -> Tensor:
+        result = theirs(x)
+        return result[0] if isinstance(result, tuple) else result
+
+    _compare(ours, block, _x(dtype).to(device), limit)
