@@ -34,7 +34,7 @@ from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
-from tests import dispatch_mutant_calls, mutant_calls, take_calls
+from tests import dispatch_mutant_calls, mutant_calls, route_mutant_calls, take_calls
 from tests.equivalent_mutants import EQUIVALENT
 from tests.mutant_calls import at_the_edge
 
@@ -46,7 +46,12 @@ MODULES = {
         "adjoint.core.grouping_kernels",
     ),
     "indexing": ("adjoint.ops.indexing.kernels", "adjoint.ops.indexing.sorting_kernels"),
-    "moe": ("adjoint.ops.moe.layout_kernels", "adjoint.ops.moe.dispatch_kernels"),
+    "moe": (
+        "adjoint.ops.moe.layout_kernels",
+        "adjoint.ops.moe.dispatch_kernels",
+        "adjoint.ops.moe.route_kernels",
+        "adjoint.ops.moe.losses_kernels",
+    ),
 }
 """Every module with kernels, under the first family that uses it."""
 
@@ -307,6 +312,11 @@ SHARED = {
 def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
     """Whether any call gives other bits than the eager path; spans and programs are small."""
     mutant_calls.guard()
+    if mutant.module.endswith(("route_kernels", "losses_kernels")):
+        try:
+            return route_mutant_calls.noticed(mutant.module)
+        except Exception:
+            return True
     dispatch_mutant_calls.shrink()
     return any(_differs(call, number) for number, call in enumerate(dispatch_mutant_calls.calls()))
 

@@ -78,7 +78,7 @@ def gradient_bound(
     dot = (weights * size).sum(1, keepdim=True)
     error, every = relative(logits, indices, score, renormalize)
     worst = error.amax(1, keepdim=True) if error.numel() else error[:, :1]
-    slack = 20 * U
+    slack: float | Tensor = 20 * U
     if in_float64:  # but for the weights, which were rounded once
         worst, every, slack = torch.full_like(worst, U), torch.full_like(every, U), 2 * U
     terms = weights * (size + dot)
