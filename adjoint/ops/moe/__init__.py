@@ -1,4 +1,4 @@
-"""Mixture of experts: routing and its losses, rows to their experts and back, the layer between; with their gradients."""
+"""Mixture of experts: routing and its losses, rows to their experts and back, and the layer between, with gradients."""
 
 from adjoint.ops.moe.combine import combine
 from adjoint.ops.moe.dispatch import dispatch

@@ -152,7 +152,7 @@ def balance(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     walked, memory, warps = launch.rows_of(logits), launch.memory, plan.schedule["warps"]
     chosen = indices if indices.is_contiguous() else launch.copy("indices", indices)
     runs = _levels(launch.rows)[0]
-    kinds = _kinds(plan.problem, walked.outer_stride != 0)
+    kinds = _kinds(plan.problem, walked.inner < launch.rows)
     launch.start("moe_balance_runs", warps, k=launch.k, indices=indices.dtype, **kinds)(
         _programs(runs, warps), walked.tensor, chosen, launch.mask_of(mask, load), memory["sums_0"],
         memory["counts_0"], status_word(launch.device), INDEX_OUT_OF_RANGE.row, launch.rows, runs, *walked.walk,
@@ -173,7 +173,7 @@ def z(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], works
         return
     walked, memory, warps = launch.rows_of(logits), launch.memory, plan.schedule["warps"]
     runs = _levels(launch.rows)[0]
-    launch.start("moe_z_runs", warps, **_kinds(plan.problem, walked.outer_stride != 0))(
+    launch.start("moe_z_runs", warps, **_kinds(plan.problem, walked.inner < launch.rows))(
         _programs(runs, warps), walked.tensor, launch.mask_of(mask, loss), memory["sums_0"], memory["counts_0"],
         launch.rows, runs, *walked.walk,
     )  # fmt: skip
@@ -189,7 +189,7 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
     if launch.rows == 0:
         return
     walked, warps = launch.rows_of(logits), plan.schedule["warps"]
-    launch.start(plan.candidate.kernel, warps, **_kinds(plan.problem, walked.outer_stride != 0))(
+    launch.start(plan.candidate.kernel, warps, **_kinds(plan.problem, walked.inner < launch.rows))(
         _programs(launch.rows, warps), dloss, walked.tensor, launch.mask_of(mask, saved), saved, dlogits, launch.rows,
         *walked.walk,
     )  # fmt: skip

@@ -180,7 +180,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     if rows == 0:
         return
     walked = rows_in(logits, _memory(plan, workspace).get("logits"))
-    access = Access(walked.outer_stride != 0)
+    access = Access(walked.inner < rows)
     given, bias_stride = (weights, 1) if bias is None else (bias, bias.stride(0))
     if plan.candidate.kernel == "moe_route_grouped":
         start = _launcher(plan, "moe_route_grouped", access)
@@ -204,9 +204,9 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
         tensor if tensor.is_contiguous() else memory[name].view(tensor.shape).copy_(tensor)
         for name, tensor in (("weights", weights), ("indices", indices))
     ]
-    read = Rows(dlogits, 1, 0, 0) if logits is None else rows_in(logits, memory.get("logits"))
+    read = Rows(dlogits, rows, 0, 0) if logits is None else rows_in(logits, memory.get("logits"))
     aligned = dlogits.data_ptr() % 16 == 0
-    access = Access(bool(upstream.outer_stride or read.outer_stride), aligned)
+    access = Access(min(upstream.inner, read.inner) < rows, aligned)
     start = _launcher(plan, plan.candidate.kernel, access)
     blocks = -(-rows // rows_of(plan.schedule))
     start((blocks, 1, 1), *saved, upstream.tensor, read.tensor, dlogits, rows, *upstream.walk, *read.walk)

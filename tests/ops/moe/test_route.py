@@ -139,6 +139,29 @@ def test_leading_axes_are_kept(backend: str, device: torch.device) -> None:
 
 
 @backends
+@pytest.mark.parametrize("options", [{}, {"renormalize": False}], ids=str)
+def test_rows_that_are_repeated_by_their_strides(options: dict[str, Any], backend: str, device: torch.device) -> None:
+    """An outer axis with the stride 0, of the logits and of the upstream gradient."""
+    preference = Preference(backend=backend)
+    few, upstream = adversarial(12, SINGLE).to(device), torch.randn(11, 3, device=device)
+
+    def answers(x: Tensor, dw: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        weights, _ = moe.route(x, 3, preference=preference, **options)
+        return weights.detach(), torch.autograd.grad(weights, x, dw)[0]
+
+    repeated = answers(few.expand(2, 11, 12), upstream.expand(2, 11, 3))
+    for got, expected in zip(repeated, answers(few, upstream), strict=True):
+        assert same_bits(got[0], expected) and same_bits(got[1], expected)
+    mask = torch.ones(11, dtype=torch.bool, device=device)
+    losses = [
+        moe.z_loss(x, m, preference=preference)
+        for x, m in ((few[9:].expand(2, 2, 12), mask[9:].expand(2, 2)), (few[9:].repeat(2, 1), None))
+    ]
+    assert same_bits(*losses)
+
+
+@backends
 def test_a_softmax_over_the_chosen_keeps_no_logits(backend: str, device: torch.device) -> None:
     def saved(**options: Any) -> set[tuple[int, ...]]:
         shapes: list[tuple[int, ...]] = []
