@@ -67,7 +67,7 @@ MAX_TILE = 128 * 256
 
 
 _UNALIGNED_EDGE, _UNALIGNED_WARPS = 128, 8
-"""Rows and columns of a tile whose operands go through registers: 16 bytes at a time they cannot be copied."""
+"""Rows and columns of a tile whose operands go through registers, because they cannot be copied 16 bytes at a time."""
 
 
 def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_bytes: int, aligned: bool = True) -> Tile:
@@ -79,8 +79,9 @@ def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_by
         edge = _WIDE_ROWS[element]
         return Tile(edge, HIDDEN_COLUMNS[element] if hidden else edge // sides, depth, group, 4, 2)
     if not (aligned or kernels.interpreting()):
-        columns = HIDDEN_COLUMNS[element] if hidden else _UNALIGNED_EDGE // sides
-        return Tile(_UNALIGNED_EDGE, columns, depth, group, _UNALIGNED_WARPS, 1)
+        if hidden:
+            return Tile(_UNALIGNED_EDGE // 2, HIDDEN_COLUMNS[element], depth, group, _UNALIGNED_WARPS, 1)
+        return Tile(_UNALIGNED_EDGE, _UNALIGNED_EDGE // sides, depth, group, _UNALIGNED_WARPS, 1)
     rows = schedule[f"{part}_rows"]
     columns = HIDDEN_COLUMNS[element] if hidden else schedule[f"{part}_columns"]
     if kernels.interpreting():
