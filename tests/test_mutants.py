@@ -34,7 +34,7 @@ from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
-from tests import dispatch_mutant_calls, mutant_calls
+from tests import dispatch_mutant_calls, experts_mutant_calls, mutant_calls
 from tests.equivalent_mutants import EQUIVALENT
 from tests.mutant_calls import at_the_edge
 
@@ -45,7 +45,11 @@ MODULES = {
         "adjoint.ops.embedding.bag_kernels",
         "adjoint.core.grouping_kernels",
     ),
-    "moe": ("adjoint.ops.moe.layout_kernels", "adjoint.ops.moe.dispatch_kernels"),
+    "moe": (
+        "adjoint.ops.moe.layout_kernels",
+        "adjoint.ops.moe.dispatch_kernels",
+        "adjoint.ops.moe.experts_kernels",
+    ),
 }
 """Every module with kernels, under the first family that uses it."""
 
@@ -279,6 +283,9 @@ FIRST = 11
 def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
     """Whether any call gives other bits than the eager path; spans and programs are small."""
     mutant_calls.guard()
+    if "experts_kernels" in mutant.module:
+        experts_mutant_calls.shrink()
+        return experts_mutant_calls.noticed()
     dispatch_mutant_calls.shrink()
     return any(_differs(call, number) for number, call in enumerate(dispatch_mutant_calls.calls()))
 

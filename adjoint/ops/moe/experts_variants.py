@@ -9,7 +9,6 @@ from adjoint.core import kernels
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.core.problem import Problem
 from adjoint.ops.moe.experts_eager import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X, wide
-from adjoint.ops.moe.experts_kernels import KERNELS
 from adjoint.ops.moe.experts_plans import DEPTH, HIDDEN_COLUMNS
 
 MAX_CHUNK = 512
@@ -118,7 +117,6 @@ _ELEMENTS = frozenset(
 )
 _WIDE = frozenset(("row_weights", "partials"))
 _INTEGERS = frozenset(("tokens", "tile_expert", "tile_begin", "tile_end", "offsets", "inverse", "permutation"))
-_KERNELS = {kernel.name: kernel for kernel in KERNELS}
 
 
 class Kinds(NamedTuple):
@@ -143,7 +141,9 @@ def variant(
     out: torch.dtype | None = None,
 ) -> Variant:
     """A kernel as it is compiled; `aligned` when every tensor begins at a multiple of 16 bytes."""
-    described = _KERNELS[kernel]
+    from adjoint.ops.moe import experts_kernels as _  # noqa: F401  (registers them)
+
+    described = kernels.registered()[kernel]
     types = {}
     for name in described.parameters:
         if name.isupper():
