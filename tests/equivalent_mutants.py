@@ -100,5 +100,18 @@ EQUIVALENT = {
         "every program of a row then records the fault, and the minimum of equal words is the same word"
     ),
     ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
+    # moe: experts
+    ("moe_experts_up", "h.dtype.element_ty.primitive_bitwidth == 16 -> h.dtype.element_ty.primitive_bitwidth != 16"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
+    ("moe_experts_up", "h.dtype.element_ty.primitive_bitwidth == 16 -> h.dtype.element_ty.primitive_bitwidth == 17"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
+    ("gate_adjoint", "gu.dtype.element_ty.primitive_bitwidth == 16 -> gu.dtype.element_ty.primitive_bitwidth != 16"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
+    ("gate_adjoint", "gu.dtype.element_ty.primitive_bitwidth == 16 -> gu.dtype.element_ty.primitive_bitwidth == 17"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
 }
 """Mutants that compute the same: (function or "*", change) -> why."""
