@@ -13,7 +13,7 @@ import adjoint
 from adjoint import Preference, moe
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe import experts_launch, experts_reference, experts_variants
-from tests.mutant_calls import LAYOUTS
+from tests.mutant_calls import LAYOUTS, surround
 
 CLOSE = 1e-12
 """Of the largest value: a thousand times what rounding gives these sums."""
@@ -99,7 +99,8 @@ def shrink() -> None:
 
 def noticed() -> bool:
     """Whether any layer comes out wrong."""
-    for layer in calls():
+    for number, layer in enumerate(calls()):
+        surround(number)
         try:
             if layer.wrong_result():
                 return True
