@@ -57,7 +57,8 @@ class Row:
         ratio: its time over ours, in the same run: above 1, ours is faster.
         error: norm-relative, against float64.
         guarantee: the error in the terms of the guarantee, for ours.
-        note: what went wrong, or how far off an inaccurate result is.
+        note: what went wrong, or how far off an inaccurate result is; else, what a row of matrix products computes.
+        operations: the multiplications and additions of its matrix products; 0 where it has none.
     """
 
     family: str
@@ -71,6 +72,7 @@ class Row:
     error: float | None = None
     guarantee: str = ""
     note: str = ""
+    operations: int = 0
 
     @property
     def gigabytes_per_second(self) -> float | None:
@@ -157,7 +159,8 @@ def measure(
     upstream = tuple(_normal_like(output, source) for output in outputs)
     for direction in workload.directions:
         task = Task(workload, direction, inputs, upstream)
-        blank = Row(family, name, direction, "", OK, round(_bytes(workload, direction) * share))
+        work = round(_operations(workload, direction) * share)
+        blank = Row(family, name, direction, "", OK, round(_bytes(workload, direction) * share), operations=work)
         builders = _builders(workload, direction, compile and workload.compile)
         yield from _with_ratios(
             [_Entry(replace(blank, contender=label), task, b) for label, b in builders.items()], rounds
@@ -166,6 +169,10 @@ def measure(
 
 def _bytes(workload: Workload, direction: str) -> int:
     return {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}[direction]
+
+
+def _operations(workload: Workload, direction: str) -> int:
+    return {FORWARD: workload.forward_operations, BACKWARD: workload.backward_operations}[direction]
 
 
 def _builders(workload: Workload, direction: str, compile: bool) -> dict[str, Builder]:
@@ -253,7 +260,9 @@ class _Entry:
         assert self.contender is not None
         self.judge(check(self.task, self._last, self.contender.guarantee))
         if self.running:
-            self.row = replace(self.row, microseconds=statistics.median(self.times))
+            microseconds = statistics.median(self.times)
+            speed = f"{self.row.operations / microseconds / 1e6:.0f} TF/s" if self.row.operations else ""
+            self.row = replace(self.row, microseconds=microseconds, note=self.row.note or speed)
 
 
 def _with_ratios(entries: list[_Entry], rounds: int) -> list[Row]:

@@ -48,6 +48,8 @@ def _cells(row: Row, ceiling: float) -> Iterable[str]:
     if row.ratio is not None and row.ratio < 1:
         ratio = f"[yellow]{ratio}[/yellow]"
     error = escape(f"{row.error:.1e}" + (f", {row.guarantee}" if row.guarantee else ""))
+    if row.operations and row.note:
+        error += escape(f"; {row.note}")
     if row.status == INACCURATE:
         error = f"[yellow]INACCURATE: {escape(row.note)}[/yellow]"
     return (

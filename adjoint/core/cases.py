@@ -179,6 +179,8 @@ class Workload:
         deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` does.
         others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
             one per floating input.
+        forward_operations, backward_operations: those of the matrix products, a multiplication and an addition for
+            each term; 0 where there are none.
     """
 
     name: str
@@ -194,3 +196,5 @@ class Workload:
     compile: bool = True
     deterministic: bool = False
     others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)
+    forward_operations: int = 0
+    backward_operations: int = 0
