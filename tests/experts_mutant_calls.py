@@ -13,7 +13,7 @@ import adjoint
 from adjoint import Preference, moe
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe import experts_launch, experts_reference, experts_variants
-from tests.mutant_calls import LAYOUTS
+from tests.mutant_calls import LAYOUTS, surround
 
 CLOSE = 1e-12
 """Of the largest value: a thousand times what rounding gives these sums."""
@@ -81,11 +81,19 @@ def calls() -> Iterator[Layer]:
     yield Layer(14, 3, 5, 2, 5)
 
 
+LAST = Layer(7, 6, 2, 4, 1)
+"""Where programs have more rows, entries and slots than there are."""
+
+
+def _set_block(block: int) -> None:
+    vars(experts_variants)["BLOCK"] = vars(experts_launch)["BLOCK"] = block
+
+
 def shrink() -> None:
     """Tiles of 16, chunks of 16 columns, programs of a few rows; errors of values are looked for, not raised."""
     vars(experts_launch)["check"] = lambda: None
     vars(experts_variants)["MAX_CHUNK"] = 16
-    vars(experts_variants)["BLOCK"] = vars(experts_launch)["BLOCK"] = 16
+    _set_block(16)
     vars(experts_variants)["summed_tokens"] = vars(experts_launch)["summed_tokens"] = lambda: 4
     lookup = Schedules.lookup
 
@@ -99,7 +107,10 @@ def shrink() -> None:
 
 def noticed() -> bool:
     """Whether any layer comes out wrong."""
-    for layer in calls():
+    for number, layer in enumerate((*calls(), LAST)):
+        surround(number)
+        if layer is LAST:
+            _set_block(128)
         try:
             if layer.wrong_result():
                 return True
