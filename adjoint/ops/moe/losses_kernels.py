@@ -72,13 +72,20 @@ def moe_balance_runs(
             share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total
             added = added + (shares[s] + tl.where(counted[:, None], share, 0.0),)
         shares = added
-        for i in range(K):
-            expert = tl.load(indices + row * K + i, counted, other=-1).to(tl.int64)
-            record(status_word, fault, row * K + i, expert, counted & ((expert < 0) | (expert >= EXPERTS)))
-            more = ()
-            for s in tl.static_range(SLICES):
-                more = more + (chosen[s] + (expert[:, None] == lane + s * LANES).to(tl.int32),)
-            chosen = more
+        for first in range(0, K, LANES):
+            slot = first + tl.arange(0, LANES)[None, :]
+            used = counted[:, None] & (slot < K)
+            place = row[:, None] * K + slot
+            expert = tl.load(indices + place, used, other=-1).to(tl.int64)
+            valid = (expert >= 0) & (expert < EXPERTS)
+            record(status_word, fault, place, expert, used & (valid == 0))
+            known = tl.where(valid, expert, -1).to(tl.int32)
+            for i in range(first, tl.minimum(first + LANES, K)):  # from the lane that holds it to all of them
+                named = tl.max(tl.where(slot == i, known, -1), 1)[:, None]
+                more = ()
+                for s in tl.static_range(SLICES):
+                    more = more + (chosen[s] + (named == lane + s * LANES).to(tl.int32),)
+                chosen = more
         tokens += counted.to(tl.int32)
     there = run < runs
     for s in tl.static_range(SLICES):
