@@ -58,7 +58,7 @@ def _compare(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor
     for function in (ours, theirs):
         leaf = x.detach().clone().requires_grad_()
         y = function(leaf)
-        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype)
+        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y)
         results.append((y.detach(), *torch.autograd.grad(y, leaf, upstream)))
     for got, expected in zip(*results, strict=True):
         assert _relative(got, expected) < limit
