@@ -112,5 +112,18 @@ EQUIVALENT = {
     ("moe_z_backward", "1.0 -> 1.5"): "without tokens no gradient is written but 0",
     ("moe_balance_backward", "0.0 -> 1.0 (1)"): "past the last expert the probability is 0",
     ("moe_balance_backward", "0.0 -> 1.0 (2)"): "past the last expert nothing is stored",
+    # moe: experts
+    ("moe_experts_up", "h.dtype.element_ty.primitive_bitwidth == 16 -> h.dtype.element_ty.primitive_bitwidth != 16"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
+    ("moe_experts_up", "h.dtype.element_ty.primitive_bitwidth == 16 -> h.dtype.element_ty.primitive_bitwidth == 17"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
+    ("gate_adjoint", "gu.dtype.element_ty.primitive_bitwidth == 16 -> gu.dtype.element_ty.primitive_bitwidth != 16"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
+    ("gate_adjoint", "gu.dtype.element_ty.primitive_bitwidth == 16 -> gu.dtype.element_ty.primitive_bitwidth == 17"): (
+        "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
+    ),
 }
 """Mutants that compute the same: (function or "*", change) -> why."""

@@ -208,10 +208,15 @@ def _outcome(call: Call, backend: str) -> tuple[Tensor, ...] | str:
         return str(error)
 
 
+def surround(number: int) -> None:
+    """Chooses, by a number, which edge is guarded, the order of programs, and what fills workspaces."""
+    _edges.front, _edges.backwards, _edges.fill = number % 2 == 1, number % 4 < 2, (0, 0xFF, 0x7F)[number % 3]
+
+
 def differs(call: Call, number: int) -> bool:
     """Whether the kernels give other bits, or another error, than the eager path. The number says which edge."""
     expected = _outcome(call, "eager")
-    _edges.front, _edges.backwards, _edges.fill = number % 2 == 1, number % 4 < 2, (0, 0xFF, 0x7F)[number % 3]
+    surround(number)
     got = _outcome(call, "triton")
     if isinstance(got, str) or isinstance(expected, str):
         return got != expected

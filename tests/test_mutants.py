@@ -34,7 +34,7 @@ from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
-from tests import dispatch_mutant_calls, mutant_calls, route_mutant_calls, take_calls
+from tests import dispatch_mutant_calls, experts_mutant_calls, mutant_calls, route_mutant_calls, take_calls
 from tests.equivalent_mutants import EQUIVALENT
 from tests.mutant_calls import at_the_edge
 
@@ -51,6 +51,7 @@ MODULES = {
         "adjoint.ops.moe.dispatch_kernels",
         "adjoint.ops.moe.route_kernels",
         "adjoint.ops.moe.losses_kernels",
+        "adjoint.ops.moe.experts_kernels",
     ),
 }
 """Every module with kernels, under the first family that uses it."""
@@ -317,6 +318,9 @@ def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
             return route_mutant_calls.noticed(mutant.module)
         except Exception:
             return True
+    if "experts_kernels" in mutant.module:
+        experts_mutant_calls.shrink()
+        return experts_mutant_calls.noticed()
     dispatch_mutant_calls.shrink()
     return any(_differs(call, number) for number, call in enumerate(dispatch_mutant_calls.calls()))
 

@@ -9,7 +9,7 @@ import torch
 
 Action = Callable[[], Any]
 
-WARM_UP_MILLISECONDS, REPEAT_MILLISECONDS = 25, 100
+WARM_UP_MILLISECONDS, REPEAT_MILLISECONDS = 10, 40
 HEAD_START_CYCLES = 500_000
 """How long a GPU idles before a timed call, about 0.3 ms: the host, which may take longer to start a kernel than the
 GPU to run it, is done by then, and what is timed is the GPU's work."""

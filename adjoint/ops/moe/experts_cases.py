@@ -177,7 +177,7 @@ _MISTAKES = {
 }
 
 EXPERTS = Subject(
-    name="experts",
+    name="moe.experts",
     function=experts,
     inputs=("x", "gate_up", "down", "indices", "weights"),
     reference=lambda *inputs: (reference.experts(*inputs),),
@@ -242,7 +242,7 @@ def _grouped_reference(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor
 
 
 TIMED = Subject(
-    name="experts",
+    name="moe.experts",
     function=experts,
     inputs=EXPERTS.inputs,
     reference=_grouped_reference,
@@ -255,9 +255,10 @@ TIMED = Subject(
 def _workloads() -> Iterable[Workload]:
     for tokens, columns, number, inner, slots in ((16384, 2048, 512, 512, 10), (16384, 2048, 128, 768, 8)):
         for skewed in (False, True):
+            routing = "skewed" if skewed else "uniform"
             matrices, lines = 3 * number * inner * columns * 2, tokens * columns * 2
             yield Workload(
-                f"experts {tokens}×{columns}, {number} of {inner}, k = {slots}, {'skewed' if skewed else 'uniform'}",
+                f"moe.experts {tokens}×{columns}, {number} of {inner}, k = {slots}, {routing}",
                 TIMED,
                 _routed(tokens, columns, number, inner, slots, skewed),
                 matrices + 2 * lines,
@@ -265,6 +266,8 @@ def _workloads() -> Iterable[Workload]:
                 composed,
                 compile=False,
                 devices=("cuda",),
+                directions=("forward", "forward + backward"),
+                operations=6 * tokens * slots * columns * inner,
             )
 
 

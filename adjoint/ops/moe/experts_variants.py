@@ -9,7 +9,6 @@ from adjoint.core import kernels
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.core.problem import Problem
 from adjoint.ops.moe.experts_eager import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X, wide
-from adjoint.ops.moe.experts_kernels import KERNELS
 from adjoint.ops.moe.experts_plans import DEPTH, HIDDEN_COLUMNS
 
 MAX_CHUNK = 512
@@ -67,7 +66,7 @@ MAX_TILE = 128 * 256
 
 
 _UNALIGNED_EDGE, _UNALIGNED_WARPS = 128, 8
-"""Rows and columns of a tile whose operands go through registers: 16 bytes at a time they cannot be copied."""
+"""Rows and columns of a tile whose operands go through registers, because they cannot be copied 16 bytes at a time."""
 
 
 def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_bytes: int, aligned: bool = True) -> Tile:
@@ -79,8 +78,9 @@ def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_by
         edge = _WIDE_ROWS[element]
         return Tile(edge, HIDDEN_COLUMNS[element] if hidden else edge // sides, depth, group, 4, 2)
     if not (aligned or kernels.interpreting()):
-        columns = HIDDEN_COLUMNS[element] if hidden else _UNALIGNED_EDGE // sides
-        return Tile(_UNALIGNED_EDGE, columns, depth, group, _UNALIGNED_WARPS, 1)
+        if hidden:
+            return Tile(_UNALIGNED_EDGE // 2, HIDDEN_COLUMNS[element], depth, group, _UNALIGNED_WARPS, 1)
+        return Tile(_UNALIGNED_EDGE, _UNALIGNED_EDGE // sides, depth, group, _UNALIGNED_WARPS, 1)
     rows = schedule[f"{part}_rows"]
     columns = HIDDEN_COLUMNS[element] if hidden else schedule[f"{part}_columns"]
     if kernels.interpreting():
@@ -117,7 +117,6 @@ _ELEMENTS = frozenset(
 )
 _WIDE = frozenset(("row_weights", "partials"))
 _INTEGERS = frozenset(("tokens", "tile_expert", "tile_begin", "tile_end", "offsets", "inverse", "permutation"))
-_KERNELS = {kernel.name: kernel for kernel in KERNELS}
 
 
 class Kinds(NamedTuple):
@@ -142,7 +141,9 @@ def variant(
     out: torch.dtype | None = None,
 ) -> Variant:
     """A kernel as it is compiled; `aligned` when every tensor begins at a multiple of 16 bytes."""
-    described = _KERNELS[kernel]
+    from adjoint.ops.moe import experts_kernels as _  # noqa: F401  (registers them)
+
+    described = kernels.registered()[kernel]
     types = {}
     for name in described.parameters:
         if name.isupper():

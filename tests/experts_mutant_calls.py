@@ -1,0 +1,123 @@
+"""Expert layers that mutants of their kernels are tried on, in float64, where an error of one term stands out.
+
+Sums of matrix products have no eager twin of equal bits, so results are compared with the definition, closely.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import Preference, moe
+from adjoint.core.schedules import Schedules
+from adjoint.ops.moe import experts_launch, experts_reference, experts_variants
+from tests.mutant_calls import LAYOUTS, surround
+
+CLOSE = 1e-12
+"""Of the largest value: a thousand times what rounding gives these sums."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer and its gradients, all of them or each alone."""
+
+    tokens: int
+    columns: int
+    experts: int
+    inner: int
+    slots: int
+    wrong: tuple[tuple[int, int, int], ...] = ()
+    """Indices that are out of range: token, slot and value."""
+    need: int = 15
+    kind: torch.dtype = torch.float64
+
+    def wrong_result(self) -> bool:
+        """Whether kernels give anything but the definition's results."""
+        generator = torch.Generator().manual_seed(self.tokens)
+
+        def values(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.kind)
+
+        indices = torch.randint(self.experts, (self.tokens, self.slots), generator=generator)
+        for token, slot, value in self.wrong:
+            indices[token, slot] = value
+        inputs = (
+            values(self.tokens, self.columns),
+            values(self.experts, 2 * self.inner, self.columns) / 2,
+            values(self.experts, self.columns, self.inner) / 2,
+            indices,
+            values(self.tokens, self.slots),
+        )
+        x, gate_up, down, indices, weights = (LAYOUTS[""](t) for t in inputs)
+        dy, text = LAYOUTS[""](values(self.tokens, self.columns)), Preference(backend="triton").text
+        y, *saved = moe.experts.__globals__["_experts"].launch((x, gate_up, down, indices, weights, True), text)
+        backward = moe.experts.__globals__["_experts_backward"]
+        gradients = backward.launch((dy, x, gate_up, down, weights, *saved, self.need), text)
+        alone = moe.experts(x, gate_up, down, indices, weights, preference=Preference(backend="triton"))
+        wide = [t.double() if t.is_floating_point() else t for t in inputs]
+        exact = experts_reference.experts(*wide), *experts_reference.experts_backward(dy.double(), *wide)
+        pairs = [(y, exact[0]), (alone, exact[0])]
+        pairs += [(g, e) for bit, g, e in zip((1, 2, 4, 8), gradients, exact[1:], strict=True) if self.need & bit]
+        return any(not _near(got, expected, self.kind) for got, expected in pairs)
+
+
+def _near(got: Tensor, expected: Tensor, kind: torch.dtype) -> bool:
+    limit = CLOSE if kind == torch.float64 else 0.02
+    return bool(((got.double() - expected).abs() <= limit * (1 + expected.abs().max())).all())  # False for NaN
+
+
+def calls() -> Iterator[Layer]:
+    """Likely deaths first: sizes that fill no tile, and sizes that fill every one."""
+    yield Layer(19, 21, 3, 37, 2)
+    yield Layer(5, 32, 2, 32, 1)
+    yield Layer(9, 5, 4, 3, 3, wrong=((0, 0, -1), (3, 2, 4), (8, 1, 9)))
+    yield Layer(6, 8, 3, 8, 2, need=4)
+    yield Layer(6, 8, 3, 8, 2, need=10)
+    yield Layer(6, 8, 3, 8, 2, need=1)
+    yield Layer(18, 16, 1, 8, 1)
+    yield Layer(3, 16, 1, 8, 1, kind=torch.bfloat16)
+    yield Layer(14, 3, 5, 2, 5)
+
+
+LAST = Layer(7, 6, 2, 4, 1)
+"""Where programs have more rows, entries and slots than there are."""
+
+
+def _set_block(block: int) -> None:
+    vars(experts_variants)["BLOCK"] = vars(experts_launch)["BLOCK"] = block
+
+
+def shrink() -> None:
+    """Tiles of 16, chunks of 16 columns, programs of a few rows; errors of values are looked for, not raised."""
+    vars(experts_launch)["check"] = lambda: None
+    vars(experts_variants)["MAX_CHUNK"] = 16
+    _set_block(16)
+    vars(experts_variants)["summed_tokens"] = vars(experts_launch)["summed_tokens"] = lambda: 4
+    lookup = Schedules.lookup
+
+    def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
+        sizes = {"rows": 16, "columns": 16, "warps": 4, "stages": 1, "group": 2}
+        found = lookup(self, kernel, device)
+        return {name: sizes.get(name.rpartition("_")[2], value) for name, value in found.items()}
+
+    Schedules.lookup = small  # type: ignore[method-assign]
+
+
+def noticed() -> bool:
+    """Whether any layer comes out wrong."""
+    for number, layer in enumerate((*calls(), LAST)):
+        surround(number)
+        if layer is LAST:
+            _set_block(128)
+        try:
+            if layer.wrong_result():
+                return True
+        except Exception:
+            return True
+    try:
+        adjoint.check()
+    except adjoint.ArgumentError:
+        return False
+    return True  # the indices out of range must have been recorded
