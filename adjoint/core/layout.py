@@ -99,8 +99,8 @@ def _reachable(distance: int, tensor: Tensor) -> bool:
 def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
     """How to walk all axes but the last in order, as (inner, outer stride, inner stride).
 
-    Item n lies at (n // inner)·outer + (n % inner)·inner stride. None where two axes are not enough, and where the outer
-    of two has the stride 0, as after `expand`: an outer stride of 0 says that there is one axis.
+    Item n lies at (n // inner)·outer + (n % inner)·inner stride. None where two axes are not enough, and where the
+    outer of two has the stride 0, as after `expand`: an outer stride of 0 says that there is one axis.
 
     >>> import torch
     >>> leading_axes(torch.empty(3, 4, 10))
