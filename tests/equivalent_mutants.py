@@ -100,6 +100,18 @@ EQUIVALENT = {
         "every program of a row then records the fault, and the minimum of equal words is the same word"
     ),
     ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
+    # moe: the router and its losses
+    ("exchange_apart", "first.dtype == tl.int64 -> first.dtype != tl.int64"): (
+        "both ways order a pair; which is cheaper depends on the width"
+    ),
+    ("take_best", "K - i + 1 > SLICES -> K - i + 1 >= SLICES"): "the smaller of two equal numbers is either",
+    ("take_best", "K - i > SLICES -> K - i >= SLICES"): "the smaller of two equal numbers is either",
+    ("moe_z_finish", "1.0 -> 1.5"): "without tokens the sum is 0, whatever it is divided by",
+    ("moe_balance_finish", "1.0 -> 1.5"): "without tokens the sums are 0, whatever they are divided by",
+    ("moe_balance_backward", "1.0 -> 1.5"): "without tokens no gradient is written but 0",
+    ("moe_z_backward", "1.0 -> 1.5"): "without tokens no gradient is written but 0",
+    ("moe_balance_backward", "0.0 -> 1.0 (1)"): "past the last expert the probability is 0",
+    ("moe_balance_backward", "0.0 -> 1.0 (2)"): "past the last expert nothing is stored",
     # moe: experts
     ("moe_experts_up", "h.dtype.element_ty.primitive_bitwidth == 16 -> h.dtype.element_ty.primitive_bitwidth != 16"): (
         "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"

@@ -34,10 +34,12 @@ def _route(experts: int, k: int, dtype: torch.dtype = HALF, lay: str = "", **opt
     return noticed
 
 
-def _loss(experts: int, k: int, tokens: int, dtype: torch.dtype, masked: bool, split: bool = False) -> Noticed:
+def _loss(
+    experts: int, k: int, tokens: int, dtype: torch.dtype, masked: bool, split: bool = False, scale: int = 2
+) -> Noticed:
     def noticed(front: bool) -> bool:
         generator = torch.Generator().manual_seed(tokens)
-        logits = (2 * torch.randn(tokens, experts, generator=generator)).to(dtype)
+        logits = (scale * torch.randn(tokens, experts, generator=generator)).to(dtype)
         indices = torch.randint(experts, (tokens, k), generator=generator)
         mask = torch.rand(tokens, generator=generator) < 0.6 if masked else None
         if mask is not None:
@@ -114,7 +116,7 @@ def routes() -> Iterator[Noticed]:
 
 def losses() -> Iterator[Noticed]:
     yield _loss(12, 2, 35, SINGLE, True)
-    yield _loss(40, 3, 20, HALF, False)
+    yield _loss(40, 3, 20, HALF, False, scale=60)
     yield _reports(0, 12)
     yield _reports(39, -1)
     yield _reports(13, 2**32 + 1)

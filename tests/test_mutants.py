@@ -395,23 +395,32 @@ def _parameters() -> list[object]:
             entry_points = {kernel.name for kernel in import_module(module).KERNELS}
             found = [m for m in mutants(module) if not equivalent(m)]
             for index, mutant in enumerate(found):
-                chosen = replace(mutant, sampled=_left_out(family, mutant.function in entry_points, index, len(found)))
+                chosen = replace(
+                    mutant, sampled=_left_out(module, family, mutant.function in entry_points, index, len(found))
+                )
                 name = f"{module.removeprefix('adjoint.')}:{mutant.function}:{mutant.place[0]}:{mutant.change}"[:120]
                 listed.append(pytest.param(family, chosen, id=name))
     return listed
 
 
-def _left_out(family: str, moves_data: bool, index: int, among: int) -> str:
+def _left_out(module: str, family: str, moves_data: bool, index: int, among: int) -> str:
     """Why a mutant is left for --all; empty when it is not."""
-    one_in = ONE_IN[family][moves_data]
+    one_in = ONE_IN.get(module, ONE_IN[family])[moves_data]
     if index % one_in == 0:
         return ""
     what = "in kernels proper, which move data" if moves_data else "in functions that kernels call"
     return f"one in {one_in} of the mutants {what} ({among} in this module); all with --all"
 
 
-ONE_IN = {"activation": (6, 12), "embedding": (8, 16), "indexing": (8, 27), "moe": (10, 20)}
-"""Of how many mutants one is tried without --all: in functions that kernels call, and in kernels."""
+ONE_IN = {
+    "activation": (6, 12),
+    "embedding": (8, 16),
+    "indexing": (8, 27),
+    "moe": (10, 20),
+    "adjoint.ops.moe.route_kernels": (23, 31),
+    "adjoint.ops.moe.losses_kernels": (23, 31),
+}
+"""Of how many mutants one is tried without --all, by family or module: in functions kernels call, and in kernels."""
 
 
 @pytest.mark.kernels

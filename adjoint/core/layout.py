@@ -99,13 +99,16 @@ def _reachable(distance: int, tensor: Tensor) -> bool:
 def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
     """How to walk all axes but the last in order, as (inner, outer stride, inner stride).
 
-    Item n lies at (n // inner)·outer + (n % inner)·inner stride. None where two axes are not enough.
+    Item n lies at (n // inner)·outer + (n % inner)·inner stride. None where two axes are not enough, and where the
+    outer of two has the stride 0, as after `expand`: an outer stride of 0 says that there is one axis.
 
     >>> import torch
     >>> leading_axes(torch.empty(3, 4, 10))
     (12, 0, 10)
     >>> leading_axes(torch.empty(4, 3, 10).transpose(0, 1))
     (4, 10, 30)
+    >>> leading_axes(torch.empty(3, 10).expand(4, 3, 10)) is None
+    True
     """
     axes: list[tuple[int, int]] = []
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
@@ -115,7 +118,7 @@ def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
             axes[-1] = (axes[-1][0] * size, stride)
         else:
             axes.append((size, stride))
-    if len(axes) > 2:
+    if len(axes) > 2 or (len(axes) == 2 and axes[0][1] == 0):
         return None
     if len(axes) < 2:
         size, stride = axes[0] if axes else (1, 0)

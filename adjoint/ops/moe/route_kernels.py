@@ -579,8 +579,8 @@ def moe_route_backward_dense(
 
 
 KERNELS = (
-    kernels.register(moe_route_forward, budget=Budget(registers=80, shared_bytes=4096)),
-    kernels.register(moe_route_grouped, budget=Budget(registers=112, shared_bytes=4096)),
+    kernels.register(moe_route_forward, budget=Budget(registers=112, shared_bytes=4096)),
+    kernels.register(moe_route_grouped, budget=Budget(registers=128, shared_bytes=4096)),
     kernels.register(moe_route_backward, budget=Budget(registers=64, shared_bytes=4096)),
-    kernels.register(moe_route_backward_dense, budget=Budget(registers=112, shared_bytes=4096)),
+    kernels.register(moe_route_backward_dense, budget=Budget(registers=128, shared_bytes=4096)),
 )

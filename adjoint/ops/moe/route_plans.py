@@ -143,6 +143,16 @@ def backward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
 # ------------------------------------------------------------------------------------------ candidates
 
 
+def _numeric(problem: Problem) -> dict[str, Any]:
+    """What decides about results besides the tensors."""
+    if problem.op != "moe_route":
+        *_, score, renormalize = problem.options
+        return {"score": score, "renormalize": renormalize}
+    _, score, groups, kept, renormalize = problem.options
+    grouped = {"groups": f"{kept} of {groups}"} if kept < groups else {}
+    return {"score": score, "renormalize": renormalize} | grouped
+
+
 def _is_grouped(problem: Problem) -> bool:
     _, _, groups, kept, _ = problem.options
     return bool(kept < groups)
@@ -173,6 +183,7 @@ def _triton(
         guarantee=lambda problem: guarantee(problem, "triton"),
         run=writing(compute),
         prepare=lambda plan: _launch().prepare(plan),
+        numeric=_numeric,
         schedules=None if kernel == "moe_route_grouped" else SCHEDULES,
         workspace_bytes=lambda problem: _launch().regions(problem).bytes,
     )
@@ -187,6 +198,7 @@ def _eager(guarantee: Callable[[Problem, str], dict[str, Guarantee]], compute: C
         refuse=lambda problem: "",
         guarantee=lambda problem: guarantee(problem, "eager"),
         run=writing(compute),
+        numeric=_numeric,
         workspace_bytes=lambda problem: None,
         any_layout=True,
     )

@@ -102,6 +102,7 @@ def test_weights_of_any_strides(layout: str, backend: str, device: torch.device)
 UPSTREAM: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded, as from sum": lambda dout: dout[:1, :1, :1, :1].expand(dout.shape),
     "one row for all": lambda dout: dout[:1, :1, :1].expand(dout.shape),
+    "the first of an outer axis for all": lambda dout: dout[:1].contiguous().expand(dout.shape),
     "leading axes transposed": lambda dout: dout.transpose(0, 1).contiguous().transpose(0, 1),
     "permuted, which takes a copy": lambda dout: dout.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
     "every other column": lambda dout: torch.stack((dout, dout + 9), -1).flatten(3)[..., ::2],
