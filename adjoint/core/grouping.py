@@ -1,6 +1,7 @@
 """Grouping positions by key on the device: a stable sort whose memory is the plan's own workspace.
 
     sizes = regions(count)                       # what the workspace must hold
+    launch = launcher(plan.memo, ids.dtype, ids.device)
     keys, positions = sort(launch, memory, ids, count, groups, skipped)
 
 `launch(key, grid, *arguments)` starts a kernel of `grouping_kernels` by the key of its variant, from
@@ -126,6 +127,20 @@ def _key(name: str, first: bool, block: int) -> str:
     """Which variant: FIRST and BLOCK as far as the kernel knows them."""
     known = kernels.registered()[name].parameters
     return name + " first" * (first and "FIRST" in known) + f" {block}" * ("BLOCK" in known)
+
+
+def launcher(memo: dict[Any, Any], ids: torch.dtype, device: torch.device) -> Launch:
+    """What starts the kernels for a plan, kept in the plan's memo; with the first, all are compiled."""
+    kept: Launch | None = memo.get("sort")
+    if kept is not None:
+        return kept
+    compiled = {key: variant.prepare(device) for key, variant in variants(ids).items()}
+
+    def launch(key: str, grid: tuple[int, ...], *arguments: Any) -> None:
+        compiled[key]((*grid, 1, 1)[:3], *arguments)
+
+    memo["sort"] = launch
+    return launch
 
 
 def sort(

@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -216,6 +216,7 @@ class Variant:
         return triton.compile(source, target=target, options=options)
 
 
+_together: set[Hashable] = set()
 _launchers: dict[tuple[Variant, torch.device], Callable[..., None]] = {}
 
 _DIRECT_LAUNCH = ((3, 6), (3, 7))
@@ -280,6 +281,23 @@ def count_launch(sku: str) -> None:
 def launches() -> dict[str, int]:
     """How often each plan has launched in this process, by SKU."""
     return {sku: _count(counter) for sku, counter in _launches.items()}
+
+
+def forget() -> None:
+    """Forgets what was compiled in this process, so that the next launch compiles or loads again."""
+    with _lock:
+        _launchers.clear()
+        _together.clear()
+
+
+def compile_together(key: Hashable, compile: Callable[[], None]) -> None:
+    """Calls `compile` unless that was done for the key: for kernels that not every size launches.
+
+    What the first call of a problem does not launch, a larger one may; it must not be the first to compile.
+    """
+    if key not in _together:
+        compile()
+        _together.add(key)
 
 
 def compilations() -> int:

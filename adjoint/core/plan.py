@@ -127,6 +127,14 @@ def operators() -> list[Operator]:
     return list(_operators.values())
 
 
+def forget() -> None:
+    """Forgets every plan chosen so far, and every kernel compiled: the next call is again the first."""
+    with _lock:
+        for operator in operators():
+            operator._plans.clear()
+    kernels.forget()
+
+
 _CACHED_PLANS = 4096
 _lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from adjoint.core import bound, kernels
 from adjoint.core.cases import Case, Subject
 from adjoint.core.inputs import Inputs, differentiable, each, leaves
-from adjoint.core.plan import bind
+from adjoint.core.plan import bind, forget
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
 from adjoint.verify.bits import same_bits
@@ -139,6 +139,7 @@ def _autocast(
 
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """After one call, other sizes, fifty of them, compile no kernel."""
+    forget()  # else what was compiled for another check would serve
     base = evaluate(subject, _case(subject), dtype, device, preference)
     chosen = plan_of(subject, base.inputs, preference)
     before = kernels.compilations()

@@ -228,23 +228,23 @@ class Sums(NamedTuple):
         key = (kernel, access)
         return launcher(self.plan, key, lambda: variant(kernel, self.kinds, self.plan.schedule, part, access))
 
-    def group(self, key: str, grid: tuple[int, ...], *arguments: Any) -> None:
+    @property
+    def group(self) -> grouping.Launch:
         """Starts a kernel of the sort."""
-        self._sorter(key)((*grid, 1, 1)[:3], *arguments)
-
-    def _sorter(self, key: str) -> Callable[..., None]:
-        return launcher(self.plan, key, lambda: grouping.variants(self.kinds.ids)[key])
+        return grouping.launcher(self.plan.memo, self.kinds.ids, self.plan.problem.device)
 
     def prepare(self) -> None:
         """Compiles everything a backward may launch."""
-        for key in grouping.variants(self.kinds.ids):
-            self._sorter(key)
+        grouping.launcher(self.plan.memo, self.kinds.ids, self.plan.problem.device)
         for access in ACCESSES:
-            self.launch("embedding_sum_tiles", "tiles", access)
-            self.launch("embedding_sum_partials", "partials", _flat(access))
-            self.launch("embedding_write_groups", "groups", access)
-            if not self.kinds.listed:
-                self.launch("embedding_write_zeros", "zeros", access)
+            self._compile(access)
+
+    def _compile(self, access: str) -> None:
+        self.launch("embedding_sum_tiles", "tiles", access)
+        self.launch("embedding_sum_partials", "partials", _flat(access))
+        self.launch("embedding_write_groups", "groups", access)
+        if not self.kinds.listed:
+            self.launch("embedding_write_zeros", "zeros", access)
 
     def run(
         self,
@@ -258,6 +258,11 @@ class Sums(NamedTuple):
     ) -> None:
         """Writes the sum of each segment to its row of out, or adds it there."""
         schedule, columns, listed = self.plan.schedule, self.kinds.columns, self.kinds.listed
+        compiled = ("sums", terms.access)
+        if compiled not in self.plan.memo:
+            key = (*compiled, self.kinds, tuple(schedule.items()), self.plan.problem.device)
+            kernels.compile_together(key, lambda: self._compile(terms.access))
+            self.plan.memo[compiled] = True
         absent = positions  # stands for a pointer that no variant reads
         bags = tuple(absent if p is None else p for p in (terms.bag_of, terms.factors, terms.winners))
         walk = (terms.inner, terms.outer_stride, terms.inner_stride, terms.column_stride)

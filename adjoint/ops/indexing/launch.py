@@ -150,7 +150,10 @@ def _launcher(plan: Plan, kernel: str, part: str, access: str = "") -> Callable[
     key = (kernel, access)
     compiled = plan.memo.get(key)
     if compiled is None:
-        described = variant(kernel, kinds_of(plan.problem), plan.schedule, part, access)
+        kinds = kinds_of(plan.problem)
+        if kinds.many_axes:  # a batch of one has fewer: it must not compile anew
+            variant(kernel, kinds._replace(many_axes=False), plan.schedule, part, access).prepare(plan.problem.device)
+        described = variant(kernel, kinds, plan.schedule, part, access)
         compiled = plan.memo[key] = described.prepare(plan.problem.device)
     return compiled
 
@@ -367,7 +370,7 @@ def _sort_and_sum(
         "take_keys", "keys", count, indices, memory["ids"], count, entries, length, first,
         *index_walk.flat, *entry_index.flat,
     )  # fmt: skip
-    sort = _sorter(plan)
+    sort = grouping.launcher(plan.memo, torch.int32, plan.problem.device)
     keys, positions = grouping.sort(sort, memory, memory["ids"], count, groups, -1, mark=True)
     grouping.mark_groups(sort, memory, keys, count, groups)
     bounds = (memory["starts"], memory["ends"])
@@ -385,21 +388,8 @@ def _sort_and_sum(
     )  # fmt: skip
 
 
-def _sorter(plan: Plan) -> grouping.Launch:
-    """Starts a kernel of the sort by its key."""
-
-    def launch(key: str, grid: tuple[int, ...], *arguments: Any) -> None:
-        compiled = plan.memo.get(key)
-        if compiled is None:
-            compiled = plan.memo[key] = grouping.variants(torch.int32)[key].prepare(plan.problem.device)
-        compiled((*grid, 1, 1)[:3], *arguments)
-
-    return launch
-
-
 def prepare_sorting(plan: Plan) -> None:
-    for key, described in grouping.variants(torch.int32).items():
-        plan.memo[key] = described.prepare(plan.problem.device)
+    grouping.launcher(plan.memo, torch.int32, plan.problem.device)
     for kernel in ("take_keys", "take_sum_tiles", "take_sum_partials", "take_write_sums"):
         for access in ("unit", ""):
             _launcher(plan, kernel, "keys" if kernel == "take_keys" else "sums", access)
