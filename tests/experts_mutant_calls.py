@@ -110,6 +110,7 @@ def noticed() -> bool:
     for number, layer in enumerate((*calls(), LAST)):
         surround(number)
         if layer is LAST:
+            surround(0)  # guards what follows the end
             _set_block(128)
         try:
             if layer.wrong_result():

@@ -354,23 +354,30 @@ def _parameters() -> list[object]:
             entry_points = {kernel.name for kernel in import_module(module).KERNELS}
             found = [m for m in mutants(module) if not equivalent(m)]
             for index, mutant in enumerate(found):
-                chosen = replace(mutant, sampled=_left_out(family, mutant.function in entry_points, index, len(found)))
+                chosen = replace(
+                    mutant, sampled=_left_out(family, module, mutant.function in entry_points, index, len(found))
+                )
                 name = f"{module.removeprefix('adjoint.')}:{mutant.function}:{mutant.place[0]}:{mutant.change}"[:120]
                 listed.append(pytest.param(family, chosen, id=name))
     return listed
 
 
-def _left_out(family: str, moves_data: bool, index: int, among: int) -> str:
+def _left_out(family: str, module: str, moves_data: bool, index: int, among: int) -> str:
     """Why a mutant is left for --all; empty when it is not."""
-    one_in = ONE_IN[family][moves_data]
+    one_in = ONE_IN.get(module, ONE_IN[family])[moves_data]
     if index % one_in == 0:
         return ""
     what = "in kernels proper, which move data" if moves_data else "in functions that kernels call"
     return f"one in {one_in} of the mutants {what} ({among} in this module); all with --all"
 
 
-ONE_IN = {"activation": (1, 3), "embedding": (6, 11), "moe": (6, 11)}
-"""Of how many mutants one is tried without --all: in functions that kernels call, and in kernels."""
+ONE_IN = {
+    "activation": (1, 3),
+    "embedding": (6, 11),
+    "moe": (6, 11),
+    "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
+}
+"""Of how many mutants one is tried without --all, in functions that kernels call and in kernels: by family or module."""
 
 
 @pytest.mark.kernels
