@@ -30,6 +30,8 @@ class Layer:
     slots: int
     wrong: tuple[tuple[int, int, int], ...] = ()
     """Indices that are out of range: token, slot and value."""
+    idle: int = -1
+    """An expert that nobody asks for."""
     need: int = 15
     kind: torch.dtype = torch.float64
 
@@ -41,6 +43,7 @@ class Layer:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.kind)
 
         indices = torch.randint(self.experts, (self.tokens, self.slots), generator=generator)
+        indices[indices == self.idle] = self.experts - 1
         for token, slot, value in self.wrong:
             indices[token, slot] = value
         inputs = (
@@ -71,7 +74,7 @@ def _near(got: Tensor, expected: Tensor, kind: torch.dtype) -> bool:
 def calls() -> Iterator[Layer]:
     """Likely deaths first: sizes that fill no tile, and sizes that fill every one."""
     yield Layer(19, 21, 3, 37, 2)
-    yield Layer(5, 32, 2, 32, 1)
+    yield Layer(5, 32, 3, 32, 1, idle=0)
     yield Layer(9, 5, 4, 3, 3, wrong=((0, 0, -1), (3, 2, 4), (8, 1, 9)))
     yield Layer(6, 8, 3, 8, 2, need=4)
     yield Layer(6, 8, 3, 8, 2, need=10)
