@@ -101,6 +101,9 @@ EQUIVALENT = {
     ),
     ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
     # moe: experts
+    ("moe_experts_tiles", "tl.where(begin < end, low, -1) -> tl.where(begin < end, low, -2)"): (
+        "anything below 0 says that a slot has no rows"
+    ),
     ("moe_experts_up", "h.dtype.element_ty.primitive_bitwidth == 16 -> h.dtype.element_ty.primitive_bitwidth != 16"): (
         "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
     ),

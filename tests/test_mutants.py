@@ -377,7 +377,9 @@ ONE_IN = {
     "moe": (6, 11),
     "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
 }
-"""Of how many mutants one is tried without --all: in functions that kernels call, and in kernels. By family or module."""
+"""Of how many mutants one is tried without --all: in functions that kernels call, and in kernels.
+
+By family, or by module."""
 
 
 @pytest.mark.kernels
