@@ -101,6 +101,9 @@ EQUIVALENT = {
     ),
     ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
     # moe: experts
+    ("moe_experts_product", "column < N -> column <= N (2)"): (
+        "the column past the last has a place of its own in the rows, and no sum reads it"
+    ),
     ("moe_experts_tiles", "tl.where(begin < end, low, -1) -> tl.where(begin < end, low, -2)"): (
         "anything below 0 says that a slot has no rows"
     ),

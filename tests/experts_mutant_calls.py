@@ -77,6 +77,7 @@ def calls() -> Iterator[Layer]:
     yield Layer(5, 32, 3, 32, 1, idle=0)
     yield Layer(9, 5, 4, 3, 3, wrong=((0, 0, -1), (3, 2, 4), (8, 1, 9)))
     yield Layer(6, 8, 3, 8, 2, need=4)
+    yield Layer(5, 16, 2, 3, 1)
     yield Layer(6, 8, 3, 8, 2, need=10)
     yield Layer(6, 8, 3, 8, 2, need=1)
     yield Layer(18, 16, 1, 8, 1)
@@ -93,7 +94,7 @@ def _set_block(block: int) -> None:
 
 
 def shrink() -> None:
-    """Tiles of 16, chunks of 16 columns, programs of a few rows; errors of values are looked for, not raised."""
+    """Tiles of 16 rows and 32 columns, chunks of 16, programs of a few rows; wrong indices do not raise."""
     vars(experts_launch)["check"] = lambda: None
     vars(experts_variants)["MAX_CHUNK"] = 16
     _set_block(16)
@@ -101,7 +102,7 @@ def shrink() -> None:
     lookup = Schedules.lookup
 
     def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        sizes = {"rows": 16, "columns": 16, "warps": 4, "stages": 1, "group": 2}
+        sizes = {"rows": 16, "columns": 32, "warps": 4, "stages": 1, "group": 2}
         found = lookup(self, kernel, device)
         return {name: sizes.get(name.rpartition("_")[2], value) for name, value in found.items()}
 
