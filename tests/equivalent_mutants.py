@@ -113,6 +113,12 @@ EQUIVALENT = {
     ("moe_balance_backward", "0.0 -> 1.0 (1)"): "past the last expert the probability is 0",
     ("moe_balance_backward", "0.0 -> 1.0 (2)"): "past the last expert nothing is stored",
     # moe: experts
+    ("moe_experts_product", "column < N -> column <= N (2)"): (
+        "the column past the last has a place of its own in the rows, and no sum reads it"
+    ),
+    ("moe_experts_tiles", "tl.where(begin < end, low, -1) -> tl.where(begin < end, low, -2)"): (
+        "anything below 0 says that a slot has no rows"
+    ),
     ("moe_experts_up", "h.dtype.element_ty.primitive_bitwidth == 16 -> h.dtype.element_ty.primitive_bitwidth != 16"): (
         "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
     ),

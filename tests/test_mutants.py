@@ -419,6 +419,7 @@ ONE_IN = {
     "moe": (10, 20),
     "adjoint.ops.moe.route_kernels": (23, 31),
     "adjoint.ops.moe.losses_kernels": (23, 31),
+    "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
 }
 """Of how many mutants one is tried without --all, by family or module: in functions kernels call, and in kernels."""
 

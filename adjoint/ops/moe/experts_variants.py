@@ -1,6 +1,7 @@
 """How the kernels of the expert layer are cut and compiled: tiles, and the variants of each direction."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,12 +93,14 @@ def tile(part: str, schedule: Mapping[str, int], element: torch.dtype, shared_by
     return Tile(rows, columns, depth, group, warps, max(1, min(schedule[f"{part}_stages"], shared_bytes // stage)))
 
 
+@cache
 def shared_bytes_of(device: torch.device) -> int:
     """Shared memory a program may have on a device."""
     if device.type != "cuda":
         return SHARED_BYTES["sm_90"]
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
 def chunk_width(hidden: int) -> int:

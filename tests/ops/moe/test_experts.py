@@ -94,7 +94,7 @@ def test_the_reference_is_the_dense_layer() -> None:
     ("sizes", "dtype"),
     [
         ((5, 528, 2, 136, 2), torch.bfloat16),  # two chunks of columns, several steps, two blocks of the inner width
-        ((40, 16, 3, 12, 2), torch.float32),  # more than one tile of rows to an expert
+        ((80, 16, 3, 12, 2), torch.float32),  # more than one tile of rows to an expert
         ((6, 9, 4, 5, 4), torch.float16),  # every slot any expert, some of them twice
         ((3, 1, 1, 1, 1), torch.float64),
     ],
