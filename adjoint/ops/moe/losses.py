@@ -50,7 +50,7 @@ def _check_mask(op: str, mask: Tensor | None, logits: Tensor) -> None:
 
 
 def _check_balance(logits: Tensor, indices: Tensor, mask: Tensor | None) -> None:
-    op = "load_balancing_loss"
+    op = "moe.load_balancing_loss"
     check_logits(op, logits)
     require_ids(op, "indices", indices, "logits", logits)
     if indices.dim() != logits.dim() or indices.shape[:-1] != logits.shape[:-1]:
@@ -67,8 +67,8 @@ def _check_balance(logits: Tensor, indices: Tensor, mask: Tensor | None) -> None
 
 
 def _check_z(logits: Tensor, mask: Tensor | None) -> None:
-    check_logits("z_loss", logits)
-    _check_mask("z_loss", mask, logits)
+    check_logits("moe.z_loss", logits)
+    _check_mask("moe.z_loss", mask, logits)
 
 
 def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None, saved: Tensor) -> None:
@@ -79,7 +79,7 @@ def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None,
             raise ArgumentError(
                 f"{op}: {name} must be float32 on {logits.device}, got {short(tensor.dtype)} on {tensor.device}"
             )
-    expected = (logits.shape[-1] + 1,) if op == "load_balancing_loss" else (1,)
+    expected = (logits.shape[-1] + 1,) if op == "moe.load_balancing_loss" else (1,)
     if dloss.dim() or tuple(saved.shape) != expected:
         raise ArgumentError(
             f"{op}: dloss must have no axes and what the forward saved shape {expected}, got {tuple(dloss.shape)} "
@@ -118,7 +118,7 @@ _balance_backward = define(
     "Tensor",
     outputs=("dlogits",),
     tensors=("dloss", "logits", "mask", "load"),
-    check=lambda *arguments: _check_backward("load_balancing_loss", *arguments),
+    check=lambda *arguments: _check_backward("moe.load_balancing_loss", *arguments),
     allocate=lambda dloss, logits, mask, load: (logits.new_empty(logits.shape),),
     describe=lambda dloss, logits, mask, load: _problem("moe_load_balancing_loss_backward", logits, None, mask),
     candidates=lambda: plans.BALANCE_BACKWARD,
@@ -143,7 +143,7 @@ _z_backward = define(
     "Tensor",
     outputs=("dlogits",),
     tensors=("dloss", "logits", "mask", "tokens"),
-    check=lambda *arguments: _check_backward("z_loss", *arguments),
+    check=lambda *arguments: _check_backward("moe.z_loss", *arguments),
     allocate=lambda dloss, logits, mask, tokens: (logits.new_empty(logits.shape),),
     describe=lambda dloss, logits, mask, tokens: _problem("moe_z_loss_backward", logits, None, mask),
     candidates=lambda: plans.Z_BACKWARD,
@@ -163,7 +163,7 @@ class _Balance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative("load_balancing_loss")
+            raise second_derivative("moe.load_balancing_loss")
         return _balance_backward(dloss, *ctx.saved_tensors, ctx.preference), None, None, None
 
 
@@ -178,7 +178,7 @@ class _Z(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative("z_loss")
+            raise second_derivative("moe.z_loss")
         return _z_backward(dloss, *ctx.saved_tensors, ctx.preference), None, None
 
 

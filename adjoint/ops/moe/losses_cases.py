@@ -92,7 +92,7 @@ def _resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[I
 
 SUBJECTS = (
     Subject(
-        name="load_balancing_loss",
+        name="moe.load_balancing_loss",
         function=load_balancing_loss,
         inputs=("logits", "indices", "mask"),
         reference=lambda logits, indices, mask: (reference.load_balancing_loss(logits, indices, mask),),
@@ -103,7 +103,7 @@ SUBJECTS = (
         resized=_resized,
     ),
     Subject(
-        name="z_loss",
+        name="moe.z_loss",
         function=z_loss,
         inputs=("logits", "mask"),
         reference=lambda logits, mask: (reference.z_loss(logits, mask),),

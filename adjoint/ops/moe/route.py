@@ -57,34 +57,34 @@ def check_logits(op: str, logits: Tensor) -> None:
 
 def _require_integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentError(f"route: {name} must be an integer, got {value!r}")
+        raise ArgumentError(f"moe.route: {name} must be an integer, got {value!r}")
 
 
 def _check(
     logits: Tensor, bias: Tensor | None, k: int, score: str, num_groups: int, groups_kept: int, renormalize: bool
 ) -> None:
-    check_logits("route", logits)
+    check_logits("moe.route", logits)
     experts = logits.shape[-1]
     for name, value in (("k", k), ("num_groups", num_groups), ("groups_kept", groups_kept)):
         _require_integer(name, value)
     if not isinstance(renormalize, bool):
-        raise ArgumentError(f"route: renormalize must be True or False, got {renormalize!r}")
+        raise ArgumentError(f"moe.route: renormalize must be True or False, got {renormalize!r}")
     if not 1 <= k <= min(experts, plans.MAX_K):
         raise ArgumentError(
-            f"route: k must be from 1 to {min(experts, plans.MAX_K)}, the number of experts and at most "
+            f"moe.route: k must be from 1 to {min(experts, plans.MAX_K)}, the number of experts and at most "
             f"{plans.MAX_K}, got {k} for {experts} experts"
         )
     if score not in SCORES:
-        raise ArgumentError(f"route: score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
+        raise ArgumentError(f"moe.route: score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
     if num_groups < 1 or experts % num_groups:
         raise ArgumentError(
-            f"route: num_groups must divide the {experts} experts into groups of one size, got {num_groups}"
+            f"moe.route: num_groups must divide the {experts} experts into groups of one size, got {num_groups}"
         )
     if not 1 <= groups_kept <= num_groups:
-        raise ArgumentError(f"route: groups_kept must be from 1 to num_groups, {num_groups}, got {groups_kept}")
+        raise ArgumentError(f"moe.route: groups_kept must be from 1 to num_groups, {num_groups}, got {groups_kept}")
     if groups_kept * (experts // num_groups) < k:
         raise ArgumentError(
-            f"route: {groups_kept} of {num_groups} groups of {experts // num_groups} experts hold "
+            f"moe.route: {groups_kept} of {num_groups} groups of {experts // num_groups} experts hold "
             f"{groups_kept * (experts // num_groups)} experts, fewer than k = {k}; keep more groups or choose fewer"
         )
     if bias is not None:
@@ -92,15 +92,16 @@ def _check(
 
 
 def _check_bias(bias: Tensor, logits: Tensor) -> None:
-    require_floating("route", "bias", bias)
+    require_floating("moe.route", "bias", bias)
     if bias.dtype != torch.float32:
-        raise ArgumentError(f"route: bias must be float32, in which it is added, got {short(bias.dtype)}")
+        raise ArgumentError(f"moe.route: bias must be float32, in which it is added, got {short(bias.dtype)}")
     if tuple(bias.shape) != (logits.shape[-1],):
         raise ArgumentError(
-            f"route: bias must have one value for each of the {logits.shape[-1]} experts, got shape {tuple(bias.shape)}"
+            f"moe.route: bias must have one value for each of the {logits.shape[-1]} experts, got shape "
+            f"{tuple(bias.shape)}"
         )
     if bias.device != logits.device:
-        raise ArgumentError(f"route: bias must be on the device of logits, {logits.device}, got {bias.device}")
+        raise ArgumentError(f"moe.route: bias must be on the device of logits, {logits.device}, got {bias.device}")
 
 
 def _check_backward(
@@ -118,18 +119,18 @@ def _check_backward(
         ("dweights", dweights, torch.float32), ("weights", weights, torch.float32), ("indices", indices, torch.int64)
     ):  # fmt: skip
         if tensor.dtype != kind:
-            raise ArgumentError(f"route: {name} must be {short(kind)}, got {short(tensor.dtype)}")
+            raise ArgumentError(f"moe.route: {name} must be {short(kind)}, got {short(tensor.dtype)}")
         if tensor.dim() == 0 or tensor.shape[-1] != k or tensor.shape != weights.shape:
             raise ArgumentError(
-                f"route: {name} must have the shape of weights, {tuple(weights.shape)}, got {tuple(tensor.shape)}"
+                f"moe.route: {name} must have the shape of weights, {tuple(weights.shape)}, got {tuple(tensor.shape)}"
             )
         if tensor.device != weights.device:
-            raise ArgumentError(f"route: {name} must be on {weights.device}, got {tensor.device}")
+            raise ArgumentError(f"moe.route: {name} must be on {weights.device}, got {tensor.device}")
     if logits is None and not (score == "softmax" and renormalize):
-        raise ArgumentError("route: the gradient of this mode needs the logits, got None")
+        raise ArgumentError("moe.route: the gradient of this mode needs the logits, got None")
     if logits is not None and tuple(logits.shape) != (*weights.shape[:-1], experts):
         raise ArgumentError(
-            f"route: logits must have shape {(*weights.shape[:-1], experts)}, got {tuple(logits.shape)}"
+            f"moe.route: logits must have shape {(*weights.shape[:-1], experts)}, got {tuple(logits.shape)}"
         )
 
 
@@ -211,7 +212,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dweights: Tensor, dindices: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative("route")
+            raise second_derivative("moe.route")
         weights, indices, *logits = ctx.saved_tensors
         read = logits[0] if logits else None
         dlogits = _route_backward(dweights, weights, indices, read, *ctx.options, ctx.preference)

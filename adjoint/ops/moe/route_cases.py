@@ -127,9 +127,9 @@ def _subject(name: str, score: str, renormalize: bool, dtypes: tuple[torch.dtype
 
 
 SUBJECTS = (
-    _subject("route", "softmax", True, (torch.float32, torch.bfloat16, torch.float16)),
-    _subject("route[not renormalized]", "softmax", False, (torch.bfloat16,)),
-    _subject("route[sigmoid]", "sigmoid", True, (torch.float32, torch.bfloat16)),
+    _subject("moe.route", "softmax", True, (torch.float32, torch.bfloat16, torch.float16)),
+    _subject("moe.route[not renormalized]", "softmax", False, (torch.bfloat16,)),
+    _subject("moe.route[sigmoid]", "sigmoid", True, (torch.float32, torch.bfloat16)),
 )
 
 
@@ -162,7 +162,7 @@ def _timed(k: int) -> Subject:
         return (reference.route_backward(dweights, logits, indices, "softmax", True),)
 
     return Subject(
-        name="route",
+        name="moe.route",
         function=route,
         keywords={"k": k},
         inputs=("logits",),
@@ -176,7 +176,7 @@ def _workloads() -> Iterable[Workload]:
     for rows, experts, k in ((32768, 512, 10), (32768, 256, 8), (65536, 128, 8)):
         kept = rows * k * (4 + 8)
         yield Workload(
-            f"route {rows} tokens, {experts} experts, k = {k}",
+            f"moe.route {rows} tokens, {experts} experts, k = {k}",
             _timed(k),
             _on_device(rows, experts),
             rows * experts * 2 + kept,
