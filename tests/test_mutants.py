@@ -2,7 +2,7 @@
 
 The mutants are made from the syntax trees of the modules in `MODULES`, inside their `@triton.jit`
 functions, and run in the interpreter. One that survives is either a hole in the checks or an
-equivalent program, and must then be listed in `equivalent_mutants` with the reason.
+equivalent program, and must then be listed in `mutants.equivalent` with the reason.
 """
 
 import ast
@@ -34,9 +34,10 @@ from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
-from tests import dispatch_mutant_calls, experts_mutant_calls, mutant_calls, route_mutant_calls, take_calls
-from tests.equivalent_mutants import EQUIVALENT
-from tests.mutant_calls import at_the_edge
+from tests.mutants import calls as edges
+from tests.mutants import dispatch_calls, embedding_calls, experts_calls, indexing_calls, route_calls
+from tests.mutants.calls import at_the_edge
+from tests.mutants.equivalent import EQUIVALENT
 
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
@@ -258,21 +259,21 @@ def _read_at_the_edge(subject: Subject, strided: bool, device: torch.device, pre
 
 def _embedding_noticed(mutant: Mutant, device: torch.device, stage: str) -> bool:
     """Whether any call of a stage gives other bits than the eager path; in "small", tiles and programs are."""
-    mutant_calls.guard()
+    edges.guard()
     if stage == "small":
         sources = {name: mutant.source if name == mutant.module else _source(name) for name in MODULES["embedding"]}
-        mutant_calls.shrink(sources, _load)
-    made = mutant_calls.bags if "bag_kernels" in mutant.module else mutant_calls.lookups
+        embedding_calls.shrink(sources, _load)
+    made = embedding_calls.bags if "bag_kernels" in mutant.module else embedding_calls.lookups
     calls = list(made(small=stage == "small"))
     if mutant.function == "load_term":  # most of it is for bags
-        calls = [*islice(mutant_calls.bags(small=stage == "small"), 4), *calls]
+        calls = [*islice(embedding_calls.bags(small=stage == "small"), 4), *calls]
     chosen = {"first": slice(FIRST), "small": slice(None), "rest": slice(FIRST, None)}[stage]
     return any(_differs(call, number) for number, call in list(enumerate(calls))[chosen])
 
 
-def _differs(call: mutant_calls.Call, number: int) -> bool:
+def _differs(call: edges.Call, number: int) -> bool:
     try:
-        return mutant_calls.differs(call, number)
+        return edges.differs(call, number)
     except Exception:
         return True
 
@@ -285,11 +286,11 @@ FIRST = 11
 
 def _indexing_noticed(mutant: Mutant, device: torch.device, stage: str) -> bool:
     """Whether any call of a stage gives other bits than the eager path; in "small", tiles and programs are."""
-    mutant_calls.guard()
+    edges.guard()
     if stage == "small":
         sources = {name: mutant.source if name == mutant.module else _source(name) for name in MODULES["indexing"]}
-        take_calls.shrink(sources, _load)
-    calls = take_calls.takes(stage == "small", PLANS.get(mutant.function, SHARED.get(mutant.module, ("few",))))
+        indexing_calls.shrink(sources, _load)
+    calls = indexing_calls.takes(stage == "small", PLANS.get(mutant.function, SHARED.get(mutant.module, ("few",))))
     return any(_differs(call, number) for number, call in enumerate(calls))
 
 
@@ -312,17 +313,17 @@ SHARED = {
 
 def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
     """Whether any call gives other bits than the eager path; spans and programs are small."""
-    mutant_calls.guard()
+    edges.guard()
     if mutant.module.endswith(("route_kernels", "losses_kernels")):
         try:
-            return route_mutant_calls.noticed(mutant.module)
+            return route_calls.noticed(mutant.module)
         except Exception:
             return True
     if "experts_kernels" in mutant.module:
-        experts_mutant_calls.shrink()
-        return experts_mutant_calls.noticed()
-    dispatch_mutant_calls.shrink()
-    return any(_differs(call, number) for number, call in enumerate(dispatch_mutant_calls.calls()))
+        experts_calls.shrink()
+        return experts_calls.noticed()
+    dispatch_calls.shrink()
+    return any(_differs(call, number) for number, call in enumerate(dispatch_calls.calls()))
 
 
 # ---------------------------------------------------------------------------------------------- tests
@@ -370,10 +371,10 @@ def _ends(mutant: Mutant, noticed: Noticed, device: torch.device) -> int:
 def warm() -> None:
     """Imports, and everything else that is done once, are done before processes part."""
     firsts = (
-        mutant_calls.lookups(small=False),
-        mutant_calls.bags(small=False),
-        take_calls.takes(False, ("few",)),
-        dispatch_mutant_calls.calls(),
+        embedding_calls.lookups(small=False),
+        embedding_calls.bags(small=False),
+        indexing_calls.takes(False, ("few",)),
+        dispatch_calls.calls(),
     )
     for call in map(next, firsts):
         for backend in ("eager", "triton"):

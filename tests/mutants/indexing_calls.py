@@ -12,7 +12,7 @@ import adjoint
 from adjoint.core import grouping
 from adjoint.core.preference import Preference
 from adjoint.core.schedules import Schedules
-from tests.mutant_calls import LAYOUTS, Call, rewrite
+from tests.mutants.calls import LAYOUTS, Call, rewrite
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 

@@ -13,7 +13,7 @@ from adjoint.core.schedules import Schedules
 from adjoint.ops.moe import dispatch_eager, layout_eager, layout_launch
 from adjoint.ops.moe.combine import combine_tensors
 from adjoint.ops.moe.layout import allocate
-from tests.mutant_calls import LAYOUTS, Call
+from tests.mutants.calls import LAYOUTS, Call
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 

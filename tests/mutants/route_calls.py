@@ -13,7 +13,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.ops.moe import losses_reference
-from tests.mutant_calls import at_the_edge
+from tests.mutants.calls import at_the_edge
 from tests.ops.moe.routing import HALF, SINGLE, adversarial, wrongs
 
 Noticed = Callable[[bool], bool]

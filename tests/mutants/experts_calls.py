@@ -13,7 +13,7 @@ import adjoint
 from adjoint import Preference, moe
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe import experts_launch, experts_reference, experts_variants
-from tests.mutant_calls import LAYOUTS, surround
+from tests.mutants.calls import LAYOUTS, surround
 
 CLOSE = 1e-12
 """Of the largest value: a thousand times what rounding gives these sums."""
