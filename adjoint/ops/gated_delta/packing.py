@@ -1,0 +1,160 @@
+"""Where sequences lie, and which of them the eager path takes at a time.
+
+All sequences are stretches of one flat token axis: the rows of a batch one after the other, or what `cu_seqlens`
+cuts from its only row. Chunks and segments are counted from a sequence's own start.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjoint.core.errors import report
+from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
+
+CHUNK = 64
+"""Tokens of a chunk, counted from the start of a sequence."""
+
+SEGMENT = 1024
+"""Tokens between the states that a forward keeps for its backward, counted from the start of a sequence."""
+
+_ROWS = 2**15
+"""Tokens times value heads that are worked on at once: bounds the memory in between, and keeps it warm."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of similar length, longest first, and a range of key heads, worked on together.
+
+    Attributes:
+        chunk: a power of two, `CHUNK`, or less where every sequence fits into one smaller chunk.
+        sequences: their numbers; starts: where they begin; lengths: how many tokens they have, none of them 0.
+        first_head, heads: the range of key heads.
+    """
+
+    chunk: int
+    sequences: Tensor
+    starts: Tensor
+    lengths: Tensor
+    first_head: int
+    heads: int
+
+    @property
+    def segments(self) -> int:
+        return -(-int(self.lengths[0]) // SEGMENT)
+
+    def active(self, segment: int) -> int:
+        """How many sequences, from the first, reach a segment."""
+        return int((self.lengths > segment * SEGMENT).sum())
+
+    def saved(self, segment: int) -> Tensor:
+        """Where the states at the beginning of a segment, not the first, are kept: no two share a place."""
+        return self.starts[: self.active(segment)] // SEGMENT + segment - 1
+
+
+def saved_states(tokens: int) -> int:
+    """How many states a forward over so many tokens keeps, at most: none before the first segment of a sequence.
+
+    A sequence keeps ⌈length / SEGMENT⌉ − 1 of them, from place ⌊start / SEGMENT⌋ on, so they never meet.
+    """
+    return tokens // SEGMENT
+
+
+def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tuple[Tensor, Tensor]:
+    """Where each sequence begins on the flat token axis and how long it is, on the CPU; wrong ones are put in order.
+
+    On an accelerator this waits for `cu_seqlens`: the number of chunks is data.
+    """
+    if cu_seqlens is None:
+        starts = torch.arange(rows) * time
+        return starts, torch.full_like(starts, time)
+    if raises:
+        wrong = torch.cat((cu_seqlens[:1] != 0, cu_seqlens[1:] < cu_seqlens[:-1]))
+        wrong |= (cu_seqlens < 0) | (cu_seqlens > time)
+        wrong[-1] |= cu_seqlens[-1] != time
+        report(SEQUENCES_OUT_OF_ORDER, cu_seqlens, wrong)
+    ends = cu_seqlens.cpu().long().clamp(0, time).cummax(0).values
+    return ends[:-1], ends[1:] - ends[:-1]
+
+
+def groups(starts: Tensor, lengths: Tensor, key_heads: int, value_heads: int) -> Iterator[Group]:
+    """All sequences but the empty ones, in groups whose intermediate results have a bounded size."""
+    if key_heads == 0:
+        return
+    lengths, order = lengths.sort(descending=True, stable=True)
+    per_key_head = value_heads // key_heads
+    begin, count = 0, int((lengths > 0).sum())
+    while begin < count:
+        longest = int(lengths[begin])
+        chunk = min(CHUNK, 1 << (longest - 1).bit_length())
+        padded = min(SEGMENT, -(-longest // chunk) * chunk)
+        heads = max(1, min(key_heads, _ROWS // max(1, padded * per_key_head)))
+        fitting = max(1, _ROWS // max(1, padded * per_key_head * heads))
+        # A sequence of less than half the length would be padding for the most part: it waits for a group of its own.
+        similar = int((lengths[begin:count] * 2 > min(longest, SEGMENT)).sum())
+        end = begin + min(fitting, similar)
+        taken = order[begin:end]
+        for first in range(0, key_heads, heads):
+            yield Group(chunk, taken, starts[taken], lengths[begin:end], first, min(heads, key_heads - first))
+        begin = end
+
+
+class Tokens:
+    """The tokens of one segment of a group, as `[steps, sequences, chunk]` places on the flat token axis."""
+
+    def __init__(self, group: Group, segment: int, device: torch.device) -> None:
+        self.number = group.active(segment)
+        self.chunk = group.chunk
+        lengths = (group.lengths[: self.number] - segment * SEGMENT).clamp_max(SEGMENT)
+        starts = group.starts[: self.number] + segment * SEGMENT
+        self.steps = -(-int(lengths[0]) // self.chunk)
+        padded = self.steps * self.chunk
+        self.whole = bool((lengths == padded).all())
+        self.stretch = slice(int(starts[0]), int(starts[0]) + int(lengths[0])) if self.number == 1 else None
+        if self.stretch is None:
+            place = torch.arange(padded)
+            inside = place[None] < lengths[:, None]
+            places = torch.where(inside, starts[:, None] + place[None], 0)
+
+            def by_step(x: Tensor) -> Tensor:
+                return x.view(self.number, self.steps, self.chunk).transpose(0, 1).contiguous().to(device)
+
+            self.inside, self.places = by_step(inside), by_step(places)
+            self.own = self.places[self.inside]
+
+    def gather(self, x: Tensor, wide: torch.dtype) -> Tensor:
+        """[tokens, heads, ...] -> [steps, sequences, heads, chunk, ...], in another dtype; padding is 0."""
+        rest = x.shape[1:]
+        if self.stretch is None:
+            found = x.index_select(0, self.places.view(-1))
+        else:
+            found = x[self.stretch]
+            missing = self.steps * self.chunk - found.shape[0]
+            if missing:
+                found = torch.cat((found, found.new_zeros(missing, *rest)))
+        laid = found.view(self.steps, self.number, self.chunk, *rest) if found.is_contiguous() else None
+        if laid is None:
+            laid = found.reshape(self.steps, self.number, self.chunk, *rest)
+        moved = laid.transpose(2, 3)
+        result = torch.empty(moved.shape, dtype=wide, device=x.device).copy_(moved)
+        if self.stretch is None and not self.whole:
+            shape = (self.steps, self.number, 1, self.chunk) + (1,) * (result.dim() - 4)
+            result.masked_fill_(~self.inside.view(shape), 0)
+        return result
+
+    def scatter(self, out: Tensor, chunks: Tensor) -> None:
+        """The inverse: writes the group's own tokens into `[tokens, heads, ...]`, rounded to its dtype."""
+        moved = chunks.transpose(2, 3)
+        if self.stretch is not None:
+            length = self.stretch.stop - self.stretch.start
+            whole, tail = divmod(length, self.chunk)
+            rest, begin = out.shape[1:], self.stretch.start
+            if whole:
+                target = out[begin : begin + whole * self.chunk]
+                target.unflatten(0, (whole, self.chunk)).copy_(moved[:whole, 0])
+            if tail:
+                out[begin + whole * self.chunk : self.stretch.stop].copy_(moved[whole, 0, :tail])
+            assert rest == out.shape[1:]
+            return
+        out[self.own] = moved[self.inside].to(out.dtype)
