@@ -17,7 +17,6 @@ from adjoint.core.cases import Workload
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.inputs import Inputs, differentiable, leaves
-from adjoint.core.plan import bind
 from adjoint.core.preference import resolve
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -78,7 +77,7 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 def ours(task: Task) -> Contender:
     """The plan a call would use, writing into memory that is there already."""
     subject, text = task.workload.subject, resolve(None)
-    call = bind(subject.function, *task.inputs, **subject.keywords)
+    call = subject.bind(task.inputs)
     timed = bound.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
     if task.direction == BACKWARD:

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from adjoint.core import bound, kernels
 from adjoint.core.cases import Case, Subject
 from adjoint.core.inputs import Inputs, differentiable, each, leaves
-from adjoint.core.plan import bind
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
 from adjoint.verify.bits import same_bits
@@ -79,7 +78,7 @@ def compilation(
 
 
 def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """inference_mode, no_grad, autocast, checkpointing, offload hooks and other threads change nothing."""
+    """inference_mode, no_grad, checkpointing, offload hooks and threads change nothing; autocast what is stated."""
     base = evaluate(subject, _case(subject), dtype, device, preference)
     chosen = plan_of(subject, base.inputs, preference)
     wrong = []
@@ -97,7 +96,7 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
     with torch.no_grad():
         compare("no_grad", as_tuple(subject(*base.inputs, preference=preference)), base.outputs)
     low = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    compare("autocast", under(lambda: torch.autocast(device.type, dtype=low)).results, base.results)
+    compare("autocast", *_autocast(subject, base, preference, device, low))
     compare("save_on_cpu", under(torch.autograd.graph.save_on_cpu).results, base.results)
 
     own = leaves(base.inputs)
@@ -121,6 +120,22 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
     for evaluation in found:
         compare("another thread", evaluation.results, base.results)
     return [_row(subject, "modes and threads", dtype, plan_names(chosen), "changes nothing", wrong)]
+
+
+def _autocast(
+    subject: Subject, base: Evaluation, preference: Preference, device: torch.device, low: torch.dtype
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Results under autocast to a dtype, and what they must be: those for inputs that were cast where the op casts."""
+    named = zip(subject.inputs, base.inputs, strict=True)
+    inputs = tuple(t.to(low) if t is not None and name in subject.autocast else t for name, t in named)
+    with torch.no_grad():
+        outputs = as_tuple(subject(*inputs, preference=preference))
+    upstream = tuple(t.to(output.dtype) for t, output in zip(base.upstream, outputs, strict=True))
+    expected = differentiate(subject, inputs, upstream, preference)
+    with torch.autocast(device.type, dtype=low):
+        found = differentiate(subject, base.inputs, upstream, preference)
+    as_given = zip(expected.gradients, differentiable(base.inputs), strict=True)
+    return found.results, (*expected.outputs, *(gradient.to(own.dtype) for gradient, own in as_given))
 
 
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -173,7 +188,7 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     first = evaluate(subject, _case(subject), dtype, device, preference, seed=1)
     second = evaluate(subject, _case(subject), dtype, device, preference, seed=2)
     inputs, upstream = each(Tensor.clone, first.inputs), tuple(t.clone() for t in first.upstream)
-    call, text = bind(subject.function, *inputs, **subject.keywords), resolve(preference)
+    call, text = subject.bind(inputs), resolve(preference)
     forward = bound.forward(call, text)
     outputs = forward.plan.prepare().allocate(forward.arguments)
     backward = bound.backward(call, upstream, outputs, text)

@@ -22,8 +22,9 @@ adjoint, given do and dS⁺, is
     dk  = Mᵀ q + e^{Γ−G} ⊙ (v' dS⁺ᵀ) − e^G ⊙ (dv Sᵀ) + (E + Eᵀ) k,   E = β ⊙ N
     dβ  = rowsum(Y ⊙ r) + rowsum(N ⊙ k kᵀ)
 
-and dG collects what every e^G and D was multiplied with. Products run over all chunks of all heads of a block at
-once; only the state goes from chunk to chunk. All of it is computed in float32, float64 for float64.
+and dg_t sums what was multiplied with a decay that token t is part of (`_passing`). Products run over all chunks of
+all heads of a block at once; only the state goes from chunk to chunk. All of it is computed in float32, float64 for
+float64; the running sum of g in float64.
 """
 
 from dataclasses import dataclass
@@ -117,13 +118,12 @@ class _Block:
         self.q, self.k = self._each_head(q), self._each_head(k)
         self.v = tokens.gather(given.v[:, self.heads], kind).flatten(1, 2)
         self.beta = tokens.gather(given.beta[:, self.heads], kind).flatten(1, 2).unsqueeze(-1)
-        decay = tokens.gather(given.g[:, self.heads], kind).flatten(1, 2).cumsum(-1)
-        self.from_start = decay.exp().unsqueeze(-1)
-        self.to_end = (decay[..., -1:] - decay).exp_().unsqueeze(-1)
-        self.over = decay[..., -1].exp()[..., None, None]
-        future = torch.ones(group.chunk, group.chunk, dtype=torch.bool, device=decay.device).triu_(1)
-        between = decay.unsqueeze(-1) - decay.unsqueeze(-2)
-        self.decay = between.masked_fill_(future, -torch.inf).exp_()
+        # The running sum in float64: differences of long sums in float32 would lose the digits of short decays.
+        log_decay = tokens.gather(given.g[:, self.heads], torch.float64).flatten(1, 2).cumsum(-1)
+        self.from_start = log_decay.exp().unsqueeze(-1).to(kind)
+        self.to_end = (log_decay[..., -1:] - log_decay).exp_().unsqueeze(-1).to(kind)
+        self.over = log_decay[..., -1].exp()[..., None, None].to(kind)
+        self.decay = _decays(log_decay, kind)
         self.T = inverse((self.kk * self.decay).mul_(self.beta).tril_(-1)).view_as(self.decay)
 
     def _each_head(self, x: Tensor) -> Tensor:
@@ -202,24 +202,23 @@ class _Block:
             found.beta = dbeta.unflatten(1, (self.tokens.number, -1))
         if not need & (NEED_Q | NEED_K | NEED_G):
             return found
-        of_grams.mul_(self.beta)
-        dlog = of_grams.sum(-1).sub_(of_grams.sum(-2))  # the adjoint of G
         of_state = torch.matmul(new, dstates.mT).mul_(self.to_end)
+        through_decay = of_grams.mul_(self.beta)
+        since_start = (dv * known).sum(-1).neg_()
         if dout is not None:
             M = torch.matmul(dout, new.mT).mul_(self.decay)
             dq = torch.matmul(dout, states.mT).mul_(self.from_start)
             if need & NEED_G:
-                of_scores = M * self.qk
-                dlog.add_(of_scores.sum(-1)).sub_(of_scores.sum(-2)).add_((self.q * dq).sum(-1))
+                through_decay.add_((M * self.qk).tril_(-1))
+                since_start.add_((self.q * dq).sum(-1))
             if need & NEED_Q:
                 dq += torch.matmul(M, self.k)
                 found.q = self._unnormalized(dq, self.q, self.q_norm)
         if need & NEED_G:
-            to_end = (self.k * of_state).sum(-1)
-            dlog.sub_((dv * known).sum(-1)).sub_(to_end)
+            until_end = (self.k * of_state).sum(-1)
             kept = (states * dstates).sum((-1, -2)) * self.over[..., 0, 0]
-            dlog[..., -1] += kept + to_end.sum(-1)
-            found.g = dlog.flip(-1).cumsum(-1).flip(-1).unflatten(1, (self.tokens.number, -1))
+            dg = _passing(through_decay, since_start, until_end).add_(kept.unsqueeze(-1))
+            found.g = dg.unflatten(1, (self.tokens.number, -1))
         if need & NEED_K:
             dk = of_state.sub_(torch.matmul(dv * self.from_start, states.mT))
             E = N.mul_(self.beta)
@@ -248,6 +247,30 @@ class _Gradients:
     k: Tensor | None = None
     g: Tensor | None = None
     beta: Tensor | None = None
+
+
+def _decays(log_decay: Tensor, kind: torch.dtype) -> Tensor:
+    """e^{G_i−G_j} for i ≥ j, 0 above the diagonal; differences first, of sums in two parts where one is not enough."""
+    size = log_decay.shape[-1]
+    future = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu_(1)
+    high = log_decay.to(kind)
+    between = high.unsqueeze(-1) - high.unsqueeze(-2)
+    if kind != torch.float64:
+        low = (log_decay - high).to(kind)
+        between.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+    return between.masked_fill_(future, -torch.inf).exp_()
+
+
+def _passing(between: Tensor, since_start: Tensor, until_end: Tensor) -> Tensor:
+    """The gradient of each g_t: what was multiplied with a decay that token t is part of.
+
+    That is e^{G_i−G_j} for j < t ≤ i, e^{G_i} for t ≤ i and e^{Γ−G_j} for j < t. The same sums through dG, whose terms
+    cancel again when they are added up, would lose the digits of a gradient that decay has made small.
+    """
+    later = between.flip(-2).cumsum(-2).flip(-2).tril_(-1).sum(-1)
+    later.add_(since_start.flip(-1).cumsum(-1).flip(-1))
+    later[..., 1:].add_(until_end[..., :-1].cumsum(-1))
+    return later
 
 
 def _normalize(x: Tensor) -> tuple[Tensor, Tensor]:

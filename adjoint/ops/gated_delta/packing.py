@@ -133,10 +133,7 @@ class Tokens:
             missing = self.steps * self.chunk - found.shape[0]
             if missing:
                 found = torch.cat((found, found.new_zeros(missing, *rest)))
-        laid = found.view(self.steps, self.number, self.chunk, *rest) if found.is_contiguous() else None
-        if laid is None:
-            laid = found.reshape(self.steps, self.number, self.chunk, *rest)
-        moved = laid.transpose(2, 3)
+        moved = found.unflatten(0, (self.steps, self.number, self.chunk)).transpose(2, 3)
         result = torch.empty(moved.shape, dtype=wide, device=x.device).copy_(moved)
         if self.stretch is None and not self.whole:
             shape = (self.steps, self.number, 1, self.chunk) + (1,) * (result.dim() - 4)
@@ -149,12 +146,11 @@ class Tokens:
         if self.stretch is not None:
             length = self.stretch.stop - self.stretch.start
             whole, tail = divmod(length, self.chunk)
-            rest, begin = out.shape[1:], self.stretch.start
+            begin = self.stretch.start
             if whole:
                 target = out[begin : begin + whole * self.chunk]
                 target.unflatten(0, (whole, self.chunk)).copy_(moved[:whole, 0])
             if tail:
                 out[begin + whole * self.chunk : self.stretch.stop].copy_(moved[whole, 0, :tail])
-            assert rest == out.shape[1:]
             return
         out[self.own] = moved[self.inside].to(out.dtype)
