@@ -1,5 +1,6 @@
 """The gated delta rule, whole and by stage, with its gradients."""
 
 from adjoint.ops.gated_delta.rule import gated_delta_rule
+from adjoint.ops.gated_delta.w_u import recompute_w_u
 
-__all__ = ["gated_delta_rule"]
+__all__ = ["gated_delta_rule", "recompute_w_u"]

@@ -149,3 +149,15 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[
         return x.float() if narrow else x
 
     return cast(q), cast(k), cast(v), widen(g), widen(beta)
+
+
+MAX_CHUNK = 64
+"""The largest chunk of the stages."""
+
+
+def require_chunk(op: str, name: str, chunk: int) -> None:
+    if chunk < 1 or chunk > MAX_CHUNK or chunk & (chunk - 1):
+        raise ArgumentError(
+            f"{op}: the chunk, the last axis of {name}, must be a power of two up to {MAX_CHUNK}, got {chunk}: the "
+            f"chunk's matrix must fit on a processor beside its keys and values"
+        )

@@ -154,3 +154,15 @@ class Tokens:
                 out[begin + whole * self.chunk : self.stretch.stop].copy_(moved[whole, 0, :tail])
             return
         out[self.own] = moved[self.inside].to(out.dtype)
+
+
+def chunks_of(starts: Tensor, lengths: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """All chunks of all sequences, one after the other: places `[chunks, chunk]` on the flat token axis, and which are
+    inside their sequence; the others point to place 0."""
+    numbers = (lengths + chunk - 1) // chunk
+    sequence = torch.repeat_interleave(torch.arange(len(starts)), numbers)
+    first = torch.cat((numbers.new_zeros(1), numbers.cumsum(0)))[:-1]
+    begin = (torch.arange(len(sequence)) - first[sequence]) * chunk
+    offset = begin[:, None] + torch.arange(chunk)[None]
+    inside = offset < lengths[sequence][:, None]
+    return torch.where(inside, starts[sequence][:, None] + offset, 0), inside

@@ -30,7 +30,8 @@ def writing(compute: Compute) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         if outputs is None:
             outputs = plan.allocate(arguments)
-        compute(arguments, outputs)
+        with torch.autocast(plan.problem.device.type, enabled=False):  # it would round the operands of every product
+            compute(arguments, outputs)
         return outputs
 
     return run
