@@ -8,7 +8,7 @@ from adjoint.core.preference import Preference, prefer
 from adjoint.ops import gated_delta
 from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
-from adjoint.ops.gated_delta import gated_delta_rule
+from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "embedding_bag",
     "gated_delta",
     "gated_delta_rule",
+    "gated_delta_step",
     "nn",
     "plan",
     "prefer",

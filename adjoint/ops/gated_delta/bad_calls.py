@@ -15,7 +15,7 @@ META = torch.device("meta")
 BATCH, TIME, KEY_HEADS, HEADS, K, V = 1, 6, 1, 2, 4, 3
 
 
-def _inputs(device: torch.device) -> dict[str, Tensor]:
+def _inputs(device: torch.device) -> dict[str, Any]:
     return {
         "q": torch.zeros(BATCH, TIME, KEY_HEADS, K, device=device),
         "k": torch.zeros(BATCH, TIME, KEY_HEADS, K, device=device),

@@ -282,7 +282,8 @@ def _normalize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, normalize: bool) -> _Inputs:
-    return _Inputs(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), scale=scale, normalize=normalize)
+    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+    return _Inputs(q, k, v, g, beta, scale, normalize)
 
 
 @torch.no_grad()

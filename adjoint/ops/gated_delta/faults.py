@@ -10,3 +10,11 @@ POSITIVE_GATE = register_fault(
     "gated_delta: g is the logarithm of a decay and must be at most 0, got a positive number at position "
     "{position} (counted in order); a decay factor goes in as its logarithm"
 )
+STATE_INDEX_OUT_OF_RANGE = register_fault(
+    "gated_delta_step: state_indices must be at least 0 and less than the number of states, or -1 for a row that is "
+    "skipped, got {value} at position {position}"
+)
+STATE_INDEX_REPEATED = register_fault(
+    "gated_delta_step: state_indices must not repeat, because two rows would write one state, got {value} again at "
+    "position {position}"
+)

@@ -90,11 +90,12 @@ def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 def _rule(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     *given, output_final_state, save = arguments
     out, final_state, saved = outputs
-    eager.forward(*given, out, final_state if output_final_state else None, saved if save else None)
+    wanted = (final_state if output_final_state else None, saved if save else None)
+    eager.forward(*(*given, out, *wanted))
 
 
 def _rule_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    eager.backward(*arguments, outputs)
+    eager.backward(*(*arguments, outputs))
 
 
 def eager_candidate(

@@ -139,7 +139,7 @@ def _w_u(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
 
 
 def _w_u_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    eager_w_u.backward(*arguments, outputs)
+    eager_w_u.backward(*(*arguments, outputs))
 
 
 def _by_T(guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Any) -> tuple[Candidate, Candidate]:
