@@ -180,7 +180,9 @@ def test_liger_overwrites_its_inputs_and_is_given_fresh_ones(returns: str, monke
     assert rows["Liger", "forward"].status == rows["Liger", "backward"].status == run.OK
 
 
-def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     testing = pytest.importorskip("triton.testing")
     signature, done = inspect.signature(testing.do_bench), []
 

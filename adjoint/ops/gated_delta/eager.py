@@ -308,11 +308,11 @@ def forward(
         _set(final_state, initial_state)
     if saved is not None:
         saved.zero_()
-    if cu_seqlens is not None or q.shape[2] == 0:  # tokens that belong to no sequence
+    if cu_seqlens is not None or not q.numel():  # tokens that belong to no sequence, keys of no size
         out.zero_()
-    if v.numel() == 0 and final_state is None and saved is None:
+    if not (q.numel() and v.numel()):
         return
-    given, flat_out = _flat(q, k, v, g, beta, scale, normalize), out.view(-1, *out.shape[2:])
+    given, flat_out = _flat(q, k, v, g, beta, scale, normalize), out.flatten(0, 1)
     for group in groups(starts, lengths, q.shape[2], v.shape[2]):
         states = _States(given, group, initial_state)
         for segment in range(group.segments):
@@ -352,12 +352,11 @@ def backward(
     dinitial = gradients[5] if need & NEED_STATE else None
     if dinitial is not None:
         _set(dinitial, dfinal)
+    if not (q.numel() and v.numel()):
+        return
     given = _flat(q, k, v, g, beta, scale, normalize)
     flat_dout = None if dout is None else dout.flatten(0, 1)
-    targets = [
-        gradient.view(-1, *gradient.shape[2:]) if need >> bit & 1 else None
-        for bit, gradient in enumerate(gradients[:5])
-    ]
+    targets = [gradient.flatten(0, 1) if need >> bit & 1 else None for bit, gradient in enumerate(gradients[:5])]
     for group in groups(starts, lengths, q.shape[2], v.shape[2]):
         firsts, dstates = _States(given, group, initial_state), _States(given, group, dfinal)
         for segment in reversed(range(group.segments)):

@@ -46,7 +46,7 @@ class _Chunks:
         """The inverse, rounded to the output's dtype; tokens of no sequence become 0."""
         if len(self.own) != out.shape[0] * out.shape[1]:
             out.zero_()
-        out.view(-1, *out.shape[2:])[self.own] = chunks.transpose(1, 2)[self.inside].to(out.dtype)
+        out.flatten(0, 1)[self.own] = chunks.transpose(1, 2)[self.inside].to(out.dtype)
 
 
 @torch.no_grad()

@@ -17,7 +17,10 @@ from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 
-DOMAIN = "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and finite; outside it the recurrence itself may diverge"
+DOMAIN = (
+    "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and finite, where the recurrence cannot diverge; results that are "
+    "below the smallest number of the accumulator may be 0"
+)
 
 CASES = "the family's cases: random, nearly equal, orthogonal and repeated keys, no decay and strong decay, packed"
 
