@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, short
 from adjoint.ops.gated_delta import eager
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 
@@ -60,10 +60,9 @@ def promise(problem: Problem, error: Empirical, roundings: int = 1, **words: Any
         repeatable=problem.device.type == "cpu",
         batch_invariant="",
         device_invariant=False,
-        accumulator=str(eager.wide(problem.dtypes[0])).removeprefix("torch."),
         roundings=roundings,
         error=error,
-        **({"domain": DOMAIN} | words),
+        **({"domain": DOMAIN, "accumulator": short(eager.wide(problem.dtypes[0]))} | words),
     )
 
 

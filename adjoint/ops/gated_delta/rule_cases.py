@@ -105,25 +105,25 @@ _CASES = (
 # -------------------------------------------------------------------------------------------- mistakes
 
 
-def gradients(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """`(*upstream, *inputs) -> gradients` of a function of torch with two outputs, by autograd."""
+def gradients(function: Callable[..., tuple[Tensor, ...]], outputs: int = 2) -> Callable[..., tuple[Tensor, ...]]:
+    """`(*upstream, *inputs) -> gradients` of a function of torch, by autograd."""
 
-    def found(*everything: Any) -> tuple[Tensor, ...]:
-        upstream, own = everything[:2], leaves(everything[2:])
+    def slopes_of(*everything: Any) -> tuple[Tensor, ...]:
+        upstream, own = everything[:outputs], leaves(everything[outputs:])
         with torch.enable_grad():
-            outputs = function(*own)
+            found = function(*own)
             wanted = differentiable(own)
             slopes = torch.autograd.grad(
-                [o for o in outputs if o.requires_grad],
+                [o for o in found if o.requires_grad],
                 wanted,
-                [u for o, u in zip(outputs, upstream, strict=True) if o.requires_grad],
+                [u for o, u in zip(found, upstream, strict=True) if o.requires_grad],
                 allow_unused=True,
             )
         return tuple(
             torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(wanted, slopes, strict=True)
         )
 
-    return found
+    return slopes_of
 
 
 def wrong(
@@ -134,7 +134,7 @@ def wrong(
 
     def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         exact = tuple(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
-        found = gradients(change)(*(u.double() for u in upstream), *exact)
+        found = gradients(change, len(upstream))(*(u.double() for u in upstream), *exact)
         return (
             tuple(o.detach().to(u.dtype) for o, u in zip((right or change)(*exact), upstream, strict=True)),
             tuple(d.to(x.dtype) for d, x in zip(found, differentiable(inputs), strict=True)),
