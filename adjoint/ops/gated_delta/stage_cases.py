@@ -93,9 +93,10 @@ _SMALL, _SMALL_CHUNK = (1, 5, 1, 2, 3, 2), 4
 _PACKED = (0, 0, 1, 18, 30)
 
 
-def _places(batch: int, time: int, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int, tuple[int, slice]]]:
+def _places(like: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int, tuple[int, slice]]]:
     """Every chunk: its sequence, where its state is kept, and its tokens."""
     found = []
+    batch, time = like.shape[:2]
     for number, (row, part) in enumerate(reference.sequences(batch, time, cu_seqlens)):
         for index, begin in enumerate(range(part.start, part.stop, chunk)):
             kept = (row * time + part.start) // chunk + number + index
@@ -115,14 +116,14 @@ def _padded(matrix: Tensor, chunk: int) -> Tensor:
 
 def _decay_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
     def decay(g: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        return (_joined([g[at].cumsum(0) for _, _, at in _places(*g.shape[:2], cu_seqlens, chunk)], g),)
+        return (_joined([g[at].cumsum(0) for _, _, at in _places(g, cu_seqlens, chunk)], g),)
 
     return decay
 
 
 def _gram_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
     def gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        at = [place for _, _, place in _places(*k.shape[:2], cu_seqlens, chunk)]
+        at = [place for _, _, place in _places(k, cu_seqlens, chunk)]
         return (_joined([_padded(reference.gram(k[x], beta[x], G[x]), chunk) for x in at], k),)
 
     return gram
@@ -130,7 +131,7 @@ def _gram_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
 
 def _solve(A: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
     parts = []
-    for _, _, at in _places(*A.shape[:2], cu_seqlens, A.shape[-1]):
+    for _, _, at in _places(A, cu_seqlens, A.shape[-1]):
         own = A[at].transpose(0, 1)
         parts.append(_padded(reference.solve(own[..., : own.shape[1]].tril(-1)), A.shape[-1]))
     return (_joined(parts, A),)
@@ -142,7 +143,7 @@ def _carry_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         current, values = list(state), []
         states = [torch.zeros_like(state[0])] * (k.shape[0] * k.shape[1] // chunk + len(state))
-        for number, kept, at in _places(*k.shape[:2], cu_seqlens, chunk):
+        for number, kept, at in _places(k, cu_seqlens, chunk):
             S = states[kept] = current[number]
             values.append(u[at] - torch.einsum("thk,hkv->thv", w[at], S))
             keys = k[at].repeat_interleave(u.shape[2] // k.shape[2], 1) * (G[at][-1] - G[at]).exp()[..., None]
@@ -156,7 +157,7 @@ def _output_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
     def output(
         q: Tensor, k: Tensor, values: Tensor, states: Tensor, G: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, ...]:
-        at = [(kept, place) for _, kept, place in _places(*q.shape[:2], cu_seqlens, chunk)]
+        at = [(kept, place) for _, kept, place in _places(q, cu_seqlens, chunk)]
         scale = q.shape[-1] ** -0.5
         parts = [reference.output(q[x], k[x], values[x], states[kept], G[x], scale) for kept, x in at]
         return (_joined(parts, values),)
@@ -198,9 +199,10 @@ def _stage(
     exact, options = reference_of(chunk), {} if name == "solve" else {"chunk": chunk}
 
     def resized(given: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
-        generator = torch.Generator().manual_seed(size)
-        kind, device = given[0].dtype, given[0].device
-        other = _made(name, (size, *_SMALL[1:]), chunk)(kind, device, generator)
+        """The same tokens in every row; as many places for states as that makes."""
+        rows = {"states": size * _SMALL[1] // chunk + size}
+        named = zip(inputs, given, strict=False)
+        other = (*(x[:1].repeat_interleave(rows.get(name, size), 0) for name, x in named), None)
         with torch.no_grad():
             found = function(*other[:-1], **options)
         return other, tuple(map(torch.ones_like, found if isinstance(found, tuple) else (found,)))
