@@ -12,7 +12,6 @@ Computed in float64 and rounded once; the sums over all tokens too. Under autoca
 """
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -43,11 +42,16 @@ def _check_gate(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, cu_seqlens
         metadata.require_device("gate", name, value, "a", a)
 
 
+def _softplus(t: Tensor) -> Tensor:
+    """log(1 + e^t), for every t."""
+    return t.abs().neg_().exp_().log1p_().add_(t.clamp_min(0))
+
+
 def _gate_forward(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, cu_seqlens: None, outputs: tuple[Tensor, ...]
 ) -> None:
     g, beta = outputs
-    g.copy_(F.softplus(a.double() + dt_bias.double(), threshold=1e300).mul_(A_log.double().exp().neg_()))
+    g.copy_(_softplus(a.double() + dt_bias.double()).mul_(A_log.double().exp().neg_()))
     beta.copy_(b.double().sigmoid())
 
 
@@ -65,7 +69,7 @@ def _gate_backward(
     upstream = torch.zeros_like(t) if dg is None else dg.double()
     of_beta = torch.zeros_like(t) if dbeta is None else dbeta.double()
     da = upstream * t.sigmoid() * -rate
-    through = upstream * F.softplus(t, threshold=1e300) * -rate
+    through = upstream * _softplus(t) * -rate
     beta = b.double().sigmoid()
     db = of_beta * beta * b.double().neg().sigmoid()
     return da, db, through.reshape(-1, heads).sum(0), da.reshape(-1, heads).sum(0)
