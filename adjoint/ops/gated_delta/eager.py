@@ -319,12 +319,12 @@ def forward(
             block = _Block(given, group, segment)
             state = states.active(block)
             if saved is not None and segment:
-                saved[group.saved(segment).to(saved.device), block.heads] = states.by_sequence(state)
+                saved[group.saved(segment, saved.device), block.heads] = states.by_sequence(state)
             chunks, state = block.forward(state)
             states.update(state)
             block.tokens.scatter(flat_out[:, block.heads], chunks.unflatten(1, (block.tokens.number, -1)))
         if final_state is not None:
-            final_state[group.sequences.to(v.device), states.heads] = states.all
+            final_state[group.numbers(v.device), states.heads] = states.all
 
 
 @torch.no_grad()
@@ -362,7 +362,7 @@ def backward(
         for segment in reversed(range(group.segments)):
             block = _Block(given, group, segment)
             if segment:
-                at = saved[group.saved(segment).to(saved.device), block.heads].to(firsts.all.dtype).flatten(0, 1)
+                at = saved[group.saved(segment, saved.device), block.heads].to(firsts.all.dtype).flatten(0, 1)
             else:
                 at = firsts.active(block)
             upstream = None
@@ -375,7 +375,7 @@ def backward(
                 if target is not None and part is not None:
                     block.tokens.scatter(target[:, block.key_heads if number < 2 else block.heads], part)
         if dinitial is not None:
-            dinitial[group.sequences.to(v.device), dstates.heads] = dstates.all
+            dinitial[group.numbers(v.device), dstates.heads] = dstates.all
 
 
 def _set(target: Tensor, source: Tensor | None) -> None:
@@ -396,7 +396,7 @@ class _States:
             shape = (len(group.sequences), self.heads.stop - self.heads.start, given.q.shape[-1], given.v.shape[-1])
             self.all = torch.zeros(shape, dtype=kind, device=device)
         else:
-            self.all = states[group.sequences.to(device)][:, self.heads].to(kind).contiguous()
+            self.all = states[group.numbers(device)][:, self.heads].to(kind, copy=True).contiguous()
 
     def active(self, block: _Block) -> Tensor:
         """The states of the sequences that reach a block, by lane."""

@@ -11,23 +11,34 @@ from adjoint.ops.gated_delta.packing import bounds, chunks_of
 
 
 class Chunks:
-    """Where the chunks of all sequences lie."""
+    """Where the chunks of all sequences lie. Rows of a batch are views; packed sequences have a table of places."""
 
     def __init__(self, like: Tensor, cu_seqlens: Tensor | None, chunk: int, raises: bool = False) -> None:
         self.batch, self.time = like.shape[:2]
-        starts, lengths = bounds(self.batch, self.time, cu_seqlens, raises)
-        self.size, self.sequences = chunk, len(starts)
+        self.size, self.device = chunk, like.device
+        self.packed = cu_seqlens is not None
+        if cu_seqlens is None:
+            self.each = -(-self.time // chunk)
+            inside = torch.arange(self.each * chunk, device=like.device) < self.time
+            self.inside = inside.view(self.each, chunk).repeat(self.batch, 1)
+            return
+        self.starts, lengths = bounds(self.batch, self.time, cu_seqlens, raises)
         self.numbers = (lengths + chunk - 1) // chunk
-        self.first = torch.cat((self.numbers.new_zeros(1), self.numbers.cumsum(0)))
-        self.starts = starts
-        places, inside = chunks_of(starts, lengths, chunk)
+        self.first = torch.cat((self.numbers.new_zeros(1), self.numbers.cumsum(0)))[:-1]
+        places, inside = chunks_of(self.starts, lengths, chunk)
         self.places, self.inside = places.to(like.device), inside.to(like.device)
-        self.own = self.places[self.inside]
 
     def gather(self, x: Tensor, kind: torch.dtype, repeat: int = 1) -> Tensor:
         """[B, T, heads, ...] -> [chunks, heads, chunk, ...], each head `repeat` times; padding is 0."""
-        found = x.flatten(0, 1)[self.places].to(kind)
-        found = found.masked_fill_(~self.inside.view(*self.inside.shape, *(1,) * (found.dim() - 2)), 0).transpose(1, 2)
+        rest = x.shape[2:]
+        if self.packed:
+            found = x.flatten(0, 1)[self.places].to(kind)
+            found = found.masked_fill_(~self.inside.view(*self.inside.shape, *(1,) * len(rest)), 0)
+        else:
+            padded = torch.zeros(self.batch, self.each * self.size, *rest, dtype=kind, device=self.device)
+            padded[:, : self.time] = x
+            found = padded.view(self.batch * self.each, self.size, *rest)
+        found = found.transpose(1, 2)
         return found.repeat_interleave(repeat, 1) if repeat > 1 else found
 
     def tokens(self, chunks: Tensor, repeat: int = 1) -> Tensor:
@@ -35,18 +46,24 @@ class Chunks:
         if repeat > 1:
             chunks = chunks.unflatten(1, (-1, repeat)).sum(2)
         moved = chunks.transpose(1, 2)
+        if not self.packed:
+            return moved.reshape(self.batch, self.each * self.size, *moved.shape[2:])[:, : self.time]
         out = moved.new_zeros(self.batch * self.time, *moved.shape[2:])
-        out[self.own] = moved[self.inside]
+        out[self.places[self.inside]] = moved[self.inside]
         return out.unflatten(0, (self.batch, self.time))
 
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
+    def at(self, step: int) -> tuple[slice | Tensor, slice | Tensor]:
         """The sequences that have a chunk of this number, and which of all chunks it is."""
+        if not self.packed:
+            return slice(None), slice(step, None, self.each)
         sequences = (self.numbers > step).nonzero()[:, 0]
-        return sequences, self.first[:-1][sequences] + step
+        return sequences.to(self.device), (self.first[sequences] + step).to(self.device)
 
     @property
     def steps(self) -> int:
-        return int(self.numbers.max()) if self.sequences else 0
+        if not self.packed:
+            return self.each
+        return int(self.numbers.max()) if len(self.numbers) else 0
 
     @property
     def last(self) -> Tensor:
@@ -56,8 +73,13 @@ class Chunks:
     @property
     def state_places(self) -> Tensor:
         """Where the state each chunk begins with is kept: no two share a place."""
-        sequence = torch.repeat_interleave(torch.arange(self.sequences), self.numbers)
-        return self.starts[sequence] // self.size + sequence + torch.arange(len(sequence)) - self.first[sequence]
+        if not self.packed:
+            row = torch.arange(self.batch, device=self.device)
+            step = torch.arange(self.each, device=self.device)
+            return ((row * self.time // self.size + row)[:, None] + step).flatten()
+        sequence = torch.repeat_interleave(torch.arange(len(self.starts)), self.numbers)
+        step = torch.arange(len(sequence)) - self.first[sequence]
+        return (self.starts[sequence] // self.size + sequence + step).to(self.device)
 
 
 def state_count(tokens: int, sequences: int, chunk: int) -> int:
@@ -161,7 +183,7 @@ def carry(
     begins, news, current = _walk(chunks, keys * to_end, W, U, over, state.to(kind).clone())
     values.copy_(chunks.tokens(news))
     states.zero_()
-    states[chunks.state_places.to(states.device)] = begins
+    states[chunks.state_places] = begins
     final.copy_(current)
 
 
@@ -208,7 +230,7 @@ def carry_backward(
     dnew = torch.zeros_like(U) if dvalues is None else chunks.gather(dvalues, kind)
     of_begins = torch.zeros_like(begins)
     if dstates is not None:
-        of_begins = dstates[chunks.state_places.to(dstates.device)].to(kind)
+        of_begins = dstates[chunks.state_places].to(kind)
     after = torch.zeros_like(begins)
     current = torch.zeros_like(state, dtype=kind) if dfinal is None else dfinal.to(kind).clone()
     for step in reversed(range(chunks.steps)):
@@ -249,7 +271,7 @@ def output(
     """o = scale·(e^G ⊙ (q S) + (q kᵀ ⊙ D) v')"""
     chunks, kind, repeat = Chunks(q, cu_seqlens, chunk, raises=True), wide(q.dtype), _repeat(values, q)
     Q, keys, decay = chunks.gather(q, kind, repeat), chunks.gather(k, kind, repeat), chunks.gather(G, kind)
-    S = states[chunks.state_places.to(states.device)]
+    S = states[chunks.state_places]
     found = (Q @ S).mul_(decay.exp().unsqueeze(-1))
     found += (Q @ keys.mT).mul_(decays(decay, 0)) @ chunks.gather(values, kind)
     outputs[0].copy_(chunks.tokens(found.mul_(scale)))
@@ -270,7 +292,7 @@ def output_backward(
     dS = scale·(e^G ⊙ q)ᵀ do,  dG = scale·e^G·(q·(S do)) + rowsum − colsum of M ⊙ q kᵀ"""
     chunks, kind, repeat = Chunks(q, cu_seqlens, chunk), wide(q.dtype), _repeat(values, q)
     Q, keys, decay = chunks.gather(q, kind, repeat), chunks.gather(k, kind, repeat), chunks.gather(G, kind)
-    S = states[chunks.state_places.to(states.device)]
+    S = states[chunks.state_places]
     from_start, between = decay.exp().unsqueeze(-1), decays(decay, 0)
     upstream = chunks.gather(do, kind) * scale
     scores = Q @ keys.mT
@@ -279,7 +301,7 @@ def output_backward(
     through = (M * scores).tril_(-1)
     dG = (Q * dq).sum(-1) + through.sum(-1) - through.sum(-2)
     dstates = torch.zeros_like(states)
-    dstates[chunks.state_places.to(states.device)] = (Q * from_start).mT @ upstream
+    dstates[chunks.state_places] = (Q * from_start).mT @ upstream
     return (
         chunks.tokens(dq + M @ keys, repeat),
         chunks.tokens(M.mT @ Q, repeat),

@@ -14,39 +14,26 @@ import torch
 from torch import Tensor
 
 from adjoint.ops.gated_delta.eager import wide
-from adjoint.ops.gated_delta.packing import bounds, chunks_of
+from adjoint.ops.gated_delta.eager_stages import Chunks
 
 NEED_K, NEED_V, NEED_BETA, NEED_DECAY, NEED_T = (1 << bit for bit in range(5))
 """Bits of the gradients a backward computes."""
 
 
-class _Chunks:
-    """k, v, β and T as `[chunks, heads, chunk, ...]`, padded with 0; and β e^G ⊙ k, β ⊙ v as the products take them."""
+class _Operands:
+    """The inputs by chunks, and β e^G ⊙ k, β ⊙ v as the products take them."""
 
     def __init__(
         self, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, T: Tensor, cu_seqlens: Tensor | None, raises: bool
     ) -> None:
-        self.kind, self.size = wide(v.dtype), T.shape[-1]
-        starts, lengths = bounds(k.shape[0], k.shape[1], cu_seqlens, raises)
-        places, self.inside = (x.to(v.device) for x in chunks_of(starts, lengths, self.size))
-        self.places, self.own = places, places[self.inside]
+        chunks = self.chunks = Chunks(k, cu_seqlens, T.shape[-1], raises)
+        kind = self.kind = wide(v.dtype)
         self.repeat = v.shape[2] // max(1, k.shape[2])
-        self.k = self.gather(k).repeat_interleave(self.repeat, 1)
-        self.v, self.T = self.gather(v), self.gather(T)
-        self.beta, self.from_start = self.gather(beta).unsqueeze(-1), self.gather(decay).exp_().unsqueeze(-1)
-        self.beta_k = (self.k * self.beta).mul_(self.from_start).to(k.dtype).to(self.kind)
-        self.beta_v = (self.v * self.beta).to(v.dtype).to(self.kind)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[B, T, heads, ...] -> [chunks, heads, chunk, ...] in the wide type; padding is 0."""
-        found = x.flatten(0, 1)[self.places].to(self.kind)
-        return found.masked_fill_(~self.inside.view(*self.inside.shape, *(1,) * (found.dim() - 2)), 0).transpose(1, 2)
-
-    def scatter(self, out: Tensor, chunks: Tensor) -> None:
-        """The inverse, rounded to the output's dtype; tokens of no sequence become 0."""
-        if len(self.own) != out.shape[0] * out.shape[1]:
-            out.zero_()
-        out.flatten(0, 1)[self.own] = chunks.transpose(1, 2)[self.inside].to(out.dtype)
+        self.k, self.v, self.T = chunks.gather(k, kind, self.repeat), chunks.gather(v, kind), chunks.gather(T, kind)
+        self.beta = chunks.gather(beta, kind).unsqueeze(-1)
+        self.from_start = chunks.gather(decay, kind).exp().unsqueeze(-1)
+        self.beta_k = (self.k * self.beta).mul_(self.from_start).to(k.dtype).to(kind)
+        self.beta_v = (self.v * self.beta).to(v.dtype).to(kind)
 
 
 @torch.no_grad()
@@ -60,9 +47,9 @@ def forward(
     w: Tensor,
     u: Tensor,
 ) -> None:
-    chunks = _Chunks(k, v, beta, decay, T, cu_seqlens, raises=True)
-    chunks.scatter(w, chunks.T @ chunks.beta_k)
-    chunks.scatter(u, chunks.T @ chunks.beta_v)
+    given = _Operands(k, v, beta, decay, T, cu_seqlens, raises=True)
+    w.copy_(given.chunks.tokens(given.T @ given.beta_k))
+    u.copy_(given.chunks.tokens(given.T @ given.beta_v))
 
 
 @torch.no_grad()
@@ -79,20 +66,20 @@ def backward(
     gradients: tuple[Tensor, ...],
 ) -> None:
     """Writes the gradients of k, v, beta, decay and T, those that `need` asks for."""
-    chunks = _Chunks(k, v, beta, decay, T, cu_seqlens, raises=False)
-    dw_chunks = torch.zeros_like(chunks.k) if dw is None else chunks.gather(dw)
-    du_chunks = torch.zeros_like(chunks.v) if du is None else chunks.gather(du)
-    X, Y = chunks.T.mT @ dw_chunks, chunks.T.mT @ du_chunks
-    of_keys = (X * chunks.k).sum(-1, keepdim=True).mul_(chunks.from_start)
+    given = _Operands(k, v, beta, decay, T, cu_seqlens, raises=False)
+    chunks = given.chunks
+    dw_chunks = torch.zeros_like(given.k) if dw is None else chunks.gather(dw, given.kind)
+    du_chunks = torch.zeros_like(given.v) if du is None else chunks.gather(du, given.kind)
+    X, Y = given.T.mT @ dw_chunks, given.T.mT @ du_chunks
+    of_keys = (X * given.k).sum(-1, keepdim=True).mul_(given.from_start)
     dk, dv, dbeta, ddecay, dT = gradients
     if need & NEED_K:
-        each = X.mul(chunks.beta).mul_(chunks.from_start)
-        chunks.scatter(dk, each.unflatten(1, (-1, chunks.repeat)).sum(2) if chunks.repeat > 1 else each)
+        dk.copy_(chunks.tokens(X.mul(given.beta).mul_(given.from_start), given.repeat))
     if need & NEED_V:
-        chunks.scatter(dv, Y * chunks.beta)
+        dv.copy_(chunks.tokens(Y * given.beta))
     if need & NEED_BETA:
-        chunks.scatter(dbeta, (Y * chunks.v).sum(-1, keepdim=True).add_(of_keys).squeeze(-1))
+        dbeta.copy_(chunks.tokens((Y * given.v).sum(-1, keepdim=True).add_(of_keys).squeeze(-1)))
     if need & NEED_DECAY:
-        chunks.scatter(ddecay, (of_keys * chunks.beta).squeeze(-1))
+        ddecay.copy_(chunks.tokens((of_keys * given.beta).squeeze(-1)))
     if need & NEED_T:
-        chunks.scatter(dT, dw_chunks @ chunks.beta_k.mT + du_chunks @ chunks.beta_v.mT)
+        dT.copy_(chunks.tokens(dw_chunks @ given.beta_k.mT + du_chunks @ given.beta_v.mT))

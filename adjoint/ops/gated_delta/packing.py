@@ -6,6 +6,7 @@ cuts from its only row. Chunks and segments are counted from a sequence's own st
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,9 +49,33 @@ class Group:
         """How many sequences, from the first, reach a segment."""
         return int((self.lengths > segment * SEGMENT).sum())
 
-    def saved(self, segment: int) -> Tensor:
+    @cached_property
+    def spacing(self) -> int | None:
+        """The distance of sequences of one length that follow each other evenly, as the rows of a batch do.
+
+        They are read and written as views then: no table of places goes to the device.
+        """
+        number, length = len(self.sequences), int(self.lengths[0])
+        if number == 1:
+            return length
+        distance = int(self.starts[1] - self.starts[0])
+        even = (self.starts.diff() == distance).all() and (self.sequences.diff() == 1).all()
+        return distance if even and int(self.lengths[-1]) == length else None
+
+    def numbers(self, device: torch.device) -> slice | Tensor:
+        """The numbers of the sequences, as an index."""
+        if self.spacing is None:
+            return self.sequences.to(device)
+        first = int(self.sequences[0])
+        return slice(first, first + len(self.sequences))
+
+    def saved(self, segment: int, device: torch.device) -> Tensor:
         """Where the states at the beginning of a segment, not the first, are kept: no two share a place."""
-        return self.starts[: self.active(segment)] // SEGMENT + segment - 1
+        if self.spacing is None:
+            starts = self.starts[: self.active(segment)].to(device)
+        else:
+            starts = torch.arange(len(self.starts), device=device) * self.spacing + int(self.starts[0])
+        return starts // SEGMENT + segment - 1
 
 
 def saved_states(tokens: int) -> int:
@@ -101,19 +126,16 @@ def groups(starts: Tensor, lengths: Tensor, key_heads: int, value_heads: int) ->
 
 
 class Tokens:
-    """The tokens of one segment of a group, as `[steps, sequences, chunk]` places on the flat token axis."""
+    """The tokens of one segment of a group, as `[steps, sequences, chunk]`."""
 
     def __init__(self, group: Group, segment: int, device: torch.device) -> None:
-        self.number = group.active(segment)
-        self.chunk = group.chunk
+        self.number, self.chunk = group.active(segment), group.chunk
         lengths = (group.lengths[: self.number] - segment * SEGMENT).clamp_max(SEGMENT)
         starts = group.starts[: self.number] + segment * SEGMENT
-        self.steps = -(-int(lengths[0]) // self.chunk)
-        padded = self.steps * self.chunk
-        self.whole = bool((lengths == padded).all())
-        self.stretch = slice(int(starts[0]), int(starts[0]) + int(lengths[0])) if self.number == 1 else None
-        if self.stretch is None:
-            place = torch.arange(padded)
+        self.start, self.length, self.spacing = int(starts[0]), int(lengths[0]), group.spacing
+        self.steps = -(-self.length // self.chunk)
+        if self.spacing is None:
+            place = torch.arange(self.steps * self.chunk)
             inside = place[None] < lengths[:, None]
             places = torch.where(inside, starts[:, None] + place[None], 0)
 
@@ -121,39 +143,45 @@ class Tokens:
                 return x.view(self.number, self.steps, self.chunk).transpose(0, 1).contiguous().to(device)
 
             self.inside, self.places = by_step(inside), by_step(places)
-            self.own = self.places[self.inside]
+
+    def _parts(self, x: Tensor, chunks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of `[tokens, heads, ...]` and of `[steps, sequences, heads, chunk, ...]` that hold the same tokens:
+        the whole chunks, and the tail."""
+        assert self.spacing is not None
+        size = (self.number, self.length, *x.shape[1:])
+        step = x.stride(0)
+        rows = x.as_strided(size, (self.spacing * step, step, *x.stride()[1:]), x.storage_offset() + self.start * step)
+        whole, tail = divmod(self.length, self.chunk)
+        if whole:
+            yield (
+                rows[:, : whole * self.chunk].unflatten(1, (whole, self.chunk)).transpose(0, 1),
+                chunks[:whole].transpose(2, 3),
+            )
+        if tail:
+            yield rows[:, whole * self.chunk :], chunks[whole].transpose(1, 2)[:, :tail]
 
     def gather(self, x: Tensor, wide: torch.dtype) -> Tensor:
         """[tokens, heads, ...] -> [steps, sequences, heads, chunk, ...], in another dtype; padding is 0."""
-        rest = x.shape[1:]
-        if self.stretch is None:
-            found = x.index_select(0, self.places.view(-1))
-        else:
-            found = x[self.stretch]
-            missing = self.steps * self.chunk - found.shape[0]
-            if missing:
-                found = torch.cat((found, found.new_zeros(missing, *rest)))
-        moved = found.unflatten(0, (self.steps, self.number, self.chunk)).transpose(2, 3)
-        result = torch.empty(moved.shape, dtype=wide, device=x.device).copy_(moved)
-        if self.stretch is None and not self.whole:
-            shape = (self.steps, self.number, 1, self.chunk) + (1,) * (result.dim() - 4)
-            result.masked_fill_(~self.inside.view(shape), 0)
+        shape = (self.steps, self.number, x.shape[1], self.chunk, *x.shape[2:])
+        result = torch.empty(shape, dtype=wide, device=x.device)
+        if self.spacing is None:
+            found = x.index_select(0, self.places.view(-1)).unflatten(0, (self.steps, self.number, self.chunk))
+            result.copy_(found.transpose(2, 3))
+            padding = ~self.inside.view(self.steps, self.number, 1, self.chunk, *(1,) * (x.dim() - 2))
+            return result.masked_fill_(padding, 0)
+        if self.length % self.chunk:
+            result[-1].zero_()
+        for own, chunks in self._parts(x, result):
+            chunks.copy_(own)
         return result
 
     def scatter(self, out: Tensor, chunks: Tensor) -> None:
         """The inverse: writes the group's own tokens into `[tokens, heads, ...]`, rounded to its dtype."""
-        moved = chunks.transpose(2, 3)
-        if self.stretch is not None:
-            length = self.stretch.stop - self.stretch.start
-            whole, tail = divmod(length, self.chunk)
-            begin = self.stretch.start
-            if whole:
-                target = out[begin : begin + whole * self.chunk]
-                target.unflatten(0, (whole, self.chunk)).copy_(moved[:whole, 0])
-            if tail:
-                out[begin + whole * self.chunk : self.stretch.stop].copy_(moved[whole, 0, :tail])
+        if self.spacing is None:
+            out[self.places[self.inside]] = chunks.transpose(2, 3)[self.inside].to(out.dtype)
             return
-        out[self.own] = moved[self.inside].to(out.dtype)
+        for own, part in self._parts(out, chunks):
+            own.copy_(part)
 
 
 def chunks_of(starts: Tensor, lengths: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ DOMAIN = (
     "below the smallest number of the accumulator may be 0"
 )
 
-CASES = "the family's cases: random, nearly equal, orthogonal and repeated keys, no decay and strong decay, packed"
+CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay and strong decay, packed"
 
 
 def writing(compute: Compute) -> Callable[..., tuple[Tensor, ...]]:

@@ -216,7 +216,7 @@ def test_saved_states_never_share_a_place() -> None:
         place
         for group in packing.groups(*packing.bounds(1, 9000, bounds, raises=True), 1, 1)
         for segment in range(1, group.segments)
-        for place in group.saved(segment).tolist()
+        for place in group.saved(segment, torch.device("cpu")).tolist()
     ]
     assert len(set(places)) == len(places) == sum(-(-int(n) // 1024) - 1 for n in bounds.diff() if n)
     assert max(places) < packing.saved_states(9000)
