@@ -136,7 +136,7 @@ def scale_of(op: str, scale: float | None, K: int) -> float:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the dtype autocast asks for; gates keep their values, widened where their dtype no longer fits."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, g, beta
     low = torch.get_autocast_dtype(q.device.type)
 

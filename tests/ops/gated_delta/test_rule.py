@@ -198,6 +198,26 @@ def test_compiled_with_packed_sequences() -> None:
     torch._dynamo.reset()
 
 
+def test_a_plan_from_shapes_alone() -> None:
+    tokens = [x.to("meta") for x in drawn((1, 5, 1, 2, 4, 4), torch.bfloat16)[:5]]
+    with torch.autocast("cpu", dtype=torch.float16):
+        plan = adjoint.plan(adjoint.gated_delta_rule, *tokens, device="cpu")
+    assert (plan.name, plan.adjoint.name) == ("eager.chunked", "eager.chunked")
+    assert plan.guarantee["o"].repeatable and not plan.guarantee["o"].batch_invariant
+
+
+def test_outputs_and_gradients_into_given_memory() -> None:
+    *tokens, state, _ = drawn((1, 70, 1, 2, 4, 3), torch.float32)
+    plan = adjoint.plan(adjoint.gated_delta_rule, *tokens, initial_state=state, output_final_state=True)
+    expected = plan.run(*tokens, state, None)
+    out = tuple(torch.full_like(x, torch.nan) for x in expected)
+    plan.run(*tokens, state, None, out=out)
+    assert all(map(torch.equal, out, expected))
+    upstream = tuple(map(torch.ones_like, expected[:2]))
+    gradients = plan.adjoint.run(*tokens, *upstream, state, None, expected[2])
+    assert [x.shape for x in gradients] == [x.shape for x in (*tokens, state)]
+
+
 def test_bounds_in_32_bits() -> None:
     *inputs, bounds = drawn((1, 20, 1, 1, 4, 4), cu_seqlens=(0, 7, 20))
     for got, expected in zip(rule((*inputs, bounds.int())), rule((*inputs, bounds)), strict=True):
