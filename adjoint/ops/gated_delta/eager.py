@@ -34,6 +34,7 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
+from adjoint.ops.gated_delta.inverse import inverse
 from adjoint.ops.gated_delta.packing import Group, Tokens, bounds, groups
 
 EPSILON = 1e-6
@@ -42,40 +43,10 @@ EPSILON = 1e-6
 NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in range(6))
 """Bits of the gradients a backward computes."""
 
-_SUBSTITUTED = 16
-"""Rows of a diagonal block that is inverted row by row; larger ones are put together from these."""
-
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type everything is computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def inverse(A: Tensor) -> Tensor:
-    """(I + A)⁻¹ of strictly lower triangular matrices [..., C, C], C a power of two.
-
-    Diagonal blocks by substitution, then pairs of blocks into one of twice the size:
-    the inverse of [[X, 0], [Z, Y]] is [[X⁻¹, 0], [−Y⁻¹ Z X⁻¹, Y⁻¹]].
-    """
-    size = A.shape[-1]
-    A = A.reshape(-1, size, size)
-    width = min(size, _SUBSTITUTED)
-    T = torch.zeros_like(A)
-    T.diagonal(dim1=1, dim2=2).fill_(1)
-    diagonal = torch.cat([A[:, b : b + width, b : b + width] for b in range(0, size, width)])
-    block = torch.cat([T[:, b : b + width, b : b + width] for b in range(0, size, width)])
-    for i in range(1, width):
-        block[:, i, :i] = torch.bmm(diagonal[:, i : i + 1, :i], block[:, :i, :i]).neg_()[:, 0]
-    for number, part in enumerate(block.split(len(A)) if len(A) else ()):
-        begin = number * width
-        T[:, begin : begin + width, begin : begin + width] = part
-    while width < size:
-        for begin in range(0, size, 2 * width):
-            upper, lower = slice(begin, begin + width), slice(begin + width, begin + 2 * width)
-            joined = torch.bmm(torch.bmm(T[:, lower, lower], A[:, lower, upper]), T[:, upper, upper])
-            T[:, lower, upper] = joined.neg_()
-        width *= 2
-    return T
 
 
 # --------------------------------------------------------------------------------------------- one block

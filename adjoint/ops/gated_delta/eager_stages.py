@@ -6,7 +6,8 @@
 import torch
 from torch import Tensor
 
-from adjoint.ops.gated_delta.eager import inverse, wide
+from adjoint.ops.gated_delta.eager import wide
+from adjoint.ops.gated_delta.inverse import inverse
 from adjoint.ops.gated_delta.packing import bounds, chunks_of
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import second_derivative
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.op import define
@@ -72,8 +73,6 @@ class Stage:
             outputs = definition.allocate(*(x.to("meta") for x in inputs), *_meta(rest))
             for label, gradient, output in zip(upstream, arguments[count:], outputs, strict=False):
                 if gradient is not None:
-                    from adjoint.core.arguments import require_floating, require_like
-
                     require_floating(name, label, gradient)
                     require_like(name, label, gradient.to("meta"), label[1:], output)
 

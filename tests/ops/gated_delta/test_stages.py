@@ -6,6 +6,7 @@ import torch
 import adjoint
 from adjoint import gated_delta
 from adjoint.core.inputs import leaves
+from adjoint.ops.gated_delta.inverse import inverse
 from tests.ops.gated_delta.sequences import by_recurrence, drawn, gradients_of, relative
 
 
@@ -52,8 +53,6 @@ def test_solve_reads_what_stands_below_the_diagonal() -> None:
 
 
 def test_inverse_of_every_size() -> None:
-    from adjoint.ops.gated_delta.eager import inverse
-
     for size in (1, 2, 8, 16, 32, 64):
         A = (
             torch.randn(3, size, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64).tril(-1)
