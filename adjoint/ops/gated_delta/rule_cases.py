@@ -87,8 +87,8 @@ def _strided(x: Tensor) -> Tensor:
 
 
 _CASES = (
-    Case("grouped heads", tokens((2, 5, 1, 2, 3, 2))),
-    Case("a tail, no state", tokens((1, 70, 2, 2, 16, 8), state=False)),
+    Case("grouped heads", tokens((2, 4, 2, 4, 3, 2))),
+    Case("a tail, no state", tokens((1, 70, 2, 4, 16, 8), state=False)),
     Case("packed", tokens((1, 90, 1, 2, 8, 12), cu_seqlens=(0, 0, 1, 66, 90, 90), wide_gates=False)),
     Case(
         "nearly equal keys, no decay", tokens((1, 80, 1, 1, 16, 16), keys=_nearly_equal, decay=None, strength=(0.9, 1))
@@ -163,13 +163,20 @@ def _late_decay(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *rest:
     return reference.gated_delta_rule(q, k, v, torch.cat((g[:, :1] * 0, g[:, :-1]), 1), beta, *rest)
 
 
+def _interleaved(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Value head h reads key head h modulo Hg."""
+    times = v.shape[2] // q.shape[2]
+    return reference.gated_delta_rule(q.repeat(1, 1, times, 1), k.repeat(1, 1, times, 1), v, *rest)
+
+
 _MISTAKES = {
     "zero output": zeros,
     "no decay": wrong(_changed(g=torch.zeros_like)),
     "decay a token late": wrong(_late_decay),
+    "wrong head map": wrong(_interleaved),
     "gradient of beta dropped": wrong(_changed(beta=Tensor.detach), right=reference.gated_delta_rule),
     "gradient of g dropped": wrong(_changed(g=Tensor.detach), right=reference.gated_delta_rule),
-    "values in a narrow type": wrong(_changed(v=lambda x: x * (1 + 2.0**-7))),
+    "values off by a unit of bfloat16": wrong(_changed(v=lambda x: x * (1 + 2.0**-7))),
 }
 
 _INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
