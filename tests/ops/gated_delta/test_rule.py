@@ -151,6 +151,7 @@ EXTREMES = {
     "orthogonal keys": ((1, 100, 1, 1, 16, 8), {"keys": _orthogonal, "strength": (1.0, 1.0)}),
     "decay that leaves nothing": ((1, 100, 1, 1, 8, 8), {"decay": 5000.0}),
     "decay that leaves little": ((1, 200, 1, 1, 8, 8), {"decay": 5.0}),
+    "long sums of short decays": ((1, 65, 1, 1, 8, 8), {"keys": _orthogonal, "decay": 40.0}),
     "no strength": ((1, 70, 1, 1, 4, 4), {"strength": (0.0, 0.0)}),
 }
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import adjoint
+from adjoint.core.inputs import leaves
 from adjoint.ops.gated_delta.plans import FORWARD
-from tests.ops.gated_delta.sequences import drawn, relative
+from tests.ops.gated_delta.sequences import by_recurrence, drawn, gradients_of, relative
 
 
 def test_prefill_then_steps_follow_the_recurrence() -> None:
@@ -49,6 +50,15 @@ def test_all_states() -> None:
     pool = state.clone()
     _, states_again = adjoint.gated_delta_step(*tokens, pool, in_place=True, return_all_states=True)
     assert torch.equal(states_again, states) and torch.equal(pool, last)
+
+
+def test_gradients_are_those_of_the_rule() -> None:
+    inputs = leaves(drawn((2, 16, 1, 2, 4, 3)))
+    *tokens, state, _ = inputs
+    steps = gradients_of(adjoint.gated_delta_step(*tokens, state), inputs)
+    _, exact = by_recurrence(inputs)
+    for got, expected in zip(steps, exact, strict=True):
+        assert relative(got, expected) < 1e-13
 
 
 def test_rows_may_share_a_state_out_of_place() -> None:
