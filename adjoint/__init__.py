@@ -5,9 +5,10 @@ from adjoint.core.errors import ArgumentError, Unsupported, check, checked
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
-from adjoint.ops import moe
+from adjoint.ops import gated_delta, moe
 from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
+from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
 
 __version__ = "0.1.0"
@@ -25,6 +26,9 @@ __all__ = [
     "checked",
     "embedding",
     "embedding_bag",
+    "gated_delta",
+    "gated_delta_rule",
+    "gated_delta_step",
     "moe",
     "nn",
     "plan",

@@ -17,7 +17,7 @@ from adjoint.core.cases import Workload
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.inputs import Inputs, differentiable, leaves
-from adjoint.core.plan import bind, plan
+from adjoint.core.plan import plan
 from adjoint.core.preference import resolve
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "forward + backward"
@@ -79,12 +79,13 @@ def ours(task: Task) -> Contender:
     """The plan a call would use, writing into memory that is there already; a step goes through the public function."""
     subject, text = task.workload.subject, resolve(None)
     if task.direction == STEP:
-        adjoint = plan(subject.function, *task.inputs, **subject.keywords).adjoint
+        positional, named = subject.arguments(task.inputs)
+        adjoint = plan(subject.function, *positional, **named).adjoint
         if adjoint is None:
             raise Unsupported(f"{subject.name} has no adjoint")
         promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
         return replace(_through_autograd(subject, task), guarantee=promised)
-    call = bind(subject.function, *task.inputs, **subject.keywords)
+    call = subject.bind(task.inputs)
     timed = bound.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
     if task.direction == BACKWARD:

@@ -29,7 +29,6 @@ from adjoint.bench.timing import copy_ceiling, matrix_ceiling, time_on
 from adjoint.core.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.inputs import Inputs
-from adjoint.core.plan import bind
 from adjoint.ops import FAMILIES
 
 OURS, EAGER, COMPILED, DETERMINISTIC = "adjoint", "torch eager", "torch.compile", "torch deterministic"
@@ -170,7 +169,7 @@ def measure(
             yield Row(family, workload.name, direction, OURS, LEFT_OUT, _bytes(workload, direction), note=note)
         return
     inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
-    call = bind(subject.function, *inputs, **subject.keywords)
+    call = subject.bind(inputs)
     with torch.no_grad():
         outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
     upstream = tuple(_normal_like(output, source) for output in outputs)

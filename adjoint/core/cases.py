@@ -14,6 +14,7 @@ from torch import Tensor
 from adjoint.core import batching
 from adjoint.core.batching import Answers, Rebatch
 from adjoint.core.inputs import Inputs, is_differentiable
+from adjoint.core.plan import Call, bind
 
 __all__ = ["Answers", "BadCall", "Case", "Inputs", "Make", "Rebatch", "Special", "Subject", "Workload"]
 
@@ -85,6 +86,7 @@ class Subject:
         pieces: `(arguments, outputs) -> (arguments, outputs), ...`: what a reference takes and
             gives, cut into pieces of about `batching.PIECE` elements that it maps one to one.
         autocast: names of the inputs that the op casts under autocast; the others keep their dtype.
+        by_name: names of the inputs, the last ones, that the function takes by name.
     """
 
     name: str
@@ -105,9 +107,21 @@ class Subject:
     rebatched: Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]] | None = None
     pieces: Callable[[Inputs, tuple[Tensor, ...]], Iterable[tuple[Inputs, tuple[Tensor, ...]]]] | None = None
     autocast: tuple[str, ...] = ()
+    by_name: tuple[str, ...] = ()
 
     def __call__(self, *inputs: Tensor | None, **keywords: Any) -> Any:
-        return self.function(*inputs, **self.keywords, **keywords)
+        positional, named = self.arguments(inputs)
+        return self.function(*positional, **named, **keywords)
+
+    def arguments(self, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
+        """The arguments of a call with these inputs, those of the mode included: by position, and by name."""
+        first = len(self.inputs) - len(self.by_name)
+        return inputs[:first], {**dict(zip(self.by_name, inputs[first:], strict=True)), **self.keywords}
+
+    def bind(self, inputs: Inputs) -> Call:
+        """The operators and arguments a call with these inputs amounts to."""
+        positional, named = self.arguments(inputs)
+        return bind(self.function, *positional, **named)
 
     def gradients(self, inputs: Inputs) -> tuple[str, ...]:
         """The names of the adjoint's outputs that are gradients of these inputs, in their order."""

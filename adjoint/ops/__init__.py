@@ -4,5 +4,5 @@ Every family has the same rooms: the contract (one module per op), `reference`, 
 `plans` and `cases`. A family listed here is verified, benchmarked and documented with the others.
 """
 
-FAMILIES = ("activation", "embedding", "indexing", "moe")
+FAMILIES = ("activation", "embedding", "indexing", "moe", "gated_delta")
 """The families, by folder name."""

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from adjoint.core import bound, kernels
 from adjoint.core.cases import Case, Subject
 from adjoint.core.inputs import Inputs, differentiable, each, leaves
-from adjoint.core.plan import bind, forget
+from adjoint.core.plan import forget
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
 from adjoint.verify.bits import same_bits
@@ -129,7 +129,9 @@ def _autocast(
     """Results under autocast to a dtype, and what they must be: those for inputs that were cast where the op casts."""
     named = zip(subject.inputs, base.inputs, strict=True)
     inputs = tuple(t.to(low) if t is not None and name in subject.autocast else t for name, t in named)
-    upstream = tuple(t.to(low) for t in base.upstream) if subject.autocast else base.upstream
+    with torch.no_grad():
+        outputs = as_tuple(subject(*inputs, preference=preference))
+    upstream = tuple(t.to(output.dtype) for t, output in zip(base.upstream, outputs, strict=True))
     expected = differentiate(subject, inputs, upstream, preference)
     with torch.autocast(device.type, dtype=low):
         found = differentiate(subject, base.inputs, upstream, preference)
@@ -188,7 +190,7 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     first = evaluate(subject, _case(subject), dtype, device, preference, seed=1)
     second = evaluate(subject, _case(subject), dtype, device, preference, seed=2)
     inputs, upstream = each(Tensor.clone, first.inputs), tuple(t.clone() for t in first.upstream)
-    call, text = bind(subject.function, *inputs, **subject.keywords), resolve(preference)
+    call, text = subject.bind(inputs), resolve(preference)
     forward = bound.forward(call, text)
     outputs = forward.plan.prepare().allocate(forward.arguments)
     backward = bound.backward(call, upstream, outputs, text)

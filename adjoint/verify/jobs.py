@@ -16,6 +16,7 @@ from adjoint.core.problem import short
 from adjoint.ops import FAMILIES
 from adjoint.verify import bits, framework, numerics
 from adjoint.verify.row import Row
+from adjoint.verify.run import generator
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ def available_backends(device: torch.device) -> list[str]:
     return [backend for backend in BACKENDS if backend != "triton" or not why_not_triton(device)]
 
 
+def _serves(subject: Subject, backend: str) -> bool:
+    """Whether both directions of a subject have a plan of a backend at all: an op may be without kernels."""
+    call = subject.bind(subject.cases[0].make(_default_dtype(subject), torch.device("cpu"), generator()))
+    operators = [operator for operator in (call.operator, call.adjoint) if operator is not None]
+    return all(any(plan.backend == backend for plan in operator.candidates()) for operator in operators)
+
+
 def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False) -> list[Job]:
     """Every check of the named ops on a device. `thorough` runs the checks that hardly depend on it for every dtype."""
     device = torch.device(device)
@@ -69,7 +77,7 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
     for subject in chosen:
         if device.type == "cpu":
             subject = replace(subject, cases=tuple(case for case in subject.cases if not case.heavy))
-        for backend in available_backends(device):
+        for backend in filter(partial(_serves, subject), available_backends(device)):
             listed += _numerical(subject, backend, device, thorough)
             listed += _framework(subject, backend, device, thorough)
         listed += [job for plan in subject.plans for job in _named_plan(subject, plan, device)]

@@ -11,7 +11,7 @@ from adjoint.core.bound import Bound
 from adjoint.core.cases import Case, Subject
 from adjoint.core.guarantee import Guarantee, Measurement
 from adjoint.core.inputs import Inputs, differentiable, leaves, widened
-from adjoint.core.plan import Plan, bind, plan
+from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, resolve
 
 
@@ -66,7 +66,8 @@ def evaluate(
 
 
 def plan_of(subject: Subject, inputs: Inputs, preference: Preference) -> Plan:
-    return plan(subject.function, *inputs, preference=preference, **subject.keywords)
+    positional, named = subject.arguments(inputs)
+    return plan(subject.function, *positional, preference=preference, **named)
 
 
 def plan_names(chosen: Plan) -> str:
@@ -90,7 +91,7 @@ class Directions:
 
 def directions_of(subject: Subject, found: Evaluation, preference: Preference) -> Directions:
     """The plans an evaluation takes, whatever the layout of its upstream gradients, and their arguments."""
-    call, text = bind(subject.function, *found.inputs, **subject.keywords), resolve(preference)
+    call, text = subject.bind(found.inputs), resolve(preference)
     forward = bound.forward(call, text)
     outputs = forward.run()
     return Directions(forward, bound.backward(call, found.upstream, outputs, text), outputs)

@@ -82,3 +82,10 @@ def test_bits_of_every_type_are_compared(dtype: torch.dtype) -> None:
     ones, zeros = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
     assert checks.same_bits(ones, ones.clone()) and not checks.same_bits(ones, zeros)
     assert not checks.same_bits(ones, ones.double()) and not checks.same_bits(ones, ones[:2])
+
+
+def test_a_backend_without_a_plan_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = sys.modules["adjoint.verify.jobs"]  # the package has a function of that name
+    monkeypatch.setattr(listing, "available_backends", lambda device: ["triton", "eager", "nonsense"])
+    backends = {job.backend for job in listing.jobs(["swiglu"])}
+    assert backends == {"triton", "eager", ""}

@@ -1,0 +1,1 @@
+"""What lets existing code use the operations by changing an import."""

@@ -1,0 +1,181 @@
+"""The gated delta rule under the signatures of flash-linear-attention.
+
+Code that imports `chunk_gated_delta_rule` and `fused_recurrent_gated_delta_rule` from `fla.ops.gated_delta_rule`
+switches by importing them from here: the names, order and defaults of the arguments are the same, and so is what is
+returned. An argument that cannot be honoured raises and is named; none is ignored that would change a result.
+
+Different on purpose: gradients of both, `torch.compile`, the CPU, and an error where g is positive. The final state is
+float32 (float64 for float64) whatever the dtype of the initial one.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.rule import gated_delta_rule
+from adjoint.ops.gated_delta.step import MAX_TOKENS, gated_delta_step
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, T, HV, V], and final states [N, HV, K, V] or None, for whole sequences.
+
+    `cu_seqlens_cpu` and `chunk_indices`, which repeat what `cu_seqlens` says, are not needed.
+
+    Args:
+        kwargs: `use_gate_in_kernel`, `A_log` and `dt_bias`, for a g that is the gate's raw input; `chunk_size`, which
+            must be 64; `transpose_state_layout`, an older name of `state_v_first`.
+    """
+    op = "chunk_gated_delta_rule"
+    if cp_context is not None:
+        raise Unsupported(f"{op}: cp_context, context parallelism, is not supported; leave it None")
+    chunk_size = kwargs.pop("chunk_size", CHUNK)
+    if chunk_size != CHUNK:
+        raise Unsupported(f"{op}: chunk_size must be {CHUNK}, which is part of the results' bits, got {chunk_size}")
+    raw, A_log, dt_bias = (kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias"))
+    state_v_first = _layout(op, state_v_first, kwargs)
+    _refuse(op, kwargs)
+    g = _gate(op, g, bool(raw), A_log, dt_bias)
+    beta = _strength(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    o, final_state = gated_delta_rule(
+        q,
+        k,
+        v,
+        _as_gate(g, q),
+        _as_gate(beta, q),
+        scale=scale,
+        initial_state=_state(initial_state, q, state_v_first),
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        normalize_qk=use_qk_l2norm_in_kernel,
+    )
+    return o, _turned(final_state, state_v_first)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, T, HV, V], and final states [N, HV, K, V] or None: a step of decoding where that is what it is.
+
+    Up to 16 tokens of each row go one after the other; longer and packed sequences go by chunks.
+    """
+    op = "fused_recurrent_gated_delta_rule"
+    for name, value in (("gk", gk), ("gv", gv)):
+        if value is not None:
+            raise Unsupported(f"{op}: {name}, a decay of its own for every element of a head, is not supported")
+    state_v_first = _layout(op, state_v_first, kwargs)
+    _refuse(op, kwargs)
+    gates = (*v.shape[:3],)
+    if g is None:
+        if use_gate_in_kernel:
+            raise ArgumentError(f"{op}: use_gate_in_kernel=True needs g, the gate's raw input, and it is None")
+        g = torch.zeros(gates, dtype=torch.float32, device=v.device)
+    g = _as_gate(_gate(op, g, use_gate_in_kernel, A_log, dt_bias), q)
+    beta = torch.ones(gates, dtype=torch.float32, device=v.device) if beta is None else beta
+    beta = _as_gate(_strength(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), q)
+    state = _state(initial_state, q, state_v_first)
+    if cu_seqlens is None and 1 <= q.shape[1] <= MAX_TOKENS:
+        if state is None:
+            kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+            state = torch.zeros((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=kind, device=v.device)
+        o, final = gated_delta_step(q, k, v, g, beta, state, scale=scale, normalize_qk=use_qk_l2norm_in_kernel)
+        return o, _turned(final, state_v_first) if output_final_state else None
+    o, final_state = gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        normalize_qk=use_qk_l2norm_in_kernel,
+    )
+    return o, _turned(final_state, state_v_first)
+
+
+def _refuse(op: str, kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        raise ArgumentError(f"{op}: does not know {', '.join(sorted(kwargs))}")
+
+
+def _layout(op: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
+    """Whether states are [V, K]; under its older name as well, but not under both."""
+    older = kwargs.pop("transpose_state_layout", None)
+    if older is not None and state_v_first:
+        raise ArgumentError(f"{op}: transpose_state_layout is an older name of state_v_first; give one of them")
+    return bool(state_v_first if older is None else older)
+
+
+def _gate(op: str, g: Tensor, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    """g as it is, or −e^{A_log}·softplus(g + dt_bias)."""
+    if not raw:
+        return g
+    if A_log is None:
+        raise ArgumentError(f"{op}: use_gate_in_kernel=True needs A_log, and it is None")
+    shifted = g.float() if dt_bias is None else g.float() + dt_bias.float()
+    return -A_log.float().exp() * F.softplus(shifted)
+
+
+def _strength(op: str, beta: Tensor, logits: bool, doubled: bool) -> Tensor:
+    """beta as it is, or σ(beta), or 2·σ(beta)."""
+    if doubled and not logits:
+        raise ArgumentError(f"{op}: allow_neg_eigval=True goes with use_beta_sigmoid_in_kernel=True")
+    if not logits:
+        return beta
+    return beta.float().sigmoid() * (2 if doubled else 1)
+
+
+def _as_gate(x: Tensor, q: Tensor) -> Tensor:
+    """In the dtype of q, or float32: no digit is lost."""
+    return x if x.dtype in (q.dtype, torch.float32) else x.to(torch.promote_types(torch.float32, q.dtype))
+
+
+def _state(state: Tensor | None, q: Tensor, state_v_first: bool) -> Tensor | None:
+    if state is None:
+        return None
+    return (state.mT if state_v_first else state).to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _turned(state: Tensor | None, state_v_first: bool) -> Tensor | None:
+    return state.mT.contiguous() if state is not None and state_v_first else state

@@ -1,0 +1,196 @@
+"""Where sequences lie, and which of them the eager path takes at a time.
+
+All sequences are stretches of one flat token axis: the rows of a batch one after the other, or what `cu_seqlens`
+cuts from its only row. Chunks and segments are counted from a sequence's own start.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from adjoint.core.errors import report
+from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
+
+CHUNK = 64
+"""Tokens of a chunk, counted from the start of a sequence."""
+
+SEGMENT = 1024
+"""Tokens between the states that a forward keeps for its backward, counted from the start of a sequence."""
+
+_ROWS = 2**15
+"""Tokens times value heads that are worked on at once: bounds the memory in between, and keeps it warm."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of similar length, longest first, and a range of key heads, worked on together.
+
+    Attributes:
+        chunk: a power of two, `CHUNK`, or less where every sequence fits into one smaller chunk.
+        sequences: their numbers; starts: where they begin; lengths: how many tokens they have, none of them 0.
+        first_head, heads: the range of key heads.
+    """
+
+    chunk: int
+    sequences: Tensor
+    starts: Tensor
+    lengths: Tensor
+    first_head: int
+    heads: int
+
+    @property
+    def segments(self) -> int:
+        return -(-int(self.lengths[0]) // SEGMENT)
+
+    def active(self, segment: int) -> int:
+        """How many sequences, from the first, reach a segment."""
+        return int((self.lengths > segment * SEGMENT).sum())
+
+    @cached_property
+    def spacing(self) -> int | None:
+        """The distance of sequences of one length that follow each other evenly, as the rows of a batch do.
+
+        They are read and written as views then: no table of places goes to the device.
+        """
+        number, length = len(self.sequences), int(self.lengths[0])
+        if number == 1:
+            return length
+        distance = int(self.starts[1] - self.starts[0])
+        even = (self.starts.diff() == distance).all() and (self.sequences.diff() == 1).all()
+        return distance if even and int(self.lengths[-1]) == length else None
+
+    def numbers(self, device: torch.device) -> slice | Tensor:
+        """The numbers of the sequences, as an index."""
+        if self.spacing is None:
+            return self.sequences.to(device)
+        first = int(self.sequences[0])
+        return slice(first, first + len(self.sequences))
+
+    def saved(self, segment: int, device: torch.device) -> Tensor:
+        """Where the states at the beginning of a segment, not the first, are kept: no two share a place."""
+        if self.spacing is None:
+            starts = self.starts[: self.active(segment)].to(device)
+        else:
+            starts = torch.arange(len(self.starts), device=device) * self.spacing + int(self.starts[0])
+        return starts // SEGMENT + segment - 1
+
+
+def saved_states(tokens: int) -> int:
+    """How many states a forward over so many tokens keeps, at most: none before the first segment of a sequence.
+
+    A sequence keeps ⌈length / SEGMENT⌉ − 1 of them, from place ⌊start / SEGMENT⌋ on, so they never meet.
+    """
+    return tokens // SEGMENT
+
+
+def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tuple[Tensor, Tensor]:
+    """Where each sequence begins on the flat token axis and how long it is, on the CPU; wrong ones are put in order.
+
+    On an accelerator this waits for `cu_seqlens`: the number of chunks is data.
+    """
+    if cu_seqlens is None:
+        starts = torch.arange(rows) * time
+        return starts, torch.full_like(starts, time)
+    if raises:
+        wrong = torch.cat((cu_seqlens[:1] != 0, cu_seqlens[1:] < cu_seqlens[:-1]))
+        wrong |= (cu_seqlens < 0) | (cu_seqlens > time)
+        wrong[-1] |= cu_seqlens[-1] != time
+        report(SEQUENCES_OUT_OF_ORDER, cu_seqlens, wrong)
+    ends = cu_seqlens.cpu().long().clamp(0, time).cummax(0).values
+    return ends[:-1], ends[1:] - ends[:-1]
+
+
+def groups(starts: Tensor, lengths: Tensor, key_heads: int, value_heads: int) -> Iterator[Group]:
+    """All sequences but the empty ones, in groups whose intermediate results have a bounded size."""
+    if key_heads == 0:
+        return
+    lengths, order = lengths.sort(descending=True, stable=True)
+    per_key_head = value_heads // key_heads
+    begin, count = 0, int((lengths > 0).sum())
+    while begin < count:
+        longest = int(lengths[begin])
+        chunk = min(CHUNK, 1 << (longest - 1).bit_length())
+        padded = min(SEGMENT, -(-longest // chunk) * chunk)
+        heads = max(1, min(key_heads, _ROWS // max(1, padded * per_key_head)))
+        fitting = max(1, _ROWS // max(1, padded * per_key_head * heads))
+        # A sequence of less than half the length would be padding for the most part: it waits for a group of its own.
+        similar = int((lengths[begin:count] * 2 > min(longest, SEGMENT)).sum())
+        end = begin + min(fitting, similar)
+        taken = order[begin:end]
+        for first in range(0, key_heads, heads):
+            yield Group(chunk, taken, starts[taken], lengths[begin:end], first, min(heads, key_heads - first))
+        begin = end
+
+
+class Tokens:
+    """The tokens of one segment of a group, as `[steps, sequences, chunk]`."""
+
+    def __init__(self, group: Group, segment: int, device: torch.device) -> None:
+        self.number, self.chunk = group.active(segment), group.chunk
+        lengths = (group.lengths[: self.number] - segment * SEGMENT).clamp_max(SEGMENT)
+        starts = group.starts[: self.number] + segment * SEGMENT
+        self.start, self.length, self.spacing = int(starts[0]), int(lengths[0]), group.spacing
+        self.steps = -(-self.length // self.chunk)
+        if self.spacing is None:
+            place = torch.arange(self.steps * self.chunk)
+            inside = place[None] < lengths[:, None]
+            places = torch.where(inside, starts[:, None] + place[None], 0)
+
+            def by_step(x: Tensor) -> Tensor:
+                return x.view(self.number, self.steps, self.chunk).transpose(0, 1).contiguous().to(device)
+
+            self.inside, self.places = by_step(inside), by_step(places)
+
+    def _parts(self, x: Tensor, chunks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of `[tokens, heads, ...]` and of `[steps, sequences, heads, chunk, ...]` that hold the same tokens:
+        the whole chunks, and the tail."""
+        assert self.spacing is not None
+        size = (self.number, self.length, *x.shape[1:])
+        step = x.stride(0)
+        rows = x.as_strided(size, (self.spacing * step, step, *x.stride()[1:]), x.storage_offset() + self.start * step)
+        whole, tail = divmod(self.length, self.chunk)
+        if whole:
+            yield (
+                rows[:, : whole * self.chunk].unflatten(1, (whole, self.chunk)).transpose(0, 1),
+                chunks[:whole].transpose(2, 3),
+            )
+        if tail:
+            yield rows[:, whole * self.chunk :], chunks[whole].transpose(1, 2)[:, :tail]
+
+    def gather(self, x: Tensor, wide: torch.dtype) -> Tensor:
+        """[tokens, heads, ...] -> [steps, sequences, heads, chunk, ...], in another dtype; padding is 0."""
+        shape = (self.steps, self.number, x.shape[1], self.chunk, *x.shape[2:])
+        result = torch.empty(shape, dtype=wide, device=x.device)
+        if self.spacing is None:
+            found = x.index_select(0, self.places.view(-1)).unflatten(0, (self.steps, self.number, self.chunk))
+            result.copy_(found.transpose(2, 3))
+            padding = ~self.inside.view(self.steps, self.number, 1, self.chunk, *(1,) * (x.dim() - 2))
+            return result.masked_fill_(padding, 0)
+        if self.length % self.chunk:
+            result[-1].zero_()
+        for own, chunks in self._parts(x, result):
+            chunks.copy_(own)
+        return result
+
+    def scatter(self, out: Tensor, chunks: Tensor) -> None:
+        """The inverse: writes the group's own tokens into `[tokens, heads, ...]`, rounded to its dtype."""
+        if self.spacing is None:
+            out[self.places[self.inside]] = chunks.transpose(2, 3)[self.inside].to(out.dtype)
+            return
+        for own, part in self._parts(out, chunks):
+            own.copy_(part)
+
+
+def chunks_of(starts: Tensor, lengths: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """All chunks of all sequences, one after the other: places `[chunks, chunk]` on the flat token axis, and which are
+    inside their sequence; the others point to place 0."""
+    numbers = (lengths + chunk - 1) // chunk
+    sequence = torch.repeat_interleave(torch.arange(len(starts)), numbers)
+    first = torch.cat((numbers.new_zeros(1), numbers.cumsum(0)))[:-1]
+    begin = (torch.arange(len(sequence)) - first[sequence]) * chunk
+    offset = begin[:, None] + torch.arange(chunk)[None]
+    inside = offset < lengths[sequence][:, None]
+    return torch.where(inside, starts[sequence][:, None] + offset, 0), inside

@@ -1,0 +1,129 @@
+"""Which code serves which problem of the gated delta rule, and what it guarantees.
+
+One candidate for now, in plain PyTorch. Kernels go before it in the same lists.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem, short
+from adjoint.ops.gated_delta import eager
+from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
+
+Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
+
+DOMAIN = (
+    "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and finite, where the recurrence cannot diverge; results that are "
+    "below the smallest number of the accumulator may be 0"
+)
+
+CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay and strong decay, packed"
+
+
+def writing(compute: Compute) -> Callable[..., tuple[Tensor, ...]]:
+    """A candidate's `run` from what writes into outputs that are there."""
+
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        with torch.autocast(plan.problem.device.type, enabled=False):  # it would round the operands of every product
+            compute(arguments, outputs)
+        return outputs
+
+    return run
+
+
+FORWARD, BACKWARD = 2e-6, 1e-5
+"""Ceilings of what is computed in float32: several times what the cases show, an order below what a mistake does."""
+
+_IN_FLOAT64 = 1e-8
+"""What the same computation in float64 has of them."""
+
+
+def recorded(kind: torch.dtype, computed: torch.dtype, ceiling: float, cases: str = CASES) -> Empirical:
+    """A ceiling for results of a dtype: that of the computation, and half a unit of the type they are stored in."""
+    rounding = torch.finfo(kind).eps / 2 if kind != computed else 0.0
+    return Empirical(ceiling * (_IN_FLOAT64 if computed == torch.float64 else 1.0) + rounding, cases)
+
+
+def promise(problem: Problem, error: Empirical, roundings: int = 1, **words: Any) -> Guarantee:
+    """What torch's matrix products allow to promise: on the CPU, equal calls give equal bits; a sequence's bits may
+    depend on what shares its batch, because the shape of a product may choose its kernel."""
+    return Guarantee(
+        repeatable=problem.device.type == "cpu",
+        batch_invariant="",
+        device_invariant=False,
+        roundings=roundings,
+        error=error,
+        **({"domain": DOMAIN, "accumulator": short(eager.wide(problem.dtypes[0]))} | words),
+    )
+
+
+_OUT_OF_RANGE = (
+    "g above 0 and cu_seqlens out of order are reported: at once on the CPU, by adjoint.check() on a GPU, where g is "
+    "then taken as it is, cu_seqlens as what lies within bounds, and tokens of no sequence give 0"
+)
+
+
+def _rule_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    dtype, wide = problem.dtypes[0], eager.wide(problem.dtypes[0])
+    state = recorded(wide, wide, FORWARD)
+    return {
+        "o": promise(problem, recorded(dtype, wide, FORWARD), int(dtype != wide), out_of_range=_OUT_OF_RANGE),
+        "final_state": promise(problem, state, 0, out_of_range=_OUT_OF_RANGE),
+        "saved": promise(problem, state, 0, domain="what the backward begins its segments with"),
+    }
+
+
+def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    dtype, g, beta = problem.dtypes
+    wide = eager.wide(dtype)
+    kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dinitial_state": wide}
+    return {name: promise(problem, recorded(kind, wide, BACKWARD), int(kind != wide)) for name, kind in kinds.items()}
+
+
+def _rule(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    *given, output_final_state, save = arguments
+    out, final_state, saved = outputs
+    wanted = (final_state if output_final_state else None, saved if save else None)
+    eager.forward(*(*given, out, *wanted))
+
+
+def _rule_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    eager.backward(*(*arguments, outputs))
+
+
+def eager_candidate(
+    name: str,
+    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    compute: Compute,
+    numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
+) -> Candidate:
+    """A candidate in plain PyTorch, for every problem and layout."""
+    return Candidate(
+        name=name,
+        backend="eager",
+        kernel="pytorch",
+        revision=1,
+        refuse=lambda problem: "",
+        guarantee=guarantee,
+        run=writing(compute),
+        numeric=numeric,
+        workspace_bytes=lambda problem: None,
+        any_layout=True,
+    )
+
+
+def _chunks(problem: Problem) -> dict[str, Any]:
+    return {"chunk": CHUNK, "segment": SEGMENT}
+
+
+RULE = (eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks),)
+RULE_BACKWARD = (eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks),)

@@ -1,0 +1,230 @@
+"""The sequences the gated delta rule is tested and verified on, and what is made from them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.cases import Answers, Case, Inputs, Make, Subject
+from adjoint.core.inputs import differentiable, leaves
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.arguments import state_dtype
+from adjoint.ops.gated_delta.rule import gated_delta_rule
+
+# ----------------------------------------------------------------------------------------------- keys
+
+Keys = Callable[[torch.Generator, tuple[int, ...]], Tensor]
+
+
+def _unit(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Random directions, in float64."""
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+
+
+def _nearly_equal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """normalise(k₀ + 0.05·ε): what is new in a value is the small difference of large ones."""
+    batch, _, heads, size = shape
+    near = _unit(generator, (batch, 1, heads, size)) + 0.05 * _unit(generator, shape)
+    return near / near.norm(dim=-1, keepdim=True)
+
+
+def _orthogonal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """The axes in turn."""
+    _, time, _, size = shape
+    return torch.eye(size, dtype=torch.float64)[torch.arange(time) % size][None, :, None].expand(shape)
+
+
+def tokens(
+    shape: tuple[int, int, int, int, int, int],
+    *,
+    cu_seqlens: tuple[int, ...] | None = None,
+    state: bool = True,
+    decay: float | None = 1.0,
+    strength: tuple[float, float] = (0.05, 0.95),
+    keys: Keys = _unit,
+    wide_gates: bool = True,
+    lay: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Make:
+    """q, k, v, g, beta, initial states and bounds of sequences.
+
+    Args:
+        shape: B, T, Hg, H, K, V.
+        decay: the largest −g, uniform from a hundredth of it; None for g = 0.
+        strength: the range of beta.
+        wide_gates: g and beta in float32, not the dtype of q.
+    """
+    batch, time, key_heads, heads, K, V = shape
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        def uniform(low: float, high: float) -> Tensor:
+            drawn = torch.rand((batch, time, heads), generator=generator, dtype=torch.float64)
+            return drawn * (high - low) + low
+
+        gates = state_dtype(dtype) if wide_gates else dtype
+        g = uniform(0.01, 1) * -decay if decay is not None else torch.zeros(batch, time, heads)
+        given: list[Any] = [
+            _unit(generator, (batch, time, key_heads, K)).to(dtype),
+            keys(generator, (batch, time, key_heads, K)).to(dtype),
+            torch.randn((batch, time, heads, V), generator=generator, dtype=torch.float64).to(dtype),
+            g.to(gates),
+            uniform(*strength).to(gates),
+        ]
+        number = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        first = torch.randn((number, heads, K, V), generator=generator, dtype=torch.float64)
+        given = [lay(x).to(device) for x in given]
+        given.append(first.to(state_dtype(dtype)).to(device) if state else None)
+        given.append(None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device))
+        return tuple(given)
+
+    return make
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same values, time last in memory."""
+    return x.transpose(1, -1).contiguous().transpose(1, -1)
+
+
+_CASES = (
+    Case("grouped heads", tokens((2, 4, 2, 4, 3, 2))),
+    Case("a tail, no state", tokens((1, 70, 2, 4, 16, 8), state=False)),
+    Case("packed", tokens((1, 90, 1, 2, 8, 12), cu_seqlens=(0, 0, 1, 66, 90, 90), wide_gates=False)),
+    Case(
+        "nearly equal keys, no decay", tokens((1, 80, 1, 1, 16, 16), keys=_nearly_equal, decay=None, strength=(0.9, 1))
+    ),
+    Case("orthogonal keys, strong decay", tokens((1, 65, 1, 1, 8, 8), keys=_orthogonal, decay=40.0)),
+    Case("strided", tokens((2, 9, 2, 4, 5, 6), lay=_strided)),
+    Case("no tokens", tokens((2, 0, 1, 1, 4, 4))),
+    Case("two segments", tokens((1, 1100, 1, 1, 4, 4), decay=0.05), heavy=True),
+    Case("a layer", tokens((1, 2048, 4, 8, 128, 128), decay=0.1), heavy=True),
+    Case("a layer, keys nearly equal", tokens((1, 1024, 2, 4, 128, 128), keys=_nearly_equal, decay=0.1), heavy=True),
+    Case("largest heads, packed", tokens((1, 700, 1, 2, 256, 256), cu_seqlens=(0, 1, 300, 700)), heavy=True),
+)
+
+# -------------------------------------------------------------------------------------------- mistakes
+
+
+def gradients(function: Callable[..., tuple[Tensor, ...]], outputs: int = 2) -> Callable[..., tuple[Tensor, ...]]:
+    """`(*upstream, *inputs) -> gradients` of a function of torch, by autograd."""
+
+    def slopes_of(*everything: Any) -> tuple[Tensor, ...]:
+        upstream, own = everything[:outputs], leaves(everything[outputs:])
+        with torch.enable_grad():
+            found = function(*own)
+            wanted = differentiable(own)
+            slopes = torch.autograd.grad(
+                [o for o in found if o.requires_grad],
+                wanted,
+                [u for o, u in zip(found, upstream, strict=True) if o.requires_grad],
+                allow_unused=True,
+            )
+        return tuple(
+            torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(wanted, slopes, strict=True)
+        )
+
+    return slopes_of
+
+
+def wrong(
+    change: Callable[..., tuple[Tensor, ...]], right: Callable[..., tuple[Tensor, ...]] | None = None
+) -> Callable[..., Answers]:
+    """The gradients of another function of the inputs, in float64 and rounded as ours are; with the outputs of it, or
+    those of the right one."""
+
+    def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+        exact = tuple(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
+        found = gradients(change, len(upstream))(*(u.double() for u in upstream), *exact)
+        return (
+            tuple(o.detach().to(u.dtype) for o, u in zip((right or change)(*exact), upstream, strict=True)),
+            tuple(d.to(x.dtype) for d, x in zip(found, differentiable(inputs), strict=True)),
+        )
+
+    return answer
+
+
+def _changed(**changes: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The rule on inputs of which some are changed first."""
+    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+
+    def rule(*inputs: Any) -> tuple[Tensor, Tensor]:
+        named = zip(names, inputs, strict=True)
+        return reference.gated_delta_rule(*(changes[n](x) if n in changes and x is not None else x for n, x in named))
+
+    return rule
+
+
+def zeros(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+    return tuple(map(torch.zeros_like, upstream)), tuple(map(torch.zeros_like, differentiable(inputs)))
+
+
+def _late_decay(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Each token's decay one token too late."""
+    return reference.gated_delta_rule(q, k, v, torch.cat((g[:, :1] * 0, g[:, :-1]), 1), beta, *rest)
+
+
+def _interleaved(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Value head h reads key head h modulo Hg."""
+    times = v.shape[2] // q.shape[2]
+    return reference.gated_delta_rule(q.repeat(1, 1, times, 1), k.repeat(1, 1, times, 1), v, *rest)
+
+
+_MISTAKES = {
+    "zero output": zeros,
+    "no decay": wrong(_changed(g=torch.zeros_like)),
+    "decay a token late": wrong(_late_decay),
+    "wrong head map": wrong(_interleaved),
+    "gradient of beta dropped": wrong(_changed(beta=Tensor.detach), right=reference.gated_delta_rule),
+    "gradient of g dropped": wrong(_changed(g=Tensor.detach), right=reference.gated_delta_rule),
+    "values off by a unit of bfloat16": wrong(_changed(v=lambda x: x * (1 + 2.0**-7))),
+}
+
+_INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+
+RULE = Subject(
+    name="gated_delta_rule",
+    function=gated_delta_rule,
+    keywords={"output_final_state": True},
+    inputs=_INPUTS,
+    by_name=("initial_state", "cu_seqlens"),
+    autocast=("q", "k", "v"),
+    reference=reference.gated_delta_rule,
+    reference_backward=gradients(reference.gated_delta_rule),
+    cases=_CASES,
+    mistakes=_MISTAKES,
+)
+
+
+def _normalizing(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return reference.gated_delta_rule(*inputs, normalize_qk=True, scale=0.7)
+
+
+def _scaled(make: Make) -> Make:
+    """q and k of many lengths."""
+
+    def made(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        q, k, *rest = make(dtype, device, generator)
+        return q * 3, k * torch.linspace(0.02, 5, max(1, k.shape[1]), dtype=dtype, device=device)[:, None, None], *rest
+
+    return made
+
+
+NORMALIZED = Subject(
+    name="gated_delta_rule[normalize_qk]",
+    function=gated_delta_rule,
+    keywords={"output_final_state": True, "normalize_qk": True, "scale": 0.7},
+    inputs=_INPUTS,
+    by_name=("initial_state", "cu_seqlens"),
+    autocast=("q", "k", "v"),
+    reference=_normalizing,
+    reference_backward=gradients(_normalizing),
+    cases=(
+        Case("few tokens", _scaled(tokens((1, 4, 1, 2, 3, 2)))),
+        Case("a tail", _scaled(tokens((1, 67, 1, 2, 12, 6)))),
+    ),
+    mistakes={
+        "not normalised": wrong(lambda *inputs: reference.gated_delta_rule(*inputs, scale=0.7)),
+        "default scale": wrong(lambda *inputs: reference.gated_delta_rule(*inputs, normalize_qk=True)),
+    },
+    dtypes=(torch.float64, torch.bfloat16),
+)

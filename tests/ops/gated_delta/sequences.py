@@ -1,0 +1,39 @@
+"""Inputs and comparisons the family's tests share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.cases import Inputs
+from adjoint.core.inputs import differentiable, leaves, widened
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.rule_cases import tokens
+
+CPU = torch.device("cpu")
+
+
+def drawn(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype = torch.float64, **options: Any) -> Inputs:
+    """q, k, v, g, beta, initial states and bounds."""
+    return tokens(shape, **options)(dtype, CPU, torch.Generator().manual_seed(1))
+
+
+def by_recurrence(inputs: Inputs, by_chunks: bool = False, **options: Any) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Outputs, and the gradients of (o·c + final·c).sum() with c the cosine of the position."""
+    own = leaves(widened(inputs))
+    outputs = reference.gated_delta_rule(*own, by_chunks=by_chunks, **options)
+    return outputs, gradients_of(outputs, own)
+
+
+def upstream_of(output: Tensor) -> Tensor:
+    return torch.arange(output.numel(), dtype=torch.float64).cos().view(output.shape).to(output.dtype)
+
+
+def gradients_of(outputs: tuple[Tensor, ...], inputs: Inputs) -> list[Tensor]:
+    return list(torch.autograd.grad(outputs, differentiable(inputs), [upstream_of(o) for o in outputs]))
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    """The norm of the error over that of the exact result, or over the smallest float32 where that underflows."""
+    got, exact = got.detach().double(), exact.detach().double()
+    return float((got - exact).norm() / exact.norm().clamp_min(1e-38))
