@@ -54,6 +54,7 @@ MODULES = {
         "adjoint.ops.moe.losses_kernels",
         "adjoint.ops.moe.experts_kernels",
     ),
+    "gated_delta": (),  # no kernels yet
 }
 """Every module with kernels, under the first family that uses it."""
 
