@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import in_pytorch
 from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import coalesce
@@ -246,18 +247,7 @@ def _eager_forward(unpacked: Callable[[tuple[Any, ...]], tuple[Tensor, Tensor | 
 
 
 def _eager_candidate(run: Any) -> Candidate:
-    return Candidate(
-        name="eager",
-        backend="eager",
-        kernel="pytorch",
-        revision=1,
-        refuse=lambda problem: "",
-        guarantee=lambda problem: guarantee("eager", problem),
-        run=run,
-        numeric=_numeric,
-        workspace_bytes=lambda problem: None,
-        any_layout=True,
-    )
+    return in_pytorch("eager", lambda problem: guarantee("eager", problem), run, _numeric)
 
 
 def _candidates(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
@@ -20,7 +21,6 @@ from adjoint.ops.embedding.plans import (
     order_in_words,
     refuse,
     triton_part,
-    writing,
 )
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -218,18 +218,7 @@ def _candidates(
             schedules=SCHEDULES,
             workspace_bytes=lambda problem: getattr(triton_part("bag_launch"), f"{direction}_regions")(problem).bytes,
         ),
-        Candidate(
-            name="eager.bags",
-            backend="eager",
-            kernel="pytorch",
-            revision=1,
-            refuse=lambda problem: "",
-            guarantee=guarantee,
-            run=writing(compute),
-            numeric=_numeric,
-            workspace_bytes=lambda problem: None,
-            any_layout=True,
-        ),
+        in_pytorch("eager.bags", guarantee, writing(compute), _numeric),
     )
 
 

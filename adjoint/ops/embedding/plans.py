@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core import grouping
+from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
@@ -34,28 +35,12 @@ NEED_WEIGHT, NEED_WEIGHTS = 1, 2
 MAX_NUMBER = 2**31 - 1
 """Ids and rows a lookup can count."""
 
-Run = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
-
 
 def triton_part(module: str) -> Any:
     """A module that imports Triton, on first use."""
     from importlib import import_module
 
     return import_module(f"adjoint.ops.embedding.{module}")
-
-
-def writing(compute: Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]) -> Run:
-    """A candidate's `run` from what writes into outputs that are there."""
-
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        compute(plan, arguments, outputs, workspace)
-        return outputs
-
-    return run
 
 
 def refuse(problem: Problem) -> str:
@@ -190,17 +175,7 @@ EMBEDDING = (
         schedules=SCHEDULES,
         workspace_bytes=_forward_workspace,
     ),
-    Candidate(
-        name="eager.gather",
-        backend="eager",
-        kernel="pytorch",
-        revision=1,
-        refuse=lambda problem: "",
-        guarantee=forward_guarantee,
-        run=writing(_gather_eagerly),
-        workspace_bytes=lambda problem: None,
-        any_layout=True,
-    ),
+    in_pytorch("eager.gather", forward_guarantee, writing(_gather_eagerly)),
 )
 
 
@@ -221,17 +196,8 @@ def _triton(name: str, tile: int, run: Run) -> Candidate:
 
 
 def _eager(name: str, tile: int, run: Run) -> Candidate:
-    return Candidate(
-        name=f"eager.{name}",
-        backend="eager",
-        kernel="pytorch",
-        revision=1,
-        refuse=lambda problem: "",
-        guarantee=lambda problem: backward_guarantee(problem, tile),
-        run=run,
-        numeric=lambda problem: tiled(problem, tile),
-        workspace_bytes=lambda problem: None,
-        any_layout=True,
+    return in_pytorch(
+        f"eager.{name}", lambda problem: backward_guarantee(problem, tile), run, lambda problem: tiled(problem, tile)
     )
 
 

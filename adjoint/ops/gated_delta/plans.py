@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem, short
@@ -25,19 +26,14 @@ DOMAIN = (
 CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay and strong decay, packed"
 
 
-def writing(compute: Compute) -> Callable[..., tuple[Tensor, ...]]:
-    """A candidate's `run` from what writes into outputs that are there."""
+def without_autocast(compute: Compute) -> Run:
+    """A candidate's `run`; autocast would round the operands of every product."""
 
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        with torch.autocast(plan.problem.device.type, enabled=False):  # it would round the operands of every product
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+        with torch.autocast(plan.problem.device.type, enabled=False):
             compute(arguments, outputs)
-        return outputs
 
-    return run
+    return writing(run)
 
 
 FORWARD, BACKWARD = 2e-6, 1e-5
@@ -107,18 +103,7 @@ def eager_candidate(
     numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
 ) -> Candidate:
     """A candidate in plain PyTorch, for every problem and layout."""
-    return Candidate(
-        name=name,
-        backend="eager",
-        kernel="pytorch",
-        revision=1,
-        refuse=lambda problem: "",
-        guarantee=guarantee,
-        run=writing(compute),
-        numeric=numeric,
-        workspace_bytes=lambda problem: None,
-        any_layout=True,
-    )
+    return in_pytorch(name, guarantee, without_autocast(compute), numeric)
 
 
 def _chunks(problem: Problem) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Which kernels serve which taking along an axis, and what they guarantee."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
@@ -45,29 +45,12 @@ OUT_OF_RANGE = {
     "zero": "zero",
 }
 
-Run = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
-Compute = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
-
 
 def _launch() -> Any:
     """The module that launches kernels, on first use: it imports Triton."""
     from adjoint.ops.indexing import launch
 
     return launch
-
-
-def _writing(compute: Compute) -> Run:
-    """A candidate's `run` from what writes into outputs that are there."""
-
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        compute(plan, arguments, outputs, workspace)
-        return outputs
-
-    return run
 
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -203,21 +186,11 @@ TAKE = (
         revision=1,
         refuse=_refuse,
         guarantee=forward_guarantee,
-        run=_writing(lambda plan, a, out, _: _launch().take(plan, a, out[0])),
+        run=writing(lambda plan, a, out, _: _launch().take(plan, a, out[0])),
         prepare=lambda plan: _launch().prepare_take(plan),
         schedules=SCHEDULES,
     ),
-    Candidate(
-        name="eager.take",
-        backend="eager",
-        kernel="pytorch",
-        revision=1,
-        refuse=lambda problem: "",
-        guarantee=forward_guarantee,
-        run=_writing(_take_eagerly),
-        workspace_bytes=lambda problem: None,
-        any_layout=True,
-    ),
+    in_pytorch("eager.take", forward_guarantee, writing(_take_eagerly)),
 )
 
 
@@ -233,7 +206,7 @@ TAKE_BACKWARD = (
         revision=1,
         refuse=_refuse_few,
         guarantee=backward_guarantee,
-        run=_writing(lambda plan, a, out, _: _launch().by_comparing(plan, a, out[0])),
+        run=writing(lambda plan, a, out, _: _launch().by_comparing(plan, a, out[0])),
         prepare=lambda plan: _launch().prepare_comparing(plan),
         numeric=_numeric,
         schedules=SCHEDULES,
@@ -245,7 +218,7 @@ TAKE_BACKWARD = (
         revision=1,
         refuse=_refuse_lines,
         guarantee=backward_guarantee,
-        run=_writing(lambda plan, a, out, workspace: _launch().by_lines(plan, a, out[0], workspace)),
+        run=writing(lambda plan, a, out, workspace: _launch().by_lines(plan, a, out[0], workspace)),
         prepare=lambda plan: _launch().prepare_lines(plan),
         numeric=_numeric,
         schedules=SCHEDULES,
@@ -258,7 +231,7 @@ TAKE_BACKWARD = (
         revision=1,
         refuse=_refuse_scatter,
         guarantee=backward_guarantee,
-        run=_writing(lambda plan, a, out, _: _launch().scatter(plan, a, out[0])),
+        run=writing(lambda plan, a, out, _: _launch().scatter(plan, a, out[0])),
         prepare=lambda plan: _launch().prepare_scatter(plan),
         numeric=_numeric,
         schedules=SCHEDULES,
@@ -270,22 +243,11 @@ TAKE_BACKWARD = (
         revision=1,
         refuse=_refuse_sorting,
         guarantee=backward_guarantee,
-        run=_writing(lambda plan, a, out, workspace: _launch().by_sorting(plan, a, out[0], workspace)),
+        run=writing(lambda plan, a, out, workspace: _launch().by_sorting(plan, a, out[0], workspace)),
         prepare=lambda plan: _launch().prepare_sorting(plan),
         numeric=_numeric,
         schedules=SCHEDULES,
         workspace_bytes=lambda problem: _launch().regions(problem).bytes,
     ),
-    Candidate(
-        name="eager.sorted",
-        backend="eager",
-        kernel="pytorch",
-        revision=1,
-        refuse=lambda problem: "",
-        guarantee=backward_guarantee,
-        run=_writing(_sum_eagerly),
-        numeric=_numeric,
-        workspace_bytes=lambda problem: None,
-        any_layout=True,
-    ),
+    in_pytorch("eager.sorted", backward_guarantee, writing(_sum_eagerly), _numeric),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
@@ -220,22 +221,6 @@ def combine_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 # ------------------------------------------------------------------------------------------ candidates
 
-Compute = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
-
-
-def _run(compute: Compute) -> Callable[..., tuple[Tensor, ...]]:
-    """A candidate's `run` from what writes into outputs that are there."""
-
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        compute(plan, arguments, outputs, workspace)
-        return outputs
-
-    return run
-
 
 def _launch() -> Any:
     """The module that imports Triton, on first use."""
@@ -282,24 +267,13 @@ def _candidates(
             revision=1,
             refuse=refuse,
             guarantee=guarantee,
-            run=_run(lambda plan, a, out, w: getattr(_launch(), name)(plan, a, out, w)),
+            run=writing(lambda plan, a, out, w: getattr(_launch(), name)(plan, a, out, w)),
             prepare=lambda plan: _launch().prepare(plan),
             numeric=lambda problem: numeric,
             schedules=SCHEDULES,
             workspace_bytes=lambda problem: int(_launch().regions(problem).bytes),
         ),
-        Candidate(
-            name="eager.tokens",
-            backend="eager",
-            kernel="pytorch",
-            revision=1,
-            refuse=lambda problem: "",
-            guarantee=guarantee,
-            run=_run(eagerly),
-            numeric=lambda problem: numeric,
-            workspace_bytes=lambda problem: None,
-            any_layout=True,
-        ),
+        in_pytorch("eager.tokens", guarantee, writing(eagerly), lambda problem: numeric),
     )
 
 

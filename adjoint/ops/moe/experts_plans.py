@@ -1,6 +1,5 @@
 """Which kernels serve which expert layer, and what they guarantee."""
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
@@ -28,9 +28,6 @@ HIDDEN_COLUMNS = {torch.float64: 32, torch.float32: 64, torch.bfloat16: 128, tor
 
 MAX_WIDTH = 2**15
 """The largest D or 2·I: offsets inside one expert's weights are 32 bits."""
-
-Run = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
-Compute = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
 
 
 def triton_part(module: str) -> Any:
@@ -98,20 +95,6 @@ def guarantee(problem: Problem, ours: bool) -> dict[str, Guarantee]:
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def writing(compute: Compute) -> Run:
-    """A candidate's `run` from what writes into outputs that are there."""
-
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        compute(plan, arguments, outputs, workspace)
-        return outputs
-
-    return run
-
-
 def lay_out(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Layout:
     """The layout of a forward, written by PyTorch."""
     layout = Layout(*outputs[2:])
@@ -150,17 +133,7 @@ def _candidates(kernel: str, direction: str, eagerly: Compute) -> tuple[Candidat
             schedules=SCHEDULES,
             workspace_bytes=lambda problem: triton_part("experts_launch").regions(problem).bytes,
         ),
-        Candidate(
-            name="eager.grouped",
-            backend="eager",
-            kernel="pytorch",
-            revision=1,
-            refuse=lambda problem: "",
-            guarantee=lambda problem: guarantee(problem, ours=False),
-            run=writing(eagerly),
-            workspace_bytes=lambda problem: None,
-            any_layout=True,
-        ),
+        in_pytorch("eager.grouped", lambda problem: guarantee(problem, ours=False), writing(eagerly)),
     )
 
 

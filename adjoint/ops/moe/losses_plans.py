@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.ops.moe import losses_eager as eager
 from adjoint.ops.moe import losses_reference as reference
-from adjoint.ops.moe.route_plans import SCHEDULES, Compute, writing
+from adjoint.ops.moe.route_plans import SCHEDULES
 
 RUN, RUNS = 16, 64
 """Tokens of a run, and runs of a sum of the next level: part of a loss's bits."""
@@ -172,17 +173,7 @@ def _candidates(kernel: str, launch: str, compute: Compute) -> tuple[Candidate, 
             schedules=SCHEDULES,
             workspace_bytes=lambda problem: _launch().regions(problem).bytes,
         ),
-        Candidate(
-            name="eager",
-            backend="eager",
-            kernel="pytorch",
-            revision=1,
-            refuse=lambda problem: "",
-            guarantee=lambda problem: _guarantee(problem, "eager"),
-            run=writing(compute),
-            workspace_bytes=lambda problem: None,
-            any_layout=True,
-        ),
+        in_pytorch("eager", lambda problem: _guarantee(problem, "eager"), writing(compute)),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
@@ -24,28 +25,12 @@ MAX_EXPERTS, MAX_K = 1024, 64
 MAX_ROWS = 2**31 - 1024
 """Rows a launch can number, programs past the end included."""
 
-Compute = Callable[[Plan, tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
-
 
 def _launch() -> Any:
     """The module that imports Triton, on first use."""
     from adjoint.ops.moe import route_launch
 
     return route_launch
-
-
-def writing(compute: Compute) -> Any:
-    """A candidate's `run` from what writes into outputs that are there."""
-
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        compute(plan, arguments, outputs, workspace)
-        return outputs
-
-    return run
 
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -190,18 +175,7 @@ def _triton(
 
 
 def _eager(guarantee: Callable[[Problem, str], dict[str, Guarantee]], compute: Compute) -> Candidate:
-    return Candidate(
-        name="eager",
-        backend="eager",
-        kernel="pytorch",
-        revision=1,
-        refuse=lambda problem: "",
-        guarantee=lambda problem: guarantee(problem, "eager"),
-        run=writing(compute),
-        numeric=_numeric,
-        workspace_bytes=lambda problem: None,
-        any_layout=True,
-    )
+    return in_pytorch("eager", lambda problem: guarantee(problem, "eager"), writing(compute), _numeric)
 
 
 def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
