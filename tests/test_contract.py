@@ -16,7 +16,6 @@ COVERED_ONCE = frozenset(
         "schedules",
         "poison",
         "exhaustive",
-        "gradients",
     )
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
@@ -35,8 +34,12 @@ def test_check(job: Job, everything: bool) -> None:
     if kernels.interpreting() and not everything:
         if job.backend != "triton":
             pytest.skip("the ordinary process runs this")
-        if job.check in COVERED_ONCE and job.dtype not in ("bfloat16", "float64" if job.check == "gradients" else ""):
+        if job.check in COVERED_ONCE and job.dtype != "bfloat16":
             pytest.skip("covered for bfloat16; all dtypes with --all")
+        if job.check == "gradients":
+            pytest.skip(
+                "the ordinary process holds the reference to finite differences, and accuracy in float64 the kernels"
+            )
     for row in job.run():
         assert row.passed, f"{job.label}: {row.measured}: {row.detail}"
 

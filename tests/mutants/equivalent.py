@@ -100,12 +100,32 @@ EQUIVALENT = {
         "every program of a row then records the fault, and the minimum of equal words is the same word"
     ),
     ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
+    # indexing
+    ("take_backward_lines", "rank // _TILE -> rank % _TILE"): (
+        "a line has at most 32 tiles of 32, and where there is more than one, an index has 32 entries"
+    ),
+    ("take_sum_tiles", "place < count -> place <= count"): "the place past the end is there, and is in no group",
     # moe: the router and its losses
     ("exchange_apart", "first.dtype == tl.int64 -> first.dtype != tl.int64"): (
         "both ways order a pair; which is cheaper depends on the width"
     ),
     ("take_best", "K - i + 1 > SLICES -> K - i + 1 >= SLICES"): "the smaller of two equal numbers is either",
     ("take_best", "K - i > SLICES -> K - i >= SLICES"): "the smaller of two equal numbers is either",
+    **{
+        ("take_best", change): "a list holds one more than is kept of it, or there are as many as slices"
+        for change in (
+            "K - i + 1 -> K - i + 2 (1)",
+            "K - i + 1 -> K - i + 2 (2)",
+            "K - i -> K + i (1)",
+            "K - i -> K + i (2)",
+        )
+    },
+    ("take_best", "K <= _UNROLLED -> K < _UNROLLED"): "unrolled or not, the same is taken",
+    ("chosen_gradient", "x < 0 -> x <= 0"): "at 0 both are 1",
+    ("chosen_gradient", "expert < EXPERTS -> expert <= EXPERTS"): "the forward gives no such expert",
+    ("chosen_gradient", "0.0 -> 1.0 (3)"): "past the last slot nothing is stored",
+    ("chosen_gradient", "0.0 -> 1.0 (1)"): "past the last slot the upstream gradient is 0, and nothing is stored",
+    ("chosen_gradient", "0.0 -> 1.0 (2)"): "past the last slot the weight is 0, and nothing is stored",
     ("moe_z_finish", "1.0 -> 1.5"): "without tokens the sum is 0, whatever it is divided by",
     ("moe_balance_finish", "1.0 -> 1.5"): "without tokens the sums are 0, whatever they are divided by",
     ("moe_balance_backward", "1.0 -> 1.5"): "without tokens no gradient is written but 0",
