@@ -104,6 +104,11 @@ EQUIVALENT = {
     ("take_backward_lines", "rank // _TILE -> rank % _TILE"): (
         "a line has at most 32 tiles of 32, and where there is more than one, an index has 32 entries"
     ),
+    ("take_backward_lines", "rank // _TILE + 1 -> rank // _TILE + 2"): "past its last tile an index finds others",
+    (
+        "take_sum_partials",
+        "(1 << bits) - 1 -> (1 << bits) - 2",
+    ): "a sum is left one place after a tile too; nobody reads it",
     ("take_sum_tiles", "place < count -> place <= count"): "the place past the end is there, and is in no group",
     # moe: the router and its losses
     ("exchange_apart", "first.dtype == tl.int64 -> first.dtype != tl.int64"): (

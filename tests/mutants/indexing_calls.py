@@ -92,7 +92,7 @@ def takes(small: bool, plans: tuple[str, ...]) -> Iterator[Call]:
         yield Take((3, 2, 9), _indices(9, 3, 2, own), plan, layouts=("transposed", "every other", "transposed"))
         yield Take((2, 9, 3), _indices(9, 2, own, 3), plan, 1, layouts=("every other", "transposed", "every other"))
         yield Take((2, 35), _indices(35, 2, own), plan)
-        for number in (3, 4, 5, 16) if small else (1, 32, 33):
+        for number in (3, 4, 5, 16, 17) if small else (1, 32, 33):
             if number <= own:
                 yield Take((2, 2), _with(torch.zeros(2, number, dtype=torch.int64), p0=1), plan)
         if plan == "sorted":
