@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import adjoint
 from adjoint import nn
+from adjoint.bench.check import OTHERS_LIMIT
 
 HIDDEN, SIZE, SHARED, EXPERTS, SLOTS = 16, 12, 20, 6, 3
 
@@ -52,6 +53,26 @@ def _relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+def _promised(dtype: torch.dtype) -> dict[str, float]:
+    """The relative errors the expert layer promises, by output."""
+    x, module = torch.empty(1, HIDDEN, dtype=dtype, device="meta"), _module(dtype=dtype).to("meta")
+    indices = torch.empty(1, SLOTS, dtype=torch.int64, device="meta")
+    plan = adjoint.plan(
+        adjoint.moe.experts,
+        x,
+        module.experts.gate_up_proj,
+        module.experts.down_proj,
+        indices,
+        x[:, :SLOTS],
+        device="cpu",
+    )
+    assert plan.adjoint is not None
+    stated = {**plan.guarantee, **plan.adjoint.guarantee}
+    return {
+        name: promise.error.ceiling for name, promise in stated.items() if isinstance(promise.error, adjoint.Empirical)
+    }
+
+
 def _compare(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], x: Tensor, limit: float) -> None:
     """Outputs and the gradient of the input."""
     results = []
@@ -72,14 +93,15 @@ def test_the_block_is_what_it_is_defined_to_be(renormalize: bool, shared: int | 
     state = {name: value.detach().double().requires_grad_() for name, value in module.state_dict().items()}
     exact_x = x.detach().double().requires_grad_()
     y, exact = module(x), _by_definition(state, exact_x, renormalize)
-    assert _relative(y, exact) < 1e-6
+    promised = _promised(torch.float32)
+    assert _relative(y, exact) < promised["y"]
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
     parameters = dict(module.named_parameters())
     assert parameters.keys() == state.keys()
     got = torch.autograd.grad(y, (x, *parameters.values()), upstream)
     expected = torch.autograd.grad(exact, (exact_x, *(state[name] for name in parameters)), upstream.double())
     for name, mine, truth in zip(("x", *parameters), got, expected, strict=True):
-        assert _relative(mine, truth) < 1e-5, name
+        assert _relative(mine, truth) < max(promised.values()), name
 
 
 def test_logits_may_be_shared_with_a_loss() -> None:
@@ -95,9 +117,9 @@ def test_it_compiles_whole(dynamic: bool) -> None:
     for x in (_x(), _x()[:1]):
         mine, theirs = (x.clone().requires_grad_() for _ in range(2))
         y, expected = compiled(mine), module(theirs)
-        assert _relative(y, expected) < 1e-6
+        assert torch.equal(y, expected)
         got, wanted = (torch.autograd.grad(out.sum(), x)[0] for out, x in ((y, mine), (expected, theirs)))
-        assert _relative(got, wanted) < 1e-6
+        assert torch.equal(got, wanted)
     torch._dynamo.reset()
 
 
@@ -165,15 +187,19 @@ def _theirs(name: str, **options: Any) -> torch.nn.Module:
     return block
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, None), (torch.bfloat16, OTHERS_LIMIT)])
 @pytest.mark.parametrize(
     ("name", "options"),
     [("Qwen3Next", {"norm_topk_prob": True}), ("Qwen3Next", {"norm_topk_prob": False}), ("Qwen3_5Moe", {})],
 )
 def test_the_block_is_hugging_faces(
-    name: str, options: dict[str, Any], dtype: torch.dtype, limit: float, device: torch.device
+    name: str, options: dict[str, Any], dtype: torch.dtype, limit: float | None, device: torch.device
 ) -> None:
-    """On the same weights, loaded from its state dict. Theirs rounds the routing weights to bfloat16, ours does not."""
+    """On the same weights, loaded from its state dict.
+
+    In bfloat16, where theirs rounds the routing weights and ours does not, as near as `bench` asks of those who promise
+    nothing; in float32 as near as the expert layer promises.
+    """
     theirs = _theirs(name, **options).to(dtype)
     ours = _module(options.get("norm_topk_prob", True), dtype=dtype)
     state = ours.state_dict()
@@ -192,4 +218,4 @@ def test_the_block_is_hugging_faces(
         result = theirs(x)
         return result[0] if isinstance(result, tuple) else result
 
-    _compare(ours, block, _x(dtype).to(device), limit)
+    _compare(ours, block, _x(dtype).to(device), limit or max(_promised(dtype).values()))
