@@ -7,10 +7,15 @@ from torch import Tensor
 
 from adjoint.core.cases import Inputs
 from adjoint.core.inputs import differentiable, leaves, widened
-from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta import plans, reference
 from adjoint.ops.gated_delta.rule_cases import tokens
 
 CPU = torch.device("cpu")
+
+FORWARD_64, BACKWARD_64 = (
+    plans.recorded(torch.float64, torch.float64, ceiling).ceiling for ceiling in (plans.FORWARD, plans.BACKWARD)
+)
+"""The errors that float64 plans promise, of outputs and of gradients."""
 
 
 def drawn(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype = torch.float64, **options: Any) -> Inputs:

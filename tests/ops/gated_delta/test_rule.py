@@ -11,7 +11,15 @@ from adjoint.core.inputs import leaves
 from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.plans import BACKWARD, FORWARD
 from adjoint.ops.gated_delta.rule_cases import _nearly_equal, _orthogonal
-from tests.ops.gated_delta.sequences import by_recurrence, drawn, gradients_of, relative, upstream_of
+from tests.ops.gated_delta.sequences import (
+    BACKWARD_64,
+    FORWARD_64,
+    by_recurrence,
+    drawn,
+    gradients_of,
+    relative,
+    upstream_of,
+)
 
 NAMES = ("q", "k", "v", "g", "beta")
 
@@ -58,7 +66,7 @@ def test_groups_of_heads_and_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = rule(inputs)
     monkeypatch.setattr(packing, "_ROWS", 64)
     for got, whole in zip(rule(inputs), expected, strict=True):
-        assert relative(got, whole) < 1e-14
+        assert relative(got, whole) < FORWARD_64
     compare(inputs)
 
 
@@ -75,7 +83,7 @@ def test_packed_is_separate() -> None:
     for number, (begin, end) in enumerate(pairwise(bounds)):
         part = (x[:, begin:end] for x in (q, k, v, g, beta))
         alone, last = rule((*part, state[number : number + 1], None))
-        assert relative(alone, o[:, begin:end]) < 1e-14 and relative(last, final[number : number + 1]) < 1e-14
+        assert relative(alone, o[:, begin:end]) < FORWARD_64 and relative(last, final[number : number + 1]) < FORWARD_64
 
 
 def test_more_sequences_than_a_grid_has_programs() -> None:
@@ -87,11 +95,11 @@ def test_more_sequences_than_a_grid_has_programs() -> None:
     q, k, v, g, beta = (x.requires_grad_() for x in drawn((1, time, 1, 1, 2, 2), state=False)[:5])
     o, final = rule((q, k, v, g, beta, None, bounds))
     dots = (q * k).sum(-1)
-    assert relative(o, 2**-0.5 * dots[..., None] * beta[..., None] * v) < 1e-14
+    assert relative(o, 2**-0.5 * dots[..., None] * beta[..., None] * v) < FORWARD_64
     full = k[0, :, 0, :, None] * (beta[0, :, 0, None] * v[0, :, 0])[:, None]
-    assert relative(final[lengths, 0], full) < 1e-14 and not final[~lengths].any()
+    assert relative(final[lengths, 0], full) < FORWARD_64 and not final[~lengths].any()
     (dbeta,) = torch.autograd.grad(o.sum(), beta)
-    assert relative(dbeta, 2**-0.5 * dots * v.sum(-1)) < 1e-14
+    assert relative(dbeta, 2**-0.5 * dots * v.sum(-1)) < FORWARD_64
 
 
 @pytest.mark.parametrize("used", ("o", "final_state"))
@@ -105,7 +113,7 @@ def test_an_output_may_be_unused(used: str) -> None:
     expected = torch.autograd.grad(exact, other[:6], upstream_of(exact), allow_unused=True)
     for name, mine, theirs in zip((*NAMES, "initial_state"), got, expected, strict=True):
         theirs = torch.zeros_like(mine) if theirs is None else theirs
-        assert (mine - theirs).norm() <= 1e-13 * (1 + theirs.norm()), name
+        assert (mine - theirs).norm() <= BACKWARD_64 * (1 + theirs.norm()), name
 
 
 def test_without_a_final_state() -> None:
@@ -138,7 +146,7 @@ def test_the_future_is_not_seen() -> None:
         inputs[index] = inputs[index].clone()
         inputs[index][:, 70:] *= 0.5
     after, _ = rule(inputs)
-    assert relative(after[:, :70], before[:, :70]) < 1e-15
+    assert relative(after[:, :70], before[:, :70]) < FORWARD_64
     assert not torch.equal(after[:, 70], before[:, 70])
 
 

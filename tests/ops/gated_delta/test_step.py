@@ -6,7 +6,7 @@ import torch
 import adjoint
 from adjoint.core.inputs import leaves
 from adjoint.ops.gated_delta.plans import FORWARD
-from tests.ops.gated_delta.sequences import by_recurrence, drawn, gradients_of, relative
+from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, by_recurrence, drawn, gradients_of, relative
 
 
 def test_prefill_then_steps_follow_the_recurrence() -> None:
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_rule() -> None:
     steps = gradients_of(adjoint.gated_delta_step(*tokens, state), inputs)
     _, exact = by_recurrence(inputs)
     for got, expected in zip(steps, exact, strict=True):
-        assert relative(got, expected) < 1e-13
+        assert relative(got, expected) < BACKWARD_64
 
 
 def test_rows_may_share_a_state_out_of_place() -> None:
@@ -69,7 +69,7 @@ def test_rows_may_share_a_state_out_of_place() -> None:
     alone = state[:1].expand(2, -1, -1, -1).clone().requires_grad_()
     o, rows = adjoint.gated_delta_step(*tokens, alone)
     (separate,) = torch.autograd.grad(o.sum() + rows.sum(), alone)
-    assert relative(shared, separate.sum(0, keepdim=True)) < 1e-14
+    assert relative(shared, separate.sum(0, keepdim=True)) < FORWARD_64
 
 
 def test_repeated_indices_in_checking_mode() -> None:
