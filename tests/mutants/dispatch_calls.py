@@ -179,7 +179,7 @@ def shrink() -> None:
     lookup = Schedules.lookup
 
     def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        sizes = {"block": 32, "elements": 128, "entries": 4, "warps": 4}
+        sizes = {"block": 32, "elements": 128, "entries": 4, "warps": 4, "chunk": 64}
         return {name: sizes[name.rpartition("_")[2]] for name in lookup(self, kernel, device)}
 
     Schedules.lookup = small  # type: ignore[method-assign]
