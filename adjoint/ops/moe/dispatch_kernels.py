@@ -44,7 +44,7 @@ def moe_gather(
     count = tokens * slots
     both = tl.load(order + place, place < count, other=0)
     row = both >> 32
-    entry = (both - row * 4294967296).to(tl.int32)
+    entry = both.to(tl.int32)  # the lower half
     inside = (place < count)[:, None] & (column < columns)[None, :]
     start = token_start(entry // slots, inner, outer_stride, inner_stride, SPLIT)
     step = column if UNIT else column * column_stride

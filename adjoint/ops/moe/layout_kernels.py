@@ -77,9 +77,9 @@ def moe_place_entries(
         first_span = span // chunk * chunk
         next_span = first_span + chunk
         chunks_before = tl.load(begins + first_span.to(tl.int64) * BINS + bin)
-        is_last = next_span >= tl.num_programs(0)
-        up_to_here = tl.load(begins + next_span.to(tl.int64) * BINS + bin, (bin < BINS) & (is_last == 0), other=0)
-        up_to_here = tl.where(is_last, all_spans, up_to_here)
+        up_to_here = all_spans
+        if next_span < tl.num_programs(0):
+            up_to_here = tl.load(begins + next_span.to(tl.int64) * BINS + bin)
         this_chunk = up_to_here - chunks_before
         shift = first_span * SPAN + tl.cumsum(this_chunk, 0) - this_chunk - (first + chunks_before)
         shift = tl.gather(shift, tl.minimum(expert, BINS - 1), 0)
