@@ -214,10 +214,13 @@ def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahe
 
     monkeypatch.setattr(testing, "do_bench", do_bench)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    measured = ["waited", "run", "waited"]  # how long the host takes to start a call
     assert timing.time_gpu(lambda: done.append("run"), lambda: done.append("restored")) == 0.5
-    assert done == ["restored", "idle", "run"]
+    assert done == ["run", "restored", *measured, "restored", "idle", "run"]
+    done.clear()
     assert timing.time_gpu(lambda: done.append("run")) == 0.5
-    assert done[3:] == ["idle", "run"]
+    assert done == ["run", *measured, "idle", "run"]
 
 
 def test_workloads_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
