@@ -37,10 +37,18 @@ def _product(a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, token, inside, token_stride, column, K: tl.constexpr):
+def _fits(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """index < SIZE, for indices of whole blocks: known without a comparison where blocks divide the size."""
+    if SIZE % BLOCK == 0:
+        return tl.full(index.shape, 1, tl.int1)
+    return index < SIZE
+
+
+@triton.jit
+def _rows(x, token, inside, token_stride, column, K: tl.constexpr, K_BLOCK: tl.constexpr):
     """Rows of tokens, [..., K]; zeros past the end of the sequence."""
-    place = x + tl.expand_dims(token, -1) * token_stride + column
-    return tl.load(place, tl.expand_dims(inside, -1) & (column < K), other=0)
+    place = x + tl.expand_dims(token, -1) * token_stride.to(tl.int32) + column
+    return tl.load(place, tl.expand_dims(inside, -1) & _fits(column, K, K_BLOCK), other=0)
 
 
 @triton.jit
@@ -88,12 +96,12 @@ def rule_prepare(
     four = tl.arange(0, 4)[:, None] * 16 + lane[None, :]  # rows of the diagonal blocks
     two = tl.arange(0, 2)[:, None] * 32 + lane[None, :]  # rows above the middle of each half
     column = tl.arange(0, K_BLOCK)
-    k_four = _rows(k, four, four < count, k_token_stride, column[None, None, :], K)
-    k_upper = _rows(k, two, two < count, k_token_stride, column[None, None, :], K)
-    k_lower = _rows(k, two + 16, two + 16 < count, k_token_stride, column[None, None, :], K)
+    k_four = _rows(k, four, four < count, k_token_stride, column[None, None, :], K, K_BLOCK)
+    k_upper = _rows(k, two, two < count, k_token_stride, column[None, None, :], K, K_BLOCK)
+    k_lower = _rows(k, two + 16, two + 16 < count, k_token_stride, column[None, None, :], K, K_BLOCK)
     half = tl.arange(0, 32)
-    k_first = _rows(k, half, half < count, k_token_stride, column[None, :], K)
-    k_second = _rows(k, half + 32, half + 32 < count, k_token_stride, column[None, :], K)
+    k_first = _rows(k, half, half < count, k_token_stride, column[None, :], K, K_BLOCK)
+    k_second = _rows(k, half + 32, half + 32 < count, k_token_stride, column[None, :], K, K_BLOCK)
     gram_16 = tl.dot(k_four, tl.permute(k_four, (0, 2, 1)), input_precision=PRECISION)
     gram_32 = tl.dot(k_lower, tl.permute(k_upper, (0, 2, 1)), input_precision=PRECISION)
     gram_64 = tl.dot(k_second, tl.trans(k_first), input_precision=PRECISION)
@@ -171,7 +179,7 @@ def rule_walk(
     kind = k.dtype.element_ty
 
     size: tl.constexpr = K_SIZE * V_SIZE
-    in_state = (k_column < K_SIZE)[:, None] & (v_row < V_SIZE)[None, :]
+    in_state = _fits(k_column, K_SIZE, K_BLOCK)[:, None] & _fits(v_row, V_SIZE, V_BLOCK)[None, :]
     state_place = k_column[:, None] * V_SIZE + v_row[None, :]
     S = tl.zeros([V_BLOCK, K_BLOCK], tl.float32)
     if INITIAL:
@@ -194,7 +202,9 @@ def rule_walk(
     T_offset = row[:, None] * CHUNK + row[None, :]
     new_offset = v_row[:, None] * CHUNK + row[None, :]
     states_offset = v_row[:, None] * K + k_column[None, :]
-    stored = (v_row < V)[:, None] & (k_column < K)[None, :]
+    in_keys = _fits(k_column, K, K_BLOCK)
+    in_values = _fits(v_row, V, V_BLOCK)
+    stored = in_values[:, None] & in_keys[None, :]
     over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
     for chunk in range(tl.cdiv(count, CHUNK)):
         if SAVE:
@@ -208,11 +218,10 @@ def rule_walk(
             if chunk % EVERY == 0:
                 tl.store(states + states_offset, narrow, stored)
         left = count - chunk * CHUNK
-        keys = tl.load(k + k_offset, (row < left)[:, None] & (k_column < K)[None, :], other=0)
-        values = tl.load(v + v_offset, (row < left)[:, None] & (v_row < V)[None, :], other=0)
+        keys = tl.load(k + k_offset, (row < left)[:, None] & in_keys[None, :], other=0)
+        values = tl.load(v + v_offset, (row < left)[:, None] & in_values[None, :], other=0)
         strength = tl.load(gates + 2 * CHUNK + row)
         from_start = tl.load(gates + 3 * CHUNK + row)
-        to_end = tl.load(gates + 4 * CHUNK + row)
         solve = tl.load(T + T_offset)
         fresh = strength[None, :] * tl.trans(values).to(tl.float32)
         old = (strength * from_start)[None, :]
@@ -223,8 +232,9 @@ def rule_walk(
         if PARTS == 2:
             rest = tl.load(T + CHUNK * CHUNK + T_offset)
             found = tl.dot(rounded, tl.trans(rest), found, input_precision=PRECISION)
+        to_end = tl.load(gates + 4 * CHUNK + row)
         S = tl.dot((to_end[None, :] * found).to(kind), keys, S * over, input_precision=PRECISION)
-        tl.store(new + new_offset, found.to(kind), (v_row < V)[:, None] & (row < CHUNK)[None, :])
+        tl.store(new + new_offset, found.to(kind), in_values[:, None] & tl.full([1, CHUNK], 1, tl.int1))
         k += CHUNK * k_token_stride
         v += CHUNK * v_token_stride
         gates += heads * (5 * CHUNK)
@@ -242,13 +252,17 @@ def rule_walk(
 
 @triton.jit
 def rule_output(
-    q, k, gates, places, states, new, out, key_heads, scale,
+    q, k, gates, places, begins, states, new, out, key_heads, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o of one chunk and the value heads of a key head, for V_BLOCK columns."""
+    """o of WINDOW chunks and the value heads of a key head, for V_BLOCK columns.
+
+    v' does not depend on where a window begins, so one state serves all chunks of a window.
+    """
     CHUNK: tl.constexpr = 64
+    ROWS: tl.constexpr = CHUNK * WINDOW
     blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0)
     slot = (program // (key_heads * blocks)).to(tl.int64)
@@ -256,43 +270,60 @@ def rule_output(
     count = tl.load(places + slot * 4 + 1)
     if count == 0:
         return
-    first = tl.load(places + slot * 4).to(tl.int64)
+    start = tl.load(places + slot * 4)
+    if WINDOW > 1:
+        if tl.load(places + slot * 4 + 3) % WINDOW != 0:
+            return
+        count = tl.minimum(tl.load(begins + tl.load(places + slot * 4 + 2) + 1) - start, ROWS)
+    first = start.to(tl.int64)
     heads = key_heads * GROUP
-    row = tl.arange(0, CHUNK)
+    row = tl.arange(0, ROWS)
+    part, inner = row // CHUNK, row % CHUNK
+    if WINDOW == 1:
+        present = tl.full([ROWS], 1, tl.int1)
+    else:
+        present = part * CHUNK < count  # in a chunk of the sequence
     k_column = tl.arange(0, K_BLOCK)
     v_column = (program % blocks) * V_BLOCK + tl.arange(0, V_BLOCK)
     kind = q.dtype.element_ty
-    inside = (row < count)[:, None] & (k_column < K)[None, :]
+    in_keys = _fits(k_column, K, K_BLOCK)
+    in_values = _fits(v_column, V, V_BLOCK)
+    inside = (row < count)[:, None] & in_keys[None, :]
     q += first * q_token_stride + key_head.to(tl.int64) * q_head_stride
     k += first * k_token_stride + key_head.to(tl.int64) * k_head_stride
-    queries = tl.load(q + row.to(tl.int64)[:, None] * q_token_stride + k_column[None, :], inside, other=0)
-    keys = tl.load(k + row.to(tl.int64)[:, None] * k_token_stride + k_column[None, :], inside, other=0)
+    queries = tl.load(q + row[:, None] * q_token_stride.to(tl.int32) + k_column[None, :], inside, other=0)
+    keys = tl.load(k + row[:, None] * k_token_stride.to(tl.int32) + k_column[None, :], inside, other=0)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     past = row[:, None] >= row[None, :]
-    head = slot * heads + key_head * GROUP
-    gate_place = gates + head * (5 * CHUNK)
-    states_place = states + head * (V * K) + v_column[:, None] * K + k_column[None, :]
-    new_place = new + head * (V * CHUNK) + v_column[:, None] * CHUNK + row[None, :]
-    out_place = out + ((first + row)[:, None] * heads + key_head * GROUP) * V_SIZE + v_column[None, :]
+    lane = slot * heads + key_head * GROUP
+    gates += lane * (5 * CHUNK)
+    states += lane * (V * K)
+    new += lane * (V * CHUNK)
+    out += (first * heads + key_head * GROUP) * V_SIZE
+    gate_offset = part * (heads * 5 * CHUNK) + inner
+    states_offset = v_column[:, None] * K + k_column[None, :]
+    new_offset = v_column[:, None] * CHUNK + (part * (heads * V * CHUNK) + inner)[None, :]
+    out_offset = row[:, None] * (heads * V_SIZE) + v_column[None, :]
     for _ in range(GROUP):
-        start = tl.load(states_place, (v_column < V)[:, None] & (k_column < K)[None, :], other=0)
-        values = tl.load(new_place, (v_column < V)[:, None] & (row < CHUNK)[None, :], other=0)
-        G = tl.load(gate_place + row)
+        state = tl.load(states + states_offset, in_values[:, None] & in_keys[None, :], other=0)
+        values = tl.load(new + new_offset, in_values[:, None] & present[None, :], other=0)
+        G = tl.load(gates + gate_offset, present, other=0.0)
+        from_start = tl.load(gates + 3 * CHUNK + gate_offset, present, other=0.0)
+        if WINDOW == 2:
+            G += tl.where(part > 0, tl.load(gates + CHUNK - 1), 0.0)
+            from_start *= tl.where(part > 0, tl.load(gates + 4 * CHUNK - 1), 1.0)
         between = G[:, None] - G[None, :]
         if WIDE:
-            low = tl.load(gate_place + CHUNK + row)
+            low = tl.load(gates + CHUNK + row)
             between += low[:, None] - low[None, :]
         decayed = (scores * tl.where(past, tl.exp(tl.where(past, between, 0.0)), 0.0)).to(kind)
-        seen = tl.dot(queries, tl.trans(start), input_precision=PRECISION)
-        seen = seen * tl.load(gate_place + 3 * CHUNK + row)[:, None]
-        total = tl.dot(decayed, tl.trans(values), seen, input_precision=PRECISION)
-        tl.store(
-            out_place, (total * scale).to(out.dtype.element_ty), (row < count)[:, None] & (v_column < V_SIZE)[None, :]
-        )
-        gate_place += 5 * CHUNK
-        states_place += V * K
-        new_place += V * CHUNK
-        out_place += V_SIZE
+        seen = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
+        total = tl.dot(decayed, tl.trans(values), seen, input_precision=PRECISION) * scale
+        tl.store(out + out_offset, total.to(kind), (row < count)[:, None] & _fits(v_column, V_SIZE, V_BLOCK)[None, :])
+        gates += 5 * CHUNK
+        states += V * K
+        new += V * CHUNK
+        out += V_SIZE
 
 
 KERNELS = (

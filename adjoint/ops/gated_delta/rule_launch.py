@@ -103,6 +103,7 @@ class Tuning(NamedTuple):
     output_block: int = 128
     output_warps: int = 4
     output_stages: int = 2
+    window: int = 1
     parts: int = 1
 
 
@@ -185,7 +186,8 @@ _ALIGNED = frozenset(
     ("q", "k", "v", "T", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
      "v_token_stride", "v_head_stride")
 )  # fmt: skip
-"""Arguments that are multiples of 16 in every launch; the kernels that add up numbers without a dot take none."""
+"""Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
+are promised nothing, so that their sums have one order."""
 
 _TABLE_BLOCK, _PLACES_BLOCK = 1024, 256
 _GATE_HEADS = 16
@@ -193,7 +195,18 @@ _NORMALIZED_ROWS = 16
 _CLEARED_ROWS, _CLEARED_COLUMNS = 64, 128
 
 
-def describe(kernel: str, shape: Shape, constants: Mapping[str, Any], warps: int = 4, stages: int = 1) -> Variant:
+_CALLERS = frozenset(("initial_state", "saved", "final_state", "out"))
+"""Pointers that are multiples of 16 unless a caller brings memory of its own that is not."""
+
+
+def describe(
+    kernel: str,
+    shape: Shape,
+    constants: Mapping[str, Any],
+    warps: int = 4,
+    stages: int = 1,
+    aligned: frozenset[str] = frozenset(),
+) -> Variant:
     """A kernel as it is compiled for a shape."""
     described = kernels.registered()[kernel]
     types = {}
@@ -216,7 +229,6 @@ def describe(kernel: str, shape: Shape, constants: Mapping[str, Any], warps: int
             types[name] = "fp32"
         else:
             types[name] = "i64" if name.endswith("_stride") or name in ("tokens", "rows", "width") else "i32"
-    aligned = _ALIGNED if kernel in ("rule_prepare", "rule_walk", "rule_output") else frozenset()
     return described.variant(
         types,
         {name: constants[name] for name in described.parameters if name not in types},
@@ -241,6 +253,7 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "V_SIZE": shape.V,
         "K_BLOCK": power(shape.K),
         "PARTS": tuned.parts,
+        "WINDOW": tuned.window,
         "WIDE": shape.is_wide,
         "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
@@ -258,7 +271,8 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         constants = {"EPSILON": EPSILON, "SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K)}
         return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS})
     if name == "prepare":
-        return describe("rule_prepare", shape, sizes, tuned.prepare_warps)
+        return describe("rule_prepare", shape, sizes, tuned.prepare_warps, 1, _ALIGNED)
+    aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
     if name == "walk":
         segmented, initial, save, final, every = options
         constants = sizes | {
@@ -270,10 +284,15 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
             "SEGMENT": SEGMENT,
             "EVERY": every,
         }
-        return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages)
+        return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     assert name == "output", name
     constants = sizes | {"V_BLOCK": min(tuned.output_block, power(shape.V))}
-    return describe("rule_output", shape, constants, tuned.output_warps, tuned.output_stages)
+    return describe("rule_output", shape, constants, tuned.output_warps, tuned.output_stages, aligned)
+
+
+def is_aligned(*tensors: Tensor | None) -> bool:
+    """Whether tensors begin at multiples of 16 bytes."""
+    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 class Launches:
@@ -368,8 +387,9 @@ def walk(
     absent = memory["gates"]  # stands for a pointer that no variant reads
     spans = shape.segments if segmented else shape.sequences
     key = ("walk", segmented, initial_state is not None, saved is not None and not segmented, final_state is not None)
+    aligned = is_aligned(initial_state, saved, final_state)
     launch(
-        (*key, every), spans * shape.heads * _blocks(shape, launch.tuned.walk_block), k.start, v.start,
+        (*key, every, aligned), spans * shape.heads * _blocks(shape, launch.tuned.walk_block), k.start, v.start,
         memory["gates"], memory["T"], memory["segment_places"] if segmented else memory["begins"], memory["begins"],
         memory["firsts"], absent if initial_state is None else initial_state, absent if saved is None else saved,
         memory["states"], memory["new"], absent if final_state is None else final_state, shape.heads,
@@ -383,8 +403,8 @@ def output(
     """o of the tokens of all sequences; `out` is contiguous."""
     shape = launch.shape
     launch(
-        ("output",), shape.chunks * shape.key_heads * _blocks(shape, launch.tuned.output_block), q.start, k.start,
-        memory["gates"], memory["places"], memory["states"], memory["new"], out, shape.key_heads, scale,
+        ("output", is_aligned(out)), shape.chunks * shape.key_heads * _blocks(shape, launch.tuned.output_block), q.start, k.start,
+        memory["gates"], memory["places"], memory["begins"], memory["states"], memory["new"], out, shape.key_heads, scale,
         q.token_stride, q.head_stride, k.token_stride, k.head_stride,
     )  # fmt: skip
 
