@@ -187,6 +187,8 @@ def table(launch: Launches, memory: Mapping[str, Any], cu_seqlens: Tensor | None
             ("bounds", raises, size), 1, given, memory["begins"], firsts, word, SEQUENCES_OUT_OF_ORDER.row,
             shape.sequences, shape.tokens, shape.time,
         )  # fmt: skip
+        if places is None:
+            return  # nothing to place
         slots = shape.spans(size)
         launch(
             ("places", size), -(-slots // _PLACES_BLOCK), memory["begins"], firsts, places, slots, shape.sequences,
