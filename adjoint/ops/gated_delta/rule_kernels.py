@@ -143,6 +143,42 @@ def rule_prepare(
         _store_matrix(out, tl.zeros([32, 32], tl.float32), i_64 - 32, j_64 + 32, PARTS, CHUNK)
 
 
+# ------------------------------------------------------------------------------------------------ scores
+
+
+@triton.jit
+def rule_scores(
+    q, k, gates, places, P, key_heads, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, SCORE_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P = scale·(q kᵀ) ⊙ D of every value head of a key head, 0 above the diagonal; for a walk that writes o itself."""
+    CHUNK: tl.constexpr = 64
+    slot = (tl.program_id(0) // key_heads).to(tl.int64)
+    key_head = tl.program_id(0) % key_heads
+    count = tl.load(places + slot * 4 + 1)
+    if count == 0:
+        return
+    first = tl.load(places + slot * 4).to(tl.int64)
+    row = tl.arange(0, CHUNK)
+    column = tl.arange(0, K_BLOCK)
+    inside = (row < count)[:, None] & _fits(column, K, K_BLOCK)[None, :]
+    q += first * q_token_stride + key_head.to(tl.int64) * q_head_stride
+    k += first * k_token_stride + key_head.to(tl.int64) * k_head_stride
+    queries = tl.load(q + row[:, None] * q_token_stride.to(tl.int32) + column[None, :], inside, other=0)
+    keys = tl.load(k + row[:, None] * k_token_stride.to(tl.int32) + column[None, :], inside, other=0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+    past = row[:, None] >= row[None, :]
+    lane = (slot * key_heads + key_head) * GROUP
+    gates += lane * (5 * CHUNK)
+    P += lane * (SCORE_PARTS * CHUNK * CHUNK)
+    for _ in range(GROUP):
+        G = tl.load(gates + row)
+        decay = tl.exp(tl.where(past, G[:, None] - G[None, :], 0.0))
+        _store_matrix(P, tl.where(past, scores * decay, 0.0), row[:, None], row[None, :], SCORE_PARTS, CHUNK)
+        gates += 5 * CHUNK
+        P += SCORE_PARTS * CHUNK * CHUNK
+
+
 # -------------------------------------------------------------------------------------------------- walk
 
 
@@ -363,6 +399,7 @@ def rule_output(
 
 KERNELS = (
     kernels.register(rule_prepare, budget=Budget(registers=255, shared_bytes=98304)),
+    kernels.register(rule_scores, budget=Budget(registers=255, shared_bytes=98304)),
     kernels.register(rule_walk, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_output, budget=Budget(registers=255, shared_bytes=232448)),
 )

@@ -31,11 +31,11 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, 
 
 # ---------------------------------------------------------------------------------------------- variants
 
-_ELEMENTS = frozenset(("q", "k", "v", "x", "T", "states", "new", "out"))
+_ELEMENTS = frozenset(("q", "k", "v", "x", "T", "P", "states", "new", "out"))
 _FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors"))
 _INTEGERS = frozenset(("begins", "firsts", "places", "spans"))
 _ALIGNED = frozenset(
-    ("q", "k", "v", "T", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
+    ("q", "k", "v", "T", "P", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
      "v_token_stride", "v_head_stride")
 )  # fmt: skip
 """Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
@@ -63,7 +63,7 @@ def describe(
     described = kernels.registered()[kernel]
     types = {}
     for name in described.parameters:
-        if name.isupper() and name != "T":
+        if name.isupper() and name not in ("T", "P"):
             continue
         if name in _ELEMENTS:
             types[name] = f"*{TRITON_TYPES[shape.element]}"
@@ -129,6 +129,8 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS, "FACTORS": options[0]})
     if name == "prepare":
         return describe("rule_prepare", shape, sizes, tuned.prepare_warps, 1, _ALIGNED)
+    if name == "scores":
+        return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
     if name == "walk":
         segmented, initial, save, final, every = options
@@ -226,6 +228,15 @@ def prepare(launch: Launches, memory: Mapping[str, Any], k: Walkable) -> None:
     launch(
         ("prepare",), shape.chunks * shape.key_heads, k.start, memory["gates"], memory["places"], memory["T"],
         shape.key_heads, k.token_stride, k.head_stride,
+    )  # fmt: skip
+
+
+def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, parts: int = 1) -> None:
+    """P of every chunk and value head, into memory["P"], [chunks, H, parts, 64, 64]."""
+    shape = launch.shape
+    launch(
+        ("scores", parts), shape.chunks * shape.key_heads, q.start, k.start, memory["gates"], memory["places"],
+        memory["P"], shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
     )  # fmt: skip
 
 
