@@ -34,10 +34,8 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, 
 _ELEMENTS = frozenset(("q", "k", "v", "x", "T", "P", "states", "new", "out"))
 _FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors"))
 _INTEGERS = frozenset(("begins", "firsts", "places", "spans"))
-_ALIGNED = frozenset(
-    ("q", "k", "v", "T", "P", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
-     "v_token_stride", "v_head_stride")
-)  # fmt: skip
+_STRIDES = frozenset(f"{name}_{of}_stride" for name in "qkv" for of in ("token", "head"))
+_ALIGNED = frozenset(("q", "k", "v", "T", "P", "states", "new", "gates")) | _STRIDES
 """Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
 are promised nothing, so that their sums have one order."""
 
