@@ -104,7 +104,6 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "K_BLOCK": power(shape.K),
         "K_STEP": min(power(shape.K), 32) if shape.is_wide else power(shape.K),
         "PARTS": tuned.parts,
-        "WINDOW": tuned.window,
         "WIDE": shape.is_wide,
         "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
@@ -131,7 +130,7 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
     if name == "walk":
-        segmented, initial, save, final, every = options
+        segmented, initial, save, final = options
         constants = sizes | {
             "V_BLOCK": min(tuned.walk_block, power(shape.V)),
             "SEGMENTED": segmented,
@@ -139,7 +138,6 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
             "SAVE": save,
             "FINAL": final,
             "SEGMENT": SEGMENT,
-            "EVERY": every,
         }
         return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     assert name == "output", name
@@ -248,7 +246,6 @@ def walk(
     segmented: bool = False,
     saved: Tensor | None = None,
     final_state: Tensor | None = None,
-    every: int = 1,
 ) -> None:
     """states and new of every chunk; over whole sequences, or over segments from the states that were saved.
 
@@ -260,7 +257,7 @@ def walk(
     key = ("walk", segmented, initial_state is not None, saved is not None and not segmented, final_state is not None)
     aligned = is_aligned(initial_state, saved, final_state)
     launch(
-        (*key, every, aligned), spans * shape.heads * _blocks(shape, launch.tuned.walk_block), k.start, v.start,
+        (*key, aligned), spans * shape.heads * _blocks(shape, launch.tuned.walk_block), k.start, v.start,
         memory["gates"], memory["T"], memory["segment_places"] if segmented else memory["begins"], memory["begins"],
         memory["firsts"], absent if initial_state is None else initial_state, absent if saved is None else saved,
         memory["states"], memory["new"], absent if final_state is None else final_state, shape.heads,
@@ -273,8 +270,8 @@ def output(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable
     shape = launch.shape
     programs = shape.chunks * shape.key_heads * _blocks(shape, launch.tuned.output_block)
     launch(
-        ("output", is_aligned(out)), programs, q.start, k.start, memory["gates"], memory["places"], memory["begins"],
-        memory["states"], memory["new"], out, shape.key_heads, scale,
+        ("output", is_aligned(out)), programs, q.start, k.start, memory["gates"], memory["places"], memory["states"],
+        memory["new"], out, shape.key_heads, scale,
         q.token_stride, q.head_stride, k.token_stride, k.head_stride,
     )  # fmt: skip
 

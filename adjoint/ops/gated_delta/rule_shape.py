@@ -90,7 +90,6 @@ class Tuning(NamedTuple):
     output_block: int = 64
     output_warps: int = 4
     output_stages: int = 1
-    window: int = 1
     parts: int = 1
 
 
