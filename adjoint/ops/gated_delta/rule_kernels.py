@@ -246,8 +246,8 @@ def rule_walk(
     in_keys = _fits(k_column, K, K_BLOCK)
     in_values = _fits(v_row, V, V_BLOCK)
     stored = in_values[:, None] & in_keys[None, :]
-    over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
-    next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=count > CHUNK, other=0.0)
+    over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0)
+    next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=count > CHUNK)
     for chunk in range(tl.cdiv(count, CHUNK)):
         if SAVE:  # noqa: SIM102
             if (chunk > 0) & (chunk % (SEGMENT // CHUNK) == 0):
@@ -281,7 +281,7 @@ def rule_walk(
         states += heads * (V * K)
         # Two chunks ahead, because the next chunk would wait for it.
         over = next_over + 0.0  # an operation: loops that pass a value on as it is are not pipelined
-        next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=left > 2 * CHUNK, other=0.0)
+        next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=left > 2 * CHUNK)
     if FINAL:
         tl.store(final_state + (sequence * heads + head) * size + state_place, tl.trans(S), in_state)
 
