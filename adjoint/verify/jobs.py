@@ -72,9 +72,11 @@ def _served(subject: Subject, backend: str, device: torch.device) -> Subject | N
             with torch.no_grad():
                 outputs = call.operator.allocate(*call.arguments)
             directions.append((call.adjoint, call.adjoint_arguments(outputs[: call.public_outputs], outputs)))
+        accepted = ("", why_not_triton(device))  # whether the backend is there at all is settled elsewhere
         return all(
             any(
-                plan.backend == backend and not plan.refuse(operator.describe(*arguments)._replace(device=device))
+                plan.backend == backend
+                and plan.refuse(operator.describe(*arguments)._replace(device=device)) in accepted
                 for plan in operator.candidates()
             )
             for operator, arguments in directions
