@@ -28,7 +28,7 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
         if first:
             every += [("walk", True, False, False, False, True), ("scores", 1), ("scores", 2)]
         for key in every:
-            described = variant(key, shape, tuning(shape))
+            described = variant(key, shape, tuning(shape, target in ("sm_90", "sm_100")))
             if described in listed or not (first or key[-1] is not False):
                 continue
             listed.add(described)

@@ -14,6 +14,7 @@ Nothing here waits for the device or allocates.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,7 +103,6 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "K_SIZE": shape.K,
         "V_SIZE": shape.V,
         "K_BLOCK": power(shape.K),
-        "K_STEP": min(power(shape.K), 32) if shape.is_wide else power(shape.K),
         "PARTS": tuned.parts,
         "WIDE": shape.is_wide,
         "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
@@ -125,7 +125,8 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         constants = {"EPSILON": EPSILON, "SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K)}
         return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS, "FACTORS": options[0]})
     if name == "prepare":
-        return describe("rule_prepare", shape, sizes, tuned.prepare_warps, 1, _ALIGNED)
+        deep = min(power(shape.K), 32 if shape.is_wide else 128)
+        return describe("rule_prepare", shape, sizes | {"K_STEP": deep}, tuned.prepare_warps, 1, _ALIGNED)
     if name == "scores":
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
@@ -141,7 +142,8 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         }
         return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     assert name == "output", name
-    constants = sizes | {"V_BLOCK": min(tuned.output_block, power(shape.V))}
+    step = min(power(shape.K), 32) if shape.is_wide else power(shape.K)
+    constants = sizes | {"V_BLOCK": min(tuned.output_block, power(shape.V)), "K_STEP": step}
     return describe("rule_output", shape, constants, tuned.output_warps, tuned.output_stages, aligned)
 
 
@@ -150,13 +152,19 @@ def is_aligned(*tensors: Tensor | None) -> bool:
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
+@cache
+def takes_from_shared(device: torch.device) -> bool:
+    """Whether matrix products of a GPU take operands from shared memory; the interpreter knows neither."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 class Launches:
     """Starts kernels of one problem by their keys; compiles each on first use."""
 
     def __init__(
         self, shape: Shape, device: torch.device, tuned: Tuning | None = None, memo: dict[Any, Any] | None = None
     ) -> None:
-        self.shape, self.device, self.tuned = shape, device, tuned or tuning(shape)
+        self.shape, self.device, self.tuned = shape, device, tuned or tuning(shape, takes_from_shared(device))
         self._memo = {} if memo is None else memo
 
     def prepare(self, key: tuple[Any, ...]) -> Any:

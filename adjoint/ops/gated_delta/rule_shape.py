@@ -80,7 +80,8 @@ class Shape(NamedTuple):
 class Tuning(NamedTuple):
     """How the kernels are cut and launched: columns of V a program has, its warps, and the depth of its pipeline.
 
-    Tuned on an H200. All of it depends on the dtype and on K alone, so that bits cannot depend on anything else.
+    Tuned on an H200. On one GPU all of it depends on the dtype and on K alone, so that bits cannot depend on anything
+    else.
     """
 
     prepare_warps: int = 2
@@ -93,13 +94,17 @@ class Tuning(NamedTuple):
     parts: int = 1
 
 
-def tuning(shape: Shape) -> Tuning:
-    """The cut of a problem."""
+def tuning(shape: Shape, from_shared: bool = True) -> Tuning:
+    """The cut of a problem.
+
+    Args:
+        from_shared: whether products take operands from shared memory, as on Hopper and Blackwell's data-centre GPUs;
+            elsewhere they take registers, and outputs are cut smaller.
+    """
     if shape.is_wide:
         return Tuning(8, 16, 8, 1, 32, 8, 1)
-    if shape.K > 128:
-        return Tuning(4, 32, 8, 1, 64, 4, 1)
-    return Tuning()
+    tuned = Tuning(4, 32, 8, 1) if shape.K > 128 else Tuning()
+    return tuned if from_shared else tuned._replace(output_block=32, output_warps=8)
 
 
 # ------------------------------------------------------------------------------------------------ memory
