@@ -1,0 +1,189 @@
+"""The forward of the gated delta rule for Hopper, in Gluon: the walk from chunk to chunk and the outputs in one.
+
+What `rule_walk` and `rule_output` compute, to the bit but for v', which meets the scores in two parts here. One
+warpgroup walks a block of 64 columns of V. The state stays in the accumulators of the tensor cores and is their left
+operand too, rounded in registers; q, k, v, T, the decayed scores P and the gates of the chunks to come are copied into
+shared memory while earlier chunks are worked on. Each product is started before what can be done beside it.
+
+    known = Sᵀ kᵀ, seen = Sᵀ qᵀ        beside them: the last chunk's outputs leave, copies start, v is read
+    found = r + r T°ᵀ                  beside it: S decays, seen decays
+    S += w k, o = seen + v' Pᵀ
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from adjoint.core import kernels
+from adjoint.core.kernels import Budget
+
+
+@gluon.jit
+def _fetch(
+    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, stage, left,
+    Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, WIDE_ROWS: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
+    column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
+    inside = (row < left)[:, None] & (column < K)[None, :]
+    place = k + (row * K_STRIDE)[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(ks.index(stage), place, mask=inside)
+    place = q + (row * Q_STRIDE)[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(qs.index(stage), place, mask=inside)
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    inside = (row < left)[:, None] & (column < 64)[None, :]
+    place = v + (row * V_STRIDE)[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
+    present = (row < 64 * left)[:, None] & (column < 64)[None, :]
+    offset = (row * 64)[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(Ts.index(stage), T + offset, mask=present)
+    async_copy.async_copy_global_to_shared(Ps.index(stage), P + offset, mask=present)
+    lane = gl.arange(0, 64, GATES)
+    exists = lane < 64 * left
+    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane, mask=exists)
+    async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane, mask=exists)
+    async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane, mask=exists)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def rule_forward_hopper(
+    q, k, v, gates, T, P, begins, firsts, initial_state, saved, final_state, out, scale,
+    HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
+    Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, INITIAL: gl.constexpr, SAVE: gl.constexpr,
+    FINAL: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64."""
+    CHUNK: gl.constexpr = 64
+    V_BLOCK: gl.constexpr = 64
+    blocks: gl.constexpr = V // V_BLOCK
+    size: gl.constexpr = K * V
+    kind: gl.constexpr = k.dtype.element_ty
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
+    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    program = gl.program_id(0)
+    sequence = (program // (HEADS * blocks)).to(gl.int64)
+    head = (program // blocks) % HEADS
+    block = program % blocks
+    first = gl.load(begins + sequence).to(gl.int64)
+    count = gl.load(begins + sequence + 1) - gl.load(begins + sequence)
+    slot = gl.load(firsts + sequence).to(gl.int64)
+    kept = (gl.load(begins + sequence) // SEGMENT).to(gl.int64) - 1
+    v_row = block * V_BLOCK + gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE))
+    k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    state_place = v_row[:, None] + (k_column * V)[None, :]
+    S = gl.zeros([V_BLOCK, K], gl.float32, STATE)
+    if INITIAL:
+        S = gl.load(initial_state + (sequence * HEADS + head) * size + state_place)
+
+    key_head = (head // GROUP).to(gl.int64)
+    q += first * Q_STRIDE + key_head * Q_HEAD
+    k += first * K_STRIDE + key_head * K_HEAD
+    v += first * V_STRIDE + head.to(gl.int64) * V_HEAD + block * V_BLOCK
+    lane = slot * HEADS + head
+    gates += lane * (5 * CHUNK)
+    T += lane * (CHUNK * CHUNK)
+    P += lane * (CHUNK * CHUNK)
+    out += (first * HEADS + head) * V + block * V_BLOCK
+    out_row = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
+    out_column = gl.arange(0, V_BLOCK, gl.SliceLayout(0, ROWS))
+    out_offset = (out_row * (HEADS * V))[:, None] + out_column[None, :]
+
+    ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
+    qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
+    vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V_BLOCK], TILE)
+    Ts = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+    Ps = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+    strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+
+    chunks = (count + CHUNK - 1) // CHUNK
+    next_gates = gates
+    for early in gl.static_range(STAGES - 1):
+        _fetch(
+            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, early,
+            count - early * CHUNK, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
+        )  # fmt: skip
+        q += CHUNK * Q_STRIDE
+        k += CHUNK * K_STRIDE
+        v += CHUNK * V_STRIDE
+        T += HEADS * (CHUNK * CHUNK)
+        P += HEADS * (CHUNK * CHUNK)
+        gates += HEADS * (5 * CHUNK)
+    over = 0.0
+    if count > 0:
+        over = gl.load(next_gates + 4 * CHUNK - 1)
+    for chunk in range(chunks):
+        if SAVE:
+            if (chunk > 0) & (chunk % (SEGMENT // CHUNK) == 0):
+                place = saved + ((kept + chunk // (SEGMENT // CHUNK)) * HEADS + head) * size
+                gl.store(place + state_place, S)
+        narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
+        stage = chunk % STAGES
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
+        known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if chunk > 0:
+            gl.store(out + out_offset, vs.index((chunk - 1) % STAGES).load(ROWS))
+            out += (CHUNK * V) * HEADS
+        _fetch(
+            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, (chunk + STAGES - 1) % STAGES,
+            count - (chunk + STAGES - 1) * CHUNK, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
+        )  # fmt: skip
+        q += CHUNK * Q_STRIDE
+        k += CHUNK * K_STRIDE
+        v += CHUNK * V_STRIDE
+        T += HEADS * (CHUNK * CHUNK)
+        P += HEADS * (CHUNK * CHUNK)
+        gates += HEADS * (5 * CHUNK)
+        next_gates += HEADS * (5 * CHUNK)
+        coming = 0.0
+        if chunk + 1 < chunks:
+            coming = gl.load(next_gates + 4 * CHUNK - 1)
+        strength = strengths.index(stage).load(COLUMNS)
+        from_start = starts.index(stage).load(COLUMNS)
+        values = vs.index(stage).permute((1, 0)).load(VALUES)
+        known = warpgroup_mma_wait(0, deps=[known])
+        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * known
+        rounded = gl.convert_layout(residual.to(kind), BY_CHUNK)
+        found = warpgroup_mma(rounded, Ts.index(stage).permute((1, 0)), residual, is_async=True)
+        seen = warpgroup_mma(narrow, qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        S = S * over
+        to_end = ends.index(stage).load(COLUMNS)
+        found = warpgroup_mma_wait(1, deps=[found])
+        carried = gl.convert_layout((to_end[None, :] * found).to(kind), BY_KEYS)
+        S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
+        high = found.to(kind)
+        seen = warpgroup_mma_wait(1, deps=[seen])
+        scores = Ps.index(stage).permute((1, 0))
+        total = warpgroup_mma(gl.convert_layout(high, BY_CHUNK), scores, seen * from_start[None, :], is_async=True)
+        if HALVES == 2:
+            low = gl.convert_layout((found - high.to(gl.float32)).to(kind), BY_CHUNK)
+            total = warpgroup_mma(low, scores, total, is_async=True)
+        over = coming
+        S, total = warpgroup_mma_wait(0, deps=[S, total])
+        vs.index(stage).permute((1, 0)).store((total * scale).to(kind))
+    async_copy.wait_group(0)
+    if chunks > 0:
+        left = count - (chunks - 1) * CHUNK
+        inside = (out_row < left)[:, None] & (out_column < V_BLOCK)[None, :]
+        gl.store(out + out_offset, vs.index((chunks - 1) % STAGES).load(ROWS), mask=inside)
+    if FINAL:
+        gl.store(final_state + (sequence * HEADS + head) * size + state_place, S)
+
+
+KERNELS = (kernels.register(rule_forward_hopper, budget=Budget(registers=255, shared_bytes=232448)),)
