@@ -31,18 +31,18 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, 
 
 # ---------------------------------------------------------------------------------------------- variants
 
-_ELEMENTS = frozenset(("q", "k", "v", "x", "T", "states", "new", "out"))
+_ELEMENTS = frozenset(("q", "k", "v", "x", "T", "P", "states", "new", "out"))
 _FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors"))
 _INTEGERS = frozenset(("begins", "firsts", "places", "spans"))
 _ALIGNED = frozenset(
-    ("q", "k", "v", "T", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
+    ("q", "k", "v", "T", "P", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
      "v_token_stride", "v_head_stride")
 )  # fmt: skip
 """Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
 are promised nothing, so that their sums have one order."""
 
 _TABLE_BLOCK, _PLACES_BLOCK = 1024, 256
-_GATE_HEADS = 16
+_GATE_HEADS = 8
 _NORMALIZED_ROWS = 16
 _CLEARED_ROWS, _CLEARED_COLUMNS, _CLEARED_ELEMENTS = 64, 128, 2048
 
@@ -63,7 +63,7 @@ def describe(
     described = kernels.registered()[kernel]
     types = {}
     for name in described.parameters:
-        if name.isupper() and name != "T":
+        if name.isupper() and name not in ("T", "P"):
             continue
         if name in _ELEMENTS:
             types[name] = f"*{TRITON_TYPES[shape.element]}"
@@ -104,10 +104,11 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "K_SIZE": shape.K,
         "V_SIZE": shape.V,
         "K_BLOCK": power(shape.K),
+        "K_STEP": min(power(shape.K), 32) if shape.is_wide else power(shape.K),
         "PARTS": tuned.parts,
         "WINDOW": tuned.window,
         "WIDE": shape.is_wide,
-        "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
+        "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
     if name == "bounds":
         raises, span = options
@@ -128,6 +129,8 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS, "FACTORS": options[0]})
     if name == "prepare":
         return describe("rule_prepare", shape, sizes, tuned.prepare_warps, 1, _ALIGNED)
+    if name == "scores":
+        return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
     if name == "walk":
         segmented, initial, save, final, every = options
@@ -186,6 +189,8 @@ def table(launch: Launches, memory: Mapping[str, Any], cu_seqlens: Tensor | None
             ("bounds", raises, size), 1, given, memory["begins"], firsts, word, SEQUENCES_OUT_OF_ORDER.row,
             shape.sequences, shape.tokens, shape.time,
         )  # fmt: skip
+        if places is None:
+            return  # nothing to place
         slots = shape.spans(size)
         launch(
             ("places", size), -(-slots // _PLACES_BLOCK), memory["begins"], firsts, places, slots, shape.sequences,
@@ -223,6 +228,15 @@ def prepare(launch: Launches, memory: Mapping[str, Any], k: Walkable) -> None:
     launch(
         ("prepare",), shape.chunks * shape.key_heads, k.start, memory["gates"], memory["places"], memory["T"],
         shape.key_heads, k.token_stride, k.head_stride,
+    )  # fmt: skip
+
+
+def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, parts: int = 1) -> None:
+    """P of every chunk and value head, into memory["P"], [chunks, H, parts, 64, 64]."""
+    shape = launch.shape
+    launch(
+        ("scores", parts), shape.chunks * shape.key_heads, q.start, k.start, memory["gates"], memory["places"],
+        memory["P"], shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
     )  # fmt: skip
 
 

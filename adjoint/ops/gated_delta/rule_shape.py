@@ -78,15 +78,18 @@ class Shape(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """How the kernels are cut and launched. Blocks and warps depend on the problem's dtype, K and V alone."""
+    """How the kernels are cut and launched: columns of V a program has, its warps, and the depth of its pipeline.
 
-    prepare_warps: int = 4
-    walk_block: int = 64
+    Tuned on an H200. All of it depends on the dtype and on K alone, so that bits cannot depend on anything else.
+    """
+
+    prepare_warps: int = 2
+    walk_block: int = 32
     walk_warps: int = 4
     walk_stages: int = 3
-    output_block: int = 128
+    output_block: int = 64
     output_warps: int = 4
-    output_stages: int = 2
+    output_stages: int = 1
     window: int = 1
     parts: int = 1
 
@@ -94,9 +97,9 @@ class Tuning(NamedTuple):
 def tuning(shape: Shape) -> Tuning:
     """The cut of a problem."""
     if shape.is_wide:
-        return Tuning(4, 16 if shape.K > 128 else 32, 4, 1, 32, 4, 1)
+        return Tuning(8, 16, 8, 1, 32, 8, 1)
     if shape.K > 128:
-        return Tuning(4, 64, 8, 1, 64, 8, 1)
+        return Tuning(4, 32, 8, 1, 64, 4, 1)
     return Tuning()
 
 
@@ -116,15 +119,19 @@ def table_regions(shape: Shape, segments: bool = False) -> dict[str, tuple[torch
     return held
 
 
-def chunk_regions(shape: Shape, tuned: Tuning, every: int = 1) -> dict[str, tuple[torch.dtype, int]]:
-    """gates [chunks, H, 5, 64], T [chunks, H, parts, 64, 64], states [chunks, H, V, K], new [chunks, H, V, 64]."""
+def chunk_regions(shape: Shape, tuned: Tuning, score_parts: int = 0) -> dict[str, tuple[torch.dtype, int]]:
+    """gates [chunks, H, 5, 64], T [chunks, H, parts, 64, 64], states [chunks, H, V, K], new [chunks, H, V, 64].
+
+    With `score_parts`, P [chunks, H, score parts, 64, 64] in the place of states and new: for a walk that writes o.
+    """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
-    return {
+    held = {
         "gates": (torch.float32, lanes * GATE_ROWS * CHUNK),
         "T": (shape.element, lanes * tuned.parts * CHUNK * CHUNK),
-        "states": (shape.element, lanes * V * K),
-        "new": (shape.element, lanes * V * CHUNK),
     }
+    if score_parts:
+        return held | {"P": (shape.element, lanes * score_parts * CHUNK * CHUNK)}
+    return held | {"states": (shape.element, lanes * V * K), "new": (shape.element, lanes * V * CHUNK)}
 
 
 # ------------------------------------------------------------------------------------------------ inputs
