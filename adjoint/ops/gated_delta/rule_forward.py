@@ -8,6 +8,7 @@ from torch import Tensor
 from adjoint.core.errors import check, report, status_word
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
+from adjoint.core.streams import side_by_side
 from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_launch as launch
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
@@ -26,8 +27,8 @@ from adjoint.ops.gated_delta.rule_shape import (
 )
 
 
-def regions(problem: Problem) -> Regions:
-    """The workspace of a forward."""
+def regions(problem: Problem, fused: bool = False) -> Regions:
+    """The workspace of a forward; `fused` is the walk that writes outputs itself."""
     shape, normalize = Shape.of(problem), problem.options[1]
     if shape.is_empty:
         return Regions(**{name: region for name, region in table_regions(shape).items() if name != "places"})
@@ -35,10 +36,10 @@ def regions(problem: Problem) -> Regions:
     held = copies(problem, {"q": keys, "k": keys, "v": values})
     if normalize:
         held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
-    return Regions(**table_regions(shape), **chunk_regions(shape, tuning(shape)), **held)
+    return Regions(**table_regions(shape), **chunk_regions(shape, tuning(shape), int(fused)), **held)
 
 
-def keys(problem: Problem) -> list[tuple[Any, ...]]:
+def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     """Every kernel a forward may launch."""
     shape = Shape.of(problem)
     _, normalize, final, save = problem.options
@@ -47,25 +48,37 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
         return listed
     window, initial = tuning(shape).window, bool(problem.sizes[7])
     listed += [("places", CHUNK), ("gates", True), ("prepare",)]
-    listed += [("walk", False, initial, save, final, window, aligned) for aligned in (True, False)]
-    listed += [("output", aligned) for aligned in (True, False)]
+    if fused:
+        from adjoint.ops.gated_delta.rule_hopper import natural
+
+        listed.append(("scores", 1))
+        listed += [("hopper", natural(shape), initial, final, aligned) for aligned in (True, False)]
+    else:
+        listed += [("walk", False, initial, save, final, window, aligned) for aligned in (True, False)]
+        listed += [("output", aligned) for aligned in (True, False)]
     listed += [("normalize", False)] * normalize + [("clear_saved",)] * save
     return listed + [("clear", shape.element)] * (shape.ids is not None)
 
 
-def prepare(plan: Plan) -> None:
+def prepare(plan: Plan, fused: bool = False) -> None:
     """Compiles every kernel the plan may launch."""
     status_word(plan.problem.device)
     launches = Launches(Shape.of(plan.problem), plan.problem.device, memo=plan.memo)
-    for key in keys(plan.problem):
+    for key in keys(plan.problem, fused):
         launches.prepare(key)
 
 
-def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+def forward(
+    plan: Plan,
+    arguments: tuple[Any, ...],
+    outputs: tuple[Tensor, ...],
+    workspace: Tensor | None,
+    fused: bool = False,
+) -> None:
     """o; the final states, and those between segments, where they are wanted."""
     q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, output_final_state, save = arguments
     out, final_state, saved = outputs
-    shape, held = Shape.of(plan.problem), regions(plan.problem)
+    shape, held = Shape.of(plan.problem), regions(plan.problem, fused)
     run = Launches(shape, plan.problem.device, memo=plan.memo)
     if workspace is None:
         workspace = held.allocate(plan.problem.device)
@@ -92,12 +105,23 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     if plan.problem.device.type == "cpu":
         check()
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
-    launch.prepare(run, memory, keys)
-    launch.walk(
-        run, memory, keys, values, initial_state, saved=saved if save else None,
-        final_state=final_state if output_final_state else None, every=run.tuned.window,
-    )  # fmt: skip
-    launch.output(run, memory, queries, keys, scale, out)
+    wanted = saved if save else None, final_state if output_final_state else None
+    if fused:
+        from adjoint.ops.gated_delta import rule_hopper
+
+        side_by_side(
+            plan.problem.device,
+            lambda: launch.prepare(run, memory, keys),
+            lambda: launch.scores(run, memory, queries, keys, scale),
+            shape.is_large,
+        )
+        rule_hopper.forward(run, memory, queries, keys, values, scale, initial_state, *wanted, out)
+    else:
+        launch.prepare(run, memory, keys)
+        launch.walk(
+            run, memory, keys, values, initial_state, saved=wanted[0], final_state=wanted[1], every=run.tuned.window
+        )
+        launch.output(run, memory, queries, keys, scale, out)
     if cu_seqlens is not None:
         launch.clear(run, memory, out)
     if save:

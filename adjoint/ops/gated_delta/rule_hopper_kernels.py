@@ -1,6 +1,6 @@
 """The forward of the gated delta rule for Hopper, in Gluon: the walk from chunk to chunk and the outputs in one.
 
-What `rule_walk` and `rule_output` compute, to the bit but for v', which meets the scores in two parts here. One
+What `rule_walk` and `rule_output` compute; v' meets the decayed scores P in two parts. One
 warpgroup walks a block of 64 columns of V. The state stays in the accumulators of the tensor cores and is their left
 operand too, rounded in registers; q, k, v, T, the decayed scores P and the gates of the chunks to come are copied into
 shared memory while earlier chunks are worked on. Each product is started before what can be done beside it.
@@ -22,42 +22,46 @@ from adjoint.core.kernels import Budget
 @gluon.jit
 def _fetch(
     q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, stage, left,
-    Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, WIDE_ROWS: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
+    Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
+    WIDE_ROWS: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
     row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
     column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
     inside = (row < left)[:, None] & (column < K)[None, :]
-    place = k + (row * K_STRIDE)[:, None] + column[None, :]
+    place = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(ks.index(stage), place, mask=inside)
-    place = q + (row * Q_STRIDE)[:, None] + column[None, :]
+    place = q + (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(qs.index(stage), place, mask=inside)
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
     inside = (row < left)[:, None] & (column < 64)[None, :]
-    place = v + (row * V_STRIDE)[:, None] + column[None, :]
+    place = v + (row.to(gl.int64) * V_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
-    present = (row < 64 * left)[:, None] & (column < 64)[None, :]
-    offset = (row * 64)[:, None] + column[None, :]
-    async_copy.async_copy_global_to_shared(Ts.index(stage), T + offset, mask=present)
-    async_copy.async_copy_global_to_shared(Ps.index(stage), P + offset, mask=present)
+    offset = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
+    async_copy.async_copy_global_to_shared(Ts.index(stage), T + offset)
+    async_copy.async_copy_global_to_shared(Ps.index(stage), P + offset)
     lane = gl.arange(0, 64, GATES)
-    exists = lane < 64 * left
-    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane, mask=exists)
-    async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane, mask=exists)
-    async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane, mask=exists)
+    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
+    async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
+    async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane)
     async_copy.commit_group()
 
 
 @gluon.jit
 def rule_forward_hopper(
-    q, k, v, gates, T, P, begins, firsts, initial_state, saved, final_state, out, scale,
+    q, k, v, gates, T, P, begins, firsts, initial_state, saved, final_state, out, scale, save_every,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
-    Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, INITIAL: gl.constexpr, SAVE: gl.constexpr,
-    FINAL: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64."""
+    """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64.
+
+    The state is saved after every `save_every` chunks but the last, and is final after the last. A sequence without
+    tokens is left alone.
+    """
     CHUNK: gl.constexpr = 64
+    STAGES: gl.constexpr = 2  # chunks in shared memory: the one that is worked on, and the next
     V_BLOCK: gl.constexpr = 64
     blocks: gl.constexpr = V // V_BLOCK
     size: gl.constexpr = K * V
@@ -83,7 +87,8 @@ def rule_forward_hopper(
     kept = (gl.load(begins + sequence) // SEGMENT).to(gl.int64) - 1
     v_row = block * V_BLOCK + gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE))
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
-    state_place = v_row[:, None] + (k_column * V)[None, :]
+    # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
+    state_place = v_row.to(gl.int64)[:, None] + (k_column.to(gl.int64) * V)[None, :]
     S = gl.zeros([V_BLOCK, K], gl.float32, STATE)
     if INITIAL:
         S = gl.load(initial_state + (sequence * HEADS + head) * size + state_place)
@@ -99,7 +104,7 @@ def rule_forward_hopper(
     out += (first * HEADS + head) * V + block * V_BLOCK
     out_row = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
     out_column = gl.arange(0, V_BLOCK, gl.SliceLayout(0, ROWS))
-    out_offset = (out_row * (HEADS * V))[:, None] + out_column[None, :]
+    out_offset = (out_row.to(gl.int64) * (HEADS * V))[:, None] + out_column.to(gl.int64)[None, :]
 
     ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
     qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
@@ -111,49 +116,35 @@ def rule_forward_hopper(
     ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
 
     chunks = (count + CHUNK - 1) // CHUNK
-    next_gates = gates
-    for early in gl.static_range(STAGES - 1):
-        _fetch(
-            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, early,
-            count - early * CHUNK, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
-        )  # fmt: skip
-        q += CHUNK * Q_STRIDE
-        k += CHUNK * K_STRIDE
-        v += CHUNK * V_STRIDE
-        T += HEADS * (CHUNK * CHUNK)
-        P += HEADS * (CHUNK * CHUNK)
-        gates += HEADS * (5 * CHUNK)
     over = 0.0
     if count > 0:
-        over = gl.load(next_gates + 4 * CHUNK - 1)
+        over = gl.load(gates + 4 * CHUNK - 1)
+        _fetch(
+            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, 0,
+            count, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
+        )  # fmt: skip
     for chunk in range(chunks):
-        if SAVE:
-            if (chunk > 0) & (chunk % (SEGMENT // CHUNK) == 0):
-                place = saved + ((kept + chunk // (SEGMENT // CHUNK)) * HEADS + head) * size
-                gl.store(place + state_place, S)
         narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
         stage = chunk % STAGES
-        async_copy.wait_group(STAGES - 2)
+        async_copy.wait_group(0)
         fence_async_shared()
         nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
         known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         if chunk > 0:
             gl.store(out + out_offset, vs.index((chunk - 1) % STAGES).load(ROWS))
             out += (CHUNK * V) * HEADS
-        _fetch(
-            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, (chunk + STAGES - 1) % STAGES,
-            count - (chunk + STAGES - 1) * CHUNK, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
-        )  # fmt: skip
+        if chunk + 1 < chunks:  # the last chunk is followed by itself, without tokens
+            T += HEADS * (CHUNK * CHUNK)
+            P += HEADS * (CHUNK * CHUNK)
+            gates += HEADS * (5 * CHUNK)
         q += CHUNK * Q_STRIDE
         k += CHUNK * K_STRIDE
         v += CHUNK * V_STRIDE
-        T += HEADS * (CHUNK * CHUNK)
-        P += HEADS * (CHUNK * CHUNK)
-        gates += HEADS * (5 * CHUNK)
-        next_gates += HEADS * (5 * CHUNK)
-        coming = 0.0
-        if chunk + 1 < chunks:
-            coming = gl.load(next_gates + 4 * CHUNK - 1)
+        _fetch(
+            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, (chunk + 1) % STAGES,
+            count - (chunk + 1) * CHUNK, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
+        )  # fmt: skip
+        coming = gl.load(gates + 4 * CHUNK - 1)
         strength = strengths.index(stage).load(COLUMNS)
         from_start = starts.index(stage).load(COLUMNS)
         values = vs.index(stage).permute((1, 0)).load(VALUES)
@@ -170,20 +161,27 @@ def rule_forward_hopper(
         high = found.to(kind)
         seen = warpgroup_mma_wait(1, deps=[seen])
         scores = Ps.index(stage).permute((1, 0))
-        total = warpgroup_mma(gl.convert_layout(high, BY_CHUNK), scores, seen * from_start[None, :], is_async=True)
+        total = warpgroup_mma(
+            gl.convert_layout(high, BY_CHUNK), scores, seen * (from_start * scale)[None, :], is_async=True
+        )
         if HALVES == 2:
             low = gl.convert_layout((found - high.to(gl.float32)).to(kind), BY_CHUNK)
             total = warpgroup_mma(low, scores, total, is_async=True)
         over = coming
         S, total = warpgroup_mma_wait(0, deps=[S, total])
-        vs.index(stage).permute((1, 0)).store((total * scale).to(kind))
+        vs.index(stage).permute((1, 0)).store(total.to(kind))
+        place = saved + ((kept + (chunk + 1) // save_every) * HEADS + head) * size
+        wanted = ((chunk + 1) % save_every == 0) & (chunk + 1 < chunks)
+        if FINAL:  # noqa: SIM102
+            if chunk + 1 == chunks:
+                place = final_state + (sequence * HEADS + head) * size
+                wanted = chunk + 1 == chunks
+        if wanted:
+            gl.store(place + state_place, S)
     async_copy.wait_group(0)
-    if chunks > 0:
-        left = count - (chunks - 1) * CHUNK
-        inside = (out_row < left)[:, None] & (out_column < V_BLOCK)[None, :]
-        gl.store(out + out_offset, vs.index((chunks - 1) % STAGES).load(ROWS), mask=inside)
-    if FINAL:
-        gl.store(final_state + (sequence * HEADS + head) * size + state_place, S)
+    left = gl.minimum(count - (chunks - 1) * CHUNK, count)
+    inside = (out_row < left)[:, None] & (out_column < V_BLOCK)[None, :]
+    gl.store(out + out_offset, vs.index((chunks - 1) % STAGES).load(ROWS), mask=inside)
 
 
 KERNELS = (kernels.register(rule_forward_hopper, budget=Budget(registers=255, shared_bytes=232448)),)

@@ -12,6 +12,9 @@ from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 GATE_ROWS = 5
 """What the gates of a chunk are: G, what G lost in rounding, β, e^G, e^{Γ−G}."""
 
+LARGE = 2**17
+"""Tokens times value heads from which kernels that do not depend on each other run side by side."""
+
 
 def padded(size: int) -> int:
     """The width of rows that kernels read: a multiple of 16."""
@@ -71,6 +74,11 @@ class Shape(NamedTuple):
         if self.ids is None:
             return self.rows * -(-self.time // size)
         return self.tokens // size + self.sequences if self.sequences else 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its kernels run long enough for a second stream to pay."""
+        return self.tokens * self.heads >= LARGE
 
     @property
     def is_wide(self) -> bool:
