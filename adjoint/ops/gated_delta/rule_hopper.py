@@ -25,12 +25,12 @@ _ELEMENTS = frozenset(("q", "k", "v", "T", "P", "out"))
 
 def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
     """The kernel for strides and options; strides are constants, so that an address is a sum with a constant."""
-    (q_stride, q_head, k_stride, k_head, v_stride, v_head), initial, final, aligned = key
+    (q_stride, q_head, k_stride, k_head, v_stride, v_head), segmented, initial, final, aligned = key
     kernel = registered()["rule_forward_hopper"]
     names = [name for name in kernel.parameters if not name.isupper() or name in ("T", "P")]
     types = {}
     for name in names:
-        integer = name in ("begins", "firsts")
+        integer = name in ("spans", "begins", "firsts")
         types[name] = (
             {"scale": "fp32", "save_every": "i32"}[name]
             if name in ("scale", "save_every")
@@ -47,6 +47,7 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
         "GROUP": shape.group,
         "K": shape.K,
         "V": shape.V,
+        "SEGMENTED": segmented,
         "INITIAL": initial,
         "FINAL": final,
         "SEGMENT": SEGMENT,
@@ -80,16 +81,19 @@ def forward(
     saved: Tensor | None,
     final_state: Tensor | None,
     out: Tensor,
+    segmented: bool = False,
 ) -> None:
-    """o of all sequences, and the states that are wanted."""
+    """o of all sequences, and the states that are wanted; over segments, where `saved` holds the states they begin with."""
     shape, absent = launch.shape, memory["gates"]
     if final_state is not None and shape.ids is not None:  # for sequences without tokens, which no program walks
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
-    options = (initial_state is not None, final_state is not None, is_aligned(out))
+    options = (segmented, initial_state is not None, final_state is not None, is_aligned(out))
     launch(
-        ("hopper", _strides(shape, q, k, v), *options), shape.sequences * shape.heads * (shape.V // V_BLOCK),
-        q.start, k.start, v.start, memory["gates"], memory["T"], memory["P"], memory["begins"], memory["firsts"],
+        ("hopper", _strides(shape, q, k, v), *options),
+        (shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // V_BLOCK),
+        q.start, k.start, v.start, memory["gates"], memory["T"], memory["P"],
+        memory["segment_places"] if segmented else memory["begins"], memory["begins"], memory["firsts"],
         absent if initial_state is None else initial_state, absent if saved is None else saved,
         absent if final_state is None else final_state, out, scale,
-        NEVER if saved is None else SEGMENT // CHUNK,
+        NEVER if saved is None or segmented else SEGMENT // CHUNK,
     )  # fmt: skip

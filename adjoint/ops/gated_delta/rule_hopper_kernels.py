@@ -50,15 +50,16 @@ def _fetch(
 
 @gluon.jit
 def rule_forward_hopper(
-    q, k, v, gates, T, P, begins, firsts, initial_state, saved, final_state, out, scale, save_every,
+    q, k, v, gates, T, P, spans, begins, firsts, initial_state, saved, final_state, out, scale, save_every,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr, HALVES: gl.constexpr,
+    V: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64.
 
     The state is saved after every `save_every` chunks but the last, and is final after the last. A sequence without
-    tokens is left alone.
+    tokens is left alone. Over segments (SEGMENTED) a program walks one, from the state that was saved at its start, and
+    saves none.
     """
     CHUNK: gl.constexpr = 64
     STAGES: gl.constexpr = 2  # chunks in shared memory: the one that is worked on, and the next
@@ -78,20 +79,34 @@ def rule_forward_hopper(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     program = gl.program_id(0)
-    sequence = (program // (HEADS * blocks)).to(gl.int64)
+    span = (program // (HEADS * blocks)).to(gl.int64)
     head = (program // blocks) % HEADS
     block = program % blocks
-    first = gl.load(begins + sequence).to(gl.int64)
-    count = gl.load(begins + sequence + 1) - gl.load(begins + sequence)
-    slot = gl.load(firsts + sequence).to(gl.int64)
-    kept = (gl.load(begins + sequence) // SEGMENT).to(gl.int64) - 1
+    sequence = span
+    index = 0
+    if SEGMENTED:
+        sequence = gl.load(spans + span * 4 + 2).to(gl.int64)
+        index = gl.load(spans + span * 4 + 3)
+    begin = gl.load(begins + sequence)
+    first = begin.to(gl.int64) + index * SEGMENT
+    count = gl.load(begins + sequence + 1) - begin - index * SEGMENT
+    ends_here = count <= SEGMENT
+    if SEGMENTED:
+        count = gl.minimum(gl.load(spans + span * 4 + 1), count)
+    slot = (gl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64)
+    kept = (begin // SEGMENT + index).to(gl.int64) - 1
     v_row = block * V_BLOCK + gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE))
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
     # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
     state_place = v_row.to(gl.int64)[:, None] + (k_column.to(gl.int64) * V)[None, :]
     S = gl.zeros([V_BLOCK, K], gl.float32, STATE)
-    if INITIAL:
-        S = gl.load(initial_state + (sequence * HEADS + head) * size + state_place)
+    if INITIAL or SEGMENTED:
+        source = initial_state + (sequence * HEADS + head) * size
+        if SEGMENTED:  # noqa: SIM102  (a constant, and what only the GPU knows)
+            if index > 0:
+                source = saved + (kept * HEADS + head) * size
+        given = (v_row >= 0)[:, None] & ((k_column >= 0) & (INITIAL | (index > 0)))[None, :]
+        S = gl.load(source + state_place, mask=given, other=0.0)
 
     key_head = (head // GROUP).to(gl.int64)
     q += first * Q_STRIDE + key_head * Q_HEAD
@@ -175,7 +190,7 @@ def rule_forward_hopper(
         if FINAL:  # noqa: SIM102
             if chunk + 1 == chunks:
                 place = final_state + (sequence * HEADS + head) * size
-                wanted = chunk + 1 == chunks
+                wanted = (not SEGMENTED) | ends_here
         if wanted:
             gl.store(place + state_place, S)
     async_copy.wait_group(0)
