@@ -52,7 +52,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
         from adjoint.ops.gated_delta.rule_hopper import natural
 
         listed.append(("scores", 1))
-        listed += [("hopper", natural(shape), False, initial, final, aligned) for aligned in (True, False)]
+        listed += [("hopper", natural(shape), False, initial, final, False, aligned) for aligned in (True, False)]
     else:
         listed += [("walk", False, initial, save, final, window, aligned) for aligned in (True, False)]
         listed += [("output", aligned) for aligned in (True, False)]

@@ -25,7 +25,7 @@ _ELEMENTS = frozenset(("q", "k", "v", "T", "P", "out"))
 
 def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
     """The kernel for strides and options; strides are constants, so that an address is a sum with a constant."""
-    (q_stride, q_head, k_stride, k_head, v_stride, v_head), segmented, initial, final, aligned = key
+    (q_stride, q_head, k_stride, k_head, v_stride, v_head), segmented, initial, final, transition, aligned = key
     kernel = registered()["rule_forward_hopper"]
     names = [name for name in kernel.parameters if not name.isupper() or name in ("T", "P")]
     types = {}
@@ -52,6 +52,7 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
         "FINAL": final,
         "SEGMENT": SEGMENT,
         "HALVES": HALVES,
+        "TRANSITION": transition,
     }
     promised = [name for name in names if (name in _ELEMENTS and (aligned or name != "out")) or name == "gates"]
     return kernel.variant(types, constants, promised, num_warps=4, num_stages=1)
@@ -87,7 +88,7 @@ def forward(
     shape, absent = launch.shape, memory["gates"]
     if final_state is not None and shape.ids is not None:  # for sequences without tokens, which no program walks
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
-    options = (segmented, initial_state is not None, final_state is not None, is_aligned(out))
+    options = (segmented, initial_state is not None, final_state is not None, False, is_aligned(out))
     launch(
         ("hopper", _strides(shape, q, k, v), *options),
         (shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // V_BLOCK),
@@ -96,4 +97,15 @@ def forward(
         absent if initial_state is None else initial_state, absent if saved is None else saved,
         absent if final_state is None else final_state, out, scale,
         NEVER if saved is None or segmented else SEGMENT // CHUNK,
+    )  # fmt: skip
+
+
+def transitions(launch: Launches, memory: Mapping[str, Any], k: Walkable, v: Walkable) -> None:
+    """What every segment makes of a state, M S + B: Mᵀ and Bᵀ into memory["transitions"], [segments, H, K + V, K]."""
+    shape, absent = launch.shape, memory["gates"]
+    launch(
+        ("hopper", _strides(shape, k, k, v), True, False, False, True, True),
+        shape.segments * shape.heads * ((shape.K + shape.V) // V_BLOCK),
+        k.start, k.start, v.start, memory["gates"], memory["T"], memory["T"], memory["segment_places"],
+        memory["begins"], memory["firsts"], absent, absent, memory["transitions"], k.start, 1.0, NEVER,
     )  # fmt: skip

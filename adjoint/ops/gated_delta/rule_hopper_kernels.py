@@ -21,9 +21,9 @@ from adjoint.core.kernels import Budget
 
 @gluon.jit
 def _fetch(
-    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, stage, left,
+    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, stage, left, v_left,
     Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
-    WIDE_ROWS: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
+    WIDE_ROWS: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr, TRANSITION: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
     row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
@@ -31,16 +31,18 @@ def _fetch(
     inside = (row < left)[:, None] & (column < K)[None, :]
     place = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(ks.index(stage), place, mask=inside)
-    place = q + (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    async_copy.async_copy_global_to_shared(qs.index(stage), place, mask=inside)
+    if not TRANSITION:
+        place = q + (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
+        async_copy.async_copy_global_to_shared(qs.index(stage), place, mask=inside)
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    inside = (row < left)[:, None] & (column < 64)[None, :]
+    inside = (row < v_left)[:, None] & (column < 64)[None, :]
     place = v + (row.to(gl.int64) * V_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
     offset = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(Ts.index(stage), T + offset)
-    async_copy.async_copy_global_to_shared(Ps.index(stage), P + offset)
+    if not TRANSITION:
+        async_copy.async_copy_global_to_shared(Ps.index(stage), P + offset)
     lane = gl.arange(0, 64, GATES)
     async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
     async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
@@ -54,17 +56,21 @@ def rule_forward_hopper(
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr, HALVES: gl.constexpr,
+    TRANSITION: gl.constexpr,
 ):  # fmt: skip
     """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64.
 
     The state is saved after every `save_every` chunks but the last, and is final after the last. A sequence without
     tokens is left alone. Over segments (SEGMENTED) a program walks one, from the state that was saved at its start, and
     saves none.
+
+    Without outputs (TRANSITION) it walks a segment from the identity without values, and from 0 with them, K + V columns
+    in all: what the segment makes of any state is M S + B, and Mᵀ and Bᵀ go to `final_state`, [segments, H, K + V, K].
     """
     CHUNK: gl.constexpr = 64
     STAGES: gl.constexpr = 2  # chunks in shared memory: the one that is worked on, and the next
     V_BLOCK: gl.constexpr = 64
-    blocks: gl.constexpr = V // V_BLOCK
+    blocks: gl.constexpr = (K + V) // V_BLOCK if TRANSITION else V // V_BLOCK
     size: gl.constexpr = K * V
     kind: gl.constexpr = k.dtype.element_ty
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -95,12 +101,21 @@ def rule_forward_hopper(
         count = gl.minimum(gl.load(spans + span * 4 + 1), count)
     slot = (gl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64)
     kept = (begin // SEGMENT + index).to(gl.int64) - 1
-    v_row = block * V_BLOCK + gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE))
+    first_row = block * V_BLOCK
+    v_first = first_row
+    if TRANSITION:
+        v_first = gl.maximum(first_row - K, 0)
+    v_row = first_row + gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE))
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
     # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
-    state_place = v_row.to(gl.int64)[:, None] + (k_column.to(gl.int64) * V)[None, :]
+    if TRANSITION:
+        state_place = (v_row.to(gl.int64) * K)[:, None] + k_column.to(gl.int64)[None, :]
+    else:
+        state_place = v_row.to(gl.int64)[:, None] + (k_column.to(gl.int64) * V)[None, :]
     S = gl.zeros([V_BLOCK, K], gl.float32, STATE)
-    if INITIAL or SEGMENTED:
+    if TRANSITION:
+        S = gl.where(v_row[:, None] == k_column[None, :], 1.0, 0.0)
+    elif INITIAL or SEGMENTED:
         source = initial_state + (sequence * HEADS + head) * size
         if SEGMENTED:  # noqa: SIM102  (a constant, and what only the GPU knows)
             if index > 0:
@@ -111,32 +126,37 @@ def rule_forward_hopper(
     key_head = (head // GROUP).to(gl.int64)
     q += first * Q_STRIDE + key_head * Q_HEAD
     k += first * K_STRIDE + key_head * K_HEAD
-    v += first * V_STRIDE + head.to(gl.int64) * V_HEAD + block * V_BLOCK
+    v += first * V_STRIDE + head.to(gl.int64) * V_HEAD + v_first
     lane = slot * HEADS + head
     gates += lane * (5 * CHUNK)
     T += lane * (CHUNK * CHUNK)
     P += lane * (CHUNK * CHUNK)
-    out += (first * HEADS + head) * V + block * V_BLOCK
+    out += (first * HEADS + head) * V + v_first
     out_row = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
     out_column = gl.arange(0, V_BLOCK, gl.SliceLayout(0, ROWS))
     out_offset = (out_row.to(gl.int64) * (HEADS * V))[:, None] + out_column.to(gl.int64)[None, :]
 
     ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
-    qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
     vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V_BLOCK], TILE)
     Ts = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
-    Ps = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+    qs, Ps = ks, Ts
+    if not TRANSITION:
+        qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
+        Ps = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
     strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
 
     chunks = (count + CHUNK - 1) // CHUNK
+    valued = 1
+    if TRANSITION:
+        valued = (first_row >= K).to(gl.int32)
     over = 0.0
     if count > 0:
         over = gl.load(gates + 4 * CHUNK - 1)
         _fetch(
             q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, 0,
-            count, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
+            count, count * valued, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES, TRANSITION,
         )  # fmt: skip
     for chunk in range(chunks):
         narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
@@ -145,19 +165,21 @@ def rule_forward_hopper(
         fence_async_shared()
         nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
         known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if chunk > 0:
-            gl.store(out + out_offset, vs.index((chunk - 1) % STAGES).load(ROWS))
-            out += (CHUNK * V) * HEADS
+        if not TRANSITION:  # noqa: SIM102
+            if chunk > 0:
+                gl.store(out + out_offset, vs.index((chunk - 1) % STAGES).load(ROWS))
+                out += (CHUNK * V) * HEADS
         if chunk + 1 < chunks:  # the last chunk is followed by itself, without tokens
             T += HEADS * (CHUNK * CHUNK)
             P += HEADS * (CHUNK * CHUNK)
             gates += HEADS * (5 * CHUNK)
+        left = count - (chunk + 1) * CHUNK
         q += CHUNK * Q_STRIDE
         k += CHUNK * K_STRIDE
         v += CHUNK * V_STRIDE
         _fetch(
             q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, (chunk + 1) % STAGES,
-            count - (chunk + 1) * CHUNK, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES,
+            left, left * valued, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES, TRANSITION,
         )  # fmt: skip
         coming = gl.load(gates + 4 * CHUNK - 1)
         strength = strengths.index(stage).load(COLUMNS)
@@ -167,36 +189,44 @@ def rule_forward_hopper(
         residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * known
         rounded = gl.convert_layout(residual.to(kind), BY_CHUNK)
         found = warpgroup_mma(rounded, Ts.index(stage).permute((1, 0)), residual, is_async=True)
-        seen = warpgroup_mma(narrow, qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if not TRANSITION:
+            seen = warpgroup_mma(narrow, qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         S = S * over
         to_end = ends.index(stage).load(COLUMNS)
-        found = warpgroup_mma_wait(1, deps=[found])
+        found = warpgroup_mma_wait(0 if TRANSITION else 1, deps=[found])
         carried = gl.convert_layout((to_end[None, :] * found).to(kind), BY_KEYS)
         S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
-        high = found.to(kind)
-        seen = warpgroup_mma_wait(1, deps=[seen])
-        scores = Ps.index(stage).permute((1, 0))
-        total = warpgroup_mma(
-            gl.convert_layout(high, BY_CHUNK), scores, seen * (from_start * scale)[None, :], is_async=True
-        )
-        if HALVES == 2:
-            low = gl.convert_layout((found - high.to(gl.float32)).to(kind), BY_CHUNK)
-            total = warpgroup_mma(low, scores, total, is_async=True)
         over = coming
-        S, total = warpgroup_mma_wait(0, deps=[S, total])
-        vs.index(stage).permute((1, 0)).store(total.to(kind))
-        place = saved + ((kept + (chunk + 1) // save_every) * HEADS + head) * size
-        wanted = ((chunk + 1) % save_every == 0) & (chunk + 1 < chunks)
-        if FINAL:  # noqa: SIM102
-            if chunk + 1 == chunks:
-                place = final_state + (sequence * HEADS + head) * size
-                wanted = (not SEGMENTED) | ends_here
-        if wanted:
-            gl.store(place + state_place, S)
+        if TRANSITION:
+            S = warpgroup_mma_wait(0, deps=[S])
+        else:
+            high = found.to(kind)
+            seen = warpgroup_mma_wait(1, deps=[seen])
+            scores = Ps.index(stage).permute((1, 0))
+            total = warpgroup_mma(
+                gl.convert_layout(high, BY_CHUNK), scores, seen * (from_start * scale)[None, :], is_async=True
+            )
+            if HALVES == 2:
+                low = gl.convert_layout((found - high.to(gl.float32)).to(kind), BY_CHUNK)
+                total = warpgroup_mma(low, scores, total, is_async=True)
+            S, total = warpgroup_mma_wait(0, deps=[S, total])
+            vs.index(stage).permute((1, 0)).store(total.to(kind))
+        if not TRANSITION:
+            place = saved + ((kept + (chunk + 1) // save_every) * HEADS + head) * size
+            wanted = ((chunk + 1) % save_every == 0) & (chunk + 1 < chunks)
+            if FINAL:  # noqa: SIM102
+                if chunk + 1 == chunks:
+                    place = final_state + (sequence * HEADS + head) * size
+                    wanted = (not SEGMENTED) | ends_here
+            if wanted:
+                gl.store(place + state_place, S)
     async_copy.wait_group(0)
-    left = gl.minimum(count - (chunks - 1) * CHUNK, count)
-    inside = (out_row < left)[:, None] & (out_column < V_BLOCK)[None, :]
-    gl.store(out + out_offset, vs.index((chunks - 1) % STAGES).load(ROWS), mask=inside)
+    if TRANSITION:
+        gl.store(final_state + (span * HEADS + head) * (K * (K + V)) + state_place, S)
+    else:
+        left = gl.minimum(count - (chunks - 1) * CHUNK, count)
+        inside = (out_row < left)[:, None] & (out_column < V_BLOCK)[None, :]
+        gl.store(out + out_offset, vs.index((chunks - 1) % STAGES).load(ROWS), mask=inside)
 
 
 KERNELS = (kernels.register(rule_forward_hopper, budget=Budget(registers=255, shared_bytes=232448)),)
