@@ -55,8 +55,8 @@ def rule_forward_hopper(
     q, k, v, gates, T, P, spans, begins, firsts, initial_state, saved, final_state, out, scale, save_every,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr, HALVES: gl.constexpr,
-    TRANSITION: gl.constexpr,
+    V: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr,
+    HALVES: gl.constexpr, TRANSITION: gl.constexpr,
 ):  # fmt: skip
     """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64.
 
@@ -64,8 +64,8 @@ def rule_forward_hopper(
     tokens is left alone. Over segments (SEGMENTED) a program walks one, from the state that was saved at its start, and
     saves none.
 
-    Without outputs (TRANSITION) it walks a segment from the identity without values, and from 0 with them, K + V columns
-    in all: what the segment makes of any state is M S + B, and Mᵀ and Bᵀ go to `final_state`, [segments, H, K + V, K].
+    Without outputs (TRANSITION) it walks a segment from the identity without values, and from 0 with them, K + V
+    columns in all: what the segment makes of any state is M S + B, and Mᵀ and Bᵀ go to `final_state`, [segments, H, K + V, K].
     """
     CHUNK: gl.constexpr = 64
     STAGES: gl.constexpr = 2  # chunks in shared memory: the one that is worked on, and the next
