@@ -84,7 +84,7 @@ def forward(
     out: Tensor,
     segmented: bool = False,
 ) -> None:
-    """o of all sequences, and the states that are wanted; over segments from the states in `saved`, where it is split."""
+    """o of all sequences, and the states that are wanted; over segments, from the states in `saved`."""
     shape, absent = launch.shape, memory["gates"]
     if final_state is not None and shape.ids is not None:  # for sequences without tokens, which no program walks
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)

@@ -65,7 +65,8 @@ def rule_forward_hopper(
     saves none.
 
     Without outputs (TRANSITION) it walks a segment from the identity without values, and from 0 with them, K + V
-    columns in all: what the segment makes of any state is M S + B, and Mᵀ and Bᵀ go to `final_state`, [segments, H, K + V, K].
+    columns in all: what the segment makes of any state is M S + B, and Mᵀ and Bᵀ go to `final_state`,
+    [segments, H, K + V, K].
     """
     CHUNK: gl.constexpr = 64
     STAGES: gl.constexpr = 2  # chunks in shared memory: the one that is worked on, and the next
