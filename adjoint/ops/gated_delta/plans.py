@@ -199,5 +199,33 @@ _CHUNKED = Candidate(
     workspace_bytes=lambda problem: triton_part("rule_forward").regions(problem).bytes,
 )
 
-RULE = (_CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
+
+def _refuse_hopper(problem: Problem) -> str:
+    """Why the walk in Gluon cannot serve a problem."""
+    shape = Shape.of(problem)
+    if problem.device.type != "cuda" or torch.version.hip is not None:
+        return "is for NVIDIA's Hopper"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(problem.device) != (9, 0):
+        return f"is for Hopper (sm_90), this is {torch.cuda.get_device_name(problem.device)}"
+    if shape.element not in (torch.bfloat16, torch.float16):
+        return f"takes 16-bit types, this is {shape.element}"
+    if shape.K not in (64, 128) or shape.V % 64 or not shape.V:
+        return f"takes K of 64 or 128 and V of a multiple of 64, these are {shape.K} and {shape.V}"
+    return refuse(problem)
+
+
+_FUSED = Candidate(
+    name="gluon.fused",
+    backend="triton",
+    kernel="rule_forward_hopper",
+    revision=1,
+    refuse=_refuse_hopper,
+    guarantee=_kernel_guarantee,
+    run=writing(lambda *a: triton_part("rule_forward").forward(*a, fused=True)),
+    prepare=lambda plan: triton_part("rule_forward").prepare(plan, fused=True),
+    numeric=kernel_numbers,
+    workspace_bytes=lambda problem: triton_part("rule_forward").regions(problem, fused=True).bytes,
+)
+
+RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
 RULE_BACKWARD = (eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks),)

@@ -33,3 +33,19 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
                 continue
             listed.add(described)
             yield f"{' '.join(map(str, key))} {dtype} {K} {V}", described
+    if target == "sm_90":
+        yield from _for_hopper()
+
+
+def _for_hopper() -> Iterator[tuple[str, Variant]]:
+    """The walk in Gluon: whole sequences, segments, and what segments make of any state."""
+    from adjoint.ops.gated_delta.rule_hopper import natural
+    from adjoint.ops.gated_delta.rule_launch import variant
+    from adjoint.ops.gated_delta.rule_shape import Shape, tuning
+
+    for dtype, K, V in ((torch.bfloat16, 128, 128), (torch.float16, 64, 192)):
+        shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, 16, 32, K, V)
+        whole = [(False, given, given, False, aligned) for given in (False, True) for aligned in (False, True)]
+        for options in (*whole, (True, True, True, False, True), (True, False, False, True, True)):
+            key = ("hopper", natural(shape), *options)
+            yield f"{' '.join(map(str, key))} {dtype} {K} {V}", variant(key, shape, tuning(shape))

@@ -33,8 +33,8 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, 
 # ---------------------------------------------------------------------------------------------- variants
 
 _ELEMENTS = frozenset(("q", "k", "v", "x", "T", "P", "states", "new", "out"))
-_FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors"))
-_INTEGERS = frozenset(("begins", "firsts", "places", "spans"))
+_FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors", "transitions"))
+_INTEGERS = frozenset(("begins", "firsts", "segment_firsts", "places", "spans"))
 _STRIDES = frozenset(f"{name}_{of}_stride" for name in "qkv" for of in ("token", "head"))
 _ALIGNED = frozenset(("q", "k", "v", "T", "P", "states", "new", "gates")) | _STRIDES
 """Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
@@ -96,6 +96,10 @@ def _blocks(shape: Shape, block: int) -> int:
 def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
     name, *options = key
+    if name == "hopper":
+        from adjoint.ops.gated_delta import rule_hopper
+
+        return rule_hopper.variant(shape, key[1:])
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),
@@ -129,17 +133,19 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         return describe("rule_prepare", shape, sizes | {"K_STEP": deep}, tuned.prepare_warps, 1, _ALIGNED)
     if name == "scores":
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
+    walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT}
+    if name == "compose":
+        narrow = {"V_BLOCK": 16, "SEGMENT": SEGMENT, "INITIAL": options[0]}
+        return describe("rule_compose", shape, sizes | narrow, 8, 1, frozenset(("transitions",)))
+    if name == "transition":
+        nothing = dict.fromkeys(("INITIAL", "SAVE", "FINAL"), False)
+        constants = sizes | walk | nothing | {"SEGMENTED": True, "TRANSITION": True}
+        aligned = _ALIGNED | {"final_state"}
+        return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
     if name == "walk":
-        segmented, initial, save, final = options
-        constants = sizes | {
-            "V_BLOCK": min(tuned.walk_block, power(shape.V)),
-            "SEGMENTED": segmented,
-            "INITIAL": initial,
-            "SAVE": save,
-            "FINAL": final,
-            "SEGMENT": SEGMENT,
-        }
+        chosen = dict(zip(("SEGMENTED", "INITIAL", "SAVE", "FINAL"), options, strict=True))
+        constants = sizes | walk | chosen | {"TRANSITION": False}
         return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     assert name == "output", name
     step = min(power(shape.K), 32) if shape.is_wide else power(shape.K)
@@ -260,6 +266,8 @@ def walk(
     Over whole sequences `saved` is written, where given, and over segments it is read.
     """
     shape = launch.shape
+    if segmented and final_state is not None and shape.ids is not None:  # for sequences without a segment
+        final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     absent = memory["gates"]  # stands for a pointer that no variant reads
     spans = shape.segments if segmented else shape.sequences
     key = ("walk", segmented, initial_state is not None, saved is not None and not segmented, final_state is not None)
@@ -270,6 +278,28 @@ def walk(
         memory["firsts"], absent if initial_state is None else initial_state, absent if saved is None else saved,
         memory["states"], memory["new"], absent if final_state is None else final_state, shape.heads,
         k.token_stride, k.head_stride, v.token_stride, v.head_stride,
+    )  # fmt: skip
+
+
+def transitions(launch: Launches, memory: Mapping[str, Any], k: Walkable, v: Walkable) -> None:
+    """What every segment makes of a state, M S + B: Mᵀ and Bᵀ into memory["transitions"], [segments, H, K + V, K]."""
+    shape, absent = launch.shape, memory["gates"]
+    block = min(launch.tuned.walk_block, power(shape.V))
+    lines = padded(shape.K) + padded(shape.V)
+    launch(
+        ("transition",), shape.segments * shape.heads * -(-lines // block), k.start, v.start, memory["gates"],
+        memory["T"], memory["segment_places"], memory["begins"], memory["firsts"], absent, absent, memory["T"],
+        memory["T"], memory["transitions"], shape.heads, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
+    )  # fmt: skip
+
+
+def compose(launch: Launches, memory: Mapping[str, Any], initial_state: Tensor | None, saved: Any) -> None:
+    """The state at the start of every segment but a sequence's first, into `saved`."""
+    shape = launch.shape
+    launch(
+        ("compose", initial_state is not None), shape.sequences * shape.heads * -(-padded(shape.V) // 16),
+        memory["transitions"], memory["begins"], memory["segment_firsts"],
+        memory["gates"] if initial_state is None else initial_state, saved, shape.heads,
     )  # fmt: skip
 
 
