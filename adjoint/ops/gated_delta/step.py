@@ -95,9 +95,18 @@ def _states_shape(q: Tensor, v: Tensor, all_states: bool) -> tuple[int, ...]:
 
 
 def _describe(
-    op: str, q: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: tuple[Any, ...]
+    op: str,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    options: tuple[Any, ...],
 ) -> Problem:
     kinds = (q.dtype, g.dtype, beta.dtype, state.dtype)
+    if state_indices is not None:
+        kinds = (*kinds, state_indices.dtype)
     return Problem(op, q.device, kinds, sizes=(q.shape[3], v.shape[3]), options=options)
 
 
@@ -114,7 +123,7 @@ _step = define(
         v.new_empty(v.shape),
         state.new_empty(_states_shape(q, v, all_states)),
     ),
-    describe=lambda q, k, v, g, beta, state, indices, *options: _describe(_OP, q, v, g, beta, state, options),
+    describe=lambda q, k, v, g, beta, state, indices, *options: _describe(_OP, q, v, g, beta, state, indices, options),
     candidates=lambda: step_plans.STEP,
 )
 _step_in_place = define(
@@ -130,7 +139,7 @@ _step_in_place = define(
         state.new_empty(_states_shape(q, v, True) if all_states else (0,)),
     ),
     describe=lambda q, k, v, g, beta, state, indices, *options: _describe(
-        f"{_OP}_in_place", q, v, g, beta, state, options
+        f"{_OP}_in_place", q, v, g, beta, state, indices, options
     ),
     candidates=lambda: step_plans.STEP_IN_PLACE,
 )
@@ -147,7 +156,7 @@ _step_backward = define(
         for bit, x in enumerate((q, k, v, g, beta, state))
     ),
     describe=lambda q, k, v, g, beta, state, do, dstate, indices, *options: _describe(
-        f"{_OP}_backward", q, v, g, beta, state, options
+        f"{_OP}_backward", q, v, g, beta, state, indices, options
     ),
     candidates=lambda: step_plans.STEP_BACKWARD,
 )

@@ -1,0 +1,134 @@
+"""Triton kernels of `gated_delta_step`.
+
+A program takes a tile [K, COLUMNS] of one row's and one value head's state through all its tokens, in registers: a
+state is read once and written once, which is nearly all there is to move. With `a = e^g`, a token is
+
+    u = β·(v − a·Sᵀk),   o = scale·(a·Sᵀq + (k·q)·u),   S ← a·S + k ⊗ u
+
+so that both sums over K are of the state as it was: neither waits for the other, nor for the update.
+
+Sums over K add the second half to the first until one row is left, whatever the layout of threads: `tl.sum` over more
+than two would add in the order of the layout, which differs with the tile, the number of warps and the alignment.
+"""
+
+import triton
+import triton.language as tl
+
+from adjoint.core import kernels
+from adjoint.core.faults import record
+from adjoint.core.kernels import Budget
+
+
+@triton.jit
+def sum_of_rows(values, ROWS: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] -> [1, WIDTH], ROWS = 2^LEVELS: halves, then halves of what is left. Two numbers have one sum."""
+    for level in tl.static_range(LEVELS):
+        values = tl.sum(tl.reshape(values, [2, ROWS // 2 ** (level + 1), WIDTH]), 0)
+    return values
+
+
+@triton.jit
+def unit(values, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """values / sqrt(Σ values² + 1e-6), of a column."""
+    square = sum_of_rows(values * values, ROWS, LEVELS, 1)
+    return values * tl.div_rn(1.0, tl.sqrt_rn(square + 1e-6))
+
+
+@triton.jit
+def unless_skipped(values, live, INDEXED: tl.constexpr):
+    """0 where the row is skipped."""
+    if INDEXED:
+        values = tl.where(live, values, 0.0)
+    return values
+
+
+@triton.jit
+def gated_delta_step_tiles(
+    q, k, v, g, beta, state, indices, out, states, status_word, index_fault, gate_fault, scale, time, heads, group,
+    places, q_row, q_token, q_head, q_element, k_row, k_token, k_head, k_element, v_row, v_token, v_head, v_element,
+    g_row, g_token, g_head, beta_row, beta_token, beta_head, state_place, state_head, state_key, state_element,
+    out_token, states_token, index_step,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
+    INDEXED: tl.constexpr, NORMALIZE: tl.constexpr, ALL_STATES: tl.constexpr, IN_PLACE: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, ADJACENT: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Outputs and states of one tile. ADJACENT: the strides of elements are 1, and the state's rows follow each other.
+
+    `states` takes the new state of each row, or all of them; in place without all of them it is not touched.
+    """
+    BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
+    if ADJACENT:
+        q_element = 1
+        k_element = 1
+        v_element = 1
+        state_key = V
+        state_element = 1
+    block = tl.program_id(0) % BLOCKS
+    item = tl.program_id(0) // BLOCKS
+    key_head = (item % heads // group).to(tl.int64)
+    head = (item % heads).to(tl.int64)
+    row = (item // heads).to(tl.int64)
+    key = tl.arange(0, ROWS)[:, None]
+    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    in_tile = (key < K) & (column < V)
+    one = tl.zeros([1], tl.int64)
+
+    place = row
+    live = None
+    in_state = in_tile
+    if INDEXED:
+        place = tl.load(indices + row * index_step).to(tl.int64)
+        live = (place >= 0) & (place < places)
+        in_state = in_tile & live
+        wrong = (block == 0) & (head == 0) & ((place < -1) | (place >= places))
+        record(status_word, index_fault, row + one, place + one, wrong & (one == 0))
+    tile = state + place * state_place + head * state_head + key * state_key + column * state_element
+    S = tl.load(tile, in_state, other=0.0, eviction_policy=POLICY).to(tl.float32)
+
+    q_at = q + row * q_row + key_head * q_head + key * q_element
+    k_at = k + row * k_row + key_head * k_head + key * k_element
+    v_at = v + row * v_row + head * v_head + column * v_element
+    g_at = g + row * g_row + head * g_head
+    beta_at = beta + row * beta_row + head * beta_head
+    out_at = out + row * time * out_token + head * V + column
+    written = row * time if ALL_STATES else row
+    states_at = states + written * states_token + head * (K * V) + key * V + column
+
+    for t in range(0, 1 if ONE_TOKEN else time):
+        k_t = tl.load(k_at, key < K, other=0.0).to(tl.float32)
+        q_t = tl.load(q_at, key < K, other=0.0).to(tl.float32)
+        v_t = tl.load(v_at, column < V, other=0.0).to(tl.float32)
+        g_t = tl.load(g_at).to(tl.float32)
+        beta_t = tl.load(beta_at).to(tl.float32)
+        positive = (block == 0) & (g_t > 0)
+        position = (row * time + t) * heads + head + one
+        record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
+        if NORMALIZE:
+            k_t = unit(k_t, ROWS, LEVELS)
+            q_t = unit(q_t, ROWS, LEVELS)
+        decay = tl.exp(g_t)
+        known = sum_of_rows(S * k_t, ROWS, LEVELS, COLUMNS)
+        seen = sum_of_rows(S * q_t, ROWS, LEVELS, COLUMNS)
+        score = sum_of_rows(k_t * q_t, ROWS, LEVELS, 1)
+        new = beta_t * (v_t - decay * known)
+        o = scale * (decay * seen + score * new)
+        S = decay * S + k_t * new
+        tl.store(out_at, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
+        if ALL_STATES:
+            tl.store(states_at, unless_skipped(S, live, INDEXED).to(states.dtype.element_ty), in_tile)
+            states_at += states_token
+        if not ONE_TOKEN:
+            q_at += q_token
+            k_at += k_token
+            v_at += v_token
+            g_at += g_token
+            beta_at += beta_token
+            out_at += out_token
+    if IN_PLACE:
+        tl.store(tile, S.to(state.dtype.element_ty), in_state, eviction_policy=POLICY)
+    elif not ALL_STATES:
+        kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
+        tl.store(states_at, kept, in_tile, eviction_policy=POLICY)
+
+
+KERNELS = (kernels.register(gated_delta_step_tiles, budget=Budget(registers=168, shared_bytes=16384)),)
