@@ -20,18 +20,20 @@ from adjoint.core.kernels import Budget
 
 
 @triton.jit
-def sum_of_rows(values, ROWS: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] -> [1, WIDTH], ROWS = 2^LEVELS: halves, then halves of what is left. Two numbers have one sum."""
+def sum_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """The sum of [SIZE], SIZE = 2^LEVELS: halves, then halves of what is left. Two numbers have one sum."""
     for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [2, ROWS // 2 ** (level + 1), WIDTH]), 0)
-    return values
+        values = tl.sum(tl.reshape(values, [2, SIZE // 2 ** (level + 1)]), 0)
+    return tl.sum(values, 0)
 
 
 @triton.jit
-def unit(values, ROWS: tl.constexpr, LEVELS: tl.constexpr):
-    """values / sqrt(Σ values² + 1e-6), of a column."""
-    square = sum_of_rows(values * values, ROWS, LEVELS, 1)
-    return values * tl.div_rn(1.0, tl.sqrt_rn(square + 1e-6))
+def sums_of_rows(first, second, ROWS: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
+    """`sum_of` for every column of two tiles [ROWS, WIDTH], which cross lanes and warps together."""
+    both = tl.join(first, second)
+    for level in tl.static_range(LEVELS):
+        both = tl.sum(tl.reshape(both, [2, ROWS // 2 ** (level + 1), WIDTH, 2]), 0)
+    return tl.split(tl.reshape(both, [WIDTH, 2]))
 
 
 @triton.jit
@@ -69,8 +71,8 @@ def gated_delta_step_tiles(
     head = (item % heads).to(tl.int64)
     row = (item // heads).to(tl.int64)
     key = tl.arange(0, ROWS)[:, None]
-    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    in_tile = (key < K) & (column < V)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    in_tile = (key < K) & (column < V)[None, :]
     one = tl.zeros([1], tl.int64)
 
     place = row
@@ -82,53 +84,49 @@ def gated_delta_step_tiles(
         in_state = in_tile & live
         wrong = (block == 0) & (head == 0) & ((place < -1) | (place >= places))
         record(status_word, index_fault, row + one, place + one, wrong & (one == 0))
-    tile = state + place * state_place + head * state_head + key * state_key + column * state_element
+    tile = state + place * state_place + head * state_head + (key * state_key + (column * state_element)[None, :])
     S = tl.load(tile, in_state, other=0.0, eviction_policy=POLICY).to(tl.float32)
 
-    q_at = q + row * q_row + key_head * q_head + key * q_element
-    k_at = k + row * k_row + key_head * k_head + key * k_element
-    v_at = v + row * v_row + head * v_head + column * v_element
+    number = tl.arange(0, ROWS)
+    q_at = q + row * q_row + key_head * q_head
+    k_at = k + row * k_row + key_head * k_head
+    v_at = v + row * v_row + head * v_head
     g_at = g + row * g_row + head * g_head
     beta_at = beta + row * beta_row + head * beta_head
-    out_at = out + row * time * out_token + head * V + column
-    written = row * time if ALL_STATES else row
-    states_at = states + written * states_token + head * (K * V) + key * V + column
+    out_at = out + row * time * out_token + head * V
+    states_at = states + (row * time if ALL_STATES else row) * states_token + head * (K * V)
 
     for t in range(0, 1 if ONE_TOKEN else time):
-        k_t = tl.load(k_at, key < K, other=0.0).to(tl.float32)
-        q_t = tl.load(q_at, key < K, other=0.0).to(tl.float32)
-        v_t = tl.load(v_at, column < V, other=0.0).to(tl.float32)
-        g_t = tl.load(g_at).to(tl.float32)
-        beta_t = tl.load(beta_at).to(tl.float32)
+        k_t = tl.load(k_at + t * k_token + number * k_element, number < K, other=0.0).to(tl.float32)
+        q_t = tl.load(q_at + t * q_token + number * q_element, number < K, other=0.0).to(tl.float32)
+        v_t = tl.load(v_at + t * v_token + column * v_element, column < V, other=0.0).to(tl.float32)
+        g_t = tl.load(g_at + t * g_token).to(tl.float32)
+        beta_t = tl.load(beta_at + t * beta_token).to(tl.float32)
         positive = (block == 0) & (g_t > 0)
         position = (row * time + t) * heads + head + one
         record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
-        if NORMALIZE:
-            k_t = unit(k_t, ROWS, LEVELS)
-            q_t = unit(q_t, ROWS, LEVELS)
         decay = tl.exp(g_t)
-        known = sum_of_rows(S * k_t, ROWS, LEVELS, COLUMNS)
-        seen = sum_of_rows(S * q_t, ROWS, LEVELS, COLUMNS)
-        score = sum_of_rows(k_t * q_t, ROWS, LEVELS, 1)
-        new = beta_t * (v_t - decay * known)
-        o = scale * (decay * seen + score * new)
-        S = decay * S + k_t * new
-        tl.store(out_at, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
+        known, seen = sums_of_rows(S * k_t[:, None], S * q_t[:, None], ROWS, LEVELS, COLUMNS)
+        score = sum_of(k_t * q_t, ROWS, LEVELS)
+        if NORMALIZE:  # k and q by their norms, wherever they come in
+            k_norm = tl.rsqrt(sum_of(k_t * k_t, ROWS, LEVELS) + 1e-6)
+            q_norm = tl.rsqrt(sum_of(q_t * q_t, ROWS, LEVELS) + 1e-6)
+            new = beta_t * (v_t - decay * (known * k_norm))
+            o = scale * (decay * (seen * q_norm) + score * k_norm * q_norm * new)
+            new = new * k_norm
+        else:
+            new = beta_t * (v_t - decay * known)
+            o = scale * (decay * seen + score * new)
+        S = decay * S + k_t[:, None] * new[None, :]
+        tl.store(out_at + t * out_token + column, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
         if ALL_STATES:
-            tl.store(states_at, unless_skipped(S, live, INDEXED).to(states.dtype.element_ty), in_tile)
-            states_at += states_token
-        if not ONE_TOKEN:
-            q_at += q_token
-            k_at += k_token
-            v_at += v_token
-            g_at += g_token
-            beta_at += beta_token
-            out_at += out_token
+            kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
+            tl.store(states_at + t * states_token + (key * V + column[None, :]), kept, in_tile)
     if IN_PLACE:
         tl.store(tile, S.to(state.dtype.element_ty), in_state, eviction_policy=POLICY)
     elif not ALL_STATES:
         kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-        tl.store(states_at, kept, in_tile, eviction_policy=POLICY)
+        tl.store(states_at + (key * V + column[None, :]), kept, in_tile, eviction_policy=POLICY)
 
 
 KERNELS = (kernels.register(gated_delta_step_tiles, budget=Budget(registers=168, shared_bytes=16384)),)

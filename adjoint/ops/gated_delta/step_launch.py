@@ -26,6 +26,14 @@ _ALIGNED = (
 """What is a multiple of 16 in an aligned launch: bytes of addresses, elements of strides."""
 
 
+ELEMENTS = 32
+"""Numbers of a state that a thread holds at most."""
+
+
+POLICY = ""
+"""How the cache treats states."""
+
+
 class Kinds(NamedTuple):
     """What a variant is compiled for, beside how it reads."""
 
@@ -55,7 +63,7 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def variant(kinds: Kinds, schedule: dict[str, int], one_token: bool, aligned: bool, policy: str = "") -> Variant:
+def variant(kinds: Kinds, schedule: dict[str, int], one_token: bool, aligned: bool) -> Variant:
     """The kernel as it is compiled."""
     described = kernels.registered()[_KERNEL]
     own = {
@@ -70,12 +78,13 @@ def variant(kinds: Kinds, schedule: dict[str, int], one_token: bool, aligned: bo
         elif not name.isupper():
             types[name] = "fp32" if name == "scale" else "i32" if name in _INTEGERS else "i64"
     rows = power_of_two(kinds.K)
-    columns = max(1, schedule["row_bytes"] // kinds.state.itemsize)
+    held = 32 * schedule["warps"] * (ELEMENTS if aligned else ELEMENTS // 2)  # strides take registers too
+    columns = max(1, min(schedule["row_bytes"] // kinds.state.itemsize, held // rows, power_of_two(kinds.V)))
     constants = {
         "K": kinds.K, "V": kinds.V, "ROWS": rows, "LEVELS": rows.bit_length() - 1,
-        "COLUMNS": min(columns, power_of_two(kinds.V)), "INDEXED": kinds.indices is not None,
+        "COLUMNS": columns, "INDEXED": kinds.indices is not None,
         "NORMALIZE": kinds.normalize, "ALL_STATES": kinds.all_states, "IN_PLACE": kinds.in_place,
-        "ONE_TOKEN": one_token, "ADJACENT": aligned, "POLICY": policy,
+        "ONE_TOKEN": one_token, "ADJACENT": aligned, "POLICY": POLICY,
     }  # fmt: skip
     return described.variant(types, constants, _ALIGNED if aligned else (), num_warps=schedule["warps"], num_stages=1)
 
@@ -105,7 +114,8 @@ def prepare(plan: Plan) -> None:
     status_word(plan.problem.device)
     for key, described in _all_variants(plan):
         if key not in plan.memo:
-            plan.memo[key] = described.prepare(plan.problem.device)
+            columns: int = dict(described.constants)["COLUMNS"]
+            plan.memo[key] = described.prepare(plan.problem.device), columns
 
 
 def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
@@ -124,10 +134,8 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     if not plan.memo:
         prepare(plan)
     key = (time == 1, _is_aligned((q, k, v), state, outputs))
-    columns = plan.memo.get("columns")
-    if columns is None:
-        columns = plan.memo["columns"] = dict(variant(Kinds.of(plan.problem), plan.schedule, *key).constants)["COLUMNS"]
-    plan.memo[key](
+    start, columns = plan.memo[key]
+    start(
         (batch * heads * -(-V // columns), 1, 1), q, k, v, g, beta, state, out if indices is None else indices, out,
         states, status_word(plan.problem.device), STATE_INDEX_OUT_OF_RANGE.row, POSITIVE_GATE.row, scale, time, heads,
         heads // q.shape[2], state.shape[0], *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
