@@ -103,11 +103,13 @@ def _describe(
     state: Tensor,
     state_indices: Tensor | None,
     options: tuple[Any, ...],
+    sizes: tuple[int, ...] = (),
 ) -> Problem:
+    """`sizes`, beside those of heads, are what the adjoint's workspace depends on."""
     kinds = (q.dtype, g.dtype, beta.dtype, state.dtype)
     if state_indices is not None:
         kinds = (*kinds, state_indices.dtype)
-    return Problem(op, q.device, kinds, sizes=(q.shape[3], v.shape[3]), options=options)
+    return Problem(op, q.device, kinds, sizes=(q.shape[3], v.shape[3], *sizes), options=options)
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
@@ -156,7 +158,7 @@ _step_backward = define(
         for bit, x in enumerate((q, k, v, g, beta, state))
     ),
     describe=lambda q, k, v, g, beta, state, do, dstate, indices, *options: _describe(
-        f"{_OP}_backward", q, v, g, beta, state, indices, options
+        f"{_OP}_backward", q, v, g, beta, state, indices, options, (*v.shape[:3],)
     ),
     candidates=lambda: step_plans.STEP_BACKWARD,
 )

@@ -52,12 +52,13 @@ def gated_delta_step_tiles(
     out_token, states_token, index_step,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
     INDEXED: tl.constexpr, NORMALIZE: tl.constexpr, ALL_STATES: tl.constexpr, IN_PLACE: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, ADJACENT: tl.constexpr, POLICY: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, ADJACENT: tl.constexpr, POLICY: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """Outputs and states of one tile. ADJACENT: the strides of elements are 1, and the state's rows follow each other.
 
     `states` takes the new state of each row, or all of them; in place without all of them it is not touched.
     """
+    WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     if ADJACENT:
         q_element = 1
@@ -85,7 +86,7 @@ def gated_delta_step_tiles(
         wrong = (block == 0) & (head == 0) & ((place < -1) | (place >= places))
         record(status_word, index_fault, row + one, place + one, wrong & (one == 0))
     tile = state + place * state_place + head * state_head + (key * state_key + (column * state_element)[None, :])
-    S = tl.load(tile, in_state, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    S = tl.load(tile, in_state, other=0.0, eviction_policy=POLICY).to(WIDE)
 
     number = tl.arange(0, ROWS)
     q_at = q + row * q_row + key_head * q_head
@@ -97,11 +98,11 @@ def gated_delta_step_tiles(
     states_at = states + (row * time if ALL_STATES else row) * states_token + head * (K * V)
 
     for t in range(0, 1 if ONE_TOKEN else time):
-        k_t = tl.load(k_at + t * k_token + number * k_element, number < K, other=0.0).to(tl.float32)
-        q_t = tl.load(q_at + t * q_token + number * q_element, number < K, other=0.0).to(tl.float32)
-        v_t = tl.load(v_at + t * v_token + column * v_element, column < V, other=0.0).to(tl.float32)
-        g_t = tl.load(g_at + t * g_token).to(tl.float32)
-        beta_t = tl.load(beta_at + t * beta_token).to(tl.float32)
+        k_t = tl.load(k_at + t * k_token + number * k_element, number < K, other=0.0).to(WIDE)
+        q_t = tl.load(q_at + t * q_token + number * q_element, number < K, other=0.0).to(WIDE)
+        v_t = tl.load(v_at + t * v_token + column * v_element, column < V, other=0.0).to(WIDE)
+        g_t = tl.load(g_at + t * g_token).to(WIDE)
+        beta_t = tl.load(beta_at + t * beta_token).to(WIDE)
         positive = (block == 0) & (g_t > 0)
         position = (row * time + t) * heads + head + one
         record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))

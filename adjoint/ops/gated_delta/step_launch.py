@@ -58,6 +58,13 @@ class Kinds(NamedTuple):
         )
 
 
+def _scalar(name: str, element: torch.dtype) -> str:
+    """The type of an argument that is a number."""
+    if name == "scale":
+        return "fp64" if element == torch.float64 else "fp32"
+    return "i32" if name in _INTEGERS else "i64"
+
+
 def power_of_two(size: int) -> int:
     """The least that is not below a size."""
     return 1 << max(0, size - 1).bit_length()
@@ -76,15 +83,17 @@ def variant(kinds: Kinds, schedule: dict[str, int], one_token: bool, aligned: bo
         if name in own:
             types[name] = f"*{TRITON_TYPES[own[name]]}"
         elif not name.isupper():
-            types[name] = "fp32" if name == "scale" else "i32" if name in _INTEGERS else "i64"
+            types[name] = _scalar(name, kinds.element)
     rows = power_of_two(kinds.K)
-    held = 32 * schedule["warps"] * (ELEMENTS if aligned else ELEMENTS // 2)  # strides take registers too
+    each = ELEMENTS if aligned and kinds.element != torch.float64 else ELEMENTS // 2  # strides take registers too
+    held = 32 * schedule["warps"] * each
     columns = max(1, min(schedule["row_bytes"] // kinds.state.itemsize, held // rows, power_of_two(kinds.V)))
     constants = {
         "K": kinds.K, "V": kinds.V, "ROWS": rows, "LEVELS": rows.bit_length() - 1,
         "COLUMNS": columns, "INDEXED": kinds.indices is not None,
         "NORMALIZE": kinds.normalize, "ALL_STATES": kinds.all_states, "IN_PLACE": kinds.in_place,
         "ONE_TOKEN": one_token, "ADJACENT": aligned, "POLICY": POLICY,
+        "DOUBLE": kinds.element == torch.float64,
     }  # fmt: skip
     return described.variant(types, constants, _ALIGNED if aligned else (), num_warps=schedule["warps"], num_stages=1)
 
@@ -118,7 +127,7 @@ def prepare(plan: Plan) -> None:
             plan.memo[key] = described.prepare(plan.problem.device), columns
 
 
-def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     """Of either operator: with states of its own, or in place."""
     q, k, v, g, beta, state, indices, scale, _normalize, all_states, checking = arguments
     out, states = outputs
