@@ -227,6 +227,6 @@ def gated_delta_step_backward_places(
 
 KERNELS = (
     kernels.register(gated_delta_step_backward_tiles, budget=Budget(registers=255, shared_bytes=16384)),
-    kernels.register(gated_delta_step_backward_tokens, budget=Budget(registers=96, shared_bytes=4096)),
+    kernels.register(gated_delta_step_backward_tokens, budget=Budget(registers=128, shared_bytes=4096)),
     kernels.register(gated_delta_step_backward_places, budget=Budget(registers=64, shared_bytes=4096)),
 )

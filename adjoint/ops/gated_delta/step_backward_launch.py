@@ -78,6 +78,8 @@ def variant(kernel: str, kinds: Kinds, warps: int, has_do: bool = True, has_dsta
         "NEED_STATE": bool(kinds.need & NEED_STATE), "DOUBLE": computed == torch.float64,
     }  # fmt: skip
     constants = {name: values[name] for name in described.parameters if name.isupper()}
+    if kernel == _TILES and computed == torch.float64:
+        warps *= 2  # as many registers a number
     return described.variant(types, constants, (), num_warps=warps, num_stages=1)
 
 
