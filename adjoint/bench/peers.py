@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple
+from adjoint.bench.gated_delta_peers import fla_step, transformers_rule
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,8 @@ def _liger_swiglu(task: Task) -> Contender:
     return Contender(backward, restore=restore)
 
 
-PEERS = {"liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu)}
+PEERS = {
+    "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
+    "fla_gated_delta_step": Peer("FLA", "flash-linear-attention", fla_step),
+    "transformers_gated_delta_rule": Peer("transformers", "transformers", transformers_rule),
+}

@@ -6,9 +6,10 @@ from adjoint.ops.gated_delta.builds import builds
 from adjoint.ops.gated_delta.rule_cases import NORMALIZED, RULE
 from adjoint.ops.gated_delta.stage_cases import OTHERS, W_U
 from adjoint.ops.gated_delta.step_cases import STEPS
+from adjoint.ops.gated_delta.step_workloads import DECODING, ON_A_CPU
 
 __all__ = ["BAD_CALLS", "SUBJECTS", "WORKLOADS", "builds"]
 
 SUBJECTS = (RULE, NORMALIZED, *W_U, *OTHERS, *STEPS)
 
-WORKLOADS: tuple[Workload, ...] = ()
+WORKLOADS: tuple[Workload, ...] = (*DECODING, ON_A_CPU)
