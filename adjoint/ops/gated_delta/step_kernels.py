@@ -1,6 +1,6 @@
 """Triton kernels of `gated_delta_step`.
 
-A program takes a tile [K, COLUMNS] of one row's and one value head's state through all its tokens, in registers: a
+A program takes a tile [K, columns] of one row's and one value head's state through all its tokens, in registers: a
 state is read once and written once, which is nearly all there is to move. With `a = e^g`, a token is
 
     u = β·(v − a·Sᵀk),   o = scale·(a·Sᵀq + (k·q)·u),   S ← a·S + k ⊗ u
@@ -9,6 +9,10 @@ so that both sums over K are of the state as it was: neither waits for the other
 
 Sums over K add the second half to the first until one row is left, whatever the layout of threads: `tl.sum` over more
 than two would add in the order of the layout, which differs with the tile, the number of warps and the alignment.
+
+A tile has the axes [HIGH, GROUPS, LOW, COLUMNS]: key = high·LOW + low, column = group·COLUMNS + the last. The compiler
+fills a warp with the last two, gives each group a warp and each thread all of HIGH: what a warp holds are all keys of
+its columns, so that sums stay inside it, and the warps of a program read one piece of every row of the state.
 """
 
 import triton
@@ -28,12 +32,17 @@ def sum_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def sums_of_rows(first, second, ROWS: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
-    """`sum_of` for every column of two tiles [ROWS, WIDTH], which cross lanes and warps together."""
-    both = tl.join(first, second)
-    for level in tl.static_range(LEVELS):
-        both = tl.sum(tl.reshape(both, [2, ROWS // 2 ** (level + 1), WIDTH, 2]), 0)
-    return tl.split(tl.reshape(both, [WIDTH, 2]))
+def sum_over_keys(
+    values, HIGH: tl.constexpr, HIGH_LEVELS: tl.constexpr, GROUPS: tl.constexpr, LOW: tl.constexpr,
+    LOW_LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[HIGH, GROUPS, LOW, COLUMNS] -> [GROUPS, COLUMNS]: `sum_of` the keys of every column."""
+    for level in tl.static_range(HIGH_LEVELS):
+        values = tl.sum(tl.reshape(values, [2, HIGH // 2 ** (level + 1), GROUPS, LOW, COLUMNS]), 0)
+    values = tl.reshape(values, [GROUPS, LOW, COLUMNS])
+    for level in tl.static_range(LOW_LEVELS):
+        values = tl.sum(tl.reshape(values, [GROUPS, 2, LOW // 2 ** (level + 1), COLUMNS]), 1)
+    return tl.reshape(values, [GROUPS, COLUMNS])
 
 
 @triton.jit
@@ -50,7 +59,8 @@ def gated_delta_step_tiles(
     places, q_row, q_token, q_head, q_element, k_row, k_token, k_head, k_element, v_row, v_token, v_head, v_element,
     g_row, g_token, g_head, beta_row, beta_token, beta_head, state_place, state_head, state_key, state_element,
     out_token, states_token, index_step,
-    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, HIGH: tl.constexpr, HIGH_LEVELS: tl.constexpr, GROUPS: tl.constexpr,
+    LOW: tl.constexpr, LOW_LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
     INDEXED: tl.constexpr, NORMALIZE: tl.constexpr, ALL_STATES: tl.constexpr, IN_PLACE: tl.constexpr,
     ONE_TOKEN: tl.constexpr, ADJACENT: tl.constexpr, POLICY: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +69,8 @@ def gated_delta_step_tiles(
     `states` takes the new state of each row, or all of them; in place without all of them it is not touched.
     """
     WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
+    BLOCKS: tl.constexpr = (V + GROUPS * COLUMNS - 1) // (GROUPS * COLUMNS)
+    ROWS: tl.constexpr = HIGH * LOW
     if ADJACENT:
         q_element = 1
         k_element = 1
@@ -71,9 +82,11 @@ def gated_delta_step_tiles(
     key_head = (item % heads // group).to(tl.int64)
     head = (item % heads).to(tl.int64)
     row = (item // heads).to(tl.int64)
-    key = tl.arange(0, ROWS)[:, None]
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    in_tile = (key < K) & (column < V)[None, :]
+    number = tl.arange(0, HIGH)[:, None] * LOW + tl.arange(0, LOW)[None, :]
+    key = number[:, None, :, None]
+    column = (block * GROUPS + tl.arange(0, GROUPS)[:, None]) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    across = column[None, :, None, :]
+    in_tile = (key < K) & (across < V)
     one = tl.zeros([1], tl.int64)
 
     place = row
@@ -85,10 +98,9 @@ def gated_delta_step_tiles(
         in_state = in_tile & live
         wrong = (block == 0) & (head == 0) & ((place < -1) | (place >= places))
         record(status_word, index_fault, row + one, place + one, wrong & (one == 0))
-    tile = state + place * state_place + head * state_head + (key * state_key + (column * state_element)[None, :])
+    tile = state + place * state_place + head * state_head + (key * state_key + across * state_element)
     S = tl.load(tile, in_state, other=0.0, eviction_policy=POLICY).to(WIDE)
 
-    number = tl.arange(0, ROWS)
     q_at = q + row * q_row + key_head * q_head
     k_at = k + row * k_row + key_head * k_head
     v_at = v + row * v_row + head * v_head
@@ -107,27 +119,26 @@ def gated_delta_step_tiles(
         position = (row * time + t) * heads + head + one
         record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
         decay = tl.exp(g_t)
-        known, seen = sums_of_rows(S * k_t[:, None], S * q_t[:, None], ROWS, LEVELS, COLUMNS)
-        score = sum_of(k_t * q_t, ROWS, LEVELS)
+        k_tile, q_tile = k_t[:, None, :, None], q_t[:, None, :, None]
+        known = decay * sum_over_keys(S * k_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
         if NORMALIZE:  # k and q by their norms, wherever they come in
-            k_norm = tl.rsqrt(sum_of(k_t * k_t, ROWS, LEVELS) + 1e-6)
-            q_norm = tl.rsqrt(sum_of(q_t * q_t, ROWS, LEVELS) + 1e-6)
-            new = beta_t * (v_t - decay * (known * k_norm))
-            o = scale * (decay * (seen * q_norm) + score * k_norm * q_norm * new)
-            new = new * k_norm
+            k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
+            new = beta_t * (v_t - known * k_norm) * k_norm
         else:
-            new = beta_t * (v_t - decay * known)
-            o = scale * (decay * seen + score * new)
-        S = decay * S + k_t[:, None] * new[None, :]
+            new = beta_t * (v_t - known)
+        S = decay * S + k_tile * new[None, :, None, :]
+        o = scale * sum_over_keys(S * q_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
+        if NORMALIZE:
+            o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
         tl.store(out_at + t * out_token + column, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
         if ALL_STATES:
             kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-            tl.store(states_at + t * states_token + (key * V + column[None, :]), kept, in_tile)
+            tl.store(states_at + t * states_token + (key * V + across), kept, in_tile)
     if IN_PLACE:
         tl.store(tile, S.to(state.dtype.element_ty), in_state, eviction_policy=POLICY)
     elif not ALL_STATES:
         kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-        tl.store(states_at + (key * V + column[None, :]), kept, in_tile, eviction_policy=POLICY)
+        tl.store(states_at + (key * V + across), kept, in_tile, eviction_policy=POLICY)
 
 
 KERNELS = (kernels.register(gated_delta_step_tiles, budget=Budget(registers=168, shared_bytes=16384)),)

@@ -26,12 +26,12 @@ _ALIGNED = (
 """What is a multiple of 16 in an aligned launch: bytes of addresses, elements of strides."""
 
 
-ELEMENTS = 32
+ELEMENTS = 64
 """Numbers of a state that a thread holds at most."""
 
 
-POLICY = ""
-"""How the cache treats states."""
+POLICY = "evict_first"
+"""How the cache treats states: nobody reads one again before it has long been evicted."""
 
 
 class Kinds(NamedTuple):
@@ -84,18 +84,20 @@ def variant(kinds: Kinds, schedule: dict[str, int], one_token: bool, aligned: bo
             types[name] = f"*{TRITON_TYPES[own[name]]}"
         elif not name.isupper():
             types[name] = _scalar(name, kinds.element)
-    rows = power_of_two(kinds.K)
-    each = ELEMENTS if aligned and kinds.element != torch.float64 else ELEMENTS // 2  # strides take registers too
-    held = 32 * schedule["warps"] * each
-    columns = max(1, min(schedule["row_bytes"] // kinds.state.itemsize, held // rows, power_of_two(kinds.V)))
+    rows, wide = power_of_two(kinds.K), power_of_two(kinds.V)
+    # Strides take registers too, and a float64 two of them.
+    held = ELEMENTS if aligned and kinds.element != torch.float64 else ELEMENTS // 4
+    columns = min(schedule["columns"], wide, max(1, 32 * held // rows))
+    groups = min(schedule["warps"], wide // columns)
+    low = min(rows, max(1, 32 // max(1, columns * kinds.state.itemsize // 16)))  # with the columns, a warp
     constants = {
-        "K": kinds.K, "V": kinds.V, "ROWS": rows, "LEVELS": rows.bit_length() - 1,
-        "COLUMNS": columns, "INDEXED": kinds.indices is not None,
-        "NORMALIZE": kinds.normalize, "ALL_STATES": kinds.all_states, "IN_PLACE": kinds.in_place,
-        "ONE_TOKEN": one_token, "ADJACENT": aligned, "POLICY": POLICY,
+        "K": kinds.K, "V": kinds.V, "HIGH": rows // low, "HIGH_LEVELS": (rows // low).bit_length() - 1,
+        "GROUPS": groups, "LOW": low, "LOW_LEVELS": low.bit_length() - 1, "COLUMNS": columns,
+        "INDEXED": kinds.indices is not None, "NORMALIZE": kinds.normalize, "ALL_STATES": kinds.all_states,
+        "IN_PLACE": kinds.in_place, "ONE_TOKEN": one_token, "ADJACENT": aligned, "POLICY": POLICY,
         "DOUBLE": kinds.element == torch.float64,
     }  # fmt: skip
-    return described.variant(types, constants, _ALIGNED if aligned else (), num_warps=schedule["warps"], num_stages=1)
+    return described.variant(types, constants, _ALIGNED if aligned else (), num_warps=groups, num_stages=1)
 
 
 def _is_aligned(tokens: tuple[Tensor, ...], state: Tensor, outputs: tuple[Tensor, ...]) -> bool:
@@ -123,8 +125,8 @@ def prepare(plan: Plan) -> None:
     status_word(plan.problem.device)
     for key, described in _all_variants(plan):
         if key not in plan.memo:
-            columns: int = dict(described.constants)["COLUMNS"]
-            plan.memo[key] = described.prepare(plan.problem.device), columns
+            values = dict(described.constants)
+            plan.memo[key] = described.prepare(plan.problem.device), values["GROUPS"] * values["COLUMNS"]
 
 
 def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:

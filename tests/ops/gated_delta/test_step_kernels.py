@@ -55,7 +55,7 @@ def test_tokens_in_one_step_or_one_at_a_time(device: torch.device) -> None:
         assert returned is pool and torch.equal(alone, in_place) and torch.equal(pool, now)
         assert torch.equal(alone[:, 0], o[:, t]) and torch.equal(now, states[:, t])
     plan = adjoint.plan(adjoint.gated_delta_step, *tokens, state, preference=TRITON)
-    for change in ({"row_bytes": 16}, {"warps": 1}):
+    for change in ({"columns": 4}, {"columns": 2, "warps": 2}):
         outputs = plan.with_schedule(**change).run(*tokens, state, None)
         assert torch.equal(outputs[0], o) and torch.equal(outputs[1], states[:, -1])
 
