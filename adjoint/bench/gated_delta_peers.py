@@ -45,6 +45,7 @@ def transformers_rule(task: Task) -> Contender:
         return as_tuple(rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True))
 
     if task.direction == FORWARD:
+
         def forward() -> tuple[Tensor, ...]:
             with torch.no_grad():
                 return outputs(task.inputs)

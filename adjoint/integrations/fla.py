@@ -160,9 +160,7 @@ def _layout(op: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
         return bool(state_v_first)
     if state_v_first:
         raise ArgumentError(f"{op}: transpose_state_layout is an older name of state_v_first; give one of them")
-    warnings.warn(
-        "transpose_state_layout is an older name of state_v_first", DeprecationWarning, stacklevel=3
-    )
+    warnings.warn("transpose_state_layout is an older name of state_v_first", DeprecationWarning, stacklevel=3)
     return bool(kwargs.pop("transpose_state_layout"))
 
 

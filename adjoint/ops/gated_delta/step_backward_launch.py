@@ -115,9 +115,7 @@ def prepare(plan: Plan) -> None:
             plan.memo[key] = described.prepare(plan.problem.device)
 
 
-def backward(
-    plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None
-) -> None:
+def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
     q, k, v, g, beta, state, do, dstates, indices, scale, *_, need = arguments
     dq, dk, dv, dg, dbeta, dpool = outputs
     batch, time, heads, V = v.shape

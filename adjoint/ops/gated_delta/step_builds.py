@@ -19,21 +19,22 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
     from adjoint.ops.gated_delta.step_launch import Kinds, variant
 
     forward = "gated_delta_step_tiles"
-    schedules = {"default": SCHEDULES.lookup(forward)}
-    if target == "sm_90":
-        schedules["NVIDIA H200"] = SCHEDULES.named(forward, "NVIDIA H200")
+    gpus = ("default", "NVIDIA H200") if target == "sm_90" else ("default",)
+    listed: set[Variant] = set()
     described = [
         ("decode", Kinds(_BF16, _F32, _F32, _F32, None, 128, 128, in_place=True), True, True),
         ("decode bf16 states", Kinds(_BF16, _F32, _F32, _BF16, torch.int32, 128, 128, in_place=True), True, True),
+        ("decode paged", Kinds(_BF16, _F32, _F32, _F32, torch.int32, 128, 128, True, in_place=True), True, True),
+        ("decode large heads", Kinds(_BF16, _BF16, _BF16, _F32, torch.int64, 256, 256, True, True), True, True),
+        ("decode large bf16 states", Kinds(_F16, _F32, _F32, _BF16, torch.int32, 256, 256, True), True, True),
         ("many tokens", Kinds(_F16, _F32, _F32, _F32, torch.int64, 128, 128), False, True),
         ("everything", Kinds(_BF16, _BF16, _BF16, _F32, torch.int32, 256, 256, True, True, True), False, True),
         ("strides", Kinds(_F32, _F32, _F32, _F32, torch.int32, 256, 256, True, True, True), False, False),
         ("float64", Kinds(_F64, _F64, _F64, _F64, torch.int64, 256, 256, True), False, True),
     ]
-    listed = set()
-    for gpu, schedule in schedules.items():
+    for gpu in gpus:
         for name, kinds, one_token, aligned in described:
-            built = variant(kinds, schedule, one_token, aligned)
+            built = variant(kinds, SCHEDULES.named(forward, gpu), one_token, aligned)
             if built not in listed:
                 listed.add(built)
                 yield f"{forward} {name} {gpu}", built

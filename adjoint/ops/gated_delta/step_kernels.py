@@ -24,19 +24,11 @@ from adjoint.core.kernels import Budget
 
 
 @triton.jit
-def sum_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
-    """The sum of [SIZE], SIZE = 2^LEVELS: halves, then halves of what is left. Two numbers have one sum."""
-    for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [2, SIZE // 2 ** (level + 1)]), 0)
-    return tl.sum(values, 0)
-
-
-@triton.jit
 def sum_over_keys(
     values, HIGH: tl.constexpr, HIGH_LEVELS: tl.constexpr, GROUPS: tl.constexpr, LOW: tl.constexpr,
     LOW_LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[HIGH, GROUPS, LOW, COLUMNS] -> [GROUPS, COLUMNS]: `sum_of` the keys of every column."""
+    """[HIGH, GROUPS, LOW, COLUMNS] -> [GROUPS, COLUMNS]: halves of the keys, then halves of what is left."""
     for level in tl.static_range(HIGH_LEVELS):
         values = tl.sum(tl.reshape(values, [2, HIGH // 2 ** (level + 1), GROUPS, LOW, COLUMNS]), 0)
     values = tl.reshape(values, [GROUPS, LOW, COLUMNS])
@@ -70,7 +62,6 @@ def gated_delta_step_tiles(
     """
     WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BLOCKS: tl.constexpr = (V + GROUPS * COLUMNS - 1) // (GROUPS * COLUMNS)
-    ROWS: tl.constexpr = HIGH * LOW
     if ADJACENT:
         q_element = 1
         k_element = 1
@@ -141,4 +132,4 @@ def gated_delta_step_tiles(
         tl.store(states_at + (key * V + across), kept, in_tile, eviction_policy=POLICY)
 
 
-KERNELS = (kernels.register(gated_delta_step_tiles, budget=Budget(registers=168, shared_bytes=16384)),)
+KERNELS = (kernels.register(gated_delta_step_tiles, budget=Budget(registers=255, shared_bytes=4096)),)

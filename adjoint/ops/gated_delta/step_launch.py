@@ -26,7 +26,7 @@ _ALIGNED = (
 """What is a multiple of 16 in an aligned launch: bytes of addresses, elements of strides."""
 
 
-ELEMENTS = 64
+ELEMENTS = 128
 """Numbers of a state that a thread holds at most."""
 
 
@@ -51,11 +51,11 @@ class Kinds(NamedTuple):
     @staticmethod
     def of(problem: Problem) -> "Kinds":
         element, g, beta, state, *indices = problem.dtypes
+        K, V = problem.sizes
         _, normalize, all_states, _ = problem.options
+        index = indices[0] if indices else None
         in_place = problem.op.endswith("in_place")
-        return Kinds(
-            element, g, beta, state, indices[0] if indices else None, *problem.sizes, normalize, all_states, in_place
-        )
+        return Kinds(element, g, beta, state, index, K, V, normalize, all_states, in_place)
 
 
 def _scalar(name: str, element: torch.dtype) -> str:
@@ -85,9 +85,11 @@ def variant(kinds: Kinds, schedule: dict[str, int], one_token: bool, aligned: bo
         elif not name.isupper():
             types[name] = _scalar(name, kinds.element)
     rows, wide = power_of_two(kinds.K), power_of_two(kinds.V)
-    # Strides take registers too, and a float64 two of them.
-    held = ELEMENTS if aligned and kinds.element != torch.float64 else ELEMENTS // 4
-    columns = min(schedule["columns"], wide, max(1, 32 * held // rows))
+    # Strides take registers too, a float64 two of them, and a loop over tokens some.
+    plain = aligned and kinds.element != torch.float64
+    held = ELEMENTS // (8 if not plain else 1 if one_token else 2)
+    wanted = schedule["narrow_columns" if kinds.state.itemsize == 2 else "columns"]
+    columns = min(wanted, wide, max(1, 32 * held // rows))
     groups = min(schedule["warps"], wide // columns)
     low = min(rows, max(1, 32 // max(1, columns * kinds.state.itemsize // 16)))  # with the columns, a warp
     constants = {

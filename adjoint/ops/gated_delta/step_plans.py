@@ -49,8 +49,7 @@ def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     wide = eager.wide(dtype)
     kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dstate": state}
     return {
-        name: promise(problem, recorded(kind, wide, CEILING, _CASES), int(kind != wide))
-        for name, kind in kinds.items()
+        name: promise(problem, recorded(kind, wide, CEILING, _CASES), int(kind != wide)) for name, kind in kinds.items()
     }
 
 

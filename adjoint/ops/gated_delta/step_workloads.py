@@ -39,6 +39,13 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tenso
     return (q.shape[-1] ** -0.5 * torch.einsum("bhkv,bhk->bhv", after, q))[:, None], after
 
 
+def _in_torch(*inputs: Any) -> Any:
+    """The same in float32, with results of the inputs' dtypes."""
+    wide: Any = [x if x is None else x.float() for x in inputs]
+    out, after = _step(*wide)
+    return out.to(inputs[2].dtype), after.to(inputs[5].dtype)
+
+
 def _workload(batch: int, states: torch.dtype) -> Workload:
     heads = batch * _HEADS
     small = 2 * (2 * batch * _KEY_HEADS * _SIZE + 2 * heads * _SIZE) + 2 * 4 * heads
@@ -49,7 +56,7 @@ def _workload(batch: int, states: torch.dtype) -> Workload:
         make=_decoding(batch, states),
         forward_bytes=small + 2 * heads * _SIZE * _SIZE * states.itemsize,
         backward_bytes=2 * small + 3 * heads * _SIZE * _SIZE * states.itemsize,
-        baseline=_step,
+        baseline=_in_torch,
         # FLA gives float32 states whatever it is given: other work, where they are narrower.
         peers=("fla_gated_delta_step",) if states == torch.float32 else (),
         directions=("forward",),

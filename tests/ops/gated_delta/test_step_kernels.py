@@ -101,13 +101,15 @@ def test_an_index_out_of_range(device: torch.device, index: int, position: int) 
     with pytest.raises(adjoint.ArgumentError, match=f"state_indices.* got {index} at position {position}"):
         adjoint.gated_delta_step(*tokens, pool, state_indices=indices, in_place=True, preference=TRITON)
         adjoint.check()
-    assert torch.equal(pool[[0, 1, 3]], torch.ones_like(pool[:3])) and not torch.equal(pool[2], torch.ones_like(pool[2]))
+    assert torch.equal(pool[[0, 1, 3]], torch.ones_like(pool[:3])) and not torch.equal(
+        pool[2], torch.ones_like(pool[2])
+    )
 
 
 def test_a_positive_gate(device: torch.device) -> None:
     q, k, v, g, beta, state = _on(device, drawn((1, 2, 1, 2, 3, 2), torch.float32))
     g[0, 1, 0] = 0.5
-    with pytest.raises(adjoint.ArgumentError, match="g is the logarithm of a decay .* position 2 "):
+    with pytest.raises(adjoint.ArgumentError, match=r"g is the logarithm of a decay .* position 2 "):
         adjoint.gated_delta_step(q, k, v, g, beta, state, preference=TRITON)
         adjoint.check()
 
