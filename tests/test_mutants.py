@@ -435,7 +435,7 @@ ONE_IN = {
     "adjoint.ops.moe.route_kernels": (23, 31),
     "adjoint.ops.moe.losses_kernels": (23, 31),
     "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
-    "gated_delta": (17, 37),
+    "gated_delta": (19, 61),  # a survivor goes through a dozen steps and their gradients
 }
 """Of how many mutants one is tried without --all, by family or module: in functions kernels call, and in kernels."""
 

@@ -124,7 +124,7 @@ def calls() -> Iterator[Step]:
 WIDE = Step((1, 1, 1, 1, 16, 16), gradients=False)
 """Aligned; with all its columns in one tile, a thread has several keys of each."""
 
-WRONG = (Step((3, 1, 1, 2, 2, 2), (2, 0, 1), 2), Step((3, 2, 1, 2, 2, 2), (-2, 1, 0), 2, positive=7))
+WRONG = (Step((3, 1, 1, 1, 2, 2), (2, 0, 1), 2), Step((3, 2, 1, 2, 2, 2), (-2, 1, 0), 2, positive=7))
 """Indices and gates that must be recorded, with their position."""
 SAID = ("got 2 at position 0", "got -2 at position 0", "a positive number at position 7")
 
