@@ -64,6 +64,6 @@ def _liger_swiglu(task: Task) -> Contender:
 
 PEERS = {
     "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
-    "fla_gated_delta_step": Peer("FLA", "flash-linear-attention", fla_step),
+    "fla_gated_delta_step": Peer("FLA", "fla-core", fla_step),
     "transformers_gated_delta_rule": Peer("transformers", "transformers", transformers_rule),
 }

@@ -159,6 +159,14 @@ EQUIVALENT = {
     # gated_delta_step
     ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",
+    (
+        "gated_delta_step_tiles",
+        "(row * time + t) * heads + head + one -> (row * time + t) * heads + head - one",
+    ): "plus or minus 0, which is there for its shape",
+    ("gated_delta_step_tiles", "g_t.to(tl.int64) + one -> g_t.to(tl.int64) - one"): (
+        "plus or minus 0, which is there for its shape"
+    ),
+    ("gated_delta_step_tiles", "[1] -> [2]"): "the same fault recorded twice is the same fault",
     ("gated_delta_step_backward_tokens", "dg + at + one -> dg + at - one"): "the only element of its range is 0",
     ("gated_delta_step_backward_tokens", "dbeta + at + one -> dbeta + at - one"): "the only element of its range is 0",
     **{

@@ -48,6 +48,7 @@ class Step:
         q, k, v, g, beta, state, _ = tokens(self.shape)(self.kind, torch.device("cpu"), generator)
         if self.indices is not None:
             state = torch.randn((self.states, *state.shape[1:]), generator=generator).to(state.dtype)
+        g.view(-1)[0] = 0  # no decay, and no fault
         if self.positive >= 0:
             g.view(-1)[self.positive] = 0.25
         lay = LAYOUTS[self.layout]
@@ -129,11 +130,11 @@ WRONG = (Step((3, 1, 1, 1, 2, 2), (2, 0, 1), 2), Step((3, 2, 1, 2, 2, 2), (-2, 1
 SAID = ("got 2 at position 0", "got -2 at position 0", "a positive number at position 7")
 
 
-_sizes = {"columns": 2, "narrow_columns": 2, "warps": 2}
+_sizes = {"columns": 1, "narrow_columns": 2, "warps": 2}
 
 
 def shrink() -> None:
-    """Two groups of 2 columns, 16 numbers in a tile of the adjoint; what is wrong is recorded and does not raise."""
+    """Two groups of a column, 16 numbers in a tile of the adjoint; what is wrong is recorded and does not raise."""
     vars(step_launch)["check"] = lambda: None
     vars(step_plans)["_BACKWARD_TILE"] = 16
     lookup = Schedules.lookup
