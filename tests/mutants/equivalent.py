@@ -166,6 +166,8 @@ EQUIVALENT = {
     ("gated_delta_step_tiles", "g_t.to(tl.int64) + one -> g_t.to(tl.int64) - one"): (
         "plus or minus 0, which is there for its shape"
     ),
+    ("gated_delta_step_tiles", "0.0 -> 1.0 (1)"): "outside the tile keys and queries are 0, and a skipped row gives 0",
+    ("gated_delta_step_tiles", "0.0 -> 1.0 (4)"): "a column outside the tile is not written",
     ("gated_delta_step_tiles", "[1] -> [2]"): "the same fault recorded twice is the same fault",
     ("gated_delta_step_backward_tokens", "dg + at + one -> dg + at - one"): "the only element of its range is 0",
     ("gated_delta_step_backward_tokens", "dbeta + at + one -> dbeta + at - one"): "the only element of its range is 0",
