@@ -35,7 +35,15 @@ from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
 from tests.mutants import calls as edges
-from tests.mutants import dispatch_calls, embedding_calls, experts_calls, indexing_calls, route_calls, rule_calls
+from tests.mutants import (
+    dispatch_calls,
+    embedding_calls,
+    experts_calls,
+    indexing_calls,
+    route_calls,
+    rule_calls,
+    step_calls,
+)
 from tests.mutants.calls import at_the_edge
 from tests.mutants.equivalent import EQUIVALENT
 
@@ -54,7 +62,12 @@ MODULES = {
         "adjoint.ops.moe.losses_kernels",
         "adjoint.ops.moe.experts_kernels",
     ),
-    "gated_delta": ("adjoint.ops.gated_delta.rule_table_kernels", "adjoint.ops.gated_delta.rule_kernels"),
+    "gated_delta": (
+        "adjoint.ops.gated_delta.rule_table_kernels",
+        "adjoint.ops.gated_delta.rule_kernels",
+        "adjoint.ops.gated_delta.step_kernels",
+        "adjoint.ops.gated_delta.step_backward_kernels",
+    ),
 }
 """Every module with kernels, under the first family that uses it."""
 
@@ -331,8 +344,11 @@ def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
 
 
 def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
-    """Whether any result is further from the recurrence than rounding; segments are short."""
+    """Whether any result is further from the definition than rounding; segments, tiles and programs are small."""
     edges.guard()
+    if ".step_" in mutant.module:
+        step_calls.shrink()
+        return step_calls.noticed()
     return rule_calls.noticed()
 
 
@@ -434,7 +450,7 @@ ONE_IN = {
     "adjoint.ops.moe.route_kernels": (23, 31),
     "adjoint.ops.moe.losses_kernels": (23, 31),
     "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
-    "gated_delta": (61, 79),  # sequences take it several
+    "gated_delta": (61, 79),  # sequences take the interpreter several seconds
 }
 """Of how many mutants one is tried without --all, by family or module: in functions kernels call, and in kernels."""
 

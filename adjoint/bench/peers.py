@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple, through_autograd
+from adjoint.bench.gated_delta_peers import fla_step, transformers_rule
 
 
 @dataclass(frozen=True)
@@ -94,4 +95,6 @@ PEERS = {
     "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
     "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
     "flash_qla_gated_delta_rule": Peer("FlashQLA", "flash-qla", _flash_qla_gated_delta_rule),
+    "fla_gated_delta_step": Peer("FLA", "fla-core", fla_step),
+    "transformers_gated_delta_rule": Peer("transformers", "transformers", transformers_rule),
 }

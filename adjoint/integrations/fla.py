@@ -2,12 +2,14 @@
 
 Code that imports `chunk_gated_delta_rule` and `fused_recurrent_gated_delta_rule` from `fla.ops.gated_delta_rule`
 switches by importing them from here: the names, order and defaults of the arguments are the same, and so is what is
-returned. An argument that cannot be honoured raises and is named; none is ignored that would change a result.
+returned. An argument that cannot be honoured raises and is named; none is ignored that would change a result. What
+transformers' layers hand on to these functions beside their arguments (`use_cache`, `max_length_q`) changes none.
 
 Different on purpose: gradients of both, `torch.compile`, the CPU, and an error where g is positive. The final state is
 float32 (float64 for float64) whatever the dtype of the initial one.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +20,14 @@ from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import gated_delta_rule
 from adjoint.ops.gated_delta.step import MAX_TOKENS, gated_delta_step
+
+_OF_THE_CALLER = frozenset(
+    (
+        "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
+        "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "is_causal", "seq_idx",
+    )
+)  # fmt: skip
+"""Keywords that transformers hands from layer to layer: they say nothing about the rule, and FLA ignores them."""
 
 
 def chunk_gated_delta_rule(
@@ -134,17 +144,24 @@ def fused_recurrent_gated_delta_rule(
     return o, _turned(final_state, state_v_first)
 
 
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
 def _refuse(op: str, kwargs: dict[str, Any]) -> None:
-    if kwargs:
-        raise ArgumentError(f"{op}: does not know {', '.join(sorted(kwargs))}")
+    unknown = sorted(set(kwargs) - _OF_THE_CALLER)
+    if unknown:
+        raise ArgumentError(f"{op}: does not know {', '.join(unknown)}")
 
 
 def _layout(op: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
     """Whether states are [V, K]; under its older name as well, but not under both."""
-    older = kwargs.pop("transpose_state_layout", None)
-    if older is not None and state_v_first:
+    if "transpose_state_layout" not in kwargs:
+        return bool(state_v_first)
+    if state_v_first:
         raise ArgumentError(f"{op}: transpose_state_layout is an older name of state_v_first; give one of them")
-    return bool(state_v_first if older is None else older)
+    warnings.warn("transpose_state_layout is an older name of state_v_first", DeprecationWarning, stacklevel=3)
+    return bool(kwargs.pop("transpose_state_layout"))
 
 
 def _gate(op: str, g: Tensor, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:

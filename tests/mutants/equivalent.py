@@ -156,5 +156,31 @@ EQUIVALENT = {
     ("gate_adjoint", "gu.dtype.element_ty.primitive_bitwidth == 16 -> gu.dtype.element_ty.primitive_bitwidth == 17"): (
         "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
     ),
+    # gated_delta_step
+    ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
+    ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",
+    (
+        "gated_delta_step_tiles",
+        "(row * time + t) * heads + head + one -> (row * time + t) * heads + head - one",
+    ): "plus or minus 0, which is there for its shape",
+    ("gated_delta_step_tiles", "g_t.to(tl.int64) + one -> g_t.to(tl.int64) - one"): (
+        "plus or minus 0, which is there for its shape"
+    ),
+    ("gated_delta_step_tiles", "0.0 -> 1.0 (1)"): "outside the tile keys and queries are 0, and a skipped row gives 0",
+    ("gated_delta_step_tiles", "0.0 -> 1.0 (4)"): "a column outside the tile is not written",
+    ("gated_delta_step_tiles", "[1] -> [2]"): "the same fault recorded twice is the same fault",
+    ("gated_delta_step_backward_tokens", "dg + at + one -> dg + at - one"): "the only element of its range is 0",
+    ("gated_delta_step_backward_tokens", "dbeta + at + one -> dbeta + at - one"): "the only element of its range is 0",
+    **{
+        ("gated_delta_step_backward_tiles", f"0.0 -> 1.0 ({place})"): (
+            "outside the tile keys, values and the state are 0, and so is all that an upstream gradient meets there"
+        )
+        for place in (1, 12)
+    },
+    **{
+        ("gated_delta_step_backward_tiles", f"0.0 -> 1.0 ({place})"): (
+            "of a skipped row, whose keys, values and upstream gradients are 0 whatever its gates"
+        )
+        for place in (5, 6, 10, 11)
+    },
 }
-"""Mutants that compute the same: (function or "*", change) -> why."""

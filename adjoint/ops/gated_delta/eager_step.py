@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         if raises:
             report(STATE_INDEX_OUT_OF_RANGE, state_indices, wrong)
             if checking:
-                report(STATE_INDEX_REPEATED, state_indices, _repeated(state_indices))
+                report(STATE_INDEX_REPEATED, state_indices, repeated(state_indices))
         skipped = wrong | (state_indices < 0)
         return Rows(torch.where(skipped, 0, state_indices).long(), skipped)
 
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
                 tensor.masked_fill_(self.skipped.view(-1, *(1,) * (tensor.dim() - 1)), 0)
 
 
-def _repeated(indices: Tensor) -> Tensor:
+def repeated(indices: Tensor) -> Tensor:
     """Which indices, skipped rows aside, have occurred before."""
     ordered, order = indices.sort(stable=True)
     again = torch.zeros_like(indices, dtype=torch.bool)

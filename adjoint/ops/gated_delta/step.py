@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids
 from adjoint.core.errors import ArgumentError, is_checking, second_derivative
+from adjoint.core.layout import overlaps_itself
 from adjoint.core.op import define
 from adjoint.core.plan import Call, publish
 from adjoint.core.preference import Preference, resolve
@@ -65,6 +66,16 @@ def _check(
         metadata.require_shape(_OP, "state_indices", state_indices, (q.shape[0],), "one for each row")
 
 
+def _check_in_place(*arguments: Any) -> None:
+    _check(*arguments)
+    state = arguments[5]
+    if overlaps_itself(state):
+        raise ArgumentError(
+            f"{_OP}: state, which in_place=True overwrites, has elements that share memory: shape "
+            f"{tuple(state.shape)}, strides {state.stride()}; give it memory of its own, as by clone()"
+        )
+
+
 def _check_backward(
     q: Tensor,
     k: Tensor,
@@ -95,10 +106,21 @@ def _states_shape(q: Tensor, v: Tensor, all_states: bool) -> tuple[int, ...]:
 
 
 def _describe(
-    op: str, q: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, options: tuple[Any, ...]
+    op: str,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    options: tuple[Any, ...],
+    sizes: tuple[int, ...] = (),
 ) -> Problem:
-    kinds = (q.dtype, g.dtype, beta.dtype, state.dtype)
-    return Problem(op, q.device, kinds, sizes=(q.shape[3], v.shape[3]), options=options)
+    """`sizes`, beside those of heads, are what the adjoint's workspace depends on."""
+    kinds: tuple[torch.dtype, ...] = (q.dtype, g.dtype, beta.dtype, state.dtype)
+    if state_indices is not None:
+        kinds = (*kinds, state_indices.dtype)
+    return Problem(op, q.device, kinds, sizes=(q.shape[3], v.shape[3], *sizes), options=options)
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
@@ -114,7 +136,7 @@ _step = define(
         v.new_empty(v.shape),
         state.new_empty(_states_shape(q, v, all_states)),
     ),
-    describe=lambda q, k, v, g, beta, state, indices, *options: _describe(_OP, q, v, g, beta, state, options),
+    describe=lambda q, k, v, g, beta, state, indices, *options: _describe(_OP, q, v, g, beta, state, indices, options),
     candidates=lambda: step_plans.STEP,
 )
 _step_in_place = define(
@@ -124,13 +146,13 @@ _step_in_place = define(
     "(Tensor, Tensor)",
     outputs=("o", "states"),
     tensors=("q", "k", "v", "g", "beta", "state", "state_indices"),
-    check=_check,
+    check=_check_in_place,
     allocate=lambda q, k, v, g, beta, state, indices, scale, normalize, all_states, checking: (
         v.new_empty(v.shape),
         state.new_empty(_states_shape(q, v, True) if all_states else (0,)),
     ),
     describe=lambda q, k, v, g, beta, state, indices, *options: _describe(
-        f"{_OP}_in_place", q, v, g, beta, state, options
+        f"{_OP}_in_place", q, v, g, beta, state, indices, options
     ),
     candidates=lambda: step_plans.STEP_IN_PLACE,
 )
@@ -147,7 +169,7 @@ _step_backward = define(
         for bit, x in enumerate((q, k, v, g, beta, state))
     ),
     describe=lambda q, k, v, g, beta, state, do, dstate, indices, *options: _describe(
-        f"{_OP}_backward", q, v, g, beta, state, options
+        f"{_OP}_backward", q, v, g, beta, state, indices, options, (*v.shape[:3],)
     ),
     candidates=lambda: step_plans.STEP_BACKWARD,
 )
@@ -215,7 +237,7 @@ def gated_delta_step(
             (float64 for float64).
         state_indices: int32 or int64, which state each row reads (and writes, in place); −1 skips the row, whose
             outputs and new state are 0. Two rows of one in-place step must not share a state: inside
-            `adjoint.checked()` that is an error, elsewhere one of them wins.
+            `adjoint.checked()` that is an error, elsewhere what is left of it is undefined.
         in_place: overwrites `state`, which is returned, instead of giving the rows' new states. Not differentiable.
         return_all_states: gives the state after each token, [batch, time, value heads, K, V], in place of the last.
         preference: narrows the choice of plans for this call and its backward.
@@ -241,6 +263,7 @@ def gated_delta_step(
                 f"{_OP}: in_place=True overwrites the state its gradient would need, and an input requires a "
                 f"gradient; call it under torch.no_grad(), or with in_place=False"
             )
+        _check_in_place(*arguments)
         o, states = _step_in_place(*arguments, text)
         if not (torch.compiler.is_compiling() or state.is_inference()):
             torch.autograd.graph.increment_version(state)
@@ -287,6 +310,7 @@ def _bind(
 ) -> Call:
     arguments = _arguments(q, k, v, g, beta, state, scale, state_indices, return_all_states, normalize_qk)
     if in_place:
+        _check_in_place(*arguments)
         return Call(_step_in_place, arguments, public_outputs=2 if return_all_states else 1)
     tensors, options = arguments[:6], arguments[7:10]
     return Call(

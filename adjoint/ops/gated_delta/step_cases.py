@@ -1,11 +1,13 @@
 """The decoding steps that `gated_delta_step` is tested and verified on."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Case, Inputs, Make, Subject
+from adjoint.core import batching
+from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.rule_cases import gradients, tokens, wrong, zeros
 from adjoint.ops.gated_delta.step import gated_delta_step
@@ -56,6 +58,28 @@ def _other_rows(*inputs: Any) -> tuple[Tensor, Tensor]:
     return _step(*(*given, state.flip(0), indices))
 
 
+def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
+    """Rows with their states, or the last rows with the whole pool."""
+    return batching.rebatched(inputs, upstream, 0) if inputs[-1] is None else _last_rows(inputs, upstream)
+
+
+def _last_rows(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
+    *tokens, pool, indices = inputs
+    rows = slice(len(indices) // 2, None)
+    places = indices[rows][indices[rows] >= 0].long()  # no other row of the case has them
+
+    def pairs(whole: Answers, alone: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from ((all_of_them[rows], some) for all_of_them, some in zip(whole[0], alone[0], strict=True))
+        if whole[1]:
+            *gradients, dpool = whole[1]
+            *own, own_dpool = alone[1]
+            yield from ((all_of_them[rows], some) for all_of_them, some in zip(gradients, own, strict=True))
+            yield dpool[places], own_dpool[places]
+
+    given = (*(x[rows] for x in tokens), pool, indices[rows])
+    yield Rebatch("the last rows", given, tuple(x[rows] for x in upstream), pairs)
+
+
 _INPUTS = ("q", "k", "v", "g", "beta", "state", "state_indices")
 
 STEPS = (
@@ -67,11 +91,13 @@ STEPS = (
         autocast=("q", "k", "v"),
         reference=_step,
         reference_backward=gradients(_step),
+        rebatched=_rebatched,
         cases=(
+            Case("states in 16 bits", _rows((2, 1, 1, 1, 3, 4), narrow_state=True)),
             Case("grouped heads", _rows((2, 2, 1, 2, 3, 2))),
-            Case("paged", _rows((4, 3, 1, 2, 8, 5), (5, -1, 0, 3), 7)),
-            Case("states in 16 bits", _rows((2, 1, 1, 2, 16, 8), narrow_state=True)),
+            Case("paged", _rows((3, 2, 1, 1, 4, 3), (3, -1, 0), 5)),
             Case("sixteen tokens", _rows((8, 16, 2, 4, 128, 128)), heavy=True),
+            Case("large heads, paged", _rows((5, 3, 1, 2, 256, 200), (6, 2, -1, 0, 3), 9, True), heavy=True),
         ),
         mistakes={
             "zero output": zeros,
@@ -90,7 +116,8 @@ STEPS = (
         autocast=("q", "k", "v"),
         reference=_every_state,
         reference_backward=gradients(_every_state),
-        cases=(Case("three tokens", _rows((2, 3, 1, 2, 3, 2))),),
+        rebatched=_rebatched,
+        cases=(Case("two tokens", _rows((1, 2, 1, 1, 3, 2))),),
         mistakes={"zero output": zeros},
         dtypes=(torch.float64, torch.bfloat16),
     ),

@@ -1,10 +1,13 @@
 """`gated_delta_step` beyond the shared checks: it goes on where the rule stops; pools; what it refuses."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
 import adjoint
 from adjoint.core.inputs import leaves
+from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.plans import FORWARD
 from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, by_recurrence, drawn, gradients_of, relative
 
@@ -22,6 +25,21 @@ def test_prefill_then_steps_follow_the_recurrence() -> None:
         at += count
     assert at == 200
     assert relative(torch.cat(outputs, 1), whole) < FORWARD and relative(state, last) < FORWARD
+
+
+def test_4096_decoded_tokens_follow_the_recurrence() -> None:
+    """Errors do not pile up: what a token adds to the state's error decays with the state."""
+    prefill, decoded = 100, 4096
+    *tokens, state, _ = drawn((1, prefill + decoded, 1, 2, 8, 8), torch.float32, decay=0.05)
+    exact, last = reference.gated_delta_rule(*(x.double() for x in tokens), state.double())
+    o, state = adjoint.gated_delta_rule(*(x[:, :prefill] for x in tokens), initial_state=state, output_final_state=True)
+    outputs, counts = [o], [1, 2, 1, 12, *[16] * 255]
+    for begin, count in zip(accumulate(counts, initial=prefill), counts, strict=False):
+        o, _ = adjoint.gated_delta_step(*(x[:, begin : begin + count] for x in tokens), state, in_place=True)
+        outputs.append(o)
+    found = torch.cat(outputs, 1)
+    assert found.shape == exact.shape and relative(found, exact) < FORWARD and relative(state, last) < FORWARD
+    assert relative(found[:, -64:], exact[:, -64:]) < FORWARD
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -80,6 +98,14 @@ def test_repeated_indices_in_checking_mode() -> None:
         adjoint.gated_delta_step(*tokens, state, state_indices=indices, in_place=True)
     with adjoint.checked():  # skipped rows may repeat
         adjoint.gated_delta_step(*tokens, state, state_indices=torch.tensor((-1, 0, -1)), in_place=True)
+
+
+def test_in_place_refuses_a_state_that_overlaps_itself() -> None:
+    *tokens, state, _ = drawn((2, 1, 1, 1, 3, 3))
+    shared = state[:1].expand(2, -1, -1, -1)
+    adjoint.gated_delta_step(*tokens, shared)
+    with pytest.raises(adjoint.ArgumentError, match=r"state, which in_place=True overwrites.* share memory"):
+        adjoint.gated_delta_step(*tokens, shared, in_place=True)
 
 
 def test_in_place_compiled() -> None:
