@@ -105,7 +105,7 @@ def _promise(problem: Problem, bound: Callable[..., Tensor], stored: int) -> Gua
 def _w_u_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, T_dtype = problem.dtypes
     wide = eager.wide(dtype)
-    K, V, chunk = problem.sizes
+    K, V, chunk = problem.sizes[:3]
     kinds = {"dk": dtype, "dv": dtype, "dbeta": wide, "dG": wide, "dT": T_dtype}
 
     def of(name: str) -> Callable[..., Tensor]:
@@ -161,3 +161,6 @@ def _by_T(guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Any) ->
 
 RECOMPUTE_W_U = _by_T(_w_u_guarantee, _w_u)
 RECOMPUTE_W_U_BACKWARD = _by_T(_w_u_backward_guarantee, _w_u_backward)
+
+w_u_guarantee_of_kernels = _w_u_guarantee
+w_u_backward_guarantee_of_kernels = _w_u_backward_guarantee
