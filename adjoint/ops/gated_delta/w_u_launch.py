@@ -13,7 +13,7 @@ from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Regions
-from adjoint.ops.gated_delta import w_u_kernels as _  # noqa: F401  (registers them)
+from adjoint.ops.gated_delta import w_u_kernels as _w_u_kernels  # noqa: F401  (registers them)
 from adjoint.ops.gated_delta.eager_w_u import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V
 from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
 from adjoint.ops.gated_delta.w_u_plans import INPUTS, UPSTREAM, copied_names, parts_of
@@ -244,8 +244,8 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     chunks = 1 if run.packed else plan.schedule["chunks"]
     programs = -(-run.slots // chunks) * (run.heads // heads)
     run.start(("gated_delta_w_u", run.packed, aligned, heads))(
-        (programs, 1, 1), *(x.tensor for x in walked), bounds, *outputs, *run.walk, run.slots, run.key_heads, run.repeat,
-        *(stride for x in walked for stride in x.strides),
+        (programs, 1, 1), *(x.tensor for x in walked), bounds, *outputs, *run.walk, run.slots, run.key_heads,
+        run.repeat, *(stride for x in walked for stride in x.strides),
     )  # fmt: skip
 
 

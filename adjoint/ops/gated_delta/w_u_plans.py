@@ -1,4 +1,7 @@
-"""Which kernels serve `recompute_w_u`, and what they guarantee: before the plans in plain PyTorch, for all but float64."""
+"""Which kernels serve `recompute_w_u`, and what they guarantee.
+
+They come before the plans in plain PyTorch, for all types but float64.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,13 +12,14 @@ import torch
 from torch import Tensor
 
 from adjoint.core.candidates import writing
-from adjoint.core.guarantee import Guarantee
+from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import stage_plans
 from adjoint.ops.gated_delta.arguments import state_dtype
+from adjoint.ops.gated_delta.stage_plans import Magnitudes, smallest, stored
 
 SCHEDULES = Schedules(Path(__file__).with_name("stage_schedules.json"))
 
@@ -90,10 +94,128 @@ def _refuse(problem: Problem, narrow: bool) -> str:
     return why_not_triton(problem.device)
 
 
+# ------------------------------------------------------------------------------------------- guarantee
+
+U = 2.0**-24
+_FLUSHED = 2.0**-125
+"""What an exponential, or a part of T, that underflows may have been."""
+
+_T = {
+    0: "T as it is given",
+    1: "float32 numbers as the sums of two TF32 numbers, 2⁻¹⁹ of each product",
+    2: "T as the sum of two bfloat16 numbers, 2⁻¹⁷ of it",
+    3: "T as the sum of three bfloat16 numbers, all of its bits",
+}
+
+
+def _share(parts: int, terms: int) -> float:
+    """The error of a product of matrices, of the sum of its terms' magnitudes.
+
+    Matrix instructions cut what they add where others round, so an addition costs 2·u.
+    """
+    steps = max(1, parts) * terms + 16
+    return 2 * U * steps / (1 - 2 * U * steps) + {0: 0.0, 1: 2.0**-19, 2: 2.0**-17, 3: 0.0}[parts]
+
+
+def _decayed(m: Magnitudes) -> Tensor:
+    """The error of β·e^G·k before it is rounded, of itself: an exponential costs 3·|G|·u + 5·u."""
+    return U * (3 * m.exponent + 8)
+
+
+def _forward_bounds(problem: Problem) -> dict[str, Callable[..., Tensor]]:
+    element, T = problem.dtypes[:2]
+    chunk = problem.sizes[2]
+    share = _share(parts_of(element, T), chunk)
+    rounding = torch.finfo(element).eps / 2 if element != torch.float32 else 0.0
+
+    def of(operand: Callable[[Magnitudes], tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+        def bound(*inputs: Any) -> Tensor:
+            m = Magnitudes(*inputs)
+            values, unscaled = operand(m)
+            own = values * (share + (rounding + _decayed(m)) * (1 + share)) + smallest(element) + unscaled * _FLUSHED
+            magnitude = m.tokens(m.T @ values)
+            lost = m.tokens(m.T @ own + values.sum(-2, keepdim=True) * _FLUSHED)
+            return stored(lost, magnitude, chunk, element, torch.float32)
+
+        return bound
+
+    return {
+        "w": of(lambda m: (m.beta * m.from_start * m.k, m.beta * m.k)),
+        "u": of(lambda m: (m.beta * m.v, m.beta * m.v)),
+    }
+
+
+def _backward_bounds(problem: Problem) -> dict[str, Callable[..., Tensor]]:
+    element, T_dtype = problem.dtypes[:2]
+    K, V, chunk = problem.sizes[:3]
+    parts, plain = parts_of(element, T_dtype), parts_of(element, element)
+    kinds = {"dk": element, "dv": element, "dbeta": torch.float32, "dG": torch.float32, "dT": T_dtype}
+
+    def of(name: str) -> Callable[..., Tensor]:
+        def bound(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
+            m = Magnitudes(*inputs)
+            dw, du = m.gather(dw), m.gather(du)
+            products, sums = _share(parts, chunk + m.repeat), _share(plain, K + V + chunk)
+            if name in ("dk", "dv"):
+                through = m.T.mT @ (dw if name == "dk" else du)
+                factor = m.beta * m.from_start if name == "dk" else m.beta
+                terms = through * factor
+                lost = terms * (products + _decayed(m)) + m.beta * through * _FLUSHED
+                if name == "dk":
+                    terms, lost = (x.unflatten(1, (-1, m.repeat)).sum(2) for x in (terms, lost))
+            elif name == "dT":
+                P, Q = dw @ m.k.mT, du @ m.v.mT
+                terms = (P * m.from_start.mT + Q) * m.beta.mT
+                lost = terms * (sums + _decayed(m).mT) + P * m.beta.mT * _FLUSHED
+            else:
+                of_keys = (m.T * (dw @ m.k.mT)).sum(-2)[..., None]
+                of_values = (m.T * (du @ m.v.mT)).sum(-2)[..., None]
+                by = m.beta if name == "dG" else torch.ones_like(m.beta)
+                terms = of_keys * m.from_start * by + (0.0 if name == "dG" else of_values)
+                lost = terms * (sums + _decayed(m)) + of_keys * by * _FLUSHED
+                terms, lost = terms[..., 0], lost[..., 0]
+            return stored(m.tokens(lost), m.tokens(terms), chunk + K + V, kinds[name], torch.float32)
+
+        return bound
+
+    return {name: of(name) for name in kinds}
+
+
+_ROUNDED = {"w": 2, "u": 2, "dk": 1, "dv": 1, "dbeta": 0, "dG": 0, "dT": 1}
+_ITEM = "chunk of a value head"
+
+
+def _guarantee(problem: Problem) -> dict[str, Guarantee]:
+    element, T = problem.dtypes[:2]
+    backward = problem.op.endswith("_backward")
+    formula = (
+        "½ ulp + c·u·Σ|terms|, c twice the terms of a product and 3·|G| + 8 more"
+        if backward
+        else "½ ulp + (ρ + c·u)·Σ|terms|, ρ the rounding of β·e^G·k and β·v, c twice the terms of a product and "
+        "3·|G| + 8 more"
+    )
+    bounds = (_backward_bounds if backward else _forward_bounds)(problem)
+    kinds = dict.fromkeys(bounds, element) | {"dT": T}
+    return {
+        name: Guarantee(
+            repeatable=True,
+            batch_invariant=_ITEM if name != "dk" else "chunk of a key head",
+            device_invariant=False,
+            accumulator="float32",
+            roundings=0 if kinds[name] == torch.float32 else _ROUNDED[name],
+            error=Derived(f"{formula}, u = 2⁻²⁴; {_T[parts_of(element, T)]}", bound),
+            domain="every finite input of which e^G is finite and T is below 2¹²⁷",
+            out_of_range="cu_seqlens out of order is reported, at once on the CPU, by adjoint.check() on a GPU, and "
+            "taken as what lies within bounds; tokens of no sequence give 0",
+        )
+        for name, bound in bounds.items()
+    }
+
+
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def _candidate(direction: str, narrow: bool, guarantee: Callable[[Problem], dict[str, Guarantee]]) -> Candidate:
+def _candidate(direction: str, narrow: bool) -> Candidate:
     kernel = "gated_delta_w_u_backward" if direction == "backward" else "gated_delta_w_u"
 
     def numeric(problem: Problem) -> dict[str, Any]:
@@ -106,7 +228,7 @@ def _candidate(direction: str, narrow: bool, guarantee: Callable[[Problem], dict
         kernel=kernel,
         revision=1,
         refuse=lambda problem: _refuse(problem, narrow),
-        guarantee=guarantee,
+        guarantee=_guarantee,
         run=writing(lambda *a: getattr(launcher(), direction)(*a)),
         prepare=lambda plan: launcher().prepare(plan),
         numeric=numeric,
@@ -115,11 +237,9 @@ def _candidate(direction: str, narrow: bool, guarantee: Callable[[Problem], dict
     )
 
 
-RECOMPUTE_W_U = (
-    *(_candidate("forward", narrow, stage_plans.w_u_guarantee_of_kernels) for narrow in (False, True)),
-    *stage_plans.RECOMPUTE_W_U,
-)
+RECOMPUTE_W_U = (_candidate("forward", False), _candidate("forward", True), *stage_plans.RECOMPUTE_W_U)
 RECOMPUTE_W_U_BACKWARD = (
-    *(_candidate("backward", narrow, stage_plans.w_u_backward_guarantee_of_kernels) for narrow in (False, True)),
+    _candidate("backward", False),
+    _candidate("backward", True),
     *stage_plans.RECOMPUTE_W_U_BACKWARD,
 )
