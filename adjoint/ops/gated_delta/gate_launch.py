@@ -21,7 +21,8 @@ NEED_A, NEED_B, NEED_A_LOG, NEED_DT_BIAS = (1 << bit for bit in range(4))
 MAX_COLUMNS = 128
 """Heads of a program of `gate`: they are independent of each other."""
 
-_POINTERS = frozenset("a b A_log dt_bias g beta dg dbeta da db sums first second x y dx dy".split())
+_OF_GATE = ("a", "b", "A_log", "dt_bias", "g", "beta", "dg", "dbeta", "da", "db", "sums", "first", "second")
+_OF_NORMALIZE = ("x", "y", "dx", "dy")
 _LONG = frozenset(("runs", "count"))
 
 # ------------------------------------------------------------------------------------------- variants
@@ -41,11 +42,11 @@ def variant(
     }  # fmt: skip
     signature = {}
     for name in described.parameters:
-        if name in _POINTERS:
+        if name in (*_OF_GATE, *_OF_NORMALIZE):
             signature[name] = f"*{TRITON_TYPES[types.get(name, torch.float32)]}"
         elif not name.isupper():
             signature[name] = "i64" if name in _LONG or name.endswith(("_outer", "_step")) else "i32"
-    own = ("x", "y", "dx", "dy", "x_outer", "x_step", "dy_outer", "dy_step")
+    own = (*_OF_NORMALIZE, "x_outer", "x_step", "dy_outer", "dy_step")
     return described.variant(
         signature,
         {name: constants[name] for name in described.parameters if name not in signature},

@@ -1,12 +1,12 @@
 """The chunks that the stages of the gated delta rule are tested and verified on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Case, Inputs, Make, Subject
+from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.gates import gate, normalize
@@ -238,6 +238,18 @@ def _gates(shape: tuple[int, ...]) -> Make:
     return make
 
 
+def _fewer_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
+    """Some tokens alone: g and β keep their bits. Two of the gradients are sums over all tokens."""
+    a, b, *parameters = inputs
+    for begin in range(a.shape[0]):
+        here = slice(begin, begin + 1)
+
+        def pairs(whole: Answers, alone: Answers, here: slice = here) -> Iterator[tuple[Tensor, Tensor]]:
+            return ((part, every[here]) for every, part in zip(whole[0], alone[0], strict=True))
+
+        yield Rebatch(f"row {begin}", (a[here], b[here], *parameters), tuple(x[here] for x in upstream), pairs)
+
+
 def _vectors(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     x = torch.randn((4, 3, 6), generator=generator, dtype=torch.float64)
     x[0] *= 1e-3  # where the 1e-6 counts
@@ -260,6 +272,7 @@ OTHERS = (
         mistakes={"zero output": zeros},
         dtypes=(torch.float64, torch.bfloat16),
         batched=("a", "b"),
+        rebatched=_fewer_tokens,
     ),
     Subject(
         name="normalize",

@@ -59,7 +59,7 @@ def chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK: tl.co
     """Row of the batch, first token in it, number of tokens, and how many of them are of a sequence: all, or none."""
     if PACKED:
         # The last stretch whose first slot is not past this one.
-        low = slot * 0
+        low = slot + time * 0 - slot
         high = low + (stretches - 1)
         for _ in range(steps):
             middle = (low + high + 1) >> 1
@@ -68,13 +68,14 @@ def chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK: tl.co
             high = tl.where(fits, high, middle - 1)
         start = tl.load(bounds + low)
         end = tl.load(bounds + low + 1)
-        row = slot * 0
+        row = low * 0
         first = start + (slot - start // CHUNK - low) * CHUNK
         tokens = tl.minimum(end - first, CHUNK)
         counted = tl.where((low > 0) & (low < stretches - 1), tokens, 0)
     else:
         row = slot // row_chunks
-        first = (slot % row_chunks) * CHUNK
+        # 64 bits from here on: offsets are its products.
+        first = (slot % row_chunks) * CHUNK + time * 0
         tokens = tl.minimum(time - first, CHUNK)
         counted = tokens
     return row, first, tokens, counted
@@ -148,45 +149,88 @@ def gated_delta_w_u(
     G_row, G_time, G_head, T_row, T_time, T_head,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, K_COLUMNS: tl.constexpr,
     V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """w and u of CHUNKS chunks, and HEADS value heads of one key head, some columns at a time."""
+    """w and u of CHUNKS chunks, and HEADS value heads of one key head."""
+    groups = key_heads * repeat // HEADS
+    program = tl.program_id(0)
+    first_head = program % groups * HEADS
+    first_slot = program // groups * CHUNKS
+    if CHUNKS == 1:
+        w_u_of_chunk(
+            k, v, beta, G, T, bounds, w, u, first_slot, first_head, time, stretches, steps, row_chunks, key_heads,
+            repeat, k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
+            G_row, G_time, G_head, T_row, T_time, T_head,
+            K, V, CHUNK, TILE, K_COLUMNS, V_COLUMNS, PACKED, PARTS, HEADS, AHEAD,
+        )  # fmt: skip
+    else:
+        for slot in tl.range(first_slot, tl.minimum(first_slot + CHUNKS, slots)):
+            w_u_of_chunk(
+                k, v, beta, G, T, bounds, w, u, slot, first_head, time, stretches, steps, row_chunks, key_heads,
+                repeat, k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
+                G_row, G_time, G_head, T_row, T_time, T_head,
+                K, V, CHUNK, TILE, K_COLUMNS, V_COLUMNS, PACKED, PARTS, HEADS, AHEAD,
+            )  # fmt: skip
+
+
+@triton.jit
+def w_u_of_chunk(
+    k, v, beta, G, T, bounds, w, u, slot, first_head, time, stretches, steps, row_chunks, key_heads, repeat,
+    k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
+    G_row, G_time, G_head, T_row, T_time, T_head,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, K_COLUMNS: tl.constexpr,
+    V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """w and u of one chunk, some columns at a time."""
     heads = key_heads * repeat
-    program = tl.program_id(0).to(tl.int64)
-    first_head = program % (heads // HEADS) * HEADS
-    key_head = first_head // repeat
-    first_slot = program // (heads // HEADS) * CHUNKS
+    row, first, tokens, counted = chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK, PACKED)
     place = tl.arange(0, TILE)
-    for slot in tl.range(first_slot, tl.minimum(first_slot + CHUNKS, slots)):
-        row, first, tokens, counted = chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK, PACKED)
-        inside = place < counted
-        written = (place < tokens)[:, None]
-        keys = row * k_row + key_head * k_head + first * k_time
-        for step in range(HEADS):
-            head = first_head + step
-            own = row * T_row + head * T_head + first * T_time
-            mask = inside[:, None] & (place < CHUNK)[None, :]
-            matrix = load_tile(T, own, place, T_time, place[None, :], mask)
-            # A mask that changes along a row would have its elements read one by one.
-            matrix = tl.where(inside[None, :], matrix, 0)
-            own = row * beta_row + head * beta_head + first * beta_time
-            strength = tl.load(beta + own + place * beta_time, inside, other=0)[:, None]
-            own = row * G_row + head * G_head + first * G_time
-            decay = tl.load(G + own + place * G_time, inside, other=0)[:, None]
-            values = row * v_row + head * v_head + first * v_time
-            own = (row * time + first) * heads + head
+    inside = place < counted
+    written = (place < tokens)[:, None]
+    keys = row * k_row + (first_head // repeat) * k_head + first * k_time
+    for step in range(HEADS):
+        head = first_head + step
+        own = row * T_row + head * T_head + first * T_time
+        mask = inside[:, None] & (place < CHUNK)[None, :]
+        matrix = load_tile(T, own, place, T_time, place[None, :], mask)
+        # A mask that changes along a row would have its elements read one by one.
+        matrix = tl.where(inside[None, :], matrix, 0)
+        own = row * beta_row + head * beta_head + first * beta_time
+        strength = tl.load(beta + own + place * beta_time, inside, other=0)[:, None]
+        own = row * G_row + head * G_head + first * G_time
+        decay = tl.load(G + own + place * G_time, inside, other=0)[:, None]
+        values = row * v_row + head * v_head + first * v_time
+        own = (row * time + first) * heads + head
+        value_tiles = ()
+        key_tiles = ()
+        if AHEAD:  # all loads are on their way before the first product: no barrier lets one pass
             for start in tl.static_range(0, V, V_COLUMNS):
                 column = start + tl.arange(0, V_COLUMNS)[None, :]
                 tile = load_tile(v, values, place, v_time, column, inside[:, None] & (column < V))
-                operand = (tile.to(tl.float32) * strength).to(v.dtype.element_ty)
-                total = times(matrix, operand, PARTS)
-                store_tile(u, own * V, place, heads * V, column, total, written & (column < V))
-            from_start = tl.exp(decay)
+                value_tiles = value_tiles + (tile,)
             for start in tl.static_range(0, K, K_COLUMNS):
                 column = start + tl.arange(0, K_COLUMNS)[None, :]
                 tile = load_tile(k, keys, place, k_time, column, inside[:, None] & (column < K))
-                operand = (tile.to(tl.float32) * strength * from_start).to(k.dtype.element_ty)
-                total = times(matrix, operand, PARTS)
-                store_tile(w, own * K, place, heads * K, column, total, written & (column < K))
+                key_tiles = key_tiles + (tile,)
+        for start in tl.static_range(0, V, V_COLUMNS):
+            column = start + tl.arange(0, V_COLUMNS)[None, :]
+            if AHEAD:
+                tile = value_tiles[start // V_COLUMNS]
+            else:
+                tile = load_tile(v, values, place, v_time, column, inside[:, None] & (column < V))
+            operand = (tile.to(tl.float32) * strength).to(v.dtype.element_ty)
+            total = times(matrix, operand, PARTS)
+            store_tile(u, own * V, place, heads * V, column, total, written & (column < V))
+        from_start = tl.exp(decay)
+        for start in tl.static_range(0, K, K_COLUMNS):
+            column = start + tl.arange(0, K_COLUMNS)[None, :]
+            if AHEAD:
+                tile = key_tiles[start // K_COLUMNS]
+            else:
+                tile = load_tile(k, keys, place, k_time, column, inside[:, None] & (column < K))
+            operand = (tile.to(tl.float32) * strength * from_start).to(k.dtype.element_ty)
+            total = times(matrix, operand, PARTS)
+            store_tile(w, own * K, place, heads * K, column, total, written & (column < K))
 
 
 # -------------------------------------------------------------------------------------------- backward
@@ -215,7 +259,7 @@ def gated_delta_w_u_backward(
     along rows and no left operand of a product is transposed. PLAIN is `PARTS` for two operands in the type of k.
     K and V come a second time, as key_size and value_size: loops that the compiler could count would be unrolled.
     """
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     key_head = program % key_heads
     slot = program // key_heads
     heads = key_heads * repeat

@@ -35,7 +35,9 @@ WARPS = (4, 8)
 _NEEDS = {"NEED_K": NEED_K, "NEED_V": NEED_V, "NEED_BETA": NEED_BETA, "NEED_DECAY": NEED_DECAY, "NEED_T": NEED_T}
 _ELEMENTS = frozenset(("k", "v", "w", "u", "dw", "du", "dk", "dv"))
 _WIDE = frozenset(("beta", "G", "dbeta", "dG"))
-_NARROW_SCALARS = frozenset(("steps", "key_heads", "repeat", "has_dw", "has_du", "key_size", "value_size"))
+_NARROW_SCALARS = frozenset(
+    ("steps", "row_chunks", "slots", "key_heads", "repeat", "has_dw", "has_du", "key_size", "value_size")
+)
 
 
 class Kinds(NamedTuple):
@@ -71,7 +73,7 @@ def variant(
         "K_COLUMNS": k_columns, "V_COLUMNS": v_columns,
         "LEVELS": max(MIN_TILE, kinds.chunk).bit_length() - 1, "PLAIN": parts_of(kinds.element, kinds.element),
         "PACKED": packed, "PARTS": parts_of(kinds.element, kinds.T), "HEADS": heads,
-        "CHUNKS": 1 if packed else schedule.get("chunks", 1),
+        "CHUNKS": 1 if packed else schedule.get("chunks", 1), "AHEAD": schedule.get("ahead", 1) > 1,
     } | {name: bool(kinds.need & bit) for name, bit in _NEEDS.items()}  # fmt: skip
     types, rows = {}, []
     for name in described.parameters:
