@@ -55,6 +55,23 @@ def _w_u(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: T
     return w.unflatten(0, k.shape[:2]), u.unflatten(0, k.shape[:2])
 
 
+def _alone(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
+    """Every sequence by itself, whether it was a row of a batch or packed with others."""
+    *tensors, cu_seqlens = inputs
+    for row, part in reference.sequences(*tensors[0].shape[:2], cu_seqlens):
+        if part.start == part.stop:
+            continue
+        at = (slice(row, row + 1), part)
+
+        def pairs(whole: Answers, alone: Answers, at: tuple[slice, slice] = at) -> Iterator[tuple[Tensor, Tensor]]:
+            every, parts = (*whole[0], *whole[1]), (*alone[0], *alone[1])
+            return ((part, x[at]) for x, part in zip(every, parts, strict=True))
+
+        yield Rebatch(
+            f"sequence {row}, {part.start}", (*(x[at] for x in tensors), None), tuple(x[at] for x in upstream), pairs
+        )
+
+
 W_U_MISTAKES = {
     "zero output": zeros,
     "w without its decay": wrong(lambda k, v, beta, G, T, cu: _w_u(k, v, beta, G * 0, T, cu)),
@@ -64,6 +81,13 @@ W_U_MISTAKES = {
 
 
 def _w_u_subject(name: str, narrow: bool, dtypes: tuple[torch.dtype, ...]) -> Subject:
+    cases = (
+        Case("packed", _solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40), narrow)),
+        Case("a layer", _solved((1, 1000, 2, 4, 128, 128), 64, narrow=narrow), heavy=True),
+    )
+    if not narrow:
+        rows = Case("grouped heads", _solved((2, 5, 1, 2, 3, 2), 4))
+        cases = (rows, *cases, Case("no tokens", _solved((1, 0, 1, 1, 4, 4), 16)))
     return Subject(
         name=name,
         function=recompute_w_u,
@@ -71,13 +95,9 @@ def _w_u_subject(name: str, narrow: bool, dtypes: tuple[torch.dtype, ...]) -> Su
         by_name=("cu_seqlens",),
         reference=_w_u,
         reference_backward=gradients(_w_u),
-        cases=(
-            Case("grouped heads", _solved((2, 5, 1, 2, 3, 2), 4, narrow=narrow)),
-            Case("packed", _solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40), narrow)),
-            Case("no tokens", _solved((1, 0, 1, 1, 4, 4), 16, narrow=narrow)),
-            Case("a layer", _solved((1, 1000, 2, 4, 128, 128), 64, narrow=narrow), heavy=True),
-        ),
+        cases=cases,
         mistakes=W_U_MISTAKES,
+        rebatched=_alone,
         dtypes=dtypes,
     )
 
