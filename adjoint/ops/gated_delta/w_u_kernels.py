@@ -11,6 +11,8 @@ A product's terms are added as a matrix instruction adds them, in an order that 
 one tile. Sums along a row are halved until one number is left: the first half plus the second.
 """
 
+# ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
+
 import triton
 import triton.language as tl
 
@@ -238,106 +240,122 @@ def w_u_of_chunk(
 
 @triton.jit
 def gated_delta_w_u_backward(
-    k, v, beta, G, T, dw, du, bounds, dk, dv, dbeta, dG, dT,
+    k, v, beta, G, T, dw, du, bounds, dv, dbeta, dG, dT,
     time, stretches, steps, row_chunks, key_heads, repeat, has_dw, has_du, key_size, value_size,
     k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
     G_row, G_time, G_head, T_row, T_time, T_head, dw_row, dw_time, dw_head, du_row, du_time, du_head,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
     K_COLUMNS: tl.constexpr, V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
-    PLAIN: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_BETA: tl.constexpr,
-    NEED_DECAY: tl.constexpr, NEED_T: tl.constexpr,
+    PLAIN: tl.constexpr, NEED_V: tl.constexpr, NEED_BETA: tl.constexpr, NEED_DECAY: tl.constexpr,
+    NEED_T: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a chunk and of the value heads of one key head, one head after the other.
+    """The gradients that belong to one value head, of a chunk.
 
     With P = dw kᵀ and Q = du vᵀ, [i, j] for row i of T and token j, which need no operand but what is in memory:
 
         dT_ij = β_j·e^{G_j}·P_ij + β_j·Q_ij,   p_j = Σ_i T_ij·P_ij,   q_j = Σ_i T_ij·Q_ij
-        dβ_j = q_j + e^{G_j}·p_j,   dG_j = β_j·e^{G_j}·p_j
-        dv = β·(Tᵀ du),   dk = Σ over value heads of β·e^G·(Tᵀ dw)
+        dβ_j = q_j + e^{G_j}·p_j,   dG_j = β_j·e^{G_j}·p_j,   dv = β·(Tᵀ du)
 
     All matrices are held transposed, [j, i]: T and dT are read and written with their axes exchanged, so that sums run
     along rows and no left operand of a product is transposed. PLAIN is `PARTS` for two operands in the type of k.
     K and V come a second time, as key_size and value_size: loops that the compiler could count would be unrolled.
     """
     program = tl.program_id(0)
-    key_head = program % key_heads
-    slot = program // key_heads
     heads = key_heads * repeat
+    head = program % heads
+    slot = program // heads
     row, first, tokens, counted = chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK, PACKED)
     if tokens <= 0:
         return
     place = tl.arange(0, TILE)
     inside = place < counted
     written = place < tokens
-    keys = row * k_row + key_head * k_head + first * k_time
     SUMS: tl.constexpr = NEED_BETA or NEED_DECAY
-    if SUMS or NEED_T or NEED_V:
-        for step in range(repeat):
-            head = key_head * repeat + step
-            start = row * T_row + head * T_head + first * T_time
-            matrix = load_transposed(T, start, place, T_time, inside, CHUNK)
-            start = row * beta_row + head * beta_head + first * beta_time
-            strength = tl.load(beta + start + place * beta_time, inside, other=0)
-            start = row * G_row + head * G_head + first * G_time
-            from_start = tl.exp(tl.load(G + start + place * G_time, inside, other=0))
-            own = (row * time + first) * heads + head
-            of_keys = tl.zeros([TILE, TILE], tl.float32)
-            of_values = tl.zeros([TILE, TILE], tl.float32)
-            start = row * du_row + head * du_head + first * du_time
-            values = row * v_row + head * v_head + first * v_time
-            for begin in range(0, value_size, V_COLUMNS):
-                column = begin + tl.arange(0, V_COLUMNS)[None, :]
-                mask = inside[:, None] & (column < V)
-                of_u = load_tile(du, start, place, du_time, column, mask & (has_du != 0))
-                if NEED_BETA or NEED_T:
-                    tile = load_tile(v, values, place, v_time, column, mask)
-                    of_values = of_values + times(tile, tl.trans(of_u), PLAIN)
-                if NEED_V:
-                    Y = times(matrix, of_u, PARTS) * strength[:, None]
-                    store_tile(dv, own * V, place, heads * V, column, Y, written[:, None] & (column < V))
-            if SUMS or NEED_T:
-                start = row * dw_row + head * dw_head + first * dw_time
-                for begin in range(0, key_size, K_COLUMNS):
-                    column = begin + tl.arange(0, K_COLUMNS)[None, :]
-                    mask = inside[:, None] & (column < K)
-                    of_w = load_tile(dw, start, place, dw_time, column, mask & (has_dw != 0))
-                    tile = load_tile(k, keys, place, k_time, column, mask)
-                    of_keys = of_keys + times(tile, tl.trans(of_w), PLAIN)
-            if NEED_T:
-                of_T = (of_keys * from_start[:, None] + of_values) * strength[:, None]
-                at = dT + own * CHUNK + (place * (heads * CHUNK))[None, :] + place[:, None]
-                tl.store(at, of_T.to(dT.dtype.element_ty), written[None, :] & (place[:, None] < CHUNK))
-            if SUMS:
-                wide = matrix.to(tl.float32)
-                along_keys = row_sums(wide * of_keys, LEVELS) * from_start
-                if NEED_BETA:
-                    along_values = row_sums(wide * of_values, LEVELS)
-                    tl.store(dbeta + own + place * heads, along_values + along_keys, written)
-                if NEED_DECAY:
-                    tl.store(dG + own + place * heads, along_keys * strength, written)
-    if NEED_K:
-        # Some columns at a time, all heads: dw and T come from cache the second time.
-        own = ((row * time + first) * key_heads + key_head) * K
+    start = row * T_row + head * T_head + first * T_time
+    matrix = load_transposed(T, start, place, T_time, inside, CHUNK)
+    start = row * beta_row + head * beta_head + first * beta_time
+    strength = tl.load(beta + start + place * beta_time, inside, other=0)
+    own = (row * time + first) * heads + head
+    of_values = tl.zeros([TILE, TILE], tl.float32)
+    start = row * du_row + head * du_head + first * du_time
+    values = row * v_row + head * v_head + first * v_time
+    for begin in range(0, value_size, V_COLUMNS):
+        column = begin + tl.arange(0, V_COLUMNS)[None, :]
+        mask = inside[:, None] & (column < V)
+        of_u = load_tile(du, start, place, du_time, column, mask & (has_du != 0))
+        if NEED_BETA or NEED_T:
+            tile = load_tile(v, values, place, v_time, column, mask)
+            of_values = of_values + times(tile, tl.trans(of_u), PLAIN)
+        if NEED_V:
+            Y = times(matrix, of_u, PARTS) * strength[:, None]
+            store_tile(dv, own * V, place, heads * V, column, Y, written[:, None] & (column < V))
+    if SUMS or NEED_T:
+        of_keys = tl.zeros([TILE, TILE], tl.float32)
+        start = row * dw_row + head * dw_head + first * dw_time
+        keys = row * k_row + (head // repeat) * k_head + first * k_time
         for begin in range(0, key_size, K_COLUMNS):
-            column = begin + tl.arange(0, K_COLUMNS)[None, :]
-            mask = inside[:, None] & (column < K)
-            total = tl.zeros([TILE, K_COLUMNS], tl.float32)
-            for step in range(repeat):
-                head = key_head * repeat + step
-                start = row * T_row + head * T_head + first * T_time
-                matrix = load_transposed(T, start, place, T_time, inside, CHUNK)
-                start = row * beta_row + head * beta_head + first * beta_time
-                strength = tl.load(beta + start + place * beta_time, inside, other=0)
-                start = row * G_row + head * G_head + first * G_time
-                from_start = tl.exp(tl.load(G + start + place * G_time, inside, other=0))
-                start = row * dw_row + head * dw_head + first * dw_time
-                of_w = load_tile(dw, start, place, dw_time, column, mask & (has_dw != 0))
-                total += times(matrix, of_w, PARTS) * strength[:, None] * from_start[:, None]
-            store_tile(dk, own, place, key_heads * K, column, total, written[:, None] & (column < K))
+            among = begin + tl.arange(0, K_COLUMNS)[None, :]
+            known = inside[:, None] & (among < K)
+            of_w = load_tile(dw, start, place, dw_time, among, known & (has_dw != 0))
+            key_tile = load_tile(k, keys, place, k_time, among, known)
+            of_keys = of_keys + times(key_tile, tl.trans(of_w), PLAIN)
+        start = row * G_row + head * G_head + first * G_time
+        from_start = tl.exp(tl.load(G + start + place * G_time, inside, other=0))
+        if NEED_T:
+            of_T = (of_keys * from_start[:, None] + of_values) * strength[:, None]
+            at = dT + own * CHUNK + (place * (heads * CHUNK))[None, :] + place[:, None]
+            tl.store(at, of_T.to(dT.dtype.element_ty), written[None, :] & (place[:, None] < CHUNK))
+        if SUMS:
+            wide = matrix.to(tl.float32)
+            along_keys = row_sums(wide * of_keys, LEVELS) * from_start
+            if NEED_BETA:
+                along_values = row_sums(wide * of_values, LEVELS)
+                tl.store(dbeta + own + place * heads, along_values + along_keys, written)
+            if NEED_DECAY:
+                tl.store(dG + own + place * heads, along_keys * strength, written)
 
+
+@triton.jit
+def gated_delta_w_u_backward_keys(
+    beta, G, T, dw, bounds, dk,
+    time, stretches, steps, row_chunks, key_heads, repeat,
+    beta_row, beta_time, beta_head, G_row, G_time, G_head, T_row, T_time, T_head, dw_row, dw_time, dw_head,
+    K: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, K_COLUMNS: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """dk = Σ β·e^G·(Tᵀ dw) over the value heads of a key head, in their order; some columns of a chunk."""
+    column_tiles: tl.constexpr = (K + K_COLUMNS - 1) // K_COLUMNS
+    program = tl.program_id(0)
+    column = program % column_tiles * K_COLUMNS + tl.arange(0, K_COLUMNS)[None, :]
+    key_head = program // column_tiles % key_heads
+    slot = program // column_tiles // key_heads
+    row, first, tokens, counted = chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK, PACKED)
+    if tokens <= 0:
+        return
+    place = tl.arange(0, TILE)
+    inside = place < counted
+    mask = inside[:, None] & (column < K)
+    total = tl.zeros([TILE, K_COLUMNS], tl.float32)
+    for step in range(repeat):
+        head = key_head * repeat + step
+        start = row * T_row + head * T_head + first * T_time
+        matrix = load_transposed(T, start, place, T_time, inside, CHUNK)
+        start = row * dw_row + head * dw_head + first * dw_time
+        of_w = load_tile(dw, start, place, dw_time, column, mask)
+        start = row * beta_row + head * beta_head + first * beta_time
+        strength = tl.load(beta + start + place * beta_time, inside, other=0)
+        start = row * G_row + head * G_head + first * G_time
+        from_start = tl.exp(tl.load(G + start + place * G_time, inside, other=0))
+        total += times(matrix, of_w, PARTS) * strength[:, None] * from_start[:, None]
+    own = ((row * time + first) * key_heads + key_head) * K
+    store_tile(dk, own, place, key_heads * K, column, total, (place < tokens)[:, None] & (column < K))
+
+
+_PRODUCT = Budget(registers=255, shared_bytes=166_912)
 
 KERNELS = (
     kernels.register(gated_delta_bounds, budget=Budget(registers=128, shared_bytes=4096)),
-    kernels.register(gated_delta_w_u, budget=Budget(registers=255, shared_bytes=166_912)),
-    kernels.register(gated_delta_w_u_backward, budget=Budget(registers=255, shared_bytes=166_912)),
+    kernels.register(gated_delta_w_u, budget=_PRODUCT),
+    kernels.register(gated_delta_w_u_backward, budget=_PRODUCT),
+    kernels.register(gated_delta_w_u_backward_keys, budget=_PRODUCT),
 )

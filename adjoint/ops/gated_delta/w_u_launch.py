@@ -16,7 +16,7 @@ from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import w_u_kernels as _w_u_kernels  # noqa: F401  (registers them)
 from adjoint.ops.gated_delta.eager_w_u import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V
 from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
-from adjoint.ops.gated_delta.w_u_plans import INPUTS, UPSTREAM, copied_names, parts_of
+from adjoint.ops.gated_delta.w_u_plans import INPUTS, TF32, UPSTREAM, copied_names, parts_of
 
 BOUNDS_BLOCK = 1024
 """Bounds of sequences that are put in order at once."""
@@ -56,6 +56,16 @@ def tile_width(size: int) -> int:
     return max(MIN_TILE, 1 << max(0, size - 1).bit_length())
 
 
+def is_tuned(kinds: Kinds, aligned: bool) -> bool:
+    """Whether the tiles of a schedule are used: without wide loads, or in float32, they would not fit in registers."""
+    return aligned and parts_of(kinds.element, kinds.T) != TF32
+
+
+def chunks_of(kinds: Kinds, schedule: Mapping[str, int], packed: bool, aligned: bool) -> int:
+    """Chunks of a forward's program, one after the other; packed, where a chunk lies takes a search of its own."""
+    return schedule.get("chunks", 1) if is_tuned(kinds, aligned) and not packed else 1
+
+
 def variant(
     kernel: str,
     kinds: Kinds,
@@ -66,14 +76,16 @@ def variant(
 ) -> Variant:
     """A kernel of the stage as it is compiled; `aligned` when rows begin at multiples of 16 elements."""
     described = kernels.registered()[kernel]
-    columns = schedule.get("columns", COLUMNS[kinds.element])
+    backward = kernel != "gated_delta_w_u"
+    tuned = is_tuned(kinds, aligned)
+    columns = COLUMNS[kinds.element] if backward else schedule["columns"] if tuned else COLUMNS[torch.float32]
     k_columns, v_columns = (min(columns, tile_width(size)) for size in (kinds.K, kinds.V))
     values: dict[str, Any] = {
         "K": kinds.K, "V": kinds.V, "CHUNK": kinds.chunk, "TILE": max(MIN_TILE, kinds.chunk),
         "K_COLUMNS": k_columns, "V_COLUMNS": v_columns,
         "LEVELS": max(MIN_TILE, kinds.chunk).bit_length() - 1, "PLAIN": parts_of(kinds.element, kinds.element),
         "PACKED": packed, "PARTS": parts_of(kinds.element, kinds.T), "HEADS": heads,
-        "CHUNKS": 1 if packed else schedule.get("chunks", 1), "AHEAD": schedule.get("ahead", 1) > 1,
+        "CHUNKS": chunks_of(kinds, schedule, packed, aligned), "AHEAD": schedule.get("ahead", 1) > 1,
     } | {name: bool(kinds.need & bit) for name, bit in _NEEDS.items()}  # fmt: skip
     types, rows = {}, []
     for name in described.parameters:
@@ -93,7 +105,7 @@ def variant(
         if name in (*_ELEMENTS, "T", "dT") or (owner in (*_ELEMENTS, "T") and "_" in name):
             rows.append(name)
     constants = {name: values[name] for name in described.parameters if name not in types}
-    warps = min(max(schedule["warps"], WARPS[0]), WARPS[1])
+    warps = min(max(schedule["warps"], WARPS[0]), WARPS[1]) if tuned else WARPS[1]
     return described.variant(
         types,
         constants,
@@ -213,17 +225,21 @@ def prepare(plan: Plan) -> None:
     status_word(plan.problem.device)
     run = _Launch(plan, None)
     backward = plan.problem.op.endswith("_backward")
-    kernel = "gated_delta_w_u_backward" if backward else "gated_delta_w_u"
+    kernels_of = ["gated_delta_w_u"]
+    if backward:
+        wanted = {"gated_delta_w_u_backward": run.need & ~NEED_K, "gated_delta_w_u_backward_keys": run.need & NEED_K}
+        kernels_of = [kernel for kernel, need in wanted.items() if need]
     if run.packed:
         for index in (torch.int32, torch.int64):
             run.start(("bounds", index, not backward))
-    for aligned in (True, False):
-        run.start((kernel, run.packed, aligned, 1 if backward else _heads(run)))
+    for kernel in kernels_of:
+        for aligned in (True, False):
+            run.start((kernel, run.packed, aligned, 1 if backward else _heads(run, aligned)))
 
 
-def _heads(run: _Launch) -> int:
-    """Value heads of a program: a divisor of those that share a key head."""
-    return gcd(run.plan.schedule["heads"], max(1, run.repeat))
+def _heads(run: _Launch, aligned: bool) -> int:
+    """Value heads of a forward's program: a divisor of those that share a key head."""
+    return gcd(run.plan.schedule["heads"], max(1, run.repeat)) if is_tuned(run.kinds, aligned) else 1
 
 
 # ------------------------------------------------------------------------------------------- the calls
@@ -242,8 +258,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     k, v, _beta, _G, T = walked
     aligned = all(x.aligned for x in (k, v, T)) and not (run.K % 16 or run.V % 16)
     aligned = aligned and all(out.data_ptr() % 16 == 0 for out in outputs)
-    heads = _heads(run)
-    chunks = 1 if run.packed else plan.schedule["chunks"]
+    heads, chunks = _heads(run, aligned), chunks_of(run.kinds, plan.schedule, run.packed, aligned)
     programs = -(-run.slots // chunks) * (run.heads // heads)
     run.start(("gated_delta_w_u", run.packed, aligned, heads))(
         (programs, 1, 1), *(x.tensor for x in walked), bounds, *outputs, *run.walk, run.slots, run.key_heads,
@@ -259,13 +274,26 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
     run.take_memory()
     bounds = run.find_sequences(cu_seqlens, report=False)
     names = (*INPUTS, *UPSTREAM)
-    walked = [
-        run.rows(name, tensors[0] if tensor is None else tensor) for name, tensor in zip(names, tensors, strict=True)
-    ]
-    aligned = all(x.aligned for name, x in zip(names, walked, strict=True) if name not in ("beta", "G"))
+    walked = {
+        name: run.rows(name, tensors[0] if tensor is None else tensor)
+        for name, tensor in zip(names, tensors, strict=True)
+    }
+    aligned = all(x.aligned for name, x in walked.items() if name not in ("beta", "G"))
     aligned = aligned and not (run.K % 16 or run.V % 16) and all(out.data_ptr() % 16 == 0 for out in outputs)
-    run.start(("gated_delta_w_u_backward", run.packed, aligned, 1))(
-        (run.slots * run.key_heads, 1, 1), *(x.tensor for x in walked), bounds, *outputs,
-        *run.walk, run.key_heads, run.repeat, *(int(tensor is not None) for tensor in tensors[5:]), run.K, run.V,
-        *(stride for x in walked for stride in x.strides),
-    )  # fmt: skip
+    has_dw, has_du = (tensor is not None for tensor in tensors[5:])
+    if need & ~NEED_K:
+        run.start(("gated_delta_w_u_backward", run.packed, aligned, 1))(
+            (run.slots * run.heads, 1, 1), *(x.tensor for x in walked.values()), bounds, *outputs[1:],
+            *run.walk, run.key_heads, run.repeat, int(has_dw), int(has_du), run.K, run.V,
+            *(stride for x in walked.values() for stride in x.strides),
+        )  # fmt: skip
+    if need & NEED_K and run.K:
+        if not has_dw:
+            outputs[0].zero_()
+            return
+        taken = [walked[name] for name in ("beta", "G", "T", "dw")]
+        columns = min(COLUMNS[run.kinds.element], tile_width(run.K))
+        run.start(("gated_delta_w_u_backward_keys", run.packed, aligned, 1))(
+            (run.slots * run.key_heads * -(-run.K // columns), 1, 1), *(x.tensor for x in taken), bounds, outputs[0],
+            *run.walk, run.key_heads, run.repeat, *(stride for x in taken for stride in x.strides),
+        )  # fmt: skip

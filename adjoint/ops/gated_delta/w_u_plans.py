@@ -26,11 +26,11 @@ SCHEDULES = Schedules(Path(__file__).with_name("stage_schedules.json"))
 INPUTS = ("k", "v", "beta", "G", "T")
 UPSTREAM = ("dw", "du")
 
-PARTS = 3
-"""bfloat16 numbers whose sum stands for a number of T in float32, beside keys and values in bfloat16: all of its 24
-bits. Part of the bits."""
+PARTS = 2
+"""bfloat16 numbers whose sum stands for a number of T in float32, beside keys and values in bfloat16, whose own
+rounding is 2⁸ times coarser. Part of the bits."""
 
-_TF32 = 1
+TF32 = 1
 """The mode of a product in which every float32 is the sum of two TF32 numbers."""
 
 
@@ -38,7 +38,7 @@ def parts_of(element: torch.dtype, T: torch.dtype) -> int:
     """How a product with T is computed, as `w_u_kernels.times` counts."""
     if T == element != torch.float32:
         return 0
-    return PARTS if element == torch.bfloat16 else _TF32
+    return PARTS if element == torch.bfloat16 else TF32
 
 
 def launcher() -> Any:
