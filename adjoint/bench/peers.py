@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.bench import fla_w_u
 from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple
 
 
@@ -61,4 +62,7 @@ def _liger_swiglu(task: Task) -> Contender:
     return Contender(backward, restore=restore)
 
 
-PEERS = {"liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu)}
+PEERS = {
+    "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
+    "fla_recompute_w_u": Peer("FLA", "flash-linear-attention", fla_w_u.recompute_w_u),
+}

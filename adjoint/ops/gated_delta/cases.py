@@ -1,6 +1,7 @@
 """What the gated delta rule is tested, verified and timed on."""
 
 from adjoint.core.cases import Workload
+from adjoint.ops.gated_delta import w_u_workloads
 from adjoint.ops.gated_delta.bad_calls import BAD_CALLS
 from adjoint.ops.gated_delta.builds import builds
 from adjoint.ops.gated_delta.rule_cases import NORMALIZED, RULE
@@ -11,4 +12,4 @@ __all__ = ["BAD_CALLS", "SUBJECTS", "WORKLOADS", "builds"]
 
 SUBJECTS = (RULE, NORMALIZED, *W_U, *OTHERS, *STEPS)
 
-WORKLOADS: tuple[Workload, ...] = ()
+WORKLOADS: tuple[Workload, ...] = (*w_u_workloads.WORKLOADS,)
