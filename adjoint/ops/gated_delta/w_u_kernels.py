@@ -1,7 +1,7 @@
 """Triton kernels of `recompute_w_u`: w = T·(β·e^G·k) and u = T·(β·v), chunk by chunk, and their adjoint.
 
-One program has a chunk and some value heads of one key head, whose keys it reads once. Programs that run at the same
-time have neighbouring heads of one chunk: their rows lie side by side in memory.
+One program has a chunk of one value head. Programs that run at the same time have neighbouring heads of one chunk:
+their rows lie side by side in memory, and keys that several value heads share are read from cache.
 
 Packed sequences: chunks are counted from each sequence's start, so sequence n has the slots from
 ⌊start / CHUNK⌋ + n on, at most one more than its share of the tokens: ⌊tokens / CHUNK⌋ + n slots are enough, known
@@ -146,93 +146,67 @@ def store_tile(tensor, start, place, stride, column, values, mask):
 @triton.jit
 def gated_delta_w_u(
     k, v, beta, G, T, bounds, w, u,
-    time, stretches, steps, row_chunks, slots, key_heads, repeat,
+    time, stretches, steps, row_chunks, key_heads, repeat,
     k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
     G_row, G_time, G_head, T_row, T_time, T_head,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, K_COLUMNS: tl.constexpr,
-    V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """w and u of CHUNKS chunks, and HEADS value heads of one key head."""
-    groups = key_heads * repeat // HEADS
-    program = tl.program_id(0)
-    first_head = program % groups * HEADS
-    first_slot = program // groups * CHUNKS
-    if CHUNKS == 1:
-        w_u_of_chunk(
-            k, v, beta, G, T, bounds, w, u, first_slot, first_head, time, stretches, steps, row_chunks, key_heads,
-            repeat, k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
-            G_row, G_time, G_head, T_row, T_time, T_head,
-            K, V, CHUNK, TILE, K_COLUMNS, V_COLUMNS, PACKED, PARTS, HEADS, AHEAD,
-        )  # fmt: skip
-    else:
-        for slot in tl.range(first_slot, tl.minimum(first_slot + CHUNKS, slots)):
-            w_u_of_chunk(
-                k, v, beta, G, T, bounds, w, u, slot, first_head, time, stretches, steps, row_chunks, key_heads,
-                repeat, k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
-                G_row, G_time, G_head, T_row, T_time, T_head,
-                K, V, CHUNK, TILE, K_COLUMNS, V_COLUMNS, PACKED, PARTS, HEADS, AHEAD,
-            )  # fmt: skip
+    """w and u of a chunk of one value head, some columns at a time.
 
-
-@triton.jit
-def w_u_of_chunk(
-    k, v, beta, G, T, bounds, w, u, slot, first_head, time, stretches, steps, row_chunks, key_heads, repeat,
-    k_row, k_time, k_head, v_row, v_time, v_head, beta_row, beta_time, beta_head,
-    G_row, G_time, G_head, T_row, T_time, T_head,
-    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, K_COLUMNS: tl.constexpr,
-    V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """w and u of one chunk, some columns at a time."""
+    AHEAD, everything that is read is on its way before the first product: no load passes a barrier.
+    """
     heads = key_heads * repeat
+    program = tl.program_id(0)
+    head = program % heads
+    slot = program // heads
     row, first, tokens, counted = chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK, PACKED)
+    if tokens <= 0:
+        return
     place = tl.arange(0, TILE)
     inside = place < counted
     written = (place < tokens)[:, None]
-    keys = row * k_row + (first_head // repeat) * k_head + first * k_time
-    for step in range(HEADS):
-        head = first_head + step
-        own = row * T_row + head * T_head + first * T_time
-        mask = inside[:, None] & (place < CHUNK)[None, :]
-        matrix = load_tile(T, own, place, T_time, place[None, :], mask)
-        # A mask that changes along a row would have its elements read one by one.
-        matrix = tl.where(inside[None, :], matrix, 0)
-        own = row * beta_row + head * beta_head + first * beta_time
-        strength = tl.load(beta + own + place * beta_time, inside, other=0)[:, None]
-        own = row * G_row + head * G_head + first * G_time
-        decay = tl.load(G + own + place * G_time, inside, other=0)[:, None]
-        values = row * v_row + head * v_head + first * v_time
-        own = (row * time + first) * heads + head
-        value_tiles = ()
-        key_tiles = ()
-        if AHEAD:  # all loads are on their way before the first product: no barrier lets one pass
-            for start in tl.static_range(0, V, V_COLUMNS):
-                column = start + tl.arange(0, V_COLUMNS)[None, :]
-                tile = load_tile(v, values, place, v_time, column, inside[:, None] & (column < V))
-                value_tiles = value_tiles + (tile,)
-            for start in tl.static_range(0, K, K_COLUMNS):
-                column = start + tl.arange(0, K_COLUMNS)[None, :]
-                tile = load_tile(k, keys, place, k_time, column, inside[:, None] & (column < K))
-                key_tiles = key_tiles + (tile,)
-        for start in tl.static_range(0, V, V_COLUMNS):
-            column = start + tl.arange(0, V_COLUMNS)[None, :]
-            if AHEAD:
-                tile = value_tiles[start // V_COLUMNS]
-            else:
-                tile = load_tile(v, values, place, v_time, column, inside[:, None] & (column < V))
-            operand = (tile.to(tl.float32) * strength).to(v.dtype.element_ty)
-            total = times(matrix, operand, PARTS)
-            store_tile(u, own * V, place, heads * V, column, total, written & (column < V))
-        from_start = tl.exp(decay)
-        for start in tl.static_range(0, K, K_COLUMNS):
-            column = start + tl.arange(0, K_COLUMNS)[None, :]
-            if AHEAD:
-                tile = key_tiles[start // K_COLUMNS]
-            else:
-                tile = load_tile(k, keys, place, k_time, column, inside[:, None] & (column < K))
-            operand = (tile.to(tl.float32) * strength * from_start).to(k.dtype.element_ty)
-            total = times(matrix, operand, PARTS)
-            store_tile(w, own * K, place, heads * K, column, total, written & (column < K))
+    start = row * T_row + head * T_head + first * T_time
+    mask = inside[:, None] & (place < CHUNK)[None, :]
+    matrix = load_tile(T, start, place, T_time, place[None, :], mask)
+    # A mask that changes along a row would have its elements read one by one.
+    matrix = tl.where(inside[None, :], matrix, 0)
+    start = row * beta_row + head * beta_head + first * beta_time
+    strength = tl.load(beta + start + place * beta_time, inside, other=0)[:, None]
+    start = row * G_row + head * G_head + first * G_time
+    decay = tl.load(G + start + place * G_time, inside, other=0)[:, None]
+    values = row * v_row + head * v_head + first * v_time
+    keys = row * k_row + (head // repeat) * k_head + first * k_time
+    value_tiles = ()
+    key_tiles = ()
+    if AHEAD:
+        for begin in tl.static_range(0, V, V_COLUMNS):
+            column = begin + tl.arange(0, V_COLUMNS)[None, :]
+            tile = load_tile(v, values, place, v_time, column, inside[:, None] & (column < V))
+            value_tiles = value_tiles + (tile,)
+        for begin in tl.static_range(0, K, K_COLUMNS):
+            column = begin + tl.arange(0, K_COLUMNS)[None, :]
+            tile = load_tile(k, keys, place, k_time, column, inside[:, None] & (column < K))
+            key_tiles = key_tiles + (tile,)
+    own = (row * time + first) * heads + head
+    for begin in tl.static_range(0, V, V_COLUMNS):
+        column = begin + tl.arange(0, V_COLUMNS)[None, :]
+        if AHEAD:
+            tile = value_tiles[begin // V_COLUMNS]
+        else:
+            tile = load_tile(v, values, place, v_time, column, inside[:, None] & (column < V))
+        total = times(matrix, (tile.to(tl.float32) * strength).to(v.dtype.element_ty), PARTS)
+        store_tile(u, own * V, place, heads * V, column, total, written & (column < V))
+    from_start = tl.exp(decay)
+    for begin in tl.static_range(0, K, K_COLUMNS):
+        column = begin + tl.arange(0, K_COLUMNS)[None, :]
+        if AHEAD:
+            tile = key_tiles[begin // K_COLUMNS]
+        else:
+            tile = load_tile(k, keys, place, k_time, column, inside[:, None] & (column < K))
+        operand = tile.to(tl.float32) * strength * from_start
+        total = times(matrix, operand.to(k.dtype.element_ty), PARTS)
+        store_tile(w, own * K, place, heads * K, column, total, written & (column < K))
 
 
 # -------------------------------------------------------------------------------------------- backward

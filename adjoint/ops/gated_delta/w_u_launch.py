@@ -1,7 +1,6 @@
 """Launches the kernels of `recompute_w_u`: variants, workspaces, and the arguments of each direction."""
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,9 @@ BOUNDS_BLOCK = 1024
 COLUMNS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 """Columns of a tile of the backward, whose products run along them: part of the bits."""
 
+MAX_AHEAD = 256
+"""Columns of keys and values together that a program holds in registers at once."""
+
 MIN_TILE = 16
 """Rows and columns of the smallest matrix product."""
 
@@ -36,7 +38,7 @@ _NEEDS = {"NEED_K": NEED_K, "NEED_V": NEED_V, "NEED_BETA": NEED_BETA, "NEED_DECA
 _ELEMENTS = frozenset(("k", "v", "w", "u", "dw", "du", "dk", "dv"))
 _WIDE = frozenset(("beta", "G", "dbeta", "dG"))
 _NARROW_SCALARS = frozenset(
-    ("steps", "row_chunks", "slots", "key_heads", "repeat", "has_dw", "has_du", "key_size", "value_size")
+    ("steps", "row_chunks", "key_heads", "repeat", "has_dw", "has_du", "key_size", "value_size")
 )
 
 
@@ -61,31 +63,27 @@ def is_tuned(kinds: Kinds, aligned: bool) -> bool:
     return aligned and parts_of(kinds.element, kinds.T) != TF32
 
 
-def chunks_of(kinds: Kinds, schedule: Mapping[str, int], packed: bool, aligned: bool) -> int:
-    """Chunks of a forward's program, one after the other; packed, where a chunk lies takes a search of its own."""
-    return schedule.get("chunks", 1) if is_tuned(kinds, aligned) and not packed else 1
-
-
 def variant(
     kernel: str,
     kinds: Kinds,
     schedule: Mapping[str, int],
     packed: bool,
     aligned: bool,
-    heads: int = 1,
 ) -> Variant:
     """A kernel of the stage as it is compiled; `aligned` when rows begin at multiples of 16 elements."""
     described = kernels.registered()[kernel]
     backward = kernel != "gated_delta_w_u"
     tuned = is_tuned(kinds, aligned)
-    columns = COLUMNS[kinds.element] if backward else schedule["columns"] if tuned else COLUMNS[torch.float32]
+    prefix = "narrow" if kinds.element == kinds.T else "wide"
+    columns = COLUMNS[kinds.element]
+    if not backward:
+        columns = schedule[f"{prefix}_columns"] if tuned else COLUMNS[torch.float32]
     k_columns, v_columns = (min(columns, tile_width(size)) for size in (kinds.K, kinds.V))
     values: dict[str, Any] = {
         "K": kinds.K, "V": kinds.V, "CHUNK": kinds.chunk, "TILE": max(MIN_TILE, kinds.chunk),
         "K_COLUMNS": k_columns, "V_COLUMNS": v_columns,
         "LEVELS": max(MIN_TILE, kinds.chunk).bit_length() - 1, "PLAIN": parts_of(kinds.element, kinds.element),
-        "PACKED": packed, "PARTS": parts_of(kinds.element, kinds.T), "HEADS": heads,
-        "CHUNKS": chunks_of(kinds, schedule, packed, aligned), "AHEAD": schedule.get("ahead", 1) > 1,
+        "PACKED": packed, "PARTS": parts_of(kinds.element, kinds.T), "AHEAD": tuned and kinds.K + kinds.V <= MAX_AHEAD,
     } | {name: bool(kinds.need & bit) for name, bit in _NEEDS.items()}  # fmt: skip
     types, rows = {}, []
     for name in described.parameters:
@@ -111,7 +109,7 @@ def variant(
         constants,
         rows if aligned else (),
         num_warps=warps,
-        num_stages=schedule["stages"],
+        num_stages=schedule[f"{prefix}_stages"] if backward and tuned else 1,  # a forward has no loop
     )
 
 
@@ -216,8 +214,8 @@ class _Launch:
 def _described(plan: Plan, kinds: Kinds, key: tuple[Any, ...]) -> Variant:
     if key[0] == "bounds":
         return bounds_variant(key[1], key[2])
-    packed, aligned, heads = key[1:]
-    return variant(key[0], kinds, plan.schedule, packed, aligned, heads)
+    packed, aligned = key[1:]
+    return variant(key[0], kinds, plan.schedule, packed, aligned)
 
 
 def prepare(plan: Plan) -> None:
@@ -234,12 +232,7 @@ def prepare(plan: Plan) -> None:
             run.start(("bounds", index, not backward))
     for kernel in kernels_of:
         for aligned in (True, False):
-            run.start((kernel, run.packed, aligned, 1 if backward else _heads(run, aligned)))
-
-
-def _heads(run: _Launch, aligned: bool) -> int:
-    """Value heads of a forward's program: a divisor of those that share a key head."""
-    return gcd(run.plan.schedule["heads"], max(1, run.repeat)) if is_tuned(run.kinds, aligned) else 1
+            run.start((kernel, run.packed, aligned))
 
 
 # ------------------------------------------------------------------------------------------- the calls
@@ -258,10 +251,8 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     k, v, _beta, _G, T = walked
     aligned = all(x.aligned for x in (k, v, T)) and not (run.K % 16 or run.V % 16)
     aligned = aligned and all(out.data_ptr() % 16 == 0 for out in outputs)
-    heads, chunks = _heads(run, aligned), chunks_of(run.kinds, plan.schedule, run.packed, aligned)
-    programs = -(-run.slots // chunks) * (run.heads // heads)
-    run.start(("gated_delta_w_u", run.packed, aligned, heads))(
-        (programs, 1, 1), *(x.tensor for x in walked), bounds, *outputs, *run.walk, run.slots, run.key_heads,
+    run.start(("gated_delta_w_u", run.packed, aligned))(
+        (run.slots * run.heads, 1, 1), *(x.tensor for x in walked), bounds, *outputs, *run.walk, run.key_heads,
         run.repeat, *(stride for x in walked for stride in x.strides),
     )  # fmt: skip
 
@@ -282,7 +273,7 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
     aligned = aligned and not (run.K % 16 or run.V % 16) and all(out.data_ptr() % 16 == 0 for out in outputs)
     has_dw, has_du = (tensor is not None for tensor in tensors[5:])
     if need & ~NEED_K:
-        run.start(("gated_delta_w_u_backward", run.packed, aligned, 1))(
+        run.start(("gated_delta_w_u_backward", run.packed, aligned))(
             (run.slots * run.heads, 1, 1), *(x.tensor for x in walked.values()), bounds, *outputs[1:],
             *run.walk, run.key_heads, run.repeat, int(has_dw), int(has_du), run.K, run.V,
             *(stride for x in walked.values() for stride in x.strides),
@@ -293,7 +284,7 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
             return
         taken = [walked[name] for name in ("beta", "G", "T", "dw")]
         columns = min(COLUMNS[run.kinds.element], tile_width(run.K))
-        run.start(("gated_delta_w_u_backward_keys", run.packed, aligned, 1))(
+        run.start(("gated_delta_w_u_backward_keys", run.packed, aligned))(
             (run.slots * run.key_heads * -(-run.K // columns), 1, 1), *(x.tensor for x in taken), bounds, outputs[0],
             *run.walk, run.key_heads, run.repeat, *(stride for x in taken for stride in x.strides),
         )  # fmt: skip

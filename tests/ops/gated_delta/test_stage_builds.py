@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("T", [torch.bfloat16, torch.float32], ids=str)
-def test_chunks_are_copied_ahead_and_multiplied_in_groups_of_warps(T: torch.dtype) -> None:
-    """Keys, values and T go to shared memory 16 bytes at a time, past the registers, while a chunk is computed."""
+def test_chunks_are_read_at_once_and_multiplied_in_groups_of_warps(T: torch.dtype) -> None:
+    """Every access is 16 bytes wide but those of the gates, and all loads come before the first product."""
     from triton.backends.compiler import GPUTarget
 
     from adjoint.ops.gated_delta.w_u_launch import Kinds, variant
@@ -24,9 +24,11 @@ def test_chunks_are_copied_ahead_and_multiplied_in_groups_of_warps(T: torch.dtyp
     schedule = SCHEDULES.named("gated_delta_w_u", "default")
     described = variant("gated_delta_w_u", Kinds(torch.bfloat16, T, 128, 128, 64, 0), schedule, False, True)
     ptx = described.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
-    assert re.search(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
+    columns, parts = {torch.bfloat16: (64, 1), torch.float32: (32, 2)}[T]
     multiplied = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)
-    parts = {torch.bfloat16: 1, torch.float32: 2}[T]
-    assert multiplied == ["64"] * (4 * 4 * parts), "four tiles of 64 columns, four steps of 16 tokens, each part of T"
+    assert multiplied == [str(columns)] * (256 // columns * 4 * parts), "each tile, four steps of 16 tokens, each part"
     assert "mma.sync" not in ptx
     assert set(re.findall(r"st\.global[\w.:]*", ptx)) == {"st.global.v4.b32"}
+    wide = 4096 * T.itemsize // 16 // 128 + 2 * 8192 * 2 // 16 // 128
+    assert len(re.findall(r"ld\.global[\w.:]*\.v4\.b32", ptx)) == wide, "T, then values and keys, once"
+    assert ptx.rindex("ld.global") < ptx.index("wgmma.mma_async")
