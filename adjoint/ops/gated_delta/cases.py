@@ -1,7 +1,6 @@
 """What the gated delta rule is tested, verified and timed on."""
 
-from adjoint.core.cases import Workload
-from adjoint.ops.gated_delta import w_u_workloads
+from adjoint.ops.gated_delta import rule_workloads, w_u_workloads
 from adjoint.ops.gated_delta.bad_calls import BAD_CALLS
 from adjoint.ops.gated_delta.builds import builds
 from adjoint.ops.gated_delta.rule_cases import NORMALIZED, RULE
@@ -12,4 +11,4 @@ __all__ = ["BAD_CALLS", "SUBJECTS", "WORKLOADS", "builds"]
 
 SUBJECTS = (RULE, NORMALIZED, *W_U, *OTHERS, *STEPS)
 
-WORKLOADS: tuple[Workload, ...] = (*w_u_workloads.WORKLOADS,)
+WORKLOADS = (*rule_workloads.WORKLOADS, *w_u_workloads.WORKLOADS)
