@@ -168,6 +168,7 @@ def _calls(module: str) -> Iterator[Noticed]:
     else:
         yield _gate((2, 35, 3), single)
         yield _gate((2, 3, 4), half, "two axes")
+        yield _gate((2, 130), single)
         yield _normalize(single, 6)
         yield _normalize(half, 19, "rows apart")
 
