@@ -42,6 +42,7 @@ from tests.mutants import (
     indexing_calls,
     route_calls,
     rule_calls,
+    stage_calls,
     step_calls,
 )
 from tests.mutants.calls import at_the_edge
@@ -67,6 +68,8 @@ MODULES = {
         "adjoint.ops.gated_delta.rule_kernels",
         "adjoint.ops.gated_delta.step_kernels",
         "adjoint.ops.gated_delta.step_backward_kernels",
+        "adjoint.ops.gated_delta.w_u_kernels",
+        "adjoint.ops.gated_delta.gate_kernels",
     ),
 }
 """Every module with kernels, under the first family that uses it."""
@@ -346,6 +349,11 @@ def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
 def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
     """Whether any result is further from the definition than rounding; segments, tiles and programs are small."""
     edges.guard()
+    if mutant.module.endswith(("w_u_kernels", "gate_kernels")):
+        try:
+            return stage_calls.noticed(mutant.module)
+        except Exception:
+            return True
     if ".step_" in mutant.module:
         step_calls.shrink()
         return step_calls.noticed()

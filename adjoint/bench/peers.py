@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.bench import fla_w_u
 from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple, through_autograd
 from adjoint.bench.gated_delta_peers import fla_step, transformers_rule
 
@@ -97,4 +98,5 @@ PEERS = {
     "flash_qla_gated_delta_rule": Peer("FlashQLA", "flash-qla", _flash_qla_gated_delta_rule),
     "fla_gated_delta_step": Peer("FLA", "fla-core", fla_step),
     "transformers_gated_delta_rule": Peer("transformers", "transformers", transformers_rule),
+    "fla_recompute_w_u": Peer("FLA", "fla-core", fla_w_u.recompute_w_u),
 }

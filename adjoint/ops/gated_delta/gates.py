@@ -8,7 +8,8 @@ Adjoints, with t = a + dt_bias and r = 1/sqrt(Σx² + 1e-6):
     da = −dg·e^{A_log}·σ(t),   db = dβ·β·(1 − β),   dA_log = Σ dg·g,   ddt_bias = Σ da
     dx = r·(dy − y·(y·dy))
 
-Computed in float64 and rounded once; the sums over all tokens too. Under autocast nothing is cast.
+In plain PyTorch computed in float64 and rounded once, the sums over all tokens too; by kernels in float32. Under
+autocast nothing is cast.
 """
 
 import torch
@@ -20,6 +21,7 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import publish
 from adjoint.core.preference import Preference
 from adjoint.ops.gated_delta import arguments as metadata
+from adjoint.ops.gated_delta import gate_plans
 from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.eager import EPSILON
 from adjoint.ops.gated_delta.plans import BACKWARD, FORWARD
@@ -90,6 +92,12 @@ _gate = Stage(
         backward=_gate_backward,
         promises=promised(FORWARD, torch.float64, _FINITE, g="wide", beta="wide"),
         adjoint_promises=promised(BACKWARD, torch.float64, _FINITE, da=0, db=1, dA_log=2, ddt_bias=3),
+        kernels=gate_plans.GATE,
+        adjoint_kernels=gate_plans.GATE_BACKWARD,
+        describe=lambda a, b, A_log, dt_bias, cu_seqlens: gate_plans.describe(a=a, b=b),
+        adjoint_describe=lambda a, b, A_log, dt_bias, dg, dbeta, cu_seqlens: gate_plans.describe(
+            a=a, b=b, dg=dg, dbeta=dbeta
+        ),
     )
 )
 
@@ -155,6 +163,10 @@ _normalize = Stage(
         backward=_normalize_backward,
         promises=promised(FORWARD, torch.float64, _FINITE, y=0),
         adjoint_promises=promised(BACKWARD, torch.float64, _FINITE, dx=0),
+        kernels=gate_plans.NORMALIZE,
+        adjoint_kernels=gate_plans.NORMALIZE_BACKWARD,
+        describe=lambda x, cu_seqlens: gate_plans.describe(x=x),
+        adjoint_describe=lambda x, dy, cu_seqlens: gate_plans.describe(x=x, dy=dy),
     )
 )
 

@@ -15,12 +15,13 @@ from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import second_derivative
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.op import define
-from adjoint.core.plan import Call
+from adjoint.core.plan import Call, Candidate
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.plans import eager_candidate
 
 Promises = Callable[[Problem], dict[str, Guarantee]]
+Describe = Callable[..., tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ class Definition:
         forward: `forward(*inputs, cu_seqlens, *options, outputs)` writes them.
         backward: `backward(*inputs, *upstream, cu_seqlens, *options) -> gradients`; an upstream gradient that is absent
             is None.
-        promises, adjoint_promises: the guarantee of each output, and of each gradient.
+        promises, adjoint_promises: the guarantee of each output, and of each gradient, of the path in plain PyTorch.
+        kernels, adjoint_kernels: candidates before it, best first.
+        describe, adjoint_describe: layout and sizes of a problem from all arguments but the options: what kernels need
+            to choose and to divide their memory; by default the size of the last axis.
     """
 
     name: str
@@ -49,6 +53,10 @@ class Definition:
     backward: Callable[..., tuple[Tensor, ...]]
     promises: Promises
     adjoint_promises: Promises
+    kernels: tuple[Candidate, ...] = ()
+    adjoint_kernels: tuple[Candidate, ...] = ()
+    describe: Describe = lambda *arguments: ("", (arguments[0].shape[-1],))
+    adjoint_describe: Describe = lambda *arguments: ("", (arguments[0].shape[-1],))
 
 
 class Stage:
@@ -64,8 +72,8 @@ class Stage:
         def kinds(arguments: tuple[Any, ...]) -> tuple[torch.dtype, ...]:
             return tuple(x.dtype for x in arguments[:count])
 
-        def describe(op: str, given: int) -> Callable[..., Problem]:
-            return lambda *a: Problem(op, a[0].device, kinds(a), sizes=(a[0].shape[-1],), options=a[given:])
+        def describe(op: str, given: int, own: Describe) -> Callable[..., Problem]:
+            return lambda *a: Problem(op, a[0].device, kinds(a), *own(*a[:given]), a[given:])
 
         def check_backward(*arguments: Any) -> None:
             inputs, rest = arguments[:count], arguments[count + len(upstream) : -1]
@@ -87,8 +95,9 @@ class Stage:
                 if arguments[-1] >> bit & 1:
                     target.copy_(gradient)
 
-        forward = (eager_candidate("eager.chunks", definition.promises, compute),)
-        adjoint = (eager_candidate("eager.chunks", definition.adjoint_promises, compute_backward),)
+        forward = (*definition.kernels, eager_candidate("eager.chunks", definition.promises, compute))
+        in_pytorch = eager_candidate("eager.chunks", definition.adjoint_promises, compute_backward)
+        adjoint = (*definition.adjoint_kernels, in_pytorch)
         self.operator = define(
             name,
             f"{tensors}, Tensor? cu_seqlens{options}",
@@ -97,7 +106,7 @@ class Stage:
             tensors=(*definition.inputs, "cu_seqlens"),
             check=definition.check,
             allocate=definition.allocate,
-            describe=describe(name, count + 1),
+            describe=describe(name, count + 1, definition.describe),
             candidates=lambda: forward,
         )
         self.adjoint = define(
@@ -110,7 +119,7 @@ class Stage:
             allocate=lambda *a: tuple(
                 x.new_empty(x.shape if a[-1] >> bit & 1 else (0,)) for bit, x in enumerate(a[:count])
             ),
-            describe=describe(f"{name}_backward", count + len(upstream) + 1),
+            describe=describe(f"{name}_backward", count + len(upstream) + 1, definition.adjoint_describe),
             candidates=lambda: adjoint,
         )
         self.function = _join(name, count, self.operator, self.adjoint)

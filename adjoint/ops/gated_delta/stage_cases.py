@@ -1,12 +1,12 @@
 """The chunks that the stages of the gated delta rule are tested and verified on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Case, Inputs, Make, Subject
+from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.gates import gate, normalize
@@ -55,6 +55,24 @@ def _w_u(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: T
     return w.unflatten(0, k.shape[:2]), u.unflatten(0, k.shape[:2])
 
 
+def _alone(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
+    """Every sequence by itself, whether it was a row of a batch or packed with others."""
+    *tensors, cu_seqlens = inputs
+    batch, time = tensors[0].shape[:2]
+    for row, part in reference.sequences(batch, time, cu_seqlens):
+        if part.start == part.stop:
+            continue
+        at = (slice(row, row + 1), part)
+
+        def pairs(whole: Answers, alone: Answers, at: tuple[slice, slice] = at) -> Iterator[tuple[Tensor, Tensor]]:
+            every, parts = (*whole[0], *whole[1]), (*alone[0], *alone[1])
+            return ((part, x[at]) for x, part in zip(every, parts, strict=True))
+
+        yield Rebatch(
+            f"sequence {row}, {part.start}", (*(x[at] for x in tensors), None), tuple(x[at] for x in upstream), pairs
+        )
+
+
 W_U_MISTAKES = {
     "zero output": zeros,
     "w without its decay": wrong(lambda k, v, beta, G, T, cu: _w_u(k, v, beta, G * 0, T, cu)),
@@ -64,6 +82,13 @@ W_U_MISTAKES = {
 
 
 def _w_u_subject(name: str, narrow: bool, dtypes: tuple[torch.dtype, ...]) -> Subject:
+    cases: tuple[Case, ...] = (
+        Case("grouped heads", _solved((2, 5, 1, 2, 3, 2), 4, narrow=narrow)),
+        Case("packed", _solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40), narrow)),
+        Case("a layer", _solved((1, 1000, 2, 4, 128, 128), 64, narrow=narrow), heavy=True),
+    )
+    if not narrow:
+        cases = (*cases, Case("no tokens", _solved((1, 0, 1, 1, 4, 4), 16)))
     return Subject(
         name=name,
         function=recompute_w_u,
@@ -71,13 +96,9 @@ def _w_u_subject(name: str, narrow: bool, dtypes: tuple[torch.dtype, ...]) -> Su
         by_name=("cu_seqlens",),
         reference=_w_u,
         reference_backward=gradients(_w_u),
-        cases=(
-            Case("grouped heads", _solved((2, 5, 1, 2, 3, 2), 4, narrow=narrow)),
-            Case("packed", _solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40), narrow)),
-            Case("no tokens", _solved((1, 0, 1, 1, 4, 4), 16, narrow=narrow)),
-            Case("a layer", _solved((1, 1000, 2, 4, 128, 128), 64, narrow=narrow), heavy=True),
-        ),
+        cases=cases,
         mistakes=W_U_MISTAKES,
+        rebatched=_alone,
         dtypes=dtypes,
     )
 
@@ -238,6 +259,18 @@ def _gates(shape: tuple[int, ...]) -> Make:
     return make
 
 
+def _fewer_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
+    """Some tokens alone: g and β keep their bits. Two of the gradients are sums over all tokens."""
+    a, b, *parameters = inputs
+    for begin in range(a.shape[0]):
+        here = slice(begin, begin + 1)
+
+        def pairs(whole: Answers, alone: Answers, here: slice = here) -> Iterator[tuple[Tensor, Tensor]]:
+            return ((part, every[here]) for every, part in zip(whole[0], alone[0], strict=True))
+
+        yield Rebatch(f"row {begin}", (a[here], b[here], *parameters), tuple(x[here] for x in upstream), pairs)
+
+
 def _vectors(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     x = torch.randn((4, 3, 6), generator=generator, dtype=torch.float64)
     x[0] *= 1e-3  # where the 1e-6 counts
@@ -260,6 +293,7 @@ OTHERS = (
         mistakes={"zero output": zeros},
         dtypes=(torch.float64, torch.bfloat16),
         batched=("a", "b"),
+        rebatched=_fewer_tokens,
     ),
     Subject(
         name="normalize",

@@ -35,18 +35,18 @@ def _share(problem: Problem, terms: int, rounded: bool) -> float:
     return gamma + (torch.finfo(dtype).eps / 2 * (1 + gamma) if rounded and dtype != wide else 0.0)
 
 
-def _stored(before: Tensor, magnitude: Tensor, terms: int, kind: torch.dtype, wide: torch.dtype) -> Tensor:
+def stored(before: Tensor, magnitude: Tensor, terms: int, kind: torch.dtype, wide: torch.dtype) -> Tensor:
     """A bound before rounding, and half a unit in the last place of anything the result may be; products underflow."""
     before = before + terms * torch.finfo(wide).smallest_normal * torch.finfo(wide).eps
     return before if kind == wide else before + spacing(magnitude + before, kind) / 2
 
 
-def _smallest(dtype: torch.dtype) -> float:
+def smallest(dtype: torch.dtype) -> float:
     """The distance of the smallest numbers of a dtype: what rounding to it may cost where it is no share."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-class _Magnitudes:
+class Magnitudes:
     """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs."""
 
     def __init__(self, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -57,6 +57,7 @@ class _Magnitudes:
         self.k = self.gather(k).repeat_interleave(self.repeat, 1)
         self.v, self.T = self.gather(v), self.gather(T)
         self.beta, self.from_start = self.gather(beta)[..., None], self.gather(G.exp())[..., None]
+        self.exponent = self.gather(G)[..., None]
 
     def gather(self, x: Tensor) -> Tensor:
         found = x.abs().flatten(0, 1)[self.places]
@@ -75,13 +76,13 @@ def _w_u_guarantee(problem: Problem) -> dict[str, Guarantee]:
     chunk = problem.sizes[2]
     share = _share(problem, chunk, rounded=True)
 
-    def of(values: Callable[[_Magnitudes], Tensor]) -> Callable[..., Tensor]:
+    def of(values: Callable[[Magnitudes], Tensor]) -> Callable[..., Tensor]:
         def bound(*inputs: Any) -> Tensor:
-            found = _Magnitudes(*inputs)
+            found = Magnitudes(*inputs)
             operand = values(found)
             magnitude = found.tokens(found.T @ operand)
-            underflow = found.tokens(found.T @ torch.full_like(operand, _smallest(dtype)))
-            return _stored(share * magnitude + underflow, magnitude, chunk, dtype, wide)
+            underflow = found.tokens(found.T @ torch.full_like(operand, smallest(dtype)))
+            return stored(share * magnitude + underflow, magnitude, chunk, dtype, wide)
 
         return bound
 
@@ -105,12 +106,12 @@ def _promise(problem: Problem, bound: Callable[..., Tensor], stored: int) -> Gua
 def _w_u_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, T_dtype = problem.dtypes
     wide = eager.wide(dtype)
-    K, V, chunk = problem.sizes
+    K, V, chunk = problem.sizes[:3]
     kinds = {"dk": dtype, "dv": dtype, "dbeta": wide, "dG": wide, "dT": T_dtype}
 
     def of(name: str) -> Callable[..., Tensor]:
         def bound(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
-            m = _Magnitudes(*inputs)
+            m = Magnitudes(*inputs)
             dw, du = m.gather(dw), m.gather(du)
             X, Y = m.T.mT @ dw, m.T.mT @ du
             of_keys = (X * m.k).sum(-1) * m.from_start[..., 0]
@@ -126,8 +127,8 @@ def _w_u_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             laid = m.tokens(magnitude)
             before = share * laid
             if name == "dT":
-                before += m.tokens((dw.sum(-1) + du.sum(-1))[..., None].expand_as(magnitude)) * _smallest(dtype)
-            return _stored(before, laid, terms, kinds[name], wide)
+                before += m.tokens((dw.sum(-1) + du.sum(-1))[..., None].expand_as(magnitude)) * smallest(dtype)
+            return stored(before, laid, terms, kinds[name], wide)
 
         return bound
 

@@ -22,7 +22,7 @@ from adjoint.core.plan import Call, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem, short
 from adjoint.ops.gated_delta import arguments as metadata
-from adjoint.ops.gated_delta import stage_plans
+from adjoint.ops.gated_delta import w_u_plans
 
 _OP = "recompute_w_u"
 
@@ -77,8 +77,17 @@ def _check_backward(
             metadata.require_shape(_OP, name, value, (*v.shape[:3], size), f"that of {name[1]}")
 
 
-def _describe(op: str, k: Tensor, v: Tensor, T: Tensor, options: tuple[Any, ...]) -> Problem:
-    return Problem(op, k.device, (k.dtype, T.dtype), sizes=(k.shape[3], v.shape[3], T.shape[3]), options=options)
+def _describe(
+    op: str,
+    k: Tensor,
+    v: Tensor,
+    T: Tensor,
+    cu_seqlens: Tensor | None,
+    options: tuple[Any, ...] = (),
+    **upstream: Tensor | None,
+) -> Problem:
+    layout, sizes = w_u_plans.layout_of(k=k, v=v, T=T, **upstream), w_u_plans.sizes_of(k, v, T, cu_seqlens)
+    return Problem(op, k.device, (k.dtype, T.dtype), layout, sizes, options)
 
 
 _recompute = define(
@@ -92,8 +101,8 @@ _recompute = define(
         v.new_empty((*v.shape[:3], k.shape[3])),
         v.new_empty(v.shape),
     ),
-    describe=lambda k, v, beta, G, T, cu_seqlens: _describe(_OP, k, v, T, ()),
-    candidates=lambda: stage_plans.RECOMPUTE_W_U,
+    describe=lambda k, v, beta, G, T, cu_seqlens: _describe(_OP, k, v, T, cu_seqlens),
+    candidates=lambda: w_u_plans.RECOMPUTE_W_U,
 )
 _recompute_backward = define(
     f"{_OP}_backward",
@@ -105,8 +114,10 @@ _recompute_backward = define(
     allocate=lambda k, v, beta, G, T, dw, du, cu_seqlens, need: tuple(
         k.new_empty(x.shape if need >> bit & 1 else (0,), dtype=x.dtype) for bit, x in enumerate((k, v, beta, G, T))
     ),
-    describe=lambda k, v, beta, G, T, dw, du, cu_seqlens, need: _describe(f"{_OP}_backward", k, v, T, (need,)),
-    candidates=lambda: stage_plans.RECOMPUTE_W_U_BACKWARD,
+    describe=lambda k, v, beta, G, T, dw, du, cu_seqlens, need: _describe(
+        f"{_OP}_backward", k, v, T, cu_seqlens, (need,), dw=dw, du=du
+    ),
+    candidates=lambda: w_u_plans.RECOMPUTE_W_U_BACKWARD,
 )
 
 

@@ -1,0 +1,184 @@
+"""Calls that mutants of the stage kernels of the gated delta rule are tried on.
+
+Kernels and the eager path differ in their last bits, so results are held to their stated bounds, in float32 where these
+are narrow; sums of the gates also to their order. Every tensor lies at the edge of memory that nobody may touch.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import ArgumentError, Preference
+from adjoint.core import bound
+from adjoint.core.inputs import widened
+from adjoint.core.plan import bind
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.stage_cases import W_U, _gates, _solved, _vectors
+from tests.mutants.calls import at_the_edge
+
+CPU, TRITON, EAGER = torch.device("cpu"), Preference(backend="triton").text, Preference(backend="eager").text
+Noticed = Callable[[bool], bool]
+"""`noticed(front)`: whether a call shows the mutant, with tensors at the front edge or at the back one."""
+
+
+def _is_wrong(
+    function: Any,
+    exact: Any,
+    exact_backward: Any,
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+    front: bool,
+    **schedule: int,
+) -> bool:
+    """Whether anything is outside its bound, both directions; outputs and gradients are new memory each time."""
+    call = bind(function, *given, **named)
+    forward = bound.forward(call, TRITON)
+    if schedule:
+        forward = bound.Bound(forward.plan.with_schedule(**schedule), forward.arguments)
+    outputs = forward.run()
+    generator = torch.Generator().manual_seed(1)
+    upstream = tuple(at_the_edge(torch.randn(x.shape, generator=generator).to(x.dtype), front) for x in outputs)
+    backward = bound.backward(call, upstream, outputs, TRITON)
+    gradients = backward.run()
+    inputs = widened((*given, *named.values()))
+    wide = widened(upstream)
+    truth = exact(*inputs), exact_backward(*wide, *inputs)
+    pairs = [
+        (forward.plan.guarantee[name], got, right, inputs)
+        for name, got, right in zip(call.operator.outputs, outputs, truth[0], strict=True)
+    ]
+    adjoint_outputs = backward.plan.operator.outputs
+    pairs += [
+        (backward.plan.guarantee[name], got, right, (*wide, *inputs))
+        for name, got, right in zip(adjoint_outputs, gradients, truth[1], strict=True)
+    ]
+    return any(not stated.error.measure(got, right, *with_).holds for stated, got, right, with_ in pairs)
+
+
+def _w_u(
+    shape: tuple[int, int, int, int, int, int],
+    chunk: int,
+    dtype: torch.dtype = torch.float32,
+    narrow: bool = False,
+    cu_seqlens: tuple[int, ...] | None = None,
+    lay: str = "",
+    **schedule: int,
+) -> Noticed:
+    def noticed(front: bool) -> bool:
+        *given, bounds = _solved(shape, chunk, cu_seqlens, narrow)(dtype, CPU, torch.Generator().manual_seed(0))
+        given = [at_the_edge(x, front) for x in given]
+        if lay == "heads apart":
+            given = [at_the_edge(torch.stack((x, x), 2), front)[:, :, 1] for x in given]
+        elif lay == "elements apart":
+            given = [at_the_edge(torch.stack((x, x), -1), front)[..., 1] for x in given]
+        bounds = None if bounds is None else at_the_edge(bounds, front)
+        subject = W_U[0]
+        named = {"cu_seqlens": bounds}
+        return _is_wrong(
+            subject.function, subject.reference, subject.reference_backward, tuple(given), named, front, **schedule
+        )
+
+    return noticed
+
+
+def _out_of_order(front: bool) -> bool:
+    """Bounds that are wrong are reported, the first of them; a backward takes what lies within, as the eager one."""
+    *given, _ = _solved((1, 25, 1, 2, 3, 2), 4)(torch.float32, CPU, torch.Generator().manual_seed(0))
+    for bounds, place in (((0, 9, 7, 25), 2), ((3, 9, 25), 0), ((0, 9, 20), 2), ((0, 30, 25), 1), ((0, 5, -1, 25), 2)):
+        wrong = at_the_edge(torch.tensor(bounds), front)
+        try:
+            adjoint.gated_delta.recompute_w_u(*given, cu_seqlens=wrong, preference=Preference(backend="triton"))
+        except ArgumentError as error:
+            if f"got {bounds[place]} at position {place} " not in str(error):
+                return True
+        else:
+            return True
+        call = bind(adjoint.gated_delta.recompute_w_u, *given, cu_seqlens=wrong)
+        upstream = tuple(torch.ones_like(given[1][..., :1]).expand(*given[1].shape[:3], size) for size in (3, 2))
+        ours, theirs = (bound.backward(call, upstream, upstream, text).run() for text in (TRITON, EAGER))
+        if any(not torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, theirs, strict=True)):
+            return True
+    return False
+
+
+def _gate(shape: tuple[int, ...], dtype: torch.dtype, lay: str = "") -> Noticed:
+    def noticed(front: bool) -> bool:
+        a, b, A_log, dt_bias = _gates(shape)(dtype, CPU, torch.Generator().manual_seed(0))
+        a, b, A_log, dt_bias = (at_the_edge(x, front) for x in (a, b, A_log, dt_bias))
+        if lay:
+            both = at_the_edge(torch.stack((a, b), -2), front)
+            a, b = both[..., 0, :], both[..., 1, :]
+        subject = next(x for x in _subjects() if x.name == "gate")
+        if _is_wrong(
+            subject.function, subject.reference, subject.reference_backward, (a, b, A_log, dt_bias), {}, front
+        ):
+            return True
+        if dtype != torch.float32:
+            return False
+        leaf, bias = a.detach().requires_grad_(), dt_bias.detach().requires_grad_()
+        g, _ = adjoint.gated_delta.gate(leaf, b, A_log, bias, preference=Preference(backend="triton"))
+        da, ddt_bias = torch.autograd.grad(g, (leaf, bias), torch.ones_like(g))
+        return not torch.equal(ddt_bias, _by_halves(da.reshape(-1, shape[-1])))
+
+    return noticed
+
+
+def _by_halves(terms: Tensor, run: int = 64) -> Tensor:
+    while True:
+        padded = torch.nn.functional.pad(terms, (0, 0, 0, -len(terms) % run)).unflatten(0, (-1, run))
+        while padded.shape[1] > 1:
+            padded = padded[:, : padded.shape[1] // 2] + padded[:, padded.shape[1] // 2 :]
+        terms = padded[:, 0]
+        if len(terms) == 1:
+            return terms[0]
+
+
+def _normalize(dtype: torch.dtype, size: int, lay: str = "") -> Noticed:
+    def noticed(front: bool) -> bool:
+        (x,) = _vectors(dtype, CPU, torch.Generator().manual_seed(0))
+        x = at_the_edge(torch.cat([x] * 4, -1)[..., :size], front)
+        if lay:
+            x = at_the_edge(torch.stack((x, x), 2), front)[:, :, 1]
+        subject = next(subject for subject in _subjects() if subject.name == "normalize")
+        return _is_wrong(subject.function, subject.reference, subject.reference_backward, (x,), {}, front)
+
+    return noticed
+
+
+def _subjects() -> Any:
+    from adjoint.ops.gated_delta.stage_cases import OTHERS
+
+    return OTHERS
+
+
+def _calls(module: str) -> Iterator[Noticed]:
+    """Likely deaths first."""
+    half, single = torch.bfloat16, torch.float32
+    if module.endswith("w_u_kernels"):
+        yield _w_u((2, 21, 2, 4, 40, 35), 16)
+        yield _w_u((1, 40, 1, 2, 9, 7), 16, cu_seqlens=(0, 0, 1, 18, 40, 40))
+        yield _w_u((1, 9, 1, 2, 3, 2), 4, half, lay="heads apart")
+        yield _w_u((2, 9, 1, 2, 3, 17), 4, half, True, narrow_columns=16)
+        yield _w_u((1, 9, 1, 2, 20, 3), 4, half, False, wide_columns=16)
+        yield _w_u((1, 9, 1, 2, 3, 2), 4, lay="elements apart")
+        yield _out_of_order
+    else:
+        yield _gate((2, 35, 3), single)
+        yield _gate((2, 3, 4), half, "two axes")
+        yield _gate((2, 130), single)
+        yield _normalize(single, 6)
+        yield _normalize(half, 19, "rows apart")
+
+
+def noticed(module: str) -> bool:
+    """Whether any call shows a mutant."""
+    return any(call(front) for call in _calls(module) for front in (False, True))
+
+
+def warm() -> None:
+    """What is done once is done."""
+    reference.normalized(torch.ones(1, 1))
+    next(_calls("gate_kernels"))(False)
