@@ -1,6 +1,6 @@
-"""Builds the kernels of a family ahead of time for one target, and prints what each build uses.
+"""Builds the kernels of families ahead of time for one target, and prints what each build uses.
 
-    python tests/build_family.py FAMILY TARGET [SHARD/COUNT]
+    python tests/build_family.py FAMILY[,FAMILY...] TARGET [SHARD/COUNT]
 
 One JSON object a line: name, kernel, registers, spilled_bytes, shared_bytes, seconds. Run in a process
 of its own: an intrinsic of another architecture ends the process, not the test run.
@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, with nothing installed
@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checko
 from adjoint.core import kernels
 
 
-def main(family: str, target: str, part: str = "1/1") -> None:
+def main(families: str, target: str, part: str = "1/1") -> None:
     shard, count = map(int, part.split("/"))
     if kernels.interpreting():
         raise SystemExit("Triton's interpreter is on: nothing would be compiled")
-    cases = import_module(f"adjoint.ops.{family}.cases")
-    for name, variant in islice(cases.builds(target), shard - 1, None, count):
+    listed = (import_module(f"adjoint.ops.{family}.cases").builds(target) for family in families.split(","))
+    for name, variant in islice(chain.from_iterable(listed), shard - 1, None, count):
         begin = time.perf_counter()
         built = asdict(kernels.build(variant, target))
         seconds = round(time.perf_counter() - begin, 3)

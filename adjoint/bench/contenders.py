@@ -56,12 +56,14 @@ class Contender:
         restore: puts back what `run` overwrites.
         outputs: where `run` writes, when that is memory of ours: poisoned before the check.
         guarantee: what the results promise, in their order; None where nothing is promised.
+        kept: the bytes its forward keeps for its backward beside the inputs; None where no autograd function does.
     """
 
     run: Callable[[], tuple[Tensor, ...]]
     restore: Callable[[], None] | None = None
     outputs: tuple[Tensor, ...] = ()
     guarantee: tuple[Guarantee, ...] | None = None
+    kept: Callable[[], int] | None = None
 
 
 Builder = Callable[[Task], Contender]
@@ -75,6 +77,24 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+def kept_bytes(function: Callable[..., Any], inputs: Inputs) -> int:
+    """What autograd keeps of a call, in bytes of memory that is not the inputs'."""
+    own = leaves(inputs)
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*own)
+    for tensor in own:
+        if tensor is not None:
+            held.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(held.values())
+
+
 def ours(task: Task) -> Contender:
     """The plan a call would use, writing into memory that is there already; a step goes through the public function."""
     subject, text = task.workload.subject, resolve(None)
@@ -84,7 +104,7 @@ def ours(task: Task) -> Contender:
         if adjoint is None:
             raise Unsupported(f"{subject.name} has no adjoint")
         promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
-        return replace(_through_autograd(subject, task), guarantee=promised)
+        return replace(through_autograd(subject, task), guarantee=promised)
     call = subject.bind(task.inputs)
     timed = bound.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
@@ -106,10 +126,11 @@ def ours(task: Task) -> Contender:
             results = chosen.execute(timed.arguments, outputs, workspace)
         return tuple(results[index] for index in shown)
 
-    return Contender(run, outputs=outputs or (), guarantee=tuple(chosen.guarantee[name] for name in names))
+    promised = tuple(chosen.guarantee[name] for name in names)
+    return Contender(run, outputs=outputs or (), guarantee=promised, kept=lambda: kept_bytes(subject, task.inputs))
 
 
-def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
+def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
     """Forward without a graph; backward over a graph that is kept, so that it alone is timed; or both, as one step."""
     if task.direction == FORWARD:
 
@@ -123,13 +144,16 @@ def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
     if task.direction == STEP:
         return Contender(lambda: torch.autograd.grad(as_tuple(function(*own)), differentiable(own), task.upstream))
     outputs = as_tuple(function(*own))
-    return Contender(lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True))
+    return Contender(
+        lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True),
+        kept=lambda: kept_bytes(function, task.inputs),
+    )
 
 
 def eager(task: Task) -> Contender:
     """The same work in torch's own functions."""
     assert task.workload.baseline is not None
-    return _through_autograd(task.workload.baseline, task)
+    return through_autograd(task.workload.baseline, task)
 
 
 def compiled(task: Task) -> Contender:
@@ -141,7 +165,7 @@ def compiled(task: Task) -> Contender:
     function = torch.compile(task.workload.baseline, dynamic=False, fullgraph=True)
     # A donated buffer is freed by the first backward; here one graph is run many times.
     with functorch.patch(donated_buffer=False):
-        contender = _through_autograd(function, task)
+        contender = through_autograd(function, task)
         contender.run()
     return contender
 

@@ -1,4 +1,4 @@
-"""Two corrections to Triton's interpreter: bfloat16, and sorts.
+"""What Triton's interpreter gets wrong, or takes long for: bfloat16, sorts, and its own entry into a function.
 
 The interpreter of Triton 3.6 to 3.9 keeps bfloat16 as raw 16-bit integers. It truncates float32 to
 bfloat16 where the hardware rounds to nearest even, converts other types by their bits, and
@@ -7,6 +7,10 @@ touches nothing outside the interpreter, and nothing in versions it was not writ
 terms in one order for every element, as a GPU does: numpy's own lets the shapes of the matrices decide.
 
 Sorts give the right order, but after half a second for 256 integers: `replace_sorts()` lets numpy sort them.
+
+Before every launch, and every call of one function by another, the interpreter looks through all names of
+`triton.language` for those it must replace, a third of the time that small kernels take; for every value it writes
+down anew which type of numpy stands for which of Triton's. `remember_lookups()` lets it remember both.
 """
 
 from typing import Any
@@ -105,3 +109,42 @@ def replace_sorts() -> None:
         tl.sort, lambda x, dim=None, descending=False: ordered(x, x.shape[-1], bool(plain(descending)))
     )
     tl.topk = replacement(tl.topk, lambda x, k, dim=None: ordered(x, plain(k), True))
+
+
+def remember_lookups() -> None:
+    """What the interpreter looks up again and again, the names it replaces and numpy's types, it looks up once."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang
+    if getattr(original, "remembers", False) or not hasattr(interpreter, "_LangPatchScope"):
+        return
+    remembered: dict[tuple[Any, ...], list[tuple[Any, str, Any]]] = {}
+
+    def patch(function: Any) -> Any:
+        seen = function.__globals__.values()
+        languages = tuple(language for language in (tl, tl.core) if any(value is language for value in seen))
+        scope = interpreter._LangPatchScope()
+        if languages and not any(tl.core.is_builtin(language.load) for language in languages):
+            return scope  # a function called by another: all is in place
+        if languages in remembered:
+            for place, name, value in remembered[languages]:
+                scope.set_attr(place, name, value)
+            return scope
+        scope = original(function)
+        remembered[languages] = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
+        return scope
+
+    patch.remembers = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch
+    look_up = interpreter._get_np_dtype
+    types: dict[str, Any] = {}
+
+    def numpy_type(kind: Any) -> Any:
+        name = kind.scalar.name  # of an element, where it is a block
+        found = types.get(name)
+        if found is None:
+            found = types[name] = look_up(kind)
+        return found
+
+    interpreter._get_np_dtype = numpy_type

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from adjoint.bench import check as checking
 from adjoint.bench import contenders, overhead, peers, report, results, run, tables, timing
-from adjoint.bench.contenders import Contender, Task
+from adjoint.bench.contenders import Contender, Task, kept_bytes
 from adjoint.cli import app
 from adjoint.core import batching
 from adjoint.core.cases import Workload
@@ -214,10 +214,13 @@ def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahe
 
     monkeypatch.setattr(testing, "do_bench", do_bench)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    measured = ["waited", "run", "waited"]  # how long the host takes to start a call
     assert timing.time_gpu(lambda: done.append("run"), lambda: done.append("restored")) == 0.5
-    assert done == ["restored", "idle", "run"]
+    assert done == ["run", "restored", *measured, "restored", "idle", "run"]
+    done.clear()
     assert timing.time_gpu(lambda: done.append("run")) == 0.5
-    assert done[3:] == ["idle", "run"]
+    assert done == ["run", *measured, "idle", "run"]
 
 
 def test_workloads_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,3 +437,9 @@ def test_overhead_verdict() -> None:
 def test_copy_ceiling_counts_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "time_on", lambda device, function: 1.0)
     assert timing.copy_ceiling(CPU) == pytest.approx(2 * 2 * 2**25 / 1e6)
+
+
+def test_what_a_forward_keeps_is_not_its_inputs() -> None:
+    x, y = torch.ones(8), torch.ones(8)
+    assert kept_bytes(torch.mul, (x, y)) == 0
+    assert kept_bytes(lambda x, y: (x.exp() * 2, y), (x, y)) == 8 * 4

@@ -154,8 +154,8 @@ def calls() -> Iterator[Call]:
     yield Astray(((3, 12), (7, -1)))
     yield Astray(((3, 12), (4, 13), (7, -3)), further=4)
     yield Astray(((3, 12),), further=-40)
-    yield Dispatched(_indices(5, 3, 2).int(), 5, 16)
-    yield Dispatched(_indices(16, 33, 1), 16, 2)
+    yield Dispatched(_indices(5, 3, 2).int(), 5, 48)
+    yield Dispatched(_indices(16, 66, 1), 16, 2)
     yield Dispatched(_indices(9, 16, 2), 9, 1, DOUBLE)
     yield Combined(_indices(3, 3, 3), 3, 520, DOUBLE, DOUBLE)
     yield Combined(_indices(3, 7, 5), 3, 17, DOUBLE, SINGLE)
@@ -179,7 +179,7 @@ def shrink() -> None:
     lookup = Schedules.lookup
 
     def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        sizes = {"block": 32, "elements": 128, "entries": 4, "warps": 4}
+        sizes = {"block": 32, "elements": 128, "entries": 4, "warps": 4, "chunk": 64}
         return {name: sizes[name.rpartition("_")[2]] for name in lookup(self, kernel, device)}
 
     Schedules.lookup = small  # type: ignore[method-assign]

@@ -113,7 +113,7 @@ def takes(small: bool, plans: tuple[str, ...]) -> Iterator[Call]:
 
 
 def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
-    """Tiles of 4, digits of 3 bits, blocks of 8 or 16, programs of a few elements, a few lines at a time.
+    """Tiles of 4, digits of 3 bits, blocks of 8 or 16, programs of a few elements, a few lines at a time, 72 are many.
 
     Args:
         sources: the kernel modules' sources, changed or not, by module.
@@ -125,6 +125,7 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
         "TILE_BITS = 5": "TILE_BITS = 2",
         "MAX_SORTED = 2**23": "MAX_SORTED = 150",
         "MAX_FILLED = 2**16": "MAX_FILLED = 30",
+        "MAX_NUMBER = 2**30": "MAX_NUMBER = 72",
     }
     exec(compile(rewrite(plans, path.read_text(encoding="utf-8"), changes), str(path), "exec"), vars(plans))
     vars(launch).update(TILE_BITS=2, MAX_SORTED=150, MAX_FILLED=30)

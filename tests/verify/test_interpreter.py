@@ -1,4 +1,4 @@
-"""The correction to the interpreter's bfloat16, against torch's own conversions."""
+"""The corrections to the interpreter: bfloat16 against torch's own conversions, sorts, and what it remembers."""
 
 import numpy as np
 import pytest
@@ -77,3 +77,29 @@ def test_kernels_sort_integers_like_torch(dtype: torch.dtype, device: torch.devi
     assert torch.equal(ascending, values.sort().values)
     assert torch.equal(descending, values.sort(descending=True).values)
     assert torch.equal(largest, values.sort(descending=True).values[:8])
+
+
+@pytest.mark.kernels
+def test_names_are_those_of_the_language_again_after_a_launch(device: torch.device) -> None:
+    """Whatever the interpreter remembers, it puts in place for a launch alone."""
+    if not kernels.interpreting():
+        pytest.skip("the interpreter is off")
+    import triton.language as tl
+
+    from tests.verify.conversion_kernels import convert
+
+    values = torch.randn(8)
+    for _ in range(2):
+        convert[(1,)](values, torch.empty(8, dtype=torch.bfloat16), torch.empty(8), 8, BLOCK=16)
+        assert tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.tensor.to)
+
+
+def test_numpy_types_are_those_the_interpreter_looks_up() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter as theirs
+
+    for kind in (tl.int1, tl.bfloat16, tl.float32, tl.int64, tl.uint32, tl.pointer_type(tl.float32)):
+        block = tl.block_type(kind, [4])
+        expected = {"int1": "bool", "bf16": "uint16", "fp32": "float32"}.get(kind.name, kind.name)
+        expected = "uint64" if kind.name.startswith("pointer") else expected
+        assert theirs._get_np_dtype(kind) == theirs._get_np_dtype(block) == np.dtype(expected)

@@ -282,8 +282,7 @@ def take_scatter(
         entry, entry_size_1, entry_size_2, entry_size_3,
         index_step_0, index_step_1, index_step_2, index_step_3, ENTRY_AXES,
     )  # fmt: skip
-    chosen = from_the_beginning(tl.load(indices + place, inside, other=0), length)
-    valid = inside & (chosen >= 0) & (chosen < length)
+    index = tl.load(indices + place, inside, other=0)
     place = walk(
         line, line_size_1, line_size_2, line_size_3,
         line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, LINE_AXES,
@@ -291,7 +290,10 @@ def take_scatter(
         entry, entry_size_1, entry_size_2, entry_size_3,
         dout_step_0, dout_step_1, dout_step_2, dout_step_3, ENTRY_AXES,
     )  # fmt: skip
-    value = tl.load(dout + place, valid, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
+    # On its way before it is known whether its index is valid.
+    value = tl.load(dout + place, inside, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
+    chosen = from_the_beginning(index, length)
+    valid = inside & (chosen >= 0) & (chosen < length)
     place = walk(
         line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, LINE_AXES
     )  # fmt: skip

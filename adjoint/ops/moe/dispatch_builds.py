@@ -21,11 +21,12 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
     from adjoint.ops.moe.dispatch_launch import ACCESSES, variant
 
     for indices, experts in ((torch.int64, 512), (torch.int32, 512), (torch.int64, 128), (torch.int64, MAX_EXPERTS)):
-        for key, described in layout_launch.variants(indices, experts).items():
+        for key, described in layout_launch.variants(indices, experts, ordered=True).items():
             if key.startswith("moe_"):  # what it shares with the core is built there
                 yield f"{key} {indices} {experts} experts", described
-    described = layout_launch.variants(torch.int64, 512, raises=False)["moe_count_experts"]
-    yield "moe_count_experts silent", described
+    unordered = layout_launch.variants(torch.int64, 512, raises=False)
+    yield "moe_count_experts silent", unordered["moe_count_experts"]
+    yield "moe_place_entries unordered", unordered["moe_place_entries"]
     combine, backward = SCHEDULES.lookup("moe_combine"), SCHEDULES.lookup("moe_combine_backward")
     copies, sums = SCHEDULES.lookup("moe_dispatch"), SCHEDULES.lookup("moe_dispatch_backward")
     for dtype in FLOATING:
@@ -39,6 +40,6 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
                 ):
                     described = variant(name, dtype, weights, _COLUMNS, schedule, access, raises)
                     yield f"{name} {dtype} weighted {weights} {access}", described
-            for name, schedule in (("moe_scatter", copies), ("moe_sum", sums)):
+            for name, schedule in (("moe_gather", copies), ("moe_scatter", backward), ("moe_sum", sums)):
                 yield f"{name} {dtype} {access}", variant(name, dtype, None, _COLUMNS, schedule, access)
             yield f"moe_sum {dtype} {access} checked", variant("moe_sum", dtype, None, _COLUMNS, combine, access, True)

@@ -1,5 +1,6 @@
 """Triton kernels of dispatch and combine, both directions.
 
+    moe_gather    rows from the rows of their tokens, in an order that finds these in the cache
     moe_scatter   one token's row to the rows of its entries, as it is or times each entry's weight
     moe_sum       one token's row from the rows of its entries, one after the other
     moe_dots      one number for each entry: its token's gradient times its row
@@ -25,6 +26,31 @@ def token_start(token, inner, outer_stride, inner_stride, SPLIT: tl.constexpr):
     if SPLIT:
         return (token // inner).to(tl.int64) * outer_stride + (token % inner).to(tl.int64) * inner_stride
     return token.to(tl.int64) * inner_stride
+
+
+@triton.jit
+def moe_gather(
+    source, order, out, tokens, slots, columns, inner, outer_stride, inner_stride, column_stride,
+    SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row, :] = source[token, :] for the rows and entries of `order`; zeros for an entry without an expert.
+
+    Tokens near each other have rows all over `out`, and memory likes neither to be written that way nor to be read
+    once for every slot. So rows are filled chunk by chunk of tokens: those of a chunk and an expert are adjacent, and
+    the tokens stay in the cache until the last of their rows is written.
+    """
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tokens * slots
+    both = tl.load(order + place, place < count, other=0)
+    row = both >> 32
+    entry = both.to(tl.int32)  # the lower half
+    inside = (place < count)[:, None] & (column < columns)[None, :]
+    start = token_start(entry // slots, inner, outer_stride, inner_stride, SPLIT)
+    step = column if UNIT else column * column_stride
+    known = inside & (entry < count)[:, None]
+    value = tl.load(source + start[:, None] + step[None, :], known, other=0, eviction_policy="evict_last")
+    tl.store(out + row[:, None] * columns + column[None, :], value, inside, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -133,6 +159,7 @@ _MOVE = Budget(registers=128)
 _SUM = Budget(registers=255, shared_bytes=16384)
 
 KERNELS = (
+    kernels.register(moe_gather, budget=_MOVE),
     kernels.register(moe_scatter, budget=_MOVE),
     kernels.register(moe_sum, budget=_MOVE),
     kernels.register(moe_dots, budget=_SUM),

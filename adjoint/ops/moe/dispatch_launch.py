@@ -68,7 +68,7 @@ def variant(
             return f"*{TRITON_TYPES[weights or torch.float32]}"
         if name in _ELEMENTS:
             return f"*{TRITON_TYPES[element]}"
-        if name == "status_word":
+        if name in ("status_word", "order"):
             return "*i64"
         if name in ("inverse", "offsets"):
             return "*i32"
@@ -121,6 +121,7 @@ def regions(problem: Problem) -> Regions:
     if problem.op == "moe_dispatch":
         tokens, slots, experts, _ = problem.sizes
         held |= layout_launch.regions(tokens * slots, experts)
+        held["order"] = (torch.int64, max(1, tokens * slots))
     return Regions(**held)
 
 
@@ -156,6 +157,18 @@ def _access(columns: int, walks: bool, strides: tuple[int, ...], multiples: tupl
     if not walks or (columns > 1 and any(stride != 1 for stride in strides)):
         return "strided"
     return "aligned" if _is_multiple(*multiples, columns) else "unaligned"
+
+
+def _gather(plan: Plan, source: Tensor, order: Any, out: Tensor) -> None:
+    tokens, slots, _, columns = plan.problem.sizes
+    if out.numel() == 0:
+        return
+    walk = _walk(source)
+    access = _access(columns, walk[1] == 0, walk[3:], (source, out, walk[2]))
+    rows, block = tile_shape(plan.schedule, "gather", columns)
+    _launcher(plan, "moe_gather", access)(
+        (-(-tokens * slots // rows), -(-columns // block), 1), source, order, out, tokens, slots, columns, *walk
+    )
 
 
 def _scatter(plan: Plan, source: Tensor, weights: Any, inverse: Any, offsets: Any, out: Tensor) -> None:
@@ -201,10 +214,15 @@ def _dots(plan: Plan, gradient: Tensor, rows: Tensor, inverse: Any, offsets: Any
 # -------------------------------------------------------------------------------------------- directions
 
 
+def chunk_spans(schedule: Mapping[str, int], element: torch.dtype) -> int:
+    """Spans of entries whose rows are filled together: as many bytes of tokens as the cache keeps meanwhile."""
+    return max(1, schedule["gather_chunk"] * 2 // element.itemsize // layout_launch.span())
+
+
 def _layout_launcher(plan: Plan, key: str) -> Callable[..., None]:
     compiled = plan.memo.get(key)
     if compiled is None:
-        described = layout_launch.variants(plan.problem.dtypes[1], plan.problem.sizes[2])[key]
+        described = layout_launch.variants(plan.problem.dtypes[1], plan.problem.sizes[2], ordered=True)[key]
         compiled = plan.memo[key] = described.prepare(plan.problem.device)
     return compiled
 
@@ -216,9 +234,9 @@ def dispatch(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
     indices = memory.walkable("indices", indices)
     layout_launch.write(
         lambda key, grid, *rest: _layout_launcher(plan, key)((*grid, 1, 1)[:3], *rest),
-        memory.pointers, indices, layout, num_experts, EXPERT_OUT_OF_RANGE,
+        memory.pointers, indices, layout, num_experts, EXPERT_OUT_OF_RANGE, chunk_spans(plan.schedule, x.dtype),
     )  # fmt: skip
-    _scatter(plan, memory.walkable("x", x), None, layout.inverse, layout.offsets, rows)
+    _gather(plan, memory.walkable("x", x), memory.pointers["order"], rows)
     if plan.problem.device.type == "cpu":
         check()
 
@@ -267,7 +285,9 @@ def prepare(plan: Plan) -> None:
         for key in layout_launch.variants(plan.problem.dtypes[1], plan.problem.sizes[2]):
             _layout_launcher(plan, key)
     for access in ACCESSES:
-        if op == "moe_dispatch" or (op == "moe_combine_backward" and need & NEED_ROWS):
+        if op == "moe_dispatch":
+            _launcher(plan, "moe_gather", access)
+        if op == "moe_combine_backward" and need & NEED_ROWS:
             _launcher(plan, "moe_scatter", access)
         if op in ("moe_dispatch_backward", "moe_combine"):
             _launcher(plan, "moe_sum", access, raises=op == "moe_combine")

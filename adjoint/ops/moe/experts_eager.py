@@ -1,9 +1,12 @@
 """The expert layer in plain PyTorch, on any device: a matrix product per expert, rows grouped as kernels group them.
 
+Another library's grouped products can stand in for those (`Products`): the rest stays the same.
+
 What is rounded, and saved, is what kernels round and save: g and u, h = silu(g)·u, and each row's result.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +58,16 @@ def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
             out[e] = (torch.where(own, left, 0).to(kind).T @ torch.where(own, right, 0).to(kind)).to(out.dtype)
 
 
+class Products(NamedTuple):
+    """The two products over grouped rows that the layer is made of, as `_product` and `_outer` define them."""
+
+    product: Callable[[Tensor, Tensor, Tensor], Tensor]
+    outer: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+PER_EXPERT = Products(_product, _outer)
+
+
 def _sum_slots(rows: Tensor, weights: Tensor | None, layout: Layout, out: Tensor) -> None:
     """out[t] = Σ_j weights[t, j] · rows[inverse[t, j]], slot after slot; a row of no expert adds nothing."""
     total = torch.zeros(out.shape, dtype=wide(out.dtype), device=out.device)
@@ -76,15 +89,22 @@ def _hidden(both: Tensor, inner: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, layout: Layout, y: Tensor, gu: Tensor | None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    layout: Layout,
+    y: Tensor,
+    gu: Tensor | None,
+    products: Products = PER_EXPERT,
 ) -> None:
     """The layer's output, and g and u of each row where there is room for them."""
     token = layout.permutation.long() // layout.inverse.shape[1]
-    both = _product(x[token], gate_up.transpose(1, 2), layout.offsets)
+    both = products.product(x[token], gate_up.transpose(1, 2), layout.offsets)
     if gu is not None:
         gu.copy_(both)
     h, _, _ = _hidden(both, down.shape[2])
-    rows = _product(h.to(x.dtype), down.transpose(1, 2), layout.offsets)
+    rows = products.product(h.to(x.dtype), down.transpose(1, 2), layout.offsets)
     _sum_slots(rows, weights, layout, y)
 
 
@@ -98,6 +118,7 @@ def backward(
     layout: Layout,
     need: int,
     outputs: tuple[Tensor, ...],
+    products: Products = PER_EXPERT,
 ) -> None:
     """The gradients that are needed, into dx, dgate_up, ddown and dweights."""
     dx, dgate_up, ddown, dweights = outputs
@@ -107,9 +128,9 @@ def backward(
     upstream = dy[token]
     h, silu, u = _hidden(gu, inner)
     if need & NEED_DOWN:
-        _outer(upstream, (weight * h).to(x.dtype), layout.offsets, ddown)
+        products.outer(upstream, (weight * h).to(x.dtype), layout.offsets, ddown)
     if need & ~NEED_DOWN:
-        dh = _product(upstream.to(kind), down, layout.offsets)
+        dh = products.product(upstream.to(kind), down, layout.offsets)
         if need & NEED_WEIGHTS:
             known = layout.inverse.view(-1) < layout.offsets[-1]
             sums = (h * dh).sum(1)[layout.inverse.view(-1).long()]
@@ -119,6 +140,6 @@ def backward(
         dh = weight * dh
         dboth = torch.cat((dh * u * (sigma * (1 + g * (1 - sigma))), dh * silu), 1).to(x.dtype)
         if need & NEED_X:
-            _sum_slots(_product(dboth, gate_up, layout.offsets), None, layout, dx)
+            _sum_slots(products.product(dboth, gate_up, layout.offsets), None, layout, dx)
         if need & NEED_GATE_UP:
-            _outer(dboth, x[token], layout.offsets, dgate_up)
+            products.outer(dboth, x[token], layout.offsets, dgate_up)

@@ -1,5 +1,7 @@
 """Which kernels serve which expert layer, and what they guarantee."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe import experts_eager as eager
-from adjoint.ops.moe import layout_eager
+from adjoint.ops.moe import experts_grouped_mm, layout_eager
+from adjoint.ops.moe.experts_eager import PER_EXPERT, Products
 from adjoint.ops.moe.experts_faults import INDEX_OUT_OF_RANGE
 from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, Layout
 
@@ -69,10 +72,11 @@ _ORDER = {
 _ITEM = {"y": "token", "dx": "token", "dgate_up": "expert", "ddown": "expert", "dweights": "token"}
 _ROUNDINGS = {"y": 4, "dx": 4, "dgate_up": 3, "ddown": 3, "dweights": 2}
 """To the storage type: g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
+_FROM_DH = ("dx", "dgate_up", "dweights")
 
 
-def guarantee(problem: Problem, ours: bool) -> dict[str, Guarantee]:
-    """What each output promises: of our kernels, or of the matrix products of a library."""
+def guarantee(problem: Problem, ours: bool, rounds_dh: bool = False) -> dict[str, Guarantee]:
+    """What each output promises: of our kernels, or of the matrix products of a library, which may round dh."""
     element = problem.dtypes[0]
     names = ("y",) if problem.op == "moe_experts" else ("dx", "dgate_up", "ddown", "dweights")
     return {
@@ -81,7 +85,7 @@ def guarantee(problem: Problem, ours: bool) -> dict[str, Guarantee]:
             batch_invariant=_ITEM[name] if ours else "",
             device_invariant=False,
             accumulator=str(eager.wide(element)).removeprefix("torch."),
-            roundings=_ROUNDINGS[name],
+            roundings=_ROUNDINGS[name] + (rounds_dh and name in _FROM_DH),
             error=Empirical(CEILINGS[element], _CASES[element]),
             domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),
             special_values="as the products and sums give them, in the tokens and experts they reach",
@@ -102,20 +106,26 @@ def lay_out(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Layout:
     return layout
 
 
-def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-    x, gate_up, down, _indices, weights, keep = arguments
-    layout = lay_out(arguments, outputs)
-    with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
-        eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None)
+def _forward(products: Products) -> Compute:
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+        x, gate_up, down, _indices, weights, keep = arguments
+        layout = lay_out(arguments, outputs)
+        with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
+            eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None, products)
+
+    return run
 
 
-def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-    dy, x, gate_up, down, weights, gu, *layout, need = arguments
-    with torch.autocast(x.device.type, enabled=False):
-        eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs)
+def _backward(products: Products) -> Compute:
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+        dy, x, gate_up, down, weights, gu, *layout, need = arguments
+        with torch.autocast(x.device.type, enabled=False):
+            eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs, products)
+
+    return run
 
 
-def _candidates(kernel: str, direction: str, eagerly: Compute) -> tuple[Candidate, ...]:
+def _candidates(kernel: str, direction: str, eagerly: Callable[[Products], Compute]) -> tuple[Candidate, ...]:
     return (
         Candidate(
             name="triton.grouped",
@@ -133,7 +143,16 @@ def _candidates(kernel: str, direction: str, eagerly: Compute) -> tuple[Candidat
             schedules=SCHEDULES,
             workspace_bytes=lambda problem: triton_part("experts_launch").regions(problem).bytes,
         ),
-        in_pytorch("eager.grouped", lambda problem: guarantee(problem, ours=False), writing(eagerly)),
+        in_pytorch("eager.grouped", lambda problem: guarantee(problem, ours=False), writing(eagerly(PER_EXPERT))),
+        # After the one that serves everything: only a preference that names it gets it.
+        replace(
+            in_pytorch(
+                "eager.grouped_mm",
+                lambda problem: guarantee(problem, ours=False, rounds_dh=True),
+                writing(eagerly(experts_grouped_mm.GROUPED_MM)),
+            ),
+            refuse=experts_grouped_mm.refuse,
+        ),
     )
 
 

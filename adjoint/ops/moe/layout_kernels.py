@@ -41,13 +41,16 @@ def moe_count_experts(
 
 @triton.jit
 def moe_place_entries(
-    indices, counts, begins, totals, offsets, permutation, inverse, count, experts,
-    BINS: tl.constexpr, SPAN: tl.constexpr,
+    indices, counts, begins, totals, offsets, permutation, inverse, order, count, experts, chunk,
+    ORDER: tl.constexpr, BINS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """The row of each entry, the entry of each row, and where the rows of each expert begin.
 
     A span is sorted by expert and entry first: what goes to one expert then stands together, in order, and
     follows what the spans before have for it.
+
+    With ORDER, `order` lists rows in the order to fill them in, and beside each its entry (`count` where that has no
+    expert): `chunk` spans after `chunk` spans, the rows of each in their order.
     """
     span = tl.program_id(0)
     local = tl.arange(0, SPAN)
@@ -70,6 +73,19 @@ def moe_place_entries(
     entry = span * SPAN + ordered % SPAN
     tl.store(inverse + entry, row, entry < count)
     tl.store(permutation + row, entry, entry < count)
+    if ORDER:
+        first_span = span // chunk * chunk
+        next_span = first_span + chunk
+        chunks_before = tl.load(begins + first_span.to(tl.int64) * BINS + bin)
+        up_to_here = all_spans
+        if next_span < tl.num_programs(0):
+            up_to_here = tl.load(begins + next_span.to(tl.int64) * BINS + bin)
+        this_chunk = up_to_here - chunks_before
+        shift = first_span * SPAN + tl.cumsum(this_chunk, 0) - this_chunk - (first + chunks_before)
+        shift = tl.gather(shift, tl.minimum(expert, BINS - 1), 0)
+        shift = tl.where(expert < BINS, shift, tl.sum(up_to_here, 0) - known_rows)
+        both = row.to(tl.int64) * 4294967296 + tl.where(expert < BINS, entry, count)
+        tl.store(order + row + shift, both, entry < count)
 
 
 _SORT = Budget(registers=128, shared_bytes=16384)

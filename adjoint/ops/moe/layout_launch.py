@@ -52,16 +52,17 @@ def regions(count: int, num_experts: int) -> dict[str, tuple[torch.dtype, int]]:
     }
 
 
-def variants(indices: torch.dtype, num_experts: int, raises: bool = True) -> dict[str, Variant]:
+def variants(indices: torch.dtype, num_experts: int, raises: bool = True, ordered: bool = False) -> dict[str, Variant]:
     """What is compiled to lay out entries of a number of experts, by the key it is launched with.
 
-    With `raises`, an expert out of range is recorded in the status word; a backward has no need to.
+    With `raises`, an expert out of range is recorded in the status word; a backward has no need to. With `ordered`,
+    the order to fill the rows in is written too.
     """
     from adjoint.ops.moe import layout_kernels as _  # noqa: F401  (registers them)
 
-    constants = {"RAISE": raises, "BINS": bins(num_experts), "SPAN": span()}
-    pointers = {"indices": f"*{TRITON_TYPES[indices]}", "status_word": "*i64"}
-    numbers = ("fault", "count", "experts")
+    constants = {"RAISE": raises, "ORDER": ordered, "BINS": bins(num_experts), "SPAN": span()}
+    pointers = {"indices": f"*{TRITON_TYPES[indices]}", "status_word": "*i64", "order": "*i64"}
+    numbers = ("fault", "count", "experts", "chunk")
     listed = {"group_sum_counts": grouping.variants(indices)["group_sum_counts"]}
     for key, warps in _WARPS.items():
         kernel = kernels.registered()[key]
@@ -79,15 +80,25 @@ def variants(indices: torch.dtype, num_experts: int, raises: bool = True) -> dic
 
 
 def write(
-    launch: Launch, memory: Mapping[str, Any], indices: Tensor, layout: Layout, num_experts: int, fault: Fault
+    launch: Launch,
+    memory: Mapping[str, Any],
+    indices: Tensor,
+    layout: Layout,
+    num_experts: int,
+    fault: Fault,
+    chunk: int = 1,
 ) -> None:
     """Fills a layout from contiguous indices; `memory` holds what `regions` names.
 
-    The tensors of the layout may be addresses, as `Regions.pointers` gives them.
+    The tensors of the layout may be addresses, as `Regions.pointers` gives them. Variants that are `ordered` fill
+    memory["order"] too, for chunks of so many spans.
     """
     count, number = indices.numel(), spans(indices.numel())
     counts, begins, totals = (memory[f"expert_{name}"] for name in ("counts", "begins", "totals"))
     word = status_word(indices.device)
     launch("moe_count_experts", (number,), indices, counts, word, fault.row, count, num_experts)
     grouping.sum_counts(launch, counts, begins, totals, bins(num_experts), number)
-    launch("moe_place_entries", (number,), indices, counts, begins, totals, *layout, count, num_experts)
+    order = memory.get("order", counts)  # what stands for it is not read
+    launch(
+        "moe_place_entries", (number,), indices, counts, begins, totals, *layout, order, count, num_experts, chunk
+    )  # fmt: skip

@@ -94,6 +94,25 @@ def test_an_index_out_of_range_gives_a_zero_row_past_the_last_offset(device: tor
     assert torch.equal(dx, y)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("chunk", [1, 1024, 2**20])
+def test_rows_are_filled_whatever_the_chunks(chunk: int, device: torch.device) -> None:
+    """One span at a time, two of a GPU's and sixteen of the interpreter's, all at once; with entries of no expert."""
+    indices = _indices(700, 3, 5)
+    indices[torch.arange(0, 2100, 13) // 3, torch.arange(0, 2100, 13) % 3] = 5
+    x, indices = _values(700, 3).to(device), indices.to(device)
+    plan = adjoint.plan(moe.dispatch, x, indices, 5, preference=Preference(backend="triton"))
+    plan = plan.with_schedule(gather_chunk=chunk)
+    outputs = plan.allocate((x, indices, 5))
+    for output in outputs:
+        output.fill_(float("nan") if output.is_floating_point() else -7)
+    with pytest.raises(adjoint.ArgumentError, match="got 5 at position 0 "):
+        plan.run(x, indices, out=outputs)
+        adjoint.check()
+    assert torch.equal(outputs[0], dispatch_reference.dispatch(x, indices, 5))
+    assert all(map(torch.equal, outputs[1:], dispatch_reference.layout(indices, 5)))
+
+
 # ---------------------------------------------------------------------------------- there and back
 
 
