@@ -14,7 +14,7 @@ from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem, short
 from adjoint.ops.gated_delta import eager
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
-from adjoint.ops.gated_delta.rule_shape import Shape, tuning
+from adjoint.ops.gated_delta.rule_shape import FEW_HEADS, Shape, tuning
 
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 
@@ -149,17 +149,22 @@ _KERNEL_CASES = f"{CASES}; K and V up to 256"
 _ROUNDINGS = {"o": 5, "final_state": 4, "saved": 4}
 """Of what a product takes, to the storage type: T, the state, the residual, the new values, and with o itself."""
 
-_ORDER = (
-    "products of chunks of 64 tokens, counted from the start of a sequence: cut there with the state carried on, a "
-    "sequence keeps its bits"
-)
+
+def _order(shape: Shape) -> str:
+    """What fixes the bits of a sequence."""
+    order = f"products of chunks of {CHUNK} tokens, counted from the start of a sequence"
+    longer = ""
+    if shape.may_split:
+        order += f"; up to {FEW_HEADS} value heads, segments of {SEGMENT} begin with M S + B of the state S before"
+        longer = f", unless it is longer than {SEGMENT} tokens"
+    return f"{order}; cut after a whole number of chunks with the state carried on, a sequence keeps its bits{longer}"
 
 
 def kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
     """What the kernels promise of an output of the forward."""
     dtype = problem.dtypes[0]
     narrow = dtype != torch.float32
-    products = "" if narrow else "; products are three of TF32 parts each"
+    products = "" if narrow else "; products are IEEE float32, those with M three of TF32 parts each"
     limits = "; new values and states stay below 65504" if dtype == torch.float16 else ""
     return Guarantee(
         repeatable=True,
@@ -169,7 +174,7 @@ def kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
         accumulator="float32",
         roundings=_ROUNDINGS[name] if narrow else 0,
         error=Empirical(CEILINGS[dtype], _KERNEL_CASES),
-        domain=f"{DOMAIN}{limits}; {_ORDER}{products}",
+        domain=f"{DOMAIN}{limits}; {_order(Shape.of(problem))}{products}",
         **words,
     )
 

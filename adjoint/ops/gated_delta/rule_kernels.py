@@ -315,7 +315,7 @@ def rule_walk(
 def rule_compose(
     transitions, begins, segment_firsts, initial_state, saved, heads,
     K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr, INITIAL: tl.constexpr, SEGMENT: tl.constexpr,
+    V_BLOCK: tl.constexpr, INITIAL: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state at the start of every segment but the first: S ← M S + B, in float32.
 
@@ -348,7 +348,7 @@ def rule_compose(
     for _ in range(tl.cdiv(count, SEGMENT) - 1):
         M = tl.load(transitions + M_offset, in_keys[:, None] & in_keys[None, :], other=0.0)
         B = tl.load(transitions + B_offset, _fits(v_row, V, V_BLOCK)[:, None] & in_keys[None, :], other=0.0)
-        S = tl.dot(S, M, B, input_precision="ieee")
+        S = tl.dot(S, M, B, input_precision=PRECISION)
         tl.store(saved + state_place, tl.trans(S), in_state)
         transitions += heads * (LINES * K)
         saved += heads * size

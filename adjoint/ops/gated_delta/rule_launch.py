@@ -135,7 +135,7 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT}
     if name == "compose":
-        narrow = {"V_BLOCK": 16, "SEGMENT": SEGMENT, "INITIAL": options[0]}
+        narrow = {"V_BLOCK": 16, "SEGMENT": SEGMENT, "INITIAL": options[0], "PRECISION": "tf32x3"}
         return describe("rule_compose", shape, sizes | narrow, 8, 1, frozenset(("transitions",)))
     if name == "transition":
         nothing = dict.fromkeys(("INITIAL", "SAVE", "FINAL"), False)

@@ -125,7 +125,7 @@ def tuning(shape: Shape, from_shared: bool = True) -> Tuning:
             elsewhere they take registers, and outputs are cut smaller.
     """
     if shape.is_wide:
-        return Tuning(8, 16, 8, 1, 32, 8, 1)
+        return Tuning(8, 16, 8 if shape.K > 128 else 4, 1, 32, 8, 1)
     tuned = Tuning(4, 32, 8, 1) if shape.K > 128 else Tuning()
     return tuned if from_shared else tuned._replace(output_block=32, output_warps=8)
 
