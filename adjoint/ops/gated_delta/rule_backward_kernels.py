@@ -47,10 +47,11 @@ def gated_delta_walk_back(
     key = tl.arange(0, K_BLOCK)
     inside_k = key < K
     inside_v = column < V
-    state_at = (sequence.to(tl.int64) * H + head) * (K * V) + key[None, :] * V + column[:, None]
+    state_at = (sequence.to(tl.int64) * H + head) * (K * V)
+    state_cell = key[None, :] * V + column[:, None]
     inside_state = inside_v[:, None] & inside_k[None, :]
     if HAS_DFINAL:
-        dstate = tl.load(dfinal + state_at, inside_state, other=0).to(tl.float32)
+        dstate = tl.load(dfinal + state_at + state_cell, inside_state, other=0).to(tl.float32)
     else:
         dstate = tl.zeros([V_BLOCK, K_BLOCK], tl.float32)
     first = tl.load(firsts + sequence)
@@ -65,35 +66,35 @@ def gated_delta_walk_back(
     here = start + (count - 1).to(tl.int64) * C
     sums = tl.load(G + gates_at + token, count > 0, other=0)
     total = tl.load(G + gates_at + C - 1, count > 0, other=0)
-    strength = tl.load(beta + (here + token) * H + head, token < rows, other=0)
+    strength = tl.load(beta + here * H + head + token * H, token < rows, other=0)
+    key_cell = token[:, None] * (HG * K) + key[None, :]
+    cell = token[:, None] * C + token[None, :]
     for step in range(count):
         chunk = last - 1 - step
         at = start + (count - 1 - step).to(tl.int64) * C
         matrix_at = chunk.to(tl.int64) * H + head
         present = token < rows
-        key_at = ((at + token) * HG + head // (H // HG)) * K
+        key_at = (at * HG + head // (H // HG)) * K
         tile_mask = present[:, None] & inside_k[None, :]
-        k_tile = tl.load(k + key_at[:, None] + key[None, :], tile_mask, other=0)
-        cell = token[:, None] * C + token[None, :]
+        k_tile = tl.load(k + key_at + key_cell, tile_mask, other=0)
         T_tile = tl.load(T + matrix_at * (T_PARTS * C * C) + cell)
         G_own = sums
         G_end = total
         strength_own = strength.to(tl.float32)
         more = step + 1 < count
-        before = at - C
         sums = tl.load(G + (matrix_at - H) * C + token, more, other=0)
         total = tl.load(G + (matrix_at - H) * C + C - 1, more, other=0)
-        strength = tl.load(beta + (before + token) * H + head, more & (token < C), other=0)
+        strength = tl.load(beta + (at - C) * H + head + token * H, more & (token < C), other=0)
         rows = C
 
         narrow = dstate.to(low)
-        tl.store(dstates + matrix_at * (V * K) + column[:, None] * K + key[None, :], narrow, inside_state)
+        tl.store(dstates + matrix_at * (V * K) + (column[:, None] * K + key[None, :]), narrow, inside_state)
         dnew = tl.dot(narrow, tl.trans(k_tile), input_precision=PRECISION) * tl.exp(G_end - G_own)[None, :]
         if HAS_DO:
-            q_tile = tl.load(q + key_at[:, None] + key[None, :], tile_mask, other=0)
-            do_at = ((at + token) * H + head) * V
+            q_tile = tl.load(q + key_at + key_cell, tile_mask, other=0)
+            do_cell = token[None, :] * (H * V) + column[:, None]
             do_mask = inside_v[:, None] & present[None, :]
-            do_tile = tl.load(do + do_at[None, :] + column[:, None], do_mask, other=0)
+            do_tile = tl.load(do + (at * H + head) * V + do_cell, do_mask, other=0)
             decay = tl.exp(tl.where(causal, G_own[:, None] - G_own[None, :], float("-inf")))
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (decay * scale)
             high = scores.to(low)
@@ -106,8 +107,7 @@ def gated_delta_walk_back(
         if T_PARTS == 2:
             T_rest = tl.load(T + matrix_at * (T_PARTS * C * C) + C * C + cell)
             Y_tile += tl.dot(rounded, T_rest, input_precision=PRECISION)
-        Y_at = (matrix_at * C + token) * V
-        tl.store(Y + Y_at[None, :] + column[:, None], Y_tile.to(low), inside_v[:, None])
+        tl.store(Y + matrix_at * (C * V) + (token[None, :] * V + column[:, None]), Y_tile.to(low), inside_v[:, None])
         grown = tl.exp(G_own)
         dstate = dstate * tl.exp(G_end)
         if HAS_DO:
@@ -117,156 +117,191 @@ def gated_delta_walk_back(
             (Y_tile * -(strength_own * grown)[None, :]).to(low), k_tile, dstate, input_precision=PRECISION
         )
     if HAS_DINITIAL:
-        tl.store(dinitial + state_at, dstate, inside_state)
+        tl.store(dinitial + state_at + state_cell, dstate, inside_state)
 
 
 # ------------------------------------------------------------------------------------------- the gradients
 
 
 @triton.jit
+def value_tile(rows_at, begin, rows, STRIDE: tl.constexpr, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl.constexpr):
+    """A row of V_BLOCK columns for each token."""
+    token = tl.arange(0, C)[:, None]
+    column = begin + tl.arange(0, V_BLOCK)[None, :]
+    return tl.load(rows_at + (token * STRIDE + column), (token < rows) & (column < V), other=0)
+
+
+@triton.jit
+def turned_tile(columns_at, begin, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl.constexpr):
+    """The same from a matrix [V, C]."""
+    token = tl.arange(0, C)[:, None]
+    column = begin + tl.arange(0, V_BLOCK)[None, :]
+    return tl.load(columns_at + (column * C + token), column < V, other=0)
+
+
+@triton.jit
+def state_tile(
+    state_at, begin, first_key, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr
+):
+    """V_BLOCK rows and K_BLOCK columns of a matrix [V, K]."""
+    column = begin + tl.arange(0, V_BLOCK)[:, None]
+    key = first_key + tl.arange(0, K_BLOCK)[None, :]
+    return tl.load(state_at + (column * K + key), (column < V) & (key < K), other=0)
+
+
+@triton.jit
+def products(
+    left_at, right_at, rows, STRIDE: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Every row of one tensor of keys or queries times every row of another."""
+    found = tl.zeros([C, C], tl.float32)
+    for begin in tl.static_range(0, K, K_BLOCK):
+        left = value_tile(left_at, begin, rows, STRIDE, K, K_BLOCK, C)
+        right = value_tile(right_at, begin, rows, STRIDE, K, K_BLOCK, C)
+        found = tl.dot(left, tl.trans(right), found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
 def gated_delta_gradients(
     q, k, v, do, beta, G, states, dstates, new, Y, places, dq, dk, dv, parts, kept, scale,
     HG: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, HAS_DO: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_DO: tl.constexpr,
     NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
     PRECISION: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Everything of one chunk and key head for K_BLOCK columns of K.
+    """One chunk and key head, K_BLOCK columns of K: dq, by one program, or dk, by the next, which also has dv.
 
-    `parts` [chunks, H, K blocks, 5, C]: Σ over the block's columns of q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ) and of
-    k·(e^{Γ−G} v' dS⁺ᵀ), and from the first block the sums through D and what dβ has besides; `kept` e^Γ⟨S, dS⁺⟩.
+    Each leaves what dg and dβ need of it in `parts` [chunks, H, K blocks, 6, C], sums over the block's columns: of
+    q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); then, from the first block, what M and E send through
+    D (`passing`), and what dβ has besides; and e^Γ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks].
     """
     K_BLOCKS: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
     GROUP: tl.constexpr = H // HG
     program = tl.program_id(0)
-    k_block = program % K_BLOCKS
-    key_head = (program // K_BLOCKS) % HG
-    chunk = program // (K_BLOCKS * HG)
+    of_queries = program % 2 == 0
+    k_block = (program // 2) % K_BLOCKS
+    key_head = (program // (2 * K_BLOCKS)) % HG
+    chunk = program // (2 * K_BLOCKS * HG)
     rows = tl.load(places + chunk.to(tl.int64) * 4 + 1)
     if rows == 0:
         return
     at = tl.load(places + chunk.to(tl.int64) * 4).to(tl.int64)
     low = k.dtype.element_ty
     token = tl.arange(0, C)
-    present = token < rows
-    key = k_block * K_BLOCK + tl.arange(0, K_BLOCK)
-    inside_k = key < K
-    key_at = ((at + token) * HG + key_head) * K
-    tile_mask = present[:, None] & inside_k[None, :]
-    k_tile = tl.load(k + key_at[:, None] + key[None, :], tile_mask, other=0)
-    q_tile = tl.load(q + key_at[:, None] + key[None, :], tile_mask, other=0)
-    qk = tl.zeros([C, C], tl.float32)
-    kk = tl.zeros([C, C], tl.float32)
-    if NEED_GATES:
-        if K_BLOCKS == 1:
-            kk = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if HAS_DO:
-                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        else:
-            if k_block == 0:
-                for begin in range(0, K, K_BLOCK):
-                    other = begin + tl.arange(0, K_BLOCK)
-                    other_mask = present[:, None] & (other < K)[None, :]
-                    k_other = tl.load(k + key_at[:, None] + other[None, :], other_mask, other=0)
-                    kk = tl.dot(k_other, tl.trans(k_other), kk, input_precision=PRECISION)
-                    if HAS_DO:
-                        q_other = tl.load(q + key_at[:, None] + other[None, :], other_mask, other=0)
-                        qk = tl.dot(q_other, tl.trans(k_other), qk, input_precision=PRECISION)
     row = token[:, None]
     other_row = token[None, :]
-    dq_sum = tl.zeros([C, K_BLOCK], tl.float32)
-    dk_sum = tl.zeros([C, K_BLOCK], tl.float32)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        matrix_at = chunk.to(tl.int64) * H + head
-        sums = tl.load(G + matrix_at * C + token)
-        end = tl.load(G + matrix_at * C + C - 1)
-        strength = tl.load(beta + (at + token) * H + head, present, other=0).to(tl.float32)
-        grown = tl.exp(sums)
-        to_end = tl.exp(end - sums)
-        value_at = ((at + token) * H + head) * V
-        own_at = (matrix_at * C + token) * V
-
-        do_new = tl.zeros([C, C], tl.float32)
-        new_do = tl.zeros([C, C], tl.float32)
-        Y_new = tl.zeros([C, C], tl.float32)
-        new_Y = tl.zeros([C, C], tl.float32)
-        do_S = tl.zeros([C, K_BLOCK], tl.float32)
-        Y_S = tl.zeros([C, K_BLOCK], tl.float32)
-        new_dS = tl.zeros([C, K_BLOCK], tl.float32)
-        Y_v = tl.zeros([C], tl.float32)
-        S_dS = tl.zeros([K_BLOCK], tl.float32)
-        for begin in tl.static_range(0, V, V_BLOCK):
-            column = begin + tl.arange(0, V_BLOCK)
-            inside_v = column < V
-            mask = present[:, None] & inside_v[None, :]
-            Y_tile = tl.load(Y + own_at[:, None] + column[None, :], inside_v[None, :], other=0)
-            new_tile = tl.load(
-                new + matrix_at * (V * C) + column[None, :] * C + token[:, None], inside_v[None, :], other=0
-            )
-            state_at = matrix_at * (V * K) + column[:, None] * K + key[None, :]
-            state_mask = inside_v[:, None] & inside_k[None, :]
-            S_tile = tl.load(states + state_at, state_mask, other=0)
-            dS_tile = tl.load(dstates + state_at, state_mask, other=0)
-            if HAS_DO:
-                do_tile = tl.load(do + value_at[:, None] + column[None, :], mask, other=0)
-                do_new += tl.dot(do_tile, tl.trans(new_tile), input_precision=PRECISION)
-                if NEED_K:
-                    new_do += tl.dot(new_tile, tl.trans(do_tile), input_precision=PRECISION)
-                do_S += tl.dot(do_tile, S_tile, input_precision=PRECISION)
-            Y_new += tl.dot(Y_tile, tl.trans(new_tile), input_precision=PRECISION)
-            if NEED_K:
-                new_Y += tl.dot(new_tile, tl.trans(Y_tile), input_precision=PRECISION)
-            Y_S += tl.dot(Y_tile, S_tile, input_precision=PRECISION)
-            new_dS += tl.dot(new_tile, dS_tile, input_precision=PRECISION)
-            if NEED_GATES:
-                S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 0)
-            if NEED_V or NEED_GATES:
-                if k_block == 0:
+    key = k_block * K_BLOCK + tl.arange(0, K_BLOCK)
+    key_cell = row * (HG * K) + key[None, :]
+    tile_mask = (row < rows) & (key < K)[None, :]
+    q_at = q + (at * HG + key_head) * K
+    k_at = k + (at * HG + key_head) * K
+    k_tile = tl.load(k_at + key_cell, tile_mask, other=0)
+    q_tile = tl.load(q_at + key_cell, tile_mask, other=0)
+    gradient = tl.zeros([C, K_BLOCK], tl.float32)
+    if of_queries:
+        if HAS_DO and (NEED_Q or NEED_GATES):
+            for member in range(GROUP):
+                head = key_head * GROUP + member
+                matrix_at = chunk.to(tl.int64) * H + head
+                sums = tl.load(G + matrix_at * C + token)
+                do_new = tl.zeros([C, C], tl.float32)
+                do_S = tl.zeros([C, K_BLOCK], tl.float32)
+                for begin in tl.range(0, V, V_BLOCK, num_stages=STAGES):
+                    do_tile = value_tile(do + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
+                    new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
+                    S_tile = state_tile(states + matrix_at * (V * K), begin, k_block * K_BLOCK, K, V, K_BLOCK, V_BLOCK)
+                    do_new = tl.dot(do_tile, tl.trans(new_tile), do_new, input_precision=PRECISION)
+                    do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
+                decay = tl.exp(tl.where(row >= other_row, sums[:, None] - sums[None, :], float("-inf")))
+                M = do_new * (decay * scale)
+                do_S *= (tl.exp(sums) * scale)[:, None]
+                gradient += do_S
+                if NEED_Q:
+                    gradient = tl.dot(M.to(low), k_tile, gradient, input_precision=PRECISION)
+                if NEED_GATES:
+                    parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
+                    tl.store(parts_at, tl.sum(q_tile.to(tl.float32) * do_S, 1))
+                    if k_block == 0:
+                        qk = products(q_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
+                        through = tl.where(row > other_row, M * qk, 0.0)
+                        tl.store(parts_at + 3 * C, passing(through, low, PRECISION, C))
+        if NEED_Q:
+            tl.store(dq + (at * HG + key_head) * K + key_cell, gradient.to(low), tile_mask)
+    else:
+        if NEED_K or NEED_V or NEED_GATES:
+            for member in range(GROUP):
+                head = key_head * GROUP + member
+                matrix_at = chunk.to(tl.int64) * H + head
+                sums = tl.load(G + matrix_at * C + token)
+                strength = tl.load(beta + at * H + head + token * H, token < rows, other=0).to(tl.float32)
+                new_do = tl.zeros([C, C], tl.float32)
+                Y_new = tl.zeros([C, C], tl.float32)
+                new_Y = tl.zeros([C, C], tl.float32)
+                Y_v = tl.zeros([C], tl.float32)
+                for begin in tl.range(0, V, V_BLOCK, num_stages=STAGES):
+                    new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
+                    Y_tile = value_tile(Y + matrix_at * (C * V), begin, C, V, V, V_BLOCK, C)
+                    if HAS_DO and NEED_K:
+                        do_tile = value_tile(do + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
+                        new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
+                    Y_new = tl.dot(Y_tile, tl.trans(new_tile), Y_new, input_precision=PRECISION)
+                    new_Y = tl.dot(new_tile, tl.trans(Y_tile), new_Y, input_precision=PRECISION)
                     wide = Y_tile.to(tl.float32)
-                    if NEED_V:
-                        tl.store(dv + value_at[:, None] + column[None, :], (wide * strength[:, None]).to(low), mask)
                     if NEED_GATES:
-                        v_tile = tl.load(v + value_at[:, None] + column[None, :], mask, other=0)
+                        v_tile = value_tile(v + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
                         Y_v += tl.sum(wide * v_tile.to(tl.float32), 1)
-
-        decay = tl.exp(tl.where(row >= other_row, sums[:, None] - sums[None, :], float("-inf")))
-        N = tl.where(row > other_row, -Y_new * decay, 0.0)
-        E = N * strength[:, None]
-        M = do_new * (decay * scale)
-        do_S *= (grown * scale)[:, None]
-        Y_S *= grown[:, None]
-        new_dS *= to_end[:, None]
-        if NEED_Q and HAS_DO:
-            dq_sum += do_S
-            dq_sum = tl.dot(M.to(low), k_tile, dq_sum, input_precision=PRECISION)
+                    if NEED_V:
+                        if k_block == 0:
+                            column = begin + tl.arange(0, V_BLOCK)[None, :]
+                            tl.store(
+                                dv + (at * H + head) * V + (row * (H * V) + column),
+                                (wide * strength[:, None]).to(low),
+                                (row < rows) & (column < V),
+                            )
+                if NEED_K or NEED_GATES:
+                    decay = tl.exp(tl.where(row > other_row, sums[:, None] - sums[None, :], float("-inf")))
+                    N = -Y_new * decay
+                    if NEED_GATES:
+                        if k_block == 0:
+                            parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
+                            kk = products(k_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
+                            tl.store(parts_at + 5 * C, Y_v + tl.sum(N * kk, 1))
+                            through = N * kk * strength[:, None]
+                            tl.store(parts_at + 4 * C, passing(through, low, PRECISION, C))
+                    if NEED_K:
+                        later = tl.exp(tl.where(row < other_row, sums[None, :] - sums[:, None], float("-inf")))
+                        both = (N * strength[:, None] - new_Y * later * strength[None, :]).to(low)
+                        gradient = tl.dot(both, k_tile, gradient, input_precision=PRECISION)
+                        if HAS_DO:
+                            scores = new_do * (tl.where(row == other_row, 1.0, later) * scale)
+                            gradient += tl.dot(scores.to(low), q_tile, input_precision=PRECISION)
+                    Y_S = tl.zeros([C, K_BLOCK], tl.float32)
+                    new_dS = tl.zeros([C, K_BLOCK], tl.float32)
+                    S_dS = tl.zeros([K_BLOCK], tl.float32)
+                    for begin in tl.range(0, V, V_BLOCK, num_stages=STAGES):
+                        new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
+                        Y_tile = value_tile(Y + matrix_at * (C * V), begin, C, V, V, V_BLOCK, C)
+                        first_key = k_block * K_BLOCK
+                        S_tile = state_tile(states + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
+                        dS_tile = state_tile(dstates + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
+                        Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
+                        new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
+                        if NEED_GATES:
+                            S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 0)
+                    end = tl.load(G + matrix_at * C + C - 1)
+                    Y_S *= tl.exp(sums)[:, None]
+                    new_dS *= tl.exp(end - sums)[:, None]
+                    gradient += new_dS - Y_S * strength[:, None]
+                    if NEED_GATES:
+                        parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
+                        wide_k = k_tile.to(tl.float32)
+                        tl.store(parts_at + C, tl.sum(wide_k * Y_S, 1))
+                        tl.store(parts_at + 2 * C, tl.sum(wide_k * new_dS, 1))
+                        tl.store(kept + matrix_at * K_BLOCKS + k_block, tl.sum(S_dS, 0) * tl.exp(end))
         if NEED_K:
-            later = tl.exp(tl.where(row <= other_row, sums[None, :] - sums[:, None], float("-inf")))
-            E_after = tl.where(row < other_row, -new_Y * later * strength[None, :], 0.0)
-            dk_sum += new_dS - Y_S * strength[:, None]
-            dk_sum = tl.dot((E + E_after).to(low), k_tile, dk_sum, input_precision=PRECISION)
-            if HAS_DO:
-                dk_sum += tl.dot((new_do * (later * scale)).to(low), q_tile, input_precision=PRECISION)
-        if NEED_GATES:
-            parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (5 * C) + token
-            wide_k = k_tile.to(tl.float32)
-            tl.store(parts_at + C, tl.sum(wide_k * Y_S, 1))
-            tl.store(parts_at + 2 * C, tl.sum(wide_k * new_dS, 1))
-            if HAS_DO:
-                tl.store(parts_at, tl.sum(q_tile.to(tl.float32) * do_S, 1))
-            else:
-                tl.store(parts_at, tl.zeros([C], tl.float32))
-            tl.store(kept + matrix_at * K_BLOCKS + k_block, tl.sum(S_dS, 0) * tl.exp(end))
-            if k_block == 0:
-                tl.store(parts_at + 4 * C, Y_v + tl.sum(N * kk, 1))
-                through = E * kk
-                if HAS_DO:
-                    through += tl.where(row > other_row, M * qk, 0.0)
-                tl.store(parts_at + 3 * C, passing(through, low, PRECISION, C))
-    if NEED_Q:
-        tl.store(dq + key_at[:, None] + key[None, :], dq_sum.to(low), tile_mask)
-    if NEED_K:
-        tl.store(dk + key_at[:, None] + key[None, :], dk_sum.to(low), tile_mask)
+            tl.store(dk + (at * HG + key_head) * K + key_cell, gradient.to(low), tile_mask)
 
 
 @triton.jit
@@ -285,7 +320,8 @@ def passing(through, low: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr
 @triton.jit
 def gated_delta_gate_gradients(
     beta, places, parts, kept, dg, dbeta,
-    H: tl.constexpr, K_BLOCKS: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, K_BLOCKS: tl.constexpr, HAS_DO: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """dg and dβ of one chunk and head."""
     program = tl.program_id(0)
@@ -297,25 +333,28 @@ def gated_delta_gate_gradients(
     at = tl.load(places + chunk.to(tl.int64) * 4).to(tl.int64)
     token = tl.arange(0, C)
     present = token < rows
-    gate_at = (at + token) * H + head
-    first = parts + program.to(tl.int64) * (K_BLOCKS * 5 * C) + token
+    gate_at = at * H + head + token * H
+    first = parts + program.to(tl.int64) * (K_BLOCKS * 6 * C) + token
     before = token > 0
     since_q = tl.zeros([C], tl.float32)
     of_key = tl.zeros([C], tl.float32)
     until = tl.zeros([C], tl.float32)
     whole = 0.0
     for block in tl.static_range(K_BLOCKS):
-        of_block = first + block * (5 * C)
-        since_q += tl.load(of_block)
+        of_block = first + block * (6 * C)
+        if HAS_DO:
+            since_q += tl.load(of_block)
         of_key += tl.load(of_block + C)
         until += tl.load(of_block + (2 * C - 1), before, other=0)  # of the token before
         whole += tl.load(kept + program.to(tl.int64) * K_BLOCKS + block)
     if NEED_BETA:
-        tl.store(dbeta + gate_at, (tl.load(first + 4 * C) - of_key).to(dbeta.dtype.element_ty), present)
+        tl.store(dbeta + gate_at, (tl.load(first + 5 * C) - of_key).to(dbeta.dtype.element_ty), present)
     if NEED_G:
         strength = tl.load(beta + gate_at, present, other=0).to(tl.float32)
         since = tl.cumsum(since_q - strength * of_key, reverse=True)
-        found = tl.load(first + 3 * C) + since + tl.cumsum(until) + whole
+        found = tl.load(first + 4 * C) + since + tl.cumsum(until) + whole
+        if HAS_DO:
+            found += tl.load(first + 3 * C)
         tl.store(dg + gate_at, found.to(dg.dtype.element_ty), present)
 
 
