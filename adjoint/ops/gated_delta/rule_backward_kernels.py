@@ -125,10 +125,25 @@ def gated_delta_walk_back(
 
 @triton.jit
 def value_tile(rows_at, begin, rows, STRIDE: tl.constexpr, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl.constexpr):
-    """A row of V_BLOCK columns for each token."""
+    """A row of V_BLOCK columns for each token, of which `rows` are there."""
     token = tl.arange(0, C)[:, None]
     column = begin + tl.arange(0, V_BLOCK)[None, :]
-    return tl.load(rows_at + (token * STRIDE + column), (token < rows) & (column < V), other=0)
+    # Where every column is there no mask is kept for them: here and below registers are what is scarce.
+    if V % V_BLOCK == 0:
+        return tl.load(rows_at + (token * STRIDE + column), token < rows, other=0)
+    else:
+        return tl.load(rows_at + (token * STRIDE + column), (token < rows) & (column < V), other=0)
+
+
+@triton.jit
+def own_tile(rows_at, begin, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl.constexpr):
+    """The same from a matrix [C, V]."""
+    token = tl.arange(0, C)[:, None]
+    column = begin + tl.arange(0, V_BLOCK)[None, :]
+    if V % V_BLOCK == 0:
+        return tl.load(rows_at + (token * V + column))
+    else:
+        return tl.load(rows_at + (token * V + column), column < V, other=0)
 
 
 @triton.jit
@@ -136,7 +151,10 @@ def turned_tile(columns_at, begin, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl
     """The same from a matrix [V, C]."""
     token = tl.arange(0, C)[:, None]
     column = begin + tl.arange(0, V_BLOCK)[None, :]
-    return tl.load(columns_at + (column * C + token), column < V, other=0)
+    if V % V_BLOCK == 0:
+        return tl.load(columns_at + (column * C + token))
+    else:
+        return tl.load(columns_at + (column * C + token), column < V, other=0)
 
 
 @triton.jit
@@ -146,7 +164,10 @@ def state_tile(
     """V_BLOCK rows and K_BLOCK columns of a matrix [V, K]."""
     column = begin + tl.arange(0, V_BLOCK)[:, None]
     key = first_key + tl.arange(0, K_BLOCK)[None, :]
-    return tl.load(state_at + (column * K + key), (column < V) & (key < K), other=0)
+    if K % K_BLOCK == 0 and V % V_BLOCK == 0:
+        return tl.load(state_at + (column * K + key))
+    else:
+        return tl.load(state_at + (column * K + key), (column < V) & (key < K), other=0)
 
 
 @triton.jit
@@ -165,7 +186,7 @@ def products(
 
 @triton.jit
 def gated_delta_gradients(
-    q, k, v, do, beta, G, states, dstates, new, Y, places, dq, dk, dv, parts, kept, scale,
+    q, k, v, do, beta, G, states, dstates, new, Y, places, dq, dk, dv, parts, kept, scale, columns,
     HG: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_DO: tl.constexpr,
     NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
@@ -192,46 +213,47 @@ def gated_delta_gradients(
     token = tl.arange(0, C)
     row = token[:, None]
     other_row = token[None, :]
-    key = k_block * K_BLOCK + tl.arange(0, K_BLOCK)
-    key_cell = row * (HG * K) + key[None, :]
-    tile_mask = (row < rows) & (key < K)[None, :]
+    first_key = k_block * K_BLOCK
     q_at = q + (at * HG + key_head) * K
     k_at = k + (at * HG + key_head) * K
-    k_tile = tl.load(k_at + key_cell, tile_mask, other=0)
-    q_tile = tl.load(q_at + key_cell, tile_mask, other=0)
+    k_tile = value_tile(k_at, first_key, rows, HG * K, K, K_BLOCK, C)
     gradient = tl.zeros([C, K_BLOCK], tl.float32)
     if of_queries:
         if HAS_DO and (NEED_Q or NEED_GATES):
-            for member in range(GROUP):
+            for member in tl.range(0, GROUP, disable_licm=True):
                 head = key_head * GROUP + member
                 matrix_at = chunk.to(tl.int64) * H + head
                 sums = tl.load(G + matrix_at * C + token)
                 do_new = tl.zeros([C, C], tl.float32)
                 do_S = tl.zeros([C, K_BLOCK], tl.float32)
-                for begin in tl.range(0, V, V_BLOCK, num_stages=STAGES):
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
                     do_tile = value_tile(do + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
                     new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
-                    S_tile = state_tile(states + matrix_at * (V * K), begin, k_block * K_BLOCK, K, V, K_BLOCK, V_BLOCK)
+                    S_tile = state_tile(states + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
                     do_new = tl.dot(do_tile, tl.trans(new_tile), do_new, input_precision=PRECISION)
                     do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
-                decay = tl.exp(tl.where(row >= other_row, sums[:, None] - sums[None, :], float("-inf")))
-                M = do_new * (decay * scale)
                 do_S *= (tl.exp(sums) * scale)[:, None]
                 gradient += do_S
+                if NEED_GATES:
+                    parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
+                    wide = value_tile(q_at, first_key, rows, HG * K, K, K_BLOCK, C).to(tl.float32)
+                    tl.store(parts_at, tl.sum(wide * do_S, 1))
+                decay = tl.exp(tl.where(row >= other_row, sums[:, None] - sums[None, :], float("-inf")))
+                M = do_new * (decay * scale)
                 if NEED_Q:
                     gradient = tl.dot(M.to(low), k_tile, gradient, input_precision=PRECISION)
                 if NEED_GATES:
-                    parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
-                    tl.store(parts_at, tl.sum(q_tile.to(tl.float32) * do_S, 1))
                     if k_block == 0:
-                        qk = products(q_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
-                        through = tl.where(row > other_row, M * qk, 0.0)
+                        M *= products(q_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
+                        through = tl.where(row > other_row, M, 0.0)
                         tl.store(parts_at + 3 * C, passing(through, low, PRECISION, C))
         if NEED_Q:
-            tl.store(dq + (at * HG + key_head) * K + key_cell, gradient.to(low), tile_mask)
+            key = first_key + tl.arange(0, K_BLOCK)[None, :]
+            cell = row * (HG * K) + key
+            tl.store(dq + (at * HG + key_head) * K + cell, gradient.to(low), (row < rows) & (key < K))
     else:
         if NEED_K or NEED_V or NEED_GATES:
-            for member in range(GROUP):
+            for member in tl.range(0, GROUP, disable_licm=True):
                 head = key_head * GROUP + member
                 matrix_at = chunk.to(tl.int64) * H + head
                 sums = tl.load(G + matrix_at * C + token)
@@ -240,9 +262,9 @@ def gated_delta_gradients(
                 Y_new = tl.zeros([C, C], tl.float32)
                 new_Y = tl.zeros([C, C], tl.float32)
                 Y_v = tl.zeros([C], tl.float32)
-                for begin in tl.range(0, V, V_BLOCK, num_stages=STAGES):
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
                     new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
-                    Y_tile = value_tile(Y + matrix_at * (C * V), begin, C, V, V, V_BLOCK, C)
+                    Y_tile = own_tile(Y + matrix_at * (C * V), begin, V, V_BLOCK, C)
                     if HAS_DO and NEED_K:
                         do_tile = value_tile(do + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
                         new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
@@ -261,60 +283,66 @@ def gated_delta_gradients(
                                 (row < rows) & (column < V),
                             )
                 if NEED_K or NEED_GATES:
-                    decay = tl.exp(tl.where(row > other_row, sums[:, None] - sums[None, :], float("-inf")))
-                    N = -Y_new * decay
+                    parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
+                    N = -Y_new * tl.exp(tl.where(row > other_row, sums[:, None] - sums[None, :], float("-inf")))
+                    if NEED_K:
+                        later = tl.exp(tl.where(row <= other_row, sums[None, :] - sums[:, None], float("-inf")))
+                        if HAS_DO:
+                            q_tile = value_tile(q_at, first_key, rows, HG * K, K, K_BLOCK, C)
+                            scores = (new_do * (later * scale)).to(low)
+                            gradient = tl.dot(scores, q_tile, gradient, input_precision=PRECISION)
+                        after = tl.where(row < other_row, new_Y * later * strength[None, :], 0.0)
+                        both = (N * strength[:, None] - after).to(low)
+                        gradient += tl.dot(both, k_tile, input_precision=PRECISION)
                     if NEED_GATES:
                         if k_block == 0:
-                            parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
-                            kk = products(k_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
-                            tl.store(parts_at + 5 * C, Y_v + tl.sum(N * kk, 1))
-                            through = N * kk * strength[:, None]
-                            tl.store(parts_at + 4 * C, passing(through, low, PRECISION, C))
-                    if NEED_K:
-                        later = tl.exp(tl.where(row < other_row, sums[None, :] - sums[:, None], float("-inf")))
-                        both = (N * strength[:, None] - new_Y * later * strength[None, :]).to(low)
-                        gradient = tl.dot(both, k_tile, gradient, input_precision=PRECISION)
-                        if HAS_DO:
-                            scores = new_do * (tl.where(row == other_row, 1.0, later) * scale)
-                            gradient += tl.dot(scores.to(low), q_tile, input_precision=PRECISION)
+                            N *= products(k_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
+                            tl.store(parts_at + 5 * C, Y_v + tl.sum(N, 1))
+                            tl.store(parts_at + 4 * C, passing(N * strength[:, None], low, PRECISION, C))
                     Y_S = tl.zeros([C, K_BLOCK], tl.float32)
-                    new_dS = tl.zeros([C, K_BLOCK], tl.float32)
-                    S_dS = tl.zeros([K_BLOCK], tl.float32)
-                    for begin in tl.range(0, V, V_BLOCK, num_stages=STAGES):
-                        new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
-                        Y_tile = value_tile(Y + matrix_at * (C * V), begin, C, V, V, V_BLOCK, C)
-                        first_key = k_block * K_BLOCK
+                    for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                        Y_tile = own_tile(Y + matrix_at * (C * V), begin, V, V_BLOCK, C)
                         S_tile = state_tile(states + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
-                        dS_tile = state_tile(dstates + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
                         Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
+                    Y_S *= tl.exp(sums)[:, None]
+                    if NEED_GATES:
+                        # Read again: kept in registers since the beginning, it would leave none for the sums.
+                        wide = value_tile(k_at, first_key, rows, HG * K, K, K_BLOCK, C).to(tl.float32)
+                        tl.store(parts_at + C, tl.sum(wide * Y_S, 1))
+                    gradient -= Y_S * strength[:, None]
+                    new_dS = tl.zeros([C, K_BLOCK], tl.float32)
+                    S_dS = tl.zeros([V_BLOCK], tl.float32)
+                    for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                        new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
+                        dS_tile = state_tile(dstates + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
                         new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
                         if NEED_GATES:
-                            S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 0)
+                            S_tile = state_tile(states + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
+                            S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
                     end = tl.load(G + matrix_at * C + C - 1)
-                    Y_S *= tl.exp(sums)[:, None]
                     new_dS *= tl.exp(end - sums)[:, None]
-                    gradient += new_dS - Y_S * strength[:, None]
+                    gradient += new_dS
                     if NEED_GATES:
-                        parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
-                        wide_k = k_tile.to(tl.float32)
-                        tl.store(parts_at + C, tl.sum(wide_k * Y_S, 1))
-                        tl.store(parts_at + 2 * C, tl.sum(wide_k * new_dS, 1))
+                        wide = value_tile(k_at, first_key, rows, HG * K, K, K_BLOCK, C).to(tl.float32)
+                        tl.store(parts_at + 2 * C, tl.sum(wide * new_dS, 1))
                         tl.store(kept + matrix_at * K_BLOCKS + k_block, tl.sum(S_dS, 0) * tl.exp(end))
         if NEED_K:
-            tl.store(dk + (at * HG + key_head) * K + key_cell, gradient.to(low), tile_mask)
+            key = first_key + tl.arange(0, K_BLOCK)[None, :]
+            cell = row * (HG * K) + key
+            tl.store(dk + (at * HG + key_head) * K + cell, gradient.to(low), (row < rows) & (key < K))
 
 
 @triton.jit
 def passing(through, low: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr):
-    """R_t = Σ of Z_ij over i ≥ t > j: first down the columns, as a product with ones, exact for two parts of Z."""
+    """R_t = Σ of Z_ij over i ≥ t > j: first along the rows, as a product with ones, exact for two parts of Z."""
     row = tl.arange(0, C)[:, None]
     other_row = tl.arange(0, C)[None, :]
-    ones = tl.where(row <= other_row, 1.0, 0.0).to(low)
+    ones = tl.where(row < other_row, 1.0, 0.0).to(low)
     high = through.to(low)
-    below = tl.dot(ones, high, input_precision=PRECISION)
+    before = tl.dot(high, ones, input_precision=PRECISION)
     if low != tl.float32:
-        below += tl.dot(ones, (through - high.to(tl.float32)).to(low), input_precision=PRECISION)
-    return tl.sum(tl.where(row > other_row, below, 0.0), 1)
+        before += tl.dot((through - high.to(tl.float32)).to(low), ones, input_precision=PRECISION)
+    return tl.sum(tl.where(row >= other_row, before, 0.0), 0)
 
 
 @triton.jit
