@@ -1,0 +1,167 @@
+"""Triton kernels that say where sequences and their chunks lie, and what the gates of a chunk are.
+
+Everything is on one flat token axis. A span is CHUNK tokens for the kernels that work chunk by chunk, or the tokens
+between two saved states; spans are counted from a sequence's own start, and numbered sequence by sequence. How many
+there are is data; there are slots for as many as there can be, and the slots past the last have no tokens.
+
+    bounds   begins[n] = the first token of sequence n, firsts[n] = its first span; [N + 1] of each
+    places   [slots, 4] = first token, number of tokens, sequence, number within the sequence
+    gates    [chunks, heads, 5, 64] = G, what G lost in rounding, β, e^G, e^{Γ−G}
+    clear    zeros for tokens of no sequence
+    normalize  x / sqrt(Σx² + ε), row by row
+"""
+
+import triton
+import triton.language as tl
+
+from adjoint.core import kernels
+from adjoint.core.faults import record
+from adjoint.core.kernels import Budget
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def rule_bounds(
+    cu_seqlens, begins, firsts, status_word, fault, sequences, tokens, time,
+    PACKED: tl.constexpr, RAISE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums over all sequences, by one program: cu_seqlens that descend are taken as their running maximum."""
+    each = tl.cdiv(time, SPAN)
+    last_bound = tl.zeros([], tl.int64)
+    last_before = tl.zeros([], tl.int64)
+    total = tl.zeros([], tl.int32)
+    for start in range(0, sequences + 1, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        inside = number <= sequences
+        if PACKED:
+            bound = tl.load(cu_seqlens + number, inside, other=0).to(tl.int64)
+            before = tl.load(cu_seqlens + number - 1, inside & (number > 0), other=0).to(tl.int64)
+            if RAISE:
+                wrong = (bound < 0) | (bound > tokens) | (bound < before)
+                wrong |= ((number == 0) & (bound != 0)) | ((number == sequences) & (bound != tokens))
+                record(status_word, fault, number, bound, inside & wrong)
+            bound = tl.minimum(tl.maximum(bound, 0), tokens)
+            before = tl.minimum(tl.maximum(before, 0), tokens)
+            bound = tl.maximum(tl.associative_scan(bound, 0, _larger), last_bound)
+            before = tl.maximum(tl.associative_scan(before, 0, _larger), last_before)
+            spans = tl.where(number > 0, (bound - before + (SPAN - 1)) // SPAN, 0).to(tl.int32)
+            spans = tl.where(inside, spans, 0)
+            first = total + tl.cumsum(spans, 0)
+            tl.store(begins + number, bound.to(tl.int32), inside)
+            tl.store(firsts + number, first, inside)
+            last_bound = tl.max(bound, 0)
+            last_before = tl.max(before, 0)
+            total += tl.sum(spans, 0)
+        else:
+            tl.store(begins + number, (number.to(tl.int64) * time).to(tl.int32), inside)
+            tl.store(firsts + number, number * each, inside)
+
+
+@triton.jit
+def rule_places(begins, firsts, places, slots, sequences, steps, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Finds the sequence of each slot: the last whose first span is not past it."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + sequences
+    for _ in range(steps):
+        middle = (low + high + 1) >> 1
+        fits = tl.load(firsts + middle) <= slot
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle - 1)
+    used = low < sequences
+    sequence = tl.minimum(low, sequences - 1)
+    index = slot - tl.load(firsts + sequence)
+    begin = tl.load(begins + sequence) + index * SPAN
+    end = tl.load(begins + sequence + 1)
+    inside = slot < slots
+    place = places + slot.to(tl.int64) * 4
+    tl.store(place, tl.where(used, begin, 0), inside)
+    tl.store(place + 1, tl.where(used, tl.minimum(end - begin, SPAN), 0), inside)
+    tl.store(place + 2, sequence, inside)
+    tl.store(place + 3, index, inside)
+
+
+@triton.jit
+def rule_gates(
+    g, beta, places, gates, status_word, fault, heads, time,
+    g_batch_stride, g_token_stride, g_head_stride, beta_batch_stride, beta_token_stride, beta_head_stride,
+    RAISE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The running sum of g in float64, and what is made of it; tokens past the end have g = 0 and β = 0.
+
+    No argument of this kernel is promised to be aligned, so its sums have one layout and one order.
+    """
+    blocks = tl.cdiv(heads, HEADS)
+    slot = tl.program_id(0) // blocks
+    head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
+    count = tl.load(places + slot.to(tl.int64) * 4 + 1)
+    if count == 0:
+        return
+    first = tl.load(places + slot.to(tl.int64) * 4)
+    row = tl.arange(0, CHUNK)
+    token = (first + row).to(tl.int64)
+    inside = (row < count)[:, None] & (head < heads)[None, :]
+    wide = head.to(tl.int64)[None, :]
+    g_place = g + ((token // time) * g_batch_stride + (token % time) * g_token_stride)[:, None] + wide * g_head_stride
+    decay = tl.load(g_place, inside, other=0).to(tl.float32)
+    if RAISE:
+        record(status_word, fault, token[:, None] * heads + wide, decay.to(tl.int64), inside & (decay > 0))
+    G = tl.cumsum(decay.to(tl.float64), 0)
+    high = G.to(tl.float32)
+    low = (G - high.to(tl.float64)).to(tl.float32)
+    end = tl.sum(tl.where(row[:, None] == CHUNK - 1, G, 0.0), 0)
+    b_place = beta + ((token // time) * beta_batch_stride + (token % time) * beta_token_stride)[:, None]
+    strength = tl.load(b_place + wide * beta_head_stride, inside, other=0).to(tl.float32)
+    place = gates + (slot.to(tl.int64) * heads + wide) * (5 * CHUNK) + row[:, None]
+    own = (head < heads)[None, :] & (row < CHUNK)[:, None]
+    from_start = tl.exp(high)
+    tl.store(place, high, own)
+    tl.store(place + CHUNK, low, own)
+    tl.store(place + 2 * CHUNK, strength, own)
+    tl.store(place + 3 * CHUNK, from_start + from_start * low, own)
+    tl.store(place + 4 * CHUNK, tl.exp((end[None, :] - G).to(tl.float32)), own)
+
+
+@triton.jit
+def rule_clear(begins, out, sequences, tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros for rows of tokens that are before the first sequence or after the last."""
+    first = tl.program_id(0) * ROWS
+    begin = tl.load(begins)
+    end = tl.load(begins + sequences)
+    if (first >= begin) & (tl.minimum(first + ROWS, tokens) <= end):
+        return
+    token = first + tl.arange(0, ROWS)
+    outside = (token < tokens) & ((token < begin) | (token >= end))
+    place = out + token.to(tl.int64)[:, None] * width
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(place + column[None, :], 0.0, outside[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def rule_normalize(
+    x, out, rows, heads, time, batch_stride, token_stride, head_stride, column_stride,
+    EPSILON: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of SIZE numbers, divided by their norm in float32, into rows of PADDED; squares are added in halves."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    token = row // heads
+    place = x + (token // time) * batch_stride + (token % time) * token_stride + (row % heads) * head_stride
+    value = tl.load(place + column.to(tl.int64) * column_stride, (row < rows) & (column < SIZE), other=0)
+    value = value.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(value * value, 1) + EPSILON)
+    value = (value * norm[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row * PADDED + column, value, (row < rows) & (column < PADDED))
+
+
+_SMALL = Budget(registers=128, shared_bytes=16384)
+
+KERNELS = tuple(
+    kernels.register(kernel, budget=_SMALL)
+    for kernel in (rule_bounds, rule_places, rule_gates, rule_clear, rule_normalize)
+)
