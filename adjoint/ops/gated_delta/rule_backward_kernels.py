@@ -1,20 +1,19 @@
-"""Triton kernels of the gated delta rule's adjoint; notation of `eager.py`, chunks of 64 tokens.
+"""Triton kernels of the gated delta rule's adjoint; notation and layouts of `rule_kernels.py`.
 
-    walk_back        from a sequence's last chunk to its first, V columns of the state at a time:
-                       dv' = scale·(q kᵀ ⊙ D)ᵀ do + (e^{Γ−G} ⊙ k) dS⁺,   Y = Tᵀ dv'
-                       dS  = e^Γ dS⁺ + (scale·e^G ⊙ q)ᵀ do − kᵀ (β e^G ⊙ Y)
-                     leaves Y and dS⁺ of every chunk, and the gradient of the initial state
-    gradients        every chunk for itself, a key head with all value heads that read it: dq, dk, dv, and the parts
-                     of dβ and dg
-    gate_gradients   dβ and dg from their parts
+    scores           P = scale·(q kᵀ ⊙ D)                              one program per chunk and key head
+    walk_back        dv' = Pᵀ do + e^{Γ−G} ⊙ (k dS⁺),  Y = Tᵀ dv'       one per sequence, value head and block of V
+                     dS  = e^Γ dS⁺ + qᵀ (scale·e^G ⊙ do) − kᵀ (β e^G ⊙ Y)
+    gradients        dq, dk, dv and the parts of dβ and dg             two per chunk, key head and block of K
+    gate_gradients   dβ and dg from their parts                        one per chunk and value head
 
-The walk holds dSᵀ, a row for each column of V: what a product gives is then the left operand of the next one, as it
-stands in registers. A tile's transposed copy is made by the way it is read, or is the right operand: never
-`tl.dot(tl.trans(a), b)`, which Hopper compilers have got wrong in just this place.
+Only the walk goes from chunk to chunk, last to first. It holds dSᵀ, as the forward's walk holds Sᵀ: what a product
+gives becomes the left operand of the next where it is, in registers. It leaves Y [chunks, H, 64, V] and
+dS⁺ᵀ [chunks, H, V, K]. Elsewhere a tile's transposed copy is made by the way it is read, or is the right operand: never
+`tl.dot(tl.trans(a), b)`, which compilers for Hopper have got wrong in just this place.
 
-What is rounded to the storage type (none of it for float32): dS⁺, dv' before the product with T, whose diagonal is 1
-and keeps dv' in float32; the operands scale·e^G·do, β·e^G·Y and q kᵀ ⊙ D; M, E; the states, v', Y and dS⁺ in memory.
-Sums are float32. One element has one writer, every sum an order that is fixed by K, V and the types.
+Rounded to the storage type, where that is not float32: P; dS⁺ and dv' before their products (T is stored without its
+ones: what they multiply stays float32); scale·e^G·do and β·e^G·Y; M and E; and what one kernel leaves in memory for the
+next, S, v', Y and dS⁺. Sums are float32. One element has one writer, and every sum an order that K, V and the types fix.
 """
 
 import triton
@@ -23,372 +22,442 @@ import triton.language as tl
 from adjoint.core import kernels
 from adjoint.core.kernels import Budget
 
-CHUNK = 64
+# ------------------------------------------------------------------------------------------------- tiles
+
+
+@triton.jit
+def _token_tile(x, first, rows, token_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns, from `first` on, of the rows of 64 tokens of which `rows` are there."""
+    token = tl.arange(0, 64)[:, None]
+    column = first + tl.arange(0, BLOCK)[None, :]
+    place = x + (token * token_stride.to(tl.int32) + column)
+    # Where every column is there no mask is kept for them: registers are what is scarce.
+    if SIZE % BLOCK == 0:
+        return tl.load(place, token < rows, other=0)
+    else:
+        return tl.load(place, (token < rows) & (column < SIZE), other=0)
+
+
+@triton.jit
+def _tile(x, first, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+          COLUMN_BLOCK: tl.constexpr):  # fmt: skip
+    """A block of a matrix [ROWS, COLUMNS]."""
+    row = first + tl.arange(0, ROW_BLOCK)[:, None]
+    column = first_column + tl.arange(0, COLUMN_BLOCK)[None, :]
+    if ROWS % ROW_BLOCK == 0 and COLUMNS % COLUMN_BLOCK == 0:
+        return tl.load(x + (row * COLUMNS + column))
+    else:
+        return tl.load(x + (row * COLUMNS + column), (row < ROWS) & (column < COLUMNS), other=0)
+
+
+@triton.jit
+def _turned_tile(x, first, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr):
+    """The transpose of some rows of a matrix [ROWS, 64]."""
+    row = first + tl.arange(0, ROW_BLOCK)[None, :]
+    column = tl.arange(0, 64)[:, None]
+    if ROWS % ROW_BLOCK == 0:
+        return tl.load(x + (row * 64 + column))
+    else:
+        return tl.load(x + (row * 64 + column), row < ROWS, other=0)
+
+
+@triton.jit
+def _decays(gates, STRICT: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr):
+    """e^{G_i−G_j} for i ≥ j, or i > j, else 0; TURNED: its transpose."""
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    if TURNED:
+        between = tl.load(gates + j) - tl.load(gates + i)
+        if WIDE:
+            between += tl.load(gates + 64 + j) - tl.load(gates + 64 + i)
+        past = j > i if STRICT else j >= i
+    else:
+        between = tl.load(gates + i) - tl.load(gates + j)
+        if WIDE:
+            between += tl.load(gates + 64 + i) - tl.load(gates + 64 + j)
+        past = i > j if STRICT else i >= j
+    return tl.exp(tl.where(past, between, float("-inf")))
+
+
+# ------------------------------------------------------------------------------------------------ scores
+
+
+@triton.jit
+def rule_scores(
+    q, k, gates, places, scores, key_heads, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """scale·(q kᵀ ⊙ D) for every value head of a key head."""
+    slot = (tl.program_id(0) // key_heads).to(tl.int64)
+    key_head = (tl.program_id(0) % key_heads).to(tl.int64)
+    rows = tl.load(places + slot * 4 + 1)
+    if rows == 0:
+        return
+    at = tl.load(places + slot * 4).to(tl.int64)
+    queries = _token_tile(q + at * q_token_stride + key_head * q_head_stride, 0, rows, q_token_stride, K, K_BLOCK)
+    keys = _token_tile(k + at * k_token_stride + key_head * k_head_stride, 0, rows, k_token_stride, K, K_BLOCK)
+    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+    lane = (slot * key_heads + key_head) * GROUP
+    place = scores + lane * (64 * 64) + (tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :])
+    gates += lane * (5 * 64)
+    for _ in range(GROUP):
+        tl.store(place, (products * _decays(gates, False, False, WIDE)).to(scores.dtype.element_ty))
+        place += 64 * 64
+        gates += 5 * 64
+
 
 # ------------------------------------------------------------------------------------------ the walk back
 
 
 @triton.jit
-def gated_delta_walk_back(
-    q, k, do, beta, G, T, dfinal, dinitial, places, firsts, Y, dstates, scale,
-    HG: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, T_PARTS: tl.constexpr, SCORE_PARTS: tl.constexpr,
-    HAS_DO: tl.constexpr, HAS_DFINAL: tl.constexpr, HAS_DINITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, C: tl.constexpr,
+def rule_walk_back(
+    q, k, do, gates, T, scores, begins, firsts, dfinal_state, dinitial_state, Y, dstates, heads, scale,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PARTS: tl.constexpr, SCORED: tl.constexpr, UPSTREAM: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y and dS⁺ of every chunk of one sequence and value head, for V_BLOCK columns of V; K_BLOCK holds all of K."""
-    V_BLOCKS: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
-    program = tl.program_id(0)
-    column = (program % V_BLOCKS) * V_BLOCK + tl.arange(0, V_BLOCK)
-    head = (program // V_BLOCKS) % H
-    sequence = program // (V_BLOCKS * H)
-    low = k.dtype.element_ty
-    token = tl.arange(0, C)
-    key = tl.arange(0, K_BLOCK)
-    inside_k = key < K
-    inside_v = column < V
-    state_at = (sequence.to(tl.int64) * H + head) * (K * V)
-    state_cell = key[None, :] * V + column[:, None]
-    inside_state = inside_v[:, None] & inside_k[None, :]
-    if HAS_DFINAL:
-        dstate = tl.load(dfinal + state_at + state_cell, inside_state, other=0).to(tl.float32)
-    else:
-        dstate = tl.zeros([V_BLOCK, K_BLOCK], tl.float32)
-    first = tl.load(firsts + sequence)
-    last = tl.load(firsts + sequence + 1)
-    count = last - first
-    # What stands before the first chunk is read for nothing when a sequence has none: it is never used.
-    start = tl.load(places + first.to(tl.int64) * 4, count > 0, other=0).to(tl.int64)
-    rows = tl.load(places + (last.to(tl.int64) - 1) * 4 + 1, count > 0, other=0)
-    causal = token[:, None] >= token[None, :]
-    # Gates of the chunk that comes next, read while the one before is worked on: 64 numbers, far apart for beta.
-    gates_at = ((last - 1).to(tl.int64) * H + head) * C
-    here = start + (count - 1).to(tl.int64) * C
-    sums = tl.load(G + gates_at + token, count > 0, other=0)
-    total = tl.load(G + gates_at + C - 1, count > 0, other=0)
-    strength = tl.load(beta + here * H + head + token * H, token < rows, other=0)
-    key_cell = token[:, None] * (HG * K) + key[None, :]
-    cell = token[:, None] * C + token[None, :]
-    for step in range(count):
-        chunk = last - 1 - step
-        at = start + (count - 1 - step).to(tl.int64) * C
-        matrix_at = chunk.to(tl.int64) * H + head
-        present = token < rows
-        key_at = (at * HG + head // (H // HG)) * K
-        tile_mask = present[:, None] & inside_k[None, :]
-        k_tile = tl.load(k + key_at + key_cell, tile_mask, other=0)
-        T_tile = tl.load(T + matrix_at * (T_PARTS * C * C) + cell)
-        G_own = sums
-        G_end = total
-        strength_own = strength.to(tl.float32)
-        more = step + 1 < count
-        sums = tl.load(G + (matrix_at - H) * C + token, more, other=0)
-        total = tl.load(G + (matrix_at - H) * C + C - 1, more, other=0)
-        strength = tl.load(beta + (at - C) * H + head + token * H, more & (token < C), other=0)
-        rows = C
+    """Y and dS⁺ of every chunk of one sequence and value head, for V_BLOCK columns of V; all of K.
 
-        narrow = dstate.to(low)
-        tl.store(dstates + matrix_at * (V * K) + (column[:, None] * K + key[None, :]), narrow, inside_state)
-        dnew = tl.dot(narrow, tl.trans(k_tile), input_precision=PRECISION) * tl.exp(G_end - G_own)[None, :]
-        if HAS_DO:
-            q_tile = tl.load(q + key_at + key_cell, tile_mask, other=0)
-            do_cell = token[None, :] * (H * V) + column[:, None]
-            do_mask = inside_v[:, None] & present[None, :]
-            do_tile = tl.load(do + (at * H + head) * V + do_cell, do_mask, other=0)
-            decay = tl.exp(tl.where(causal, G_own[:, None] - G_own[None, :], float("-inf")))
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (decay * scale)
-            high = scores.to(low)
-            dnew += tl.dot(do_tile, high, input_precision=PRECISION)
-            if SCORE_PARTS == 2:
-                dnew += tl.dot(do_tile, (scores - high.to(tl.float32)).to(low), input_precision=PRECISION)
-        # T has ones on its diagonal: what rounding took from dv' goes in beside the product.
-        rounded = dnew.to(low)
-        Y_tile = tl.dot(rounded, T_tile, dnew - rounded.to(tl.float32), input_precision=PRECISION)
-        if T_PARTS == 2:
-            T_rest = tl.load(T + matrix_at * (T_PARTS * C * C) + C * C + cell)
-            Y_tile += tl.dot(rounded, T_rest, input_precision=PRECISION)
-        tl.store(Y + matrix_at * (C * V) + (token[None, :] * V + column[:, None]), Y_tile.to(low), inside_v[:, None])
-        grown = tl.exp(G_own)
-        dstate = dstate * tl.exp(G_end)
-        if HAS_DO:
-            scaled = (do_tile.to(tl.float32) * (grown * scale)[None, :]).to(low)
-            dstate += tl.dot(scaled, q_tile, input_precision=PRECISION)
-        dstate = tl.dot(
-            (Y_tile * -(strength_own * grown)[None, :]).to(low), k_tile, dstate, input_precision=PRECISION
-        )
-    if HAS_DINITIAL:
-        tl.store(dinitial + state_at + state_cell, dstate, inside_state)
+    SCORED: P is read, not computed. UPSTREAM, FINAL: whether there is a gradient of the outputs, of the final state.
+    """
+    CHUNK: tl.constexpr = 64
+    blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
+    program = tl.program_id(0)
+    sequence = (program // (heads * blocks)).to(tl.int64)
+    head = (program // blocks) % heads
+    first = tl.load(begins + sequence).to(tl.int64)
+    count = tl.load(begins + sequence + 1) - tl.load(begins + sequence)
+    chunks = tl.cdiv(count, CHUNK)
+    last = tl.maximum(chunks - 1, 0)
+    v_row = (program % blocks) * V_BLOCK + tl.arange(0, V_BLOCK)
+    k_column = tl.arange(0, K_BLOCK)
+    row = tl.arange(0, CHUNK)
+    kind = k.dtype.element_ty
+
+    in_state = (k_column < K_SIZE)[None, :] & (v_row < V_SIZE)[:, None]
+    state_place = (sequence * heads + head) * (K_SIZE * V_SIZE)
+    state_offset = k_column[None, :] * V_SIZE + v_row[:, None]
+    dS = tl.zeros([V_BLOCK, K_BLOCK], tl.float32)
+    if FINAL:
+        dS = tl.load(dfinal_state + state_place + state_offset, in_state, other=0.0)
+
+    # Bases move from chunk to chunk, and offsets stay: 32 bits each.
+    token = first + last.to(tl.int64) * CHUNK
+    q += token * q_token_stride + (head // GROUP).to(tl.int64) * q_head_stride
+    k += token * k_token_stride + (head // GROUP).to(tl.int64) * k_head_stride
+    do += token * do_token_stride + head.to(tl.int64) * do_head_stride
+    lane = (tl.load(firsts + sequence) + last).to(tl.int64) * heads + head
+    gates += lane * (5 * CHUNK)
+    T += lane * (PARTS * CHUNK * CHUNK)
+    scores += lane * (CHUNK * CHUNK)
+    Y += lane * (V * CHUNK)
+    dstates += lane * (V * K)
+    q_offset = row[:, None] * q_token_stride.to(tl.int32) + k_column[None, :]
+    k_offset = row[:, None] * k_token_stride.to(tl.int32) + k_column[None, :]
+    do_offset = row[None, :] * do_token_stride.to(tl.int32) + v_row[:, None]
+    square = row[:, None] * CHUNK + row[None, :]
+    Y_offset = row[None, :] * V + v_row[:, None]
+    dstates_offset = v_row[:, None] * K + k_column[None, :]
+    in_keys = k_column < K
+    in_values = v_row < V
+    rows = count - last * CHUNK
+    over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
+    for step in range(chunks):
+        narrow = dS.to(kind)
+        if K % K_BLOCK == 0 and V % V_BLOCK == 0:
+            tl.store(dstates + dstates_offset, narrow)
+            keys = tl.load(k + k_offset, (row < rows)[:, None], other=0)
+        else:
+            tl.store(dstates + dstates_offset, narrow, in_values[:, None] & in_keys[None, :])
+            keys = tl.load(k + k_offset, (row < rows)[:, None] & in_keys[None, :], other=0)
+        to_end = tl.load(gates + 4 * CHUNK + row)
+        solve = tl.load(T + square)
+        dnew = tl.dot(narrow, tl.trans(keys), input_precision=PRECISION) * to_end[None, :]
+        from_start = tl.load(gates + 3 * CHUNK + row)
+        strength = tl.load(gates + 2 * CHUNK + row)
+        if UPSTREAM:
+            if K % K_BLOCK == 0 and V % V_BLOCK == 0:
+                queries = tl.load(q + q_offset, (row < rows)[:, None], other=0)
+                upstream = tl.load(do + do_offset, (row < rows)[None, :], other=0)
+            else:
+                queries = tl.load(q + q_offset, (row < rows)[:, None] & in_keys[None, :], other=0)
+                upstream = tl.load(do + do_offset, (row < rows)[None, :] & in_values[:, None], other=0)
+            if SCORED:
+                P = tl.load(scores + square)
+            else:
+                decay = _decays(gates, False, False, WIDE)
+                P = (tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (decay * scale)).to(kind)
+            dnew += tl.dot(upstream, P, input_precision=PRECISION)
+        rounded = dnew.to(kind)
+        found = tl.dot(rounded, solve, dnew, input_precision=PRECISION)
+        if PARTS == 2:
+            rest = tl.load(T + CHUNK * CHUNK + square)
+            found += tl.dot(rounded, rest, input_precision=PRECISION)
+        if V % V_BLOCK == 0:
+            tl.store(Y + Y_offset, found.to(kind))
+        else:
+            tl.store(Y + Y_offset, found.to(kind), in_values[:, None] & tl.full([1, CHUNK], 1, tl.int1))
+        dS *= over
+        if UPSTREAM:
+            scaled = (upstream.to(tl.float32) * (from_start * scale)[None, :]).to(kind)
+            dS += tl.dot(scaled, queries, input_precision=PRECISION)
+        dS = tl.dot((found * -(strength * from_start)[None, :]).to(kind), keys, dS, input_precision=PRECISION)
+        rows = CHUNK
+        q -= CHUNK * q_token_stride
+        k -= CHUNK * k_token_stride
+        do -= CHUNK * do_token_stride
+        gates -= heads * (5 * CHUNK)
+        T -= heads * (PARTS * CHUNK * CHUNK)
+        scores -= heads * (CHUNK * CHUNK)
+        Y -= heads * (V * CHUNK)
+        dstates -= heads * (V * K)
+        # A chunk ahead, because the next product would wait for it.
+        over = tl.load(gates + 4 * CHUNK - 1, mask=step + 1 < chunks, other=0.0)
+    if INITIAL:
+        tl.store(dinitial_state + state_place + state_offset, dS, in_state)
 
 
 # ------------------------------------------------------------------------------------------- the gradients
 
 
 @triton.jit
-def value_tile(rows_at, begin, rows, STRIDE: tl.constexpr, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl.constexpr):
-    """A row of V_BLOCK columns for each token, of which `rows` are there."""
-    token = tl.arange(0, C)[:, None]
-    column = begin + tl.arange(0, V_BLOCK)[None, :]
-    # Where every column is there no mask is kept for them: here and below registers are what is scarce.
-    if V % V_BLOCK == 0:
-        return tl.load(rows_at + (token * STRIDE + column), token < rows, other=0)
-    else:
-        return tl.load(rows_at + (token * STRIDE + column), (token < rows) & (column < V), other=0)
-
-
-@triton.jit
-def own_tile(rows_at, begin, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl.constexpr):
-    """The same from a matrix [C, V]."""
-    token = tl.arange(0, C)[:, None]
-    column = begin + tl.arange(0, V_BLOCK)[None, :]
-    if V % V_BLOCK == 0:
-        return tl.load(rows_at + (token * V + column))
-    else:
-        return tl.load(rows_at + (token * V + column), column < V, other=0)
-
-
-@triton.jit
-def turned_tile(columns_at, begin, V: tl.constexpr, V_BLOCK: tl.constexpr, C: tl.constexpr):
-    """The same from a matrix [V, C]."""
-    token = tl.arange(0, C)[:, None]
-    column = begin + tl.arange(0, V_BLOCK)[None, :]
-    if V % V_BLOCK == 0:
-        return tl.load(columns_at + (column * C + token))
-    else:
-        return tl.load(columns_at + (column * C + token), column < V, other=0)
-
-
-@triton.jit
-def state_tile(
-    state_at, begin, first_key, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr
-):
-    """V_BLOCK rows and K_BLOCK columns of a matrix [V, K]."""
-    column = begin + tl.arange(0, V_BLOCK)[:, None]
-    key = first_key + tl.arange(0, K_BLOCK)[None, :]
-    if K % K_BLOCK == 0 and V % V_BLOCK == 0:
-        return tl.load(state_at + (column * K + key))
-    else:
-        return tl.load(state_at + (column * K + key), (column < V) & (key < K), other=0)
-
-
-@triton.jit
-def products(
-    left_at, right_at, rows, STRIDE: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
+def _products(left, right, rows, left_stride, right_stride, K: tl.constexpr, K_BLOCK: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
     """Every row of one tensor of keys or queries times every row of another."""
-    found = tl.zeros([C, C], tl.float32)
+    found = tl.zeros([64, 64], tl.float32)
     for begin in tl.static_range(0, K, K_BLOCK):
-        left = value_tile(left_at, begin, rows, STRIDE, K, K_BLOCK, C)
-        right = value_tile(right_at, begin, rows, STRIDE, K, K_BLOCK, C)
-        found = tl.dot(left, tl.trans(right), found, input_precision=PRECISION)
+        a = _token_tile(left, begin, rows, left_stride, K, K_BLOCK)
+        b = _token_tile(right, begin, rows, right_stride, K, K_BLOCK)
+        found = tl.dot(a, tl.trans(b), found, input_precision=PRECISION)
     return found
 
 
 @triton.jit
-def gated_delta_gradients(
-    q, k, v, do, beta, G, states, dstates, new, Y, places, dq, dk, dv, parts, kept, scale, columns,
-    HG: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_DO: tl.constexpr,
-    NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
-    PRECISION: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """One chunk and key head, K_BLOCK columns of K: dq, by one program, or dk, by the next, which also has dv.
+def _passing(through, kind: tl.constexpr, PRECISION: tl.constexpr):
+    """R_t = Σ of Z_ij over i ≥ t > j: first along the rows, as a product with ones, exact for two parts of Z."""
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    ones = tl.where(i < j, 1.0, 0.0).to(kind)
+    high = through.to(kind)
+    before = tl.dot(high, ones, input_precision=PRECISION)
+    if kind != tl.float32:
+        before += tl.dot((through - high.to(tl.float32)).to(kind), ones, input_precision=PRECISION)
+    return tl.sum(tl.where(i >= j, before, 0.0), 0)
 
-    Each leaves what dg and dβ need of it in `parts` [chunks, H, K blocks, 6, C], sums over the block's columns: of
+
+@triton.jit
+def rule_gradients(
+    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, key_heads, columns, scale,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    do_token_stride, do_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr,
+    NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk and key head, K_BLOCK columns of K: dq, by one program, or dk, by the next, which has dv as well.
+
+    With M = scale·(do v'ᵀ) ⊙ D, N = −(Y v'ᵀ) ⊙ D° and E = β ⊙ N, each by a product of its own and so for its transpose:
+
+        dq = Σ over value heads of scale·e^G ⊙ (do Sᵀ) + M k
+        dk = Σ over value heads of Mᵀ q + (E + Eᵀ) k − β e^G ⊙ (Y Sᵀ) + e^{Γ−G} ⊙ (v' dS⁺ᵀ)
+
+    Each leaves what dg and dβ need of it in `parts` [chunks, H, K blocks, 6, 64], sums over the block's columns: of
     q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); then, from the first block, what M and E send through
-    D (`passing`), and what dβ has besides; and e^Γ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks].
+    D (`_passing`), and what dβ has besides; and e^Γ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks].
+
+    `columns` is V, as a number the compiler does not know: loops it unrolls have no registers left.
     """
+    CHUNK: tl.constexpr = 64
     K_BLOCKS: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
-    GROUP: tl.constexpr = H // HG
     program = tl.program_id(0)
     of_queries = program % 2 == 0
     k_block = (program // 2) % K_BLOCKS
-    key_head = (program // (2 * K_BLOCKS)) % HG
-    chunk = program // (2 * K_BLOCKS * HG)
-    rows = tl.load(places + chunk.to(tl.int64) * 4 + 1)
+    key_head = ((program // (2 * K_BLOCKS)) % key_heads).to(tl.int64)
+    slot = (program // (2 * K_BLOCKS * key_heads)).to(tl.int64)
+    rows = tl.load(places + slot * 4 + 1)
     if rows == 0:
         return
-    at = tl.load(places + chunk.to(tl.int64) * 4).to(tl.int64)
-    low = k.dtype.element_ty
-    token = tl.arange(0, C)
-    row = token[:, None]
-    other_row = token[None, :]
+    at = tl.load(places + slot * 4).to(tl.int64)
+    kind = k.dtype.element_ty
+    token = tl.arange(0, CHUNK)
     first_key = k_block * K_BLOCK
-    q_at = q + (at * HG + key_head) * K
-    k_at = k + (at * HG + key_head) * K
-    k_tile = value_tile(k_at, first_key, rows, HG * K, K, K_BLOCK, C)
-    gradient = tl.zeros([C, K_BLOCK], tl.float32)
+    q += at * q_token_stride + key_head * q_head_stride
+    k += at * k_token_stride + key_head * k_head_stride
+    v += at * v_token_stride + key_head * GROUP * v_head_stride
+    do += at * do_token_stride + key_head * GROUP * do_head_stride
+    lane = (slot * key_heads + key_head) * GROUP
+    gates += lane * (5 * CHUNK)
+    states += lane * (V * K)
+    dstates += lane * (V * K)
+    new += lane * (V * CHUNK)
+    Y += lane * (V * CHUNK)
+    dv += (at * key_heads + key_head) * (GROUP * V_SIZE)
+    parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
+    kept += lane * K_BLOCKS + k_block
+    keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
+    gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
     if of_queries:
-        if HAS_DO and (NEED_Q or NEED_GATES):
-            for member in tl.range(0, GROUP, disable_licm=True):
-                head = key_head * GROUP + member
-                matrix_at = chunk.to(tl.int64) * H + head
-                sums = tl.load(G + matrix_at * C + token)
-                do_new = tl.zeros([C, C], tl.float32)
-                do_S = tl.zeros([C, K_BLOCK], tl.float32)
+        if UPSTREAM and (NEED_Q or NEED_GATES):
+            for _ in tl.range(0, GROUP, disable_licm=True):
+                do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+                do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                    do_tile = value_tile(do + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
-                    new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
-                    S_tile = state_tile(states + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
+                    do_tile = _token_tile(do, begin, rows, do_token_stride, V, V_BLOCK)
+                    new_tile = _turned_tile(new, begin, V, V_BLOCK)
+                    S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
                     do_new = tl.dot(do_tile, tl.trans(new_tile), do_new, input_precision=PRECISION)
                     do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
-                do_S *= (tl.exp(sums) * scale)[:, None]
+                do_S *= (tl.load(gates + 3 * CHUNK + token) * scale)[:, None]
                 gradient += do_S
                 if NEED_GATES:
-                    parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
-                    wide = value_tile(q_at, first_key, rows, HG * K, K, K_BLOCK, C).to(tl.float32)
-                    tl.store(parts_at, tl.sum(wide * do_S, 1))
-                decay = tl.exp(tl.where(row >= other_row, sums[:, None] - sums[None, :], float("-inf")))
-                M = do_new * (decay * scale)
+                    wide = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK).to(tl.float32)
+                    tl.store(parts + token, tl.sum(wide * do_S, 1))
+                M = do_new * (_decays(gates, False, False, WIDE) * scale)
                 if NEED_Q:
-                    gradient = tl.dot(M.to(low), k_tile, gradient, input_precision=PRECISION)
+                    gradient = tl.dot(M.to(kind), keys, gradient, input_precision=PRECISION)
                 if NEED_GATES:
                     if k_block == 0:
-                        M *= products(q_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
-                        through = tl.where(row > other_row, M, 0.0)
-                        tl.store(parts_at + 3 * C, passing(through, low, PRECISION, C))
+                        M *= _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
+                        through = tl.where(token[:, None] > token[None, :], M, 0.0)
+                        tl.store(parts + 3 * CHUNK + token, _passing(through, kind, PRECISION))
+                gates += 5 * CHUNK
+                states += V * K
+                new += V * CHUNK
+                do += do_head_stride
+                parts += K_BLOCKS * (6 * CHUNK)
         if NEED_Q:
             key = first_key + tl.arange(0, K_BLOCK)[None, :]
-            cell = row * (HG * K) + key
-            tl.store(dq + (at * HG + key_head) * K + cell, gradient.to(low), (row < rows) & (key < K))
+            place = dq + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+            tl.store(place, gradient.to(kind), (token[:, None] < rows) & (key < K_SIZE))
     else:
         if NEED_K or NEED_V or NEED_GATES:
-            for member in tl.range(0, GROUP, disable_licm=True):
-                head = key_head * GROUP + member
-                matrix_at = chunk.to(tl.int64) * H + head
-                sums = tl.load(G + matrix_at * C + token)
-                strength = tl.load(beta + at * H + head + token * H, token < rows, other=0).to(tl.float32)
-                new_do = tl.zeros([C, C], tl.float32)
-                Y_new = tl.zeros([C, C], tl.float32)
-                new_Y = tl.zeros([C, C], tl.float32)
-                Y_v = tl.zeros([C], tl.float32)
+            for _ in tl.range(0, GROUP, disable_licm=True):
+                strength = tl.load(gates + 2 * CHUNK + token)
+                new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
+                Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+                new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
+                Y_v = tl.zeros([CHUNK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                    new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
-                    Y_tile = own_tile(Y + matrix_at * (C * V), begin, V, V_BLOCK, C)
-                    if HAS_DO and NEED_K:
-                        do_tile = value_tile(do + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
+                    new_tile = _turned_tile(new, begin, V, V_BLOCK)
+                    Y_tile = _tile(Y, 0, begin, CHUNK, V, CHUNK, V_BLOCK)
+                    if UPSTREAM and NEED_K:
+                        do_tile = _token_tile(do, begin, rows, do_token_stride, V, V_BLOCK)
                         new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
                     Y_new = tl.dot(Y_tile, tl.trans(new_tile), Y_new, input_precision=PRECISION)
                     new_Y = tl.dot(new_tile, tl.trans(Y_tile), new_Y, input_precision=PRECISION)
                     wide = Y_tile.to(tl.float32)
                     if NEED_GATES:
-                        v_tile = value_tile(v + (at * H + head) * V, begin, rows, H * V, V, V_BLOCK, C)
+                        v_tile = _token_tile(v, begin, rows, v_token_stride, V, V_BLOCK)
                         Y_v += tl.sum(wide * v_tile.to(tl.float32), 1)
                     if NEED_V:
                         if k_block == 0:
                             column = begin + tl.arange(0, V_BLOCK)[None, :]
                             tl.store(
-                                dv + (at * H + head) * V + (row * (H * V) + column),
-                                (wide * strength[:, None]).to(low),
-                                (row < rows) & (column < V),
+                                dv + (token[:, None] * (key_heads * GROUP * V_SIZE) + column),
+                                (wide * strength[:, None]).to(kind),
+                                (token[:, None] < rows) & (column < V_SIZE),
                             )
                 if NEED_K or NEED_GATES:
-                    parts_at = parts + (matrix_at * K_BLOCKS + k_block) * (6 * C) + token
-                    N = -Y_new * tl.exp(tl.where(row > other_row, sums[:, None] - sums[None, :], float("-inf")))
+                    N = -Y_new * _decays(gates, True, False, WIDE)
                     if NEED_K:
-                        later = tl.exp(tl.where(row <= other_row, sums[None, :] - sums[:, None], float("-inf")))
-                        if HAS_DO:
-                            q_tile = value_tile(q_at, first_key, rows, HG * K, K, K_BLOCK, C)
-                            scores = (new_do * (later * scale)).to(low)
-                            gradient = tl.dot(scores, q_tile, gradient, input_precision=PRECISION)
-                        after = tl.where(row < other_row, new_Y * later * strength[None, :], 0.0)
-                        both = (N * strength[:, None] - after).to(low)
-                        gradient += tl.dot(both, k_tile, input_precision=PRECISION)
+                        if UPSTREAM:
+                            queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
+                            M = (new_do * (_decays(gates, False, True, WIDE) * scale)).to(kind)
+                            gradient = tl.dot(M, queries, gradient, input_precision=PRECISION)
+                        after = new_Y * (_decays(gates, True, True, WIDE) * strength[None, :])
+                        both = (N * strength[:, None] - after).to(kind)
+                        gradient += tl.dot(both, keys, input_precision=PRECISION)
                     if NEED_GATES:
                         if k_block == 0:
-                            N *= products(k_at, k_at, rows, HG * K, K, K_BLOCK, PRECISION, C)
-                            tl.store(parts_at + 5 * C, Y_v + tl.sum(N, 1))
-                            tl.store(parts_at + 4 * C, passing(N * strength[:, None], low, PRECISION, C))
-                    Y_S = tl.zeros([C, K_BLOCK], tl.float32)
+                            N *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
+                            tl.store(parts + 5 * CHUNK + token, Y_v + tl.sum(N, 1))
+                            tl.store(parts + 4 * CHUNK + token, _passing(N * strength[:, None], kind, PRECISION))
+                    Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                     for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                        Y_tile = own_tile(Y + matrix_at * (C * V), begin, V, V_BLOCK, C)
-                        S_tile = state_tile(states + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
+                        Y_tile = _tile(Y, 0, begin, CHUNK, V, CHUNK, V_BLOCK)
+                        S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
                         Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
-                    Y_S *= tl.exp(sums)[:, None]
+                    Y_S *= tl.load(gates + 3 * CHUNK + token)[:, None]
                     if NEED_GATES:
-                        # Read again: kept in registers since the beginning, it would leave none for the sums.
-                        wide = value_tile(k_at, first_key, rows, HG * K, K, K_BLOCK, C).to(tl.float32)
-                        tl.store(parts_at + C, tl.sum(wide * Y_S, 1))
+                        # Read again: in registers since the beginning, it would leave none for the sums.
+                        wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
+                        tl.store(parts + CHUNK + token, tl.sum(wide * Y_S, 1))
                     gradient -= Y_S * strength[:, None]
-                    new_dS = tl.zeros([C, K_BLOCK], tl.float32)
+                    new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                     S_dS = tl.zeros([V_BLOCK], tl.float32)
                     for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                        new_tile = turned_tile(new + matrix_at * (V * C), begin, V, V_BLOCK, C)
-                        dS_tile = state_tile(dstates + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
+                        new_tile = _turned_tile(new, begin, V, V_BLOCK)
+                        dS_tile = _tile(dstates, begin, first_key, V, K, V_BLOCK, K_BLOCK)
                         new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
                         if NEED_GATES:
-                            S_tile = state_tile(states + matrix_at * (V * K), begin, first_key, K, V, K_BLOCK, V_BLOCK)
+                            S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
                             S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
-                    end = tl.load(G + matrix_at * C + C - 1)
-                    new_dS *= tl.exp(end - sums)[:, None]
+                    new_dS *= tl.load(gates + 4 * CHUNK + token)[:, None]
                     gradient += new_dS
                     if NEED_GATES:
-                        wide = value_tile(k_at, first_key, rows, HG * K, K, K_BLOCK, C).to(tl.float32)
-                        tl.store(parts_at + 2 * C, tl.sum(wide * new_dS, 1))
-                        tl.store(kept + matrix_at * K_BLOCKS + k_block, tl.sum(S_dS, 0) * tl.exp(end))
+                        wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
+                        tl.store(parts + 2 * CHUNK + token, tl.sum(wide * new_dS, 1))
+                        tl.store(kept, tl.sum(S_dS, 0) * tl.load(gates + 4 * CHUNK - 1))
+                gates += 5 * CHUNK
+                states += V * K
+                dstates += V * K
+                new += V * CHUNK
+                Y += V * CHUNK
+                v += v_head_stride
+                do += do_head_stride
+                dv += V_SIZE
+                parts += K_BLOCKS * (6 * CHUNK)
+                kept += K_BLOCKS
         if NEED_K:
             key = first_key + tl.arange(0, K_BLOCK)[None, :]
-            cell = row * (HG * K) + key
-            tl.store(dk + (at * HG + key_head) * K + cell, gradient.to(low), (row < rows) & (key < K))
+            place = dk + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+            tl.store(place, gradient.to(kind), (token[:, None] < rows) & (key < K_SIZE))
 
 
 @triton.jit
-def passing(through, low: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr):
-    """R_t = Σ of Z_ij over i ≥ t > j: first along the rows, as a product with ones, exact for two parts of Z."""
-    row = tl.arange(0, C)[:, None]
-    other_row = tl.arange(0, C)[None, :]
-    ones = tl.where(row < other_row, 1.0, 0.0).to(low)
-    high = through.to(low)
-    before = tl.dot(high, ones, input_precision=PRECISION)
-    if low != tl.float32:
-        before += tl.dot((through - high.to(tl.float32)).to(low), ones, input_precision=PRECISION)
-    return tl.sum(tl.where(row >= other_row, before, 0.0), 0)
-
-
-@triton.jit
-def gated_delta_gate_gradients(
-    beta, places, parts, kept, dg, dbeta,
-    H: tl.constexpr, K_BLOCKS: tl.constexpr, HAS_DO: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr,
-    C: tl.constexpr,
+def rule_gate_gradients(
+    gates, places, parts, kept, dg, dbeta, heads,
+    K_BLOCKS: tl.constexpr, UPSTREAM: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr,
 ):  # fmt: skip
     """dg and dβ of one chunk and head."""
+    CHUNK: tl.constexpr = 64
     program = tl.program_id(0)
-    chunk = program // H
-    head = program % H
-    rows = tl.load(places + chunk.to(tl.int64) * 4 + 1)
+    slot = (program // heads).to(tl.int64)
+    rows = tl.load(places + slot * 4 + 1)
     if rows == 0:
         return
-    at = tl.load(places + chunk.to(tl.int64) * 4).to(tl.int64)
-    token = tl.arange(0, C)
-    present = token < rows
-    gate_at = at * H + head + token * H
-    first = parts + program.to(tl.int64) * (K_BLOCKS * 6 * C) + token
-    before = token > 0
-    since_q = tl.zeros([C], tl.float32)
-    of_key = tl.zeros([C], tl.float32)
-    until = tl.zeros([C], tl.float32)
-    whole = 0.0
+    at = tl.load(places + slot * 4).to(tl.int64)
+    token = tl.arange(0, CHUNK)
+    place = at * heads + program % heads + token * heads
+    lane = program.to(tl.int64)
+    parts += lane * (K_BLOCKS * 6 * CHUNK) + token
+    since_query = tl.zeros([CHUNK], tl.float32)
+    of_key = tl.zeros([CHUNK], tl.float32)
+    until = tl.zeros([CHUNK], tl.float32)
+    whole = tl.zeros([], tl.float32)
     for block in tl.static_range(K_BLOCKS):
-        of_block = first + block * (6 * C)
-        if HAS_DO:
-            since_q += tl.load(of_block)
-        of_key += tl.load(of_block + C)
-        until += tl.load(of_block + (2 * C - 1), before, other=0)  # of the token before
-        whole += tl.load(kept + program.to(tl.int64) * K_BLOCKS + block)
+        own = parts + block * (6 * CHUNK)
+        if UPSTREAM:
+            since_query += tl.load(own)
+        of_key += tl.load(own + CHUNK)
+        until += tl.load(own + (2 * CHUNK - 1), token > 0, other=0)  # of the token before
+        whole += tl.load(kept + lane * K_BLOCKS + block)
     if NEED_BETA:
-        tl.store(dbeta + gate_at, (tl.load(first + 5 * C) - of_key).to(dbeta.dtype.element_ty), present)
+        tl.store(dbeta + place, (tl.load(parts + 5 * CHUNK) - of_key).to(dbeta.dtype.element_ty), token < rows)
     if NEED_G:
-        strength = tl.load(beta + gate_at, present, other=0).to(tl.float32)
-        since = tl.cumsum(since_q - strength * of_key, reverse=True)
-        found = tl.load(first + 4 * C) + since + tl.cumsum(until) + whole
-        if HAS_DO:
-            found += tl.load(first + 3 * C)
-        tl.store(dg + gate_at, found.to(dg.dtype.element_ty), present)
+        strength = tl.load(gates + lane * (5 * CHUNK) + 2 * CHUNK + token)
+        found = tl.load(parts + 4 * CHUNK) + tl.cumsum(since_query - strength * of_key, reverse=True)
+        found += tl.cumsum(until) + whole
+        if UPSTREAM:
+            found += tl.load(parts + 3 * CHUNK)
+        tl.store(dg + place, found.to(dg.dtype.element_ty), token < rows)
 
 
-for _function, _budget in (
-    (gated_delta_walk_back, Budget(registers=255, shared_bytes=227 * 1024)),
-    (gated_delta_gradients, Budget(registers=255, shared_bytes=227 * 1024)),
-    (gated_delta_gate_gradients, Budget(registers=64, shared_bytes=4096)),
-):
-    kernels.register(_function, budget=_budget)
+KERNELS = (
+    kernels.register(rule_scores, budget=Budget(registers=255, shared_bytes=98304)),
+    kernels.register(rule_walk_back, budget=Budget(registers=255, shared_bytes=232448)),
+    kernels.register(rule_gradients, budget=Budget(registers=255, shared_bytes=232448)),
+    kernels.register(rule_gate_gradients, budget=Budget(registers=128, shared_bytes=16384)),
+)

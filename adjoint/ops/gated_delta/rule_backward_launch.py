@@ -1,0 +1,253 @@
+"""Launches the kernels of the gated delta rule's adjoint, after those that compute the forward's chunks again.
+
+table → gates → prepare → walk, over segments from the saved states → scores → walk_back → gradients → gate_gradients
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.core import kernels
+from adjoint.core.kernels import TRITON_TYPES, Variant
+from adjoint.ops.gated_delta import rule_backward_kernels as _kernels  # noqa: F401  (registers them)
+from adjoint.ops.gated_delta import rule_launch
+from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_V
+from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.rule_launch import Shape, Walkable, is_aligned, padded, power
+
+PARTS = 6
+"""Rows of what the gradients leave for those of the gates."""
+
+# ------------------------------------------------------------------------------------------------- the cut
+
+
+class Tuning(NamedTuple):
+    """How the kernels are cut and launched: by the problem's dtype, K and V alone, because bits depend on it."""
+
+    walk_block: int = 64
+    walk_warps: int = 4
+    walk_stages: int = 3
+    scored: bool = False
+    key_block: int = 64
+    value_block: int = 32
+    warps: int = 4
+    stages: int = 3
+
+
+def tuning(shape: Shape) -> Tuning:
+    """The cut of a problem."""
+    if shape.is_wide:
+        return Tuning(16 if shape.K > 128 else 32, 4, 1, False, 32, 16, 4, 1)
+    if shape.K > 128:
+        return Tuning(64, 8, 1)
+    return Tuning()
+
+
+def key_blocks(shape: Shape, tuned: Tuning) -> int:
+    """Blocks of K that gradients are computed in."""
+    return -(-padded(shape.K) // min(tuned.key_block, power(shape.K)))
+
+
+def regions(shape: Shape, tuned: Tuning, need: int) -> dict[str, tuple[torch.dtype, int]]:
+    """Y [chunks, H, 64, V], dstates [chunks, H, V, K], scores [chunks, H, 64, 64], parts and kept."""
+    lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
+    held = {"Y": (shape.element, lanes * CHUNK * V), "dstates": (shape.element, lanes * V * K)}
+    if tuned.scored:
+        held["scores"] = (shape.element, lanes * CHUNK * CHUNK)
+    if need & (NEED_G | NEED_BETA):
+        blocks = key_blocks(shape, tuned)
+        held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
+        held["kept"] = (torch.float32, lanes * blocks)
+    return held
+
+
+# ------------------------------------------------------------------------------------------------ variants
+
+_ELEMENTS = frozenset(("q", "k", "v", "do", "T", "scores", "states", "dstates", "new", "Y", "dq", "dk", "dv"))
+_FLOATS = frozenset(("gates", "dfinal_state", "dinitial_state", "parts", "kept"))
+_ALIGNED = frozenset(
+    ("q", "k", "v", "do", "T", "scores", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
+     "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "do_token_stride", "do_head_stride")
+)  # fmt: skip
+_CALLERS = frozenset(("dfinal_state", "dinitial_state", "dq", "dk", "dv"))
+"""Pointers that are multiples of 16 unless a caller brings memory of its own that is not."""
+
+
+def describe(
+    kernel: str, shape: Shape, constants: Mapping[str, Any], warps: int, stages: int, aligned: frozenset[str]
+) -> Variant:
+    """A kernel as it is compiled for a shape."""
+    described = kernels.registered()[kernel]
+    types = {}
+    for name in described.parameters:
+        if name in _ELEMENTS:
+            types[name] = f"*{TRITON_TYPES[shape.element]}"
+        elif name in _FLOATS:
+            types[name] = "*fp32"
+        elif name in ("begins", "firsts", "places"):
+            types[name] = "*i32"
+        elif name in ("dg", "dbeta"):
+            types[name] = f"*{TRITON_TYPES[shape.gate if name == 'dg' else shape.strength]}"
+        elif name == "scale":
+            types[name] = "fp32"
+        elif not name.isupper():
+            types[name] = "i64" if name.endswith("_stride") else "i32"
+    return described.variant(
+        types,
+        {name: constants[name] for name in described.parameters if name not in types},
+        [name for name in types if name in aligned],
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Variant:
+    """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
+    name, *options = key
+    sizes = {
+        "GROUP": shape.group,
+        "K": padded(shape.K),
+        "V": padded(shape.V),
+        "K_SIZE": shape.K,
+        "V_SIZE": shape.V,
+        "K_BLOCK": power(shape.K),
+        "PARTS": parts,
+        "WIDE": shape.is_wide,
+        "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
+    }
+    if name == "scores":
+        return describe("rule_scores", shape, sizes, 4, 1, _ALIGNED)
+    if name == "gate_gradients":
+        upstream, need = options
+        constants = {
+            "K_BLOCKS": key_blocks(shape, tuned),
+            "UPSTREAM": upstream,
+            "NEED_G": bool(need & NEED_G),
+            "NEED_BETA": bool(need & NEED_BETA),
+        }
+        return describe("rule_gate_gradients", shape, constants, 2, 1, frozenset())
+    aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
+    if name == "walk_back":
+        upstream, final, initial = options
+        constants = sizes | {
+            "V_BLOCK": min(tuned.walk_block, power(shape.V)),
+            "SCORED": tuned.scored,
+            "UPSTREAM": upstream,
+            "FINAL": final,
+            "INITIAL": initial,
+        }
+        return describe("rule_walk_back", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
+    assert name == "gradients", name
+    upstream, need = options
+    constants = sizes | {
+        "K_BLOCK": min(tuned.key_block, power(shape.K)),
+        "V_BLOCK": min(tuned.value_block, power(shape.V)),
+        "STAGES": tuned.stages,
+        "UPSTREAM": upstream,
+        "NEED_Q": bool(need & NEED_Q),
+        "NEED_K": bool(need & NEED_K),
+        "NEED_V": bool(need & NEED_V),
+        "NEED_GATES": bool(need & (NEED_G | NEED_BETA)),
+    }
+    return describe("rule_gradients", shape, constants, tuned.warps, tuned.stages, aligned)
+
+
+class Launches(rule_launch.Launches):
+    """Starts the kernels of both files by their keys."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        tuned: rule_launch.Tuning | None = None,
+        backward: Tuning | None = None,
+        memo: dict[Any, Any] | None = None,
+    ) -> None:
+        super().__init__(shape, device, tuned, memo)
+        self.backward = backward or tuning(shape)
+
+    def prepare(self, key: tuple[Any, ...]) -> Any:
+        if key[0] not in ("scores", "walk_back", "gradients", "gate_gradients"):
+            return super().prepare(key)
+        launcher = self._memo.get(key)
+        if launcher is None:
+            described = variant(key, self.shape, self.tuned.parts, self.backward)
+            launcher = self._memo[key] = described.prepare(self.device)
+        return launcher
+
+
+# ------------------------------------------------------------------------------------------------ launches
+
+
+def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float) -> None:
+    """scale·(q kᵀ ⊙ D) of every chunk and value head."""
+    shape = launch.shape
+    launch(
+        ("scores",), shape.chunks * shape.key_heads, q.start, k.start, memory["gates"], memory["places"],
+        memory["scores"], shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
+    )  # fmt: skip
+
+
+def walk_back(
+    launch: Launches,
+    memory: Mapping[str, Any],
+    q: Walkable,
+    k: Walkable,
+    do: Walkable | None,
+    dfinal_state: Tensor | None,
+    dinitial_state: Tensor | None,
+    scale: float,
+) -> None:
+    """Y and dstates of every chunk, and the gradient of the initial states where it is wanted."""
+    shape = launch.shape
+    absent = memory["gates"]  # stands for a pointer that no variant reads
+    upstream = do or q
+    blocks = -(-padded(shape.V) // min(launch.backward.walk_block, power(shape.V)))
+    key = ("walk_back", do is not None, dfinal_state is not None, dinitial_state is not None)
+    launch(
+        (*key, is_aligned(dfinal_state, dinitial_state)), shape.sequences * shape.heads * blocks,
+        q.start, k.start, upstream.start, memory["gates"], memory["T"], memory.get("scores", memory["T"]),
+        memory["begins"], memory["firsts"], absent if dfinal_state is None else dfinal_state,
+        absent if dinitial_state is None else dinitial_state, memory["Y"], memory["dstates"], shape.heads, scale,
+        q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride, upstream.head_stride,
+    )  # fmt: skip
+
+
+def gradients(
+    launch: Launches,
+    memory: Mapping[str, Any],
+    q: Walkable,
+    k: Walkable,
+    v: Walkable,
+    do: Walkable | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    need: int,
+) -> None:
+    """dq, dk, dv, as `need` says, and the parts of dg and dβ."""
+    shape = launch.shape
+    upstream = do or v
+    blocks = key_blocks(shape, launch.backward)
+    kept = memory.get("kept", memory["gates"])
+    launch(
+        ("gradients", do is not None, need, is_aligned(dq, dk, dv)), 2 * shape.chunks * shape.key_heads * blocks,
+        q.start, k.start, v.start, upstream.start, memory["gates"], memory["places"], memory["states"],
+        memory["dstates"], memory["new"], memory["Y"], dq, dk, dv, memory.get("parts", kept), kept, shape.key_heads,
+        padded(shape.V), scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, v.token_stride,
+        v.head_stride, upstream.token_stride, upstream.head_stride,
+    )  # fmt: skip
+
+
+def gate_gradients(
+    launch: Launches, memory: Mapping[str, Any], dg: Tensor, dbeta: Tensor, upstream: bool, need: int
+) -> None:
+    """dg and dβ."""
+    shape = launch.shape
+    launch(
+        ("gate_gradients", upstream, need), shape.chunks * shape.heads, memory["gates"], memory["places"],
+        memory["parts"], memory["kept"], dg, dbeta, shape.heads,
+    )  # fmt: skip
