@@ -1,9 +1,7 @@
-"""Which code serves which problem of the gated delta rule, and what it guarantees.
-
-One candidate for now, in plain PyTorch. Kernels go before it in the same lists.
-"""
+"""Which code serves which problem of the gated delta rule, and what it guarantees."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,10 +9,12 @@ from torch import Tensor
 
 from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem, short
 from adjoint.ops.gated_delta import eager
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
+from adjoint.ops.gated_delta.rule_shape import Shape, tuning
 
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 
@@ -79,7 +79,7 @@ def _rule_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    dtype, g, beta = problem.dtypes
+    dtype, g, beta = problem.dtypes[:3]
     wide = eager.wide(dtype)
     kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dinitial_state": wide}
     return {name: promise(problem, recorded(kind, wide, BACKWARD), int(kind != wide)) for name, kind in kinds.items()}
@@ -110,5 +110,95 @@ def _chunks(problem: Problem) -> dict[str, Any]:
     return {"chunk": CHUNK, "segment": SEGMENT}
 
 
-RULE = (eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks),)
+# ---------------------------------------------------------------------------------------------- kernels
+
+MAX_TOKENS = 2**31 - 2**17
+"""Places on the token axis are 32 bits, with room for the rows of a chunk past the last."""
+
+MAX_HEADS = 2**14
+"""Offsets between the heads of a token are 32 bits."""
+
+MAX_PROGRAMS = 2**31 - 1
+
+
+def triton_part(module: str) -> Any:
+    """A module that imports Triton, on first use."""
+    return import_module(f"adjoint.ops.gated_delta.{module}")
+
+
+def refuse(problem: Problem) -> str:
+    """Why the kernels cannot serve a problem."""
+    shape = Shape.of(problem)
+    if shape.element == torch.float64:
+        return "float64 is for plain PyTorch: its products have no kernels here"
+    if shape.tokens > MAX_TOKENS:
+        return f"numbers up to {MAX_TOKENS} tokens, these are {shape.tokens}"
+    if shape.heads > MAX_HEADS:
+        return f"takes up to {MAX_HEADS} value heads, these are {shape.heads}"
+    blocks = -(-shape.V // 16)
+    if (shape.chunks + shape.sequences) * shape.heads * blocks > MAX_PROGRAMS:
+        return f"there may be {shape.chunks} chunks of {shape.heads} heads, more programs than a launch has"
+    return why_not_triton(problem.device)
+
+
+CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
+"""Of o, final and saved states, as the kernels compute them. The largest measured are in docs/gated-delta.md."""
+
+_KERNEL_CASES = f"{CASES}; K and V up to 256"
+
+_ROUNDINGS = {"o": 5, "final_state": 4, "saved": 4}
+"""Of what a product takes, to the storage type: T, the state, the residual, the new values, and with o itself."""
+
+_ORDER = (
+    "products of chunks of 64 tokens, counted from the start of a sequence: cut there with the state carried on, a "
+    "sequence keeps its bits"
+)
+
+
+def kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
+    """What the kernels promise of an output of the forward."""
+    dtype = problem.dtypes[0]
+    narrow = dtype != torch.float32
+    products = "" if narrow else "; products are three of TF32 parts each"
+    limits = "; new values and states stay below 65504" if dtype == torch.float16 else ""
+    return Guarantee(
+        repeatable=True,
+        batch_invariant="sequence",
+        prefix_invariant=True,
+        device_invariant=False,
+        accumulator="float32",
+        roundings=_ROUNDINGS[name] if narrow else 0,
+        error=Empirical(CEILINGS[dtype], _KERNEL_CASES),
+        domain=f"{DOMAIN}{limits}; {_ORDER}{products}",
+        **words,
+    )
+
+
+def _kernel_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    return {
+        name: kernel_promise(problem, name, **({} if name == "saved" else {"out_of_range": _OUT_OF_RANGE}))
+        for name in ("o", "final_state", "saved")
+    }
+
+
+def kernel_numbers(problem: Problem) -> dict[str, Any]:
+    """The parameters of the kernels that change bits."""
+    tuned = tuning(Shape.of(problem))
+    return {**_chunks(problem), "window": tuned.window, "parts": tuned.parts}
+
+
+_CHUNKED = Candidate(
+    name="triton.chunked",
+    backend="triton",
+    kernel="rule_walk",
+    revision=1,
+    refuse=refuse,
+    guarantee=_kernel_guarantee,
+    run=writing(lambda *a: triton_part("rule_forward").forward(*a)),
+    prepare=lambda plan: triton_part("rule_forward").prepare(plan),
+    numeric=kernel_numbers,
+    workspace_bytes=lambda problem: triton_part("rule_forward").regions(problem).bytes,
+)
+
+RULE = (_CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
 RULE_BACKWARD = (eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks),)

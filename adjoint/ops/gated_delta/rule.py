@@ -29,6 +29,7 @@ from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta import plans
 from adjoint.ops.gated_delta.eager import NEED_STATE
 from adjoint.ops.gated_delta.packing import saved_states
+from adjoint.ops.gated_delta.rule_shape import describe
 
 _OP = "gated_delta_rule"
 
@@ -96,8 +97,36 @@ def _check_backward(
 # ----------------------------------------------------------------------------------------- operators
 
 
-def _describe(op: str, q: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: tuple[Any, ...]) -> Problem:
-    return Problem(op, q.device, (q.dtype, g.dtype, beta.dtype), sizes=(q.shape[3], v.shape[3]), options=options)
+def _describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *options: Any,
+) -> Problem:
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return describe(_OP, tokens, {"initial_state": initial_state}, cu_seqlens, options)
+
+
+def _describe_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    do: Tensor | None,
+    dfinal_state: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    *options: Any,
+) -> Problem:
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "do": do}
+    states = {"initial_state": initial_state, "dfinal_state": dfinal_state}
+    return describe(f"{_OP}_backward", tokens, states, cu_seqlens, options)
 
 
 def _allocate(
@@ -152,7 +181,7 @@ _rule = define(
     tensors=("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens"),
     check=_check,
     allocate=_allocate,
-    describe=lambda q, k, v, g, beta, state, cu_seqlens, *options: _describe(_OP, q, v, g, beta, options),
+    describe=_describe,
     candidates=lambda: plans.RULE,
 )
 _rule_backward = define(
@@ -164,9 +193,7 @@ _rule_backward = define(
     tensors=("q", "k", "v", "g", "beta", "do", "dfinal_state", "initial_state", "cu_seqlens", "saved"),
     check=_check_backward,
     allocate=_allocate_backward,
-    describe=lambda q, k, v, g, beta, do, dfinal, state, cu_seqlens, saved, *options: _describe(
-        f"{_OP}_backward", q, v, g, beta, options
-    ),
+    describe=_describe_backward,
     candidates=lambda: plans.RULE_BACKWARD,
 )
 

@@ -151,7 +151,7 @@ def rule_walk(
 ):  # fmt: skip
     """The state at the start of every EVERY-th chunk, and v' of every chunk, of one span; both transposed, [V, ...].
 
-    A span is a whole sequence, or (SEGMENTED) a segment of one: that begins with its sequence's initial state, or with a saved one.
+    A span is a whole sequence, or (SEGMENTED) a segment of one, which begins with a saved state unless it is the first.
     K and V are the widths of rows in memory, K_SIZE and V_SIZE those of states.
     """
     CHUNK: tl.constexpr = 64
@@ -185,7 +185,7 @@ def rule_walk(
     if INITIAL:
         start = initial_state + (sequence * heads + head) * size
         S = tl.trans(tl.load(start + state_place, in_state & (index == 0), other=0.0))
-    if SEGMENTED:
+    if SEGMENTED:  # noqa: SIM102  (a constant, and what only the GPU knows)
         if index > 0:
             S = tl.trans(tl.load(saved + (kept * heads + head) * size + state_place, in_state, other=0.0))
 
@@ -207,7 +207,7 @@ def rule_walk(
     stored = in_values[:, None] & in_keys[None, :]
     over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
     for chunk in range(tl.cdiv(count, CHUNK)):
-        if SAVE:
+        if SAVE:  # noqa: SIM102
             if (chunk > 0) & (chunk % (SEGMENT // CHUNK) == 0):
                 place = saved + ((kept + chunk // (SEGMENT // CHUNK)) * heads + head) * size
                 tl.store(place + state_place, tl.trans(S), in_state)

@@ -1,6 +1,6 @@
-"""Launches the kernels of the gated delta rule on tensors: what lies where, the chunks' inverses, the walk, the outputs.
+"""Launches the kernels of the gated delta rule on tensors: what lies where, the inverses, the walk, the outputs.
 
-    shape = Shape.of(q, v, g, beta, cu_seqlens)
+    shape = Shape.of(problem)
     launch = Launches(shape, device)                    # compiles on first use
     table(launch, memory, cu_seqlens)                   # begins, firsts, places
     gates(launch, memory, g, beta)
@@ -8,13 +8,13 @@
     walk(launch, memory, k, v, initial_state, ...)
     output(launch, memory, q, k, scale, out)
 
-`memory` maps the names of `regions(shape)` to what kernels take: tensors, or addresses. q, k and v are
-`Walkable`: rows of a multiple of 16 numbers at multiples of 16 bytes, which `walkable` makes of anything else. Nothing
-here waits for the device or allocates.
+`memory` maps the names of `table_regions` and `chunk_regions` to what kernels take: tensors, or addresses. q, k and v
+are `Walkable`: rows of a multiple of 16 numbers at multiples of 16 bytes, which `walkable` makes of anything else.
+Nothing here waits for the device or allocates.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,165 +22,17 @@ from torch import Tensor
 from adjoint.core import kernels
 from adjoint.core.errors import status_word
 from adjoint.core.kernels import TRITON_TYPES, Variant
-from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_kernels as _kernels  # noqa: F401  (registers them)
 from adjoint.ops.gated_delta import rule_table_kernels as _table_kernels  # noqa: F401
 from adjoint.ops.gated_delta.eager import EPSILON
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE, SEQUENCES_OUT_OF_ORDER
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
-
-GATE_ROWS = 5
-"""What the gates of a chunk are: G, what G lost in rounding, β, e^G, e^{Γ−G}."""
-
-
-def padded(size: int) -> int:
-    """The width of rows that kernels read: a multiple of 16."""
-    return max(16, -(-size // 16) * 16)
-
-
-def power(size: int) -> int:
-    """The width of the block that holds a row: a power of two."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-class Shape(NamedTuple):
-    """What the kernels of a problem depend on; `ids` is None where every row of a batch is a sequence."""
-
-    element: torch.dtype
-    gate: torch.dtype
-    strength: torch.dtype
-    ids: torch.dtype | None
-    rows: int
-    time: int
-    sequences: int
-    key_heads: int
-    heads: int
-    K: int
-    V: int
-
-    @classmethod
-    def of(cls, q: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> "Shape":
-        rows, time, key_heads, K = q.shape
-        ids, sequences = (None, rows) if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape[0] - 1)
-        return cls(q.dtype, g.dtype, beta.dtype, ids, rows, time, sequences, key_heads, v.shape[2], K, v.shape[3])
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.time
-
-    @property
-    def group(self) -> int:
-        """Value heads of a key head."""
-        return self.heads // self.key_heads
-
-    @property
-    def chunks(self) -> int:
-        """Slots for chunks: at most so many are used."""
-        return self.spans(CHUNK)
-
-    @property
-    def segments(self) -> int:
-        """Slots for segments of SEGMENT tokens."""
-        return self.spans(SEGMENT)
-
-    def spans(self, size: int) -> int:
-        if self.ids is None:
-            return self.rows * -(-self.time // size)
-        return self.tokens // size + self.sequences if self.sequences else 0
-
-    @property
-    def is_wide(self) -> bool:
-        return self.element == torch.float32
-
-
-class Tuning(NamedTuple):
-    """How the kernels are cut and launched. Blocks and warps depend on the problem's dtype, K and V alone."""
-
-    prepare_warps: int = 4
-    walk_block: int = 64
-    walk_warps: int = 4
-    walk_stages: int = 3
-    output_block: int = 128
-    output_warps: int = 4
-    output_stages: int = 2
-    window: int = 1
-    parts: int = 1
-
-
-def tuning(shape: Shape) -> Tuning:
-    """The cut of a problem."""
-    if shape.is_wide:
-        return Tuning(4, 16 if shape.K > 128 else 32, 4, 1, 32, 4, 1)
-    if shape.K > 128:
-        return Tuning(4, 64, 8, 1, 64, 8, 1)
-    return Tuning()
-
-
-# ------------------------------------------------------------------------------------------------ memory
-
-
-def table_regions(shape: Shape, segments: bool = False) -> dict[str, tuple[torch.dtype, int]]:
-    """begins and firsts [N + 1], places [chunks, 4]; of segments as well: segment_firsts, segment_places."""
-    held = {
-        "begins": (torch.int32, shape.sequences + 1),
-        "firsts": (torch.int32, shape.sequences + 1),
-        "places": (torch.int32, shape.chunks * 4),
-    }
-    if segments:
-        held["segment_firsts"] = (torch.int32, shape.sequences + 1)
-        held["segment_places"] = (torch.int32, shape.segments * 4)
-    return held
-
-
-def chunk_regions(shape: Shape, tuned: Tuning, every: int = 1) -> dict[str, tuple[torch.dtype, int]]:
-    """gates [chunks, H, 5, 64], T [chunks, H, parts, 64, 64], states [chunks, H, V, K], new [chunks, H, V, 64]."""
-    lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
-    return {
-        "gates": (torch.float32, lanes * GATE_ROWS * CHUNK),
-        "T": (shape.element, lanes * tuned.parts * CHUNK * CHUNK),
-        "states": (shape.element, lanes * V * K),
-        "new": (shape.element, lanes * V * CHUNK),
-    }
-
-
-class Walkable(NamedTuple):
-    """Tokens as kernels walk them: where they begin, and how far tokens and heads are apart."""
-
-    start: Any
-    token_stride: int
-    head_stride: int
-
-
-def is_walkable(x: Tensor) -> bool:
-    """Whether kernels can read [B, T, heads, size] where it lies."""
-    rows, time, heads, size = x.shape
-    batch, token, head, column = x.stride()
-    return (
-        size % 16 == 0
-        and column == 1
-        and token % 16 == 0
-        and token < 2**24  # 64 tokens are apart by less than 2^31
-        and (head % 16 == 0 or heads == 1)
-        and (batch == time * token or rows == 1)
-        and x.data_ptr() % 16 == 0
-    )
-
-
-def walkable(x: Tensor, copy: Tensor | None = None) -> Walkable:
-    """Tokens for the kernels: where they lie, or copied into memory for [B, T, heads, padded size]."""
-    if copy is None:
-        return Walkable(x, x.stride(1), x.stride(2) if x.stride(2) % 16 == 0 else x.shape[3])
-    rows, time, heads, size = x.shape
-    wide = copy.view(rows, time, heads, padded(size))
-    wide[..., :size].copy_(x)
-    wide[..., size:].zero_()
-    return Walkable(copy, heads * padded(size), padded(size))
-
+from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, power, tuning
 
 # ---------------------------------------------------------------------------------------------- variants
 
 _ELEMENTS = frozenset(("q", "k", "v", "x", "T", "states", "new", "out"))
-_FLOATS = frozenset(("gates", "initial_state", "saved", "final_state"))
+_FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors"))
 _INTEGERS = frozenset(("begins", "firsts", "places", "spans"))
 _ALIGNED = frozenset(
     ("q", "k", "v", "T", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
@@ -192,7 +44,7 @@ are promised nothing, so that their sums have one order."""
 _TABLE_BLOCK, _PLACES_BLOCK = 1024, 256
 _GATE_HEADS = 16
 _NORMALIZED_ROWS = 16
-_CLEARED_ROWS, _CLEARED_COLUMNS = 64, 128
+_CLEARED_ROWS, _CLEARED_COLUMNS, _CLEARED_ELEMENTS = 64, 128, 2048
 
 
 _CALLERS = frozenset(("initial_state", "saved", "final_state", "out"))
@@ -266,10 +118,14 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     if name == "gates":
         return describe("rule_gates", shape, {"RAISE": options[0], "CHUNK": CHUNK, "HEADS": _GATE_HEADS})
     if name == "clear":
-        return describe("rule_clear", shape, {"ROWS": _CLEARED_ROWS, "BLOCK": _CLEARED_COLUMNS})
+        (kind,) = options
+        return describe("rule_clear", shape._replace(element=kind), {"ROWS": _CLEARED_ROWS, "BLOCK": _CLEARED_COLUMNS})
+    if name == "clear_saved":
+        constants = {"SIZE": shape.K * shape.V, "SEGMENT": SEGMENT, "BLOCK": _CLEARED_ELEMENTS}
+        return describe("rule_clear_saved", shape, constants)
     if name == "normalize":
         constants = {"EPSILON": EPSILON, "SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K)}
-        return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS})
+        return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS, "FACTORS": options[0]})
     if name == "prepare":
         return describe("rule_prepare", shape, sizes, tuned.prepare_warps, 1, _ALIGNED)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
@@ -311,8 +167,10 @@ class Launches:
         return launcher
 
     def __call__(self, key: tuple[Any, ...], programs: int, *arguments: Any) -> None:
+        """Compiles in any case: what this size does not need, the next may, and must not be the first to compile."""
+        launcher = self.prepare(key)
         if programs:
-            self.prepare(key)((programs, 1, 1), *arguments)
+            launcher((programs, 1, 1), *arguments)
 
 
 # ----------------------------------------------------------------------------------------------- launches
@@ -348,12 +206,13 @@ def gates(launch: Launches, memory: Mapping[str, Any], g: Tensor, beta: Tensor, 
     )  # fmt: skip
 
 
-def normalize(launch: Launches, x: Tensor, out: Any) -> Walkable:
-    """Rows of q or k divided by their norms, into memory for [B, T, key heads, padded K]."""
+def normalize(launch: Launches, x: Tensor, out: Any, factors: Any = None) -> Walkable:
+    """Rows of q or k divided by their norms, into memory for [B, T, key heads, padded K]; 1 / norm into `factors`."""
     shape = launch.shape
     rows = shape.tokens * shape.key_heads
     launch(
-        ("normalize",), -(-rows // _NORMALIZED_ROWS), x, out, rows, shape.key_heads, shape.time, *x.stride()
+        ("normalize", factors is not None), -(-rows // _NORMALIZED_ROWS), x, out, out if factors is None else factors,
+        rows, shape.key_heads, shape.time, *x.stride(),
     )  # fmt: skip
     return Walkable(out, shape.key_heads * padded(shape.K), padded(shape.K))
 
@@ -397,27 +256,34 @@ def walk(
     )  # fmt: skip
 
 
-def output(
-    launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, out: Tensor
-) -> None:
+def output(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, out: Tensor) -> None:
     """o of the tokens of all sequences; `out` is contiguous."""
     shape = launch.shape
+    programs = shape.chunks * shape.key_heads * _blocks(shape, launch.tuned.output_block)
     launch(
-        ("output", is_aligned(out)), shape.chunks * shape.key_heads * _blocks(shape, launch.tuned.output_block), q.start, k.start,
-        memory["gates"], memory["places"], memory["begins"], memory["states"], memory["new"], out, shape.key_heads, scale,
+        ("output", is_aligned(out)), programs, q.start, k.start, memory["gates"], memory["places"], memory["begins"],
+        memory["states"], memory["new"], out, shape.key_heads, scale,
         q.token_stride, q.head_stride, k.token_stride, k.head_stride,
     )  # fmt: skip
 
 
-def clear(launch: Launches, memory: Mapping[str, Any], out: Tensor) -> None:
-    """Zeros for the tokens of no sequence."""
+def clear(launch: Launches, memory: Mapping[str, Any], *outputs: Tensor) -> None:
+    """Zeros for the tokens of no sequence in contiguous tensors [B, T, ...]."""
     shape = launch.shape
+    for out in outputs:
+        launch(
+            ("clear", out.dtype), -(-shape.tokens // _CLEARED_ROWS), memory["begins"], out, shape.sequences,
+            shape.tokens, out.numel() // shape.tokens,
+        )  # fmt: skip
+
+
+def clear_saved(launch: Launches, memory: Mapping[str, Any], saved: Tensor) -> None:
+    """Zeros for the places of saved states that no sequence has."""
+    shape = launch.shape
+    if shape.sequences == 0:
+        saved.zero_()
+        return
     launch(
-        ("clear",), -(-shape.tokens // _CLEARED_ROWS), memory["begins"], out, shape.sequences, shape.tokens,
-        shape.heads * shape.V,
+        ("clear_saved",), saved.shape[0] * shape.heads, memory["begins"], saved, shape.sequences, shape.heads,
+        shape.sequences.bit_length(),
     )  # fmt: skip
-
-
-def regions(shape: Shape, tuned: Tuning | None = None) -> Regions:
-    """The workspace of a forward without its copies of inputs."""
-    return Regions(**table_regions(shape), **chunk_regions(shape, tuned or tuning(shape)))

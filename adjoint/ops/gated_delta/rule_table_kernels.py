@@ -7,7 +7,7 @@ there are is data; there are slots for as many as there can be, and the slots pa
     bounds   begins[n] = the first token of sequence n, firsts[n] = its first span; [N + 1] of each
     places   [slots, 4] = first token, number of tokens, sequence, number within the sequence
     gates    [chunks, heads, 5, 64] = G, what G lost in rounding, β, e^G, e^{Γ−G}
-    clear    zeros for tokens of no sequence
+    clear    zeros for tokens of no sequence; clear_saved: for places of saved states that no sequence has
     normalize  x / sqrt(Σx² + ε), row by row
 """
 
@@ -143,11 +143,42 @@ def rule_clear(begins, out, sequences, tokens, width, ROWS: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def rule_normalize(
-    x, out, rows, heads, time, batch_stride, token_stride, head_stride, column_stride,
-    EPSILON: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def rule_clear_saved(
+    begins, saved, sequences, heads, steps, SIZE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Rows of SIZE numbers, divided by their norm in float32, into rows of PADDED; squares are added in halves."""
+    """Zeros for the places of saved states that no sequence writes; one program per place and head.
+
+    A sequence that begins at b has the places from b // SEGMENT on, one for each segment but its first; the last
+    sequence that begins before the end of a place's own SEGMENT tokens is the only one that may have it.
+    """
+    place = tl.program_id(0) // heads
+    low = tl.zeros([], tl.int32)
+    high = low + (sequences - 1)
+    for _ in range(steps):
+        middle = (low + high + 1) >> 1
+        fits = tl.load(begins + middle) < (place + 1) * SEGMENT
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle - 1)
+    begin = tl.load(begins + low)
+    segment = place - begin // SEGMENT + 1
+    if (segment > 0) & (tl.load(begins + low + 1) - begin > segment * SEGMENT):
+        return
+    out = saved + tl.program_id(0).to(tl.int64) * SIZE
+    for start in range(0, SIZE, BLOCK):
+        element = start + tl.arange(0, BLOCK)
+        tl.store(out + element, 0.0, element < SIZE)
+
+
+@triton.jit
+def rule_normalize(
+    x, out, factors, rows, heads, time, batch_stride, token_stride, head_stride, column_stride,
+    EPSILON: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of SIZE numbers, divided by their norm in float32, into rows of PADDED; and 1 / norm, where FACTORS.
+
+    As with the gates, nothing is promised to be aligned: the squares of a row are added in one order.
+    """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     token = row // heads
@@ -157,11 +188,13 @@ def rule_normalize(
     norm = tl.rsqrt(tl.sum(value * value, 1) + EPSILON)
     value = (value * norm[:, None]).to(out.dtype.element_ty)
     tl.store(out + row * PADDED + column, value, (row < rows) & (column < PADDED))
+    if FACTORS:
+        tl.store(factors + row, norm[:, None], row < rows)
 
 
-_SMALL = Budget(registers=128, shared_bytes=16384)
+_SMALL = Budget(registers=168, shared_bytes=16384)
 
 KERNELS = tuple(
     kernels.register(kernel, budget=_SMALL)
-    for kernel in (rule_bounds, rule_places, rule_gates, rule_clear, rule_normalize)
+    for kernel in (rule_bounds, rule_places, rule_gates, rule_clear, rule_clear_saved, rule_normalize)
 )

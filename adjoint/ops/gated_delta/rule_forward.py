@@ -1,0 +1,117 @@
+"""The forward of the gated delta rule on Triton, as a plan runs it: its memory, and its kernels one after the other."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.errors import check, report, status_word
+from adjoint.core.plan import Plan
+from adjoint.core.problem import Problem
+from adjoint.core.workspace import Regions
+from adjoint.ops.gated_delta import rule_launch as launch
+from adjoint.ops.gated_delta.faults import POSITIVE_GATE
+from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.rule_launch import Launches
+from adjoint.ops.gated_delta.rule_shape import (
+    Shape,
+    Walkable,
+    chunk_regions,
+    contiguous,
+    copies,
+    padded,
+    table_regions,
+    tuning,
+    walkable,
+)
+
+
+def regions(problem: Problem) -> Regions:
+    """The workspace of a forward."""
+    shape, normalize = Shape.of(problem), problem.options[1]
+    if shape.is_empty:
+        return Regions(**{name: region for name, region in table_regions(shape).items() if name != "places"})
+    keys, values = shape.key_heads * padded(shape.K), shape.heads * padded(shape.V)
+    held = copies(problem, {"q": keys, "k": keys, "v": values})
+    if normalize:
+        held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
+    return Regions(**table_regions(shape), **chunk_regions(shape, tuning(shape)), **held)
+
+
+def _keys(problem: Problem) -> list[tuple[Any, ...]]:
+    """Every kernel a forward may launch."""
+    shape = Shape.of(problem)
+    _, normalize, final, save = problem.options
+    listed: list[tuple[Any, ...]] = [("bounds", True, CHUNK)]
+    if shape.is_empty:
+        return listed
+    window, initial = tuning(shape).window, bool(problem.sizes[7])
+    listed += [("places", CHUNK), ("gates", True), ("prepare",)]
+    listed += [("walk", False, initial, save, final, window, aligned) for aligned in (True, False)]
+    listed += [("output", aligned) for aligned in (True, False)]
+    listed += [("normalize", False)] * normalize + [("clear_saved",)] * save
+    return listed + [("clear", shape.element)] * (shape.ids is not None)
+
+
+def prepare(plan: Plan) -> None:
+    """Compiles every kernel the plan may launch."""
+    status_word(plan.problem.device)
+    launches = Launches(Shape.of(plan.problem), plan.problem.device, memo=plan.memo)
+    for key in _keys(plan.problem):
+        launches.prepare(key)
+
+
+def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+    """o; the final states, and those between segments, where they are wanted."""
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, output_final_state, save = arguments
+    out, final_state, saved = outputs
+    shape, held = Shape.of(plan.problem), regions(plan.problem)
+    run = Launches(shape, plan.problem.device, memo=plan.memo)
+    if workspace is None:
+        workspace = held.allocate(plan.problem.device)
+    memory = held.pointers(workspace)
+
+    def copy(name: str) -> Tensor | None:
+        return held.tensor(workspace, f"copied_{name}") if f"copied_{name}" in memory else None
+
+    def tokens(name: str, x: Tensor) -> Walkable:
+        if normalize and name != "v":
+            return launch.normalize(run, x, memory[f"copied_{name}"])
+        return walkable(x, copy(name))
+
+    if cu_seqlens is not None:
+        cu_seqlens = contiguous(cu_seqlens, copy("cu_seqlens"))
+    if initial_state is not None:
+        initial_state = contiguous(initial_state, copy("initial_state"))
+    launch.table(run, memory, cu_seqlens)
+    if shape.is_empty:
+        report(POSITIVE_GATE, g, g > 0)
+        _leave(plan.problem.device, outputs, initial_state)
+        return
+    launch.gates(run, memory, g, beta)
+    if plan.problem.device.type == "cpu":
+        check()
+    queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
+    launch.prepare(run, memory, keys)
+    launch.walk(
+        run, memory, keys, values, initial_state, saved=saved if save else None,
+        final_state=final_state if output_final_state else None, every=run.tuned.window,
+    )  # fmt: skip
+    launch.output(run, memory, queries, keys, scale, out)
+    if cu_seqlens is not None:
+        launch.clear(run, memory, out)
+    if save:
+        launch.clear_saved(run, memory, saved)
+
+
+def _leave(device: torch.device, outputs: tuple[Tensor, ...], initial_state: Tensor | None) -> None:
+    """Without tokens, heads or sizes, states stay what they are."""
+    out, final_state, saved = outputs
+    if device.type == "cpu":
+        check()
+    out.zero_()
+    saved.zero_()
+    if initial_state is None or not final_state.numel():
+        final_state.zero_()
+    else:
+        final_state.copy_(initial_state)
