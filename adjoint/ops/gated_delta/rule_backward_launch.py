@@ -15,7 +15,8 @@ from adjoint.ops.gated_delta import rule_backward_kernels as _kernels  # noqa: F
 from adjoint.ops.gated_delta import rule_launch
 from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_V
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule_launch import Shape, Walkable, is_aligned, padded, power
+from adjoint.ops.gated_delta.rule_launch import is_aligned
+from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 
 PARTS = 6
 """Rows of what the gradients leave for those of the gates."""
