@@ -247,14 +247,23 @@ def _passing(through, kind: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _unnormalized(y, gradient, factor, first_key, rows, token_stride, K: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The gradient of x for one of y = factor·x: factor·(dy − y (y·dy))."""
+    wide = _token_tile(y, first_key, rows, token_stride, K, K_BLOCK).to(tl.float32)
+    along = tl.sum(wide * gradient, 1)
+    return (gradient - wide * along[:, None]) * factor[:, None]
+
+
+@triton.jit
 def rule_gradients(
-    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, key_heads, columns, scale,
+    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, q_factors, k_factors,
+    key_heads, columns, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     do_token_stride, do_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr,
     NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    NORMALIZED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk and key head, K_BLOCK columns of K: dq, by one program, or dk, by the next, which has dv as well.
 
@@ -266,6 +275,8 @@ def rule_gradients(
     Each leaves what dg and dβ need of it in `parts` [chunks, H, K blocks, 6, 64], sums over the block's columns: of
     q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); then, from the first block, what M and E send through
     D (`_passing`), and what dβ has besides; and e^Γ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks].
+
+    NORMALIZED is 1 where q and k are normalised copies and the block is all of K: the gradients pass through the norms.
 
     `columns` is V, as a number the compiler does not know: loops it unrolls have no registers left.
     """
@@ -330,7 +341,10 @@ def rule_gradients(
         if NEED_Q:
             key = first_key + tl.arange(0, K_BLOCK)[None, :]
             place = dq + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
-            tl.store(place, gradient.to(kind), (token[:, None] < rows) & (key < K_SIZE))
+            if NORMALIZED == 1:
+                factor = tl.load(q_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
+                gradient = _unnormalized(q, gradient, factor, first_key, rows, q_token_stride, K, K_BLOCK)
+            tl.store(place, gradient.to(dq.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
     else:
         if NEED_K or NEED_V or NEED_GATES:
             for _ in tl.range(0, GROUP, disable_licm=True):
@@ -413,7 +427,10 @@ def rule_gradients(
         if NEED_K:
             key = first_key + tl.arange(0, K_BLOCK)[None, :]
             place = dk + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
-            tl.store(place, gradient.to(kind), (token[:, None] < rows) & (key < K_SIZE))
+            if NORMALIZED == 1:
+                factor = tl.load(k_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
+                gradient = _unnormalized(k, gradient, factor, first_key, rows, k_token_stride, K, K_BLOCK)
+            tl.store(place, gradient.to(dk.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
 
 
 @triton.jit
@@ -455,9 +472,26 @@ def rule_gate_gradients(
         tl.store(dg + place, found.to(dg.dtype.element_ty), token < rows)
 
 
+@triton.jit
+def rule_unnormalize(
+    x, factors, gradient, out, rows,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same for whole rows of gradients [rows, SIZE] in float32, where the kernel before had them in blocks."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < SIZE)
+    wide = tl.load(x + row * PADDED + column, inside, other=0).to(tl.float32)
+    dy = tl.load(gradient + row * SIZE + column, inside, other=0)
+    factor = tl.load(factors + row, row < rows, other=0)
+    along = tl.sum(wide * dy, 1)
+    tl.store(out + row * SIZE + column, ((dy - wide * along[:, None]) * factor).to(out.dtype.element_ty), inside)
+
+
 KERNELS = (
     kernels.register(rule_scores, budget=Budget(registers=255, shared_bytes=98304)),
     kernels.register(rule_walk_back, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_gradients, budget=Budget(registers=255, shared_bytes=232448)),
+    kernels.register(rule_unnormalize, budget=Budget(registers=128, shared_bytes=16384)),
     kernels.register(rule_gate_gradients, budget=Budget(registers=128, shared_bytes=16384)),
 )

@@ -18,6 +18,11 @@ from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule_launch import is_aligned
 from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 
+APART, INLINE = 2, 1
+"""How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
+
+_UNNORMALIZED_ROWS = 16
+
 PARTS = 6
 """Rows of what the gradients leave for those of the gates."""
 
@@ -51,8 +56,14 @@ def key_blocks(shape: Shape, tuned: Tuning) -> int:
     return -(-padded(shape.K) // min(tuned.key_block, power(shape.K)))
 
 
-def regions(shape: Shape, tuned: Tuning, need: int) -> dict[str, tuple[torch.dtype, int]]:
-    """Y [chunks, H, 64, V], dstates [chunks, H, V, K], scores [chunks, H, 64, 64], parts and kept."""
+def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
+    """Whether a row of q or k is more than one block, and the gradient of its norm a kernel of its own."""
+    return key_blocks(shape, tuned or tuning(shape)) > 1
+
+
+def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
+    """Y [chunks, H, 64, V], dstates [chunks, H, V, K], scores [chunks, H, 64, 64], parts and kept; for normalised q and
+    k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {"Y": (shape.element, lanes * CHUNK * V), "dstates": (shape.element, lanes * V * K)}
     if tuned.scored:
@@ -61,13 +72,21 @@ def regions(shape: Shape, tuned: Tuning, need: int) -> dict[str, tuple[torch.dty
         blocks = key_blocks(shape, tuned)
         held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
         held["kept"] = (torch.float32, lanes * blocks)
+    if normalize:
+        rows = shape.tokens * shape.key_heads
+        for bit, name in ((NEED_Q, "q"), (NEED_K, "k")):
+            held[f"{name}_factors"] = (torch.float32, rows)
+            if need & bit and is_apart(shape, tuned):
+                held[f"d{name}_normalized"] = (torch.float32, rows * shape.K)
     return held
 
 
 # ------------------------------------------------------------------------------------------------ variants
 
-_ELEMENTS = frozenset(("q", "k", "v", "do", "T", "scores", "states", "dstates", "new", "Y", "dq", "dk", "dv"))
-_FLOATS = frozenset(("gates", "dfinal_state", "dinitial_state", "parts", "kept"))
+_ELEMENTS = frozenset(("x", "out", "q", "k", "v", "do", "T", "scores", "states", "dstates", "new", "Y", "dq", "dk", "dv"))
+_FLOATS = frozenset(
+    ("gates", "dfinal_state", "dinitial_state", "parts", "kept", "q_factors", "k_factors", "factors", "gradient")
+)
 _ALIGNED = frozenset(
     ("q", "k", "v", "do", "T", "scores", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
      "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "do_token_stride", "do_head_stride")
@@ -83,7 +102,9 @@ def describe(
     described = kernels.registered()[kernel]
     types = {}
     for name in described.parameters:
-        if name in _ELEMENTS:
+        if name in ("dq", "dk") and constants.get("NORMALIZED") == APART:
+            types[name] = "*fp32"
+        elif name in _ELEMENTS:
             types[name] = f"*{TRITON_TYPES[shape.element]}"
         elif name in _FLOATS:
             types[name] = "*fp32"
@@ -120,6 +141,9 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
     }
     if name == "scores":
         return describe("rule_scores", shape, sizes, 4, 1, _ALIGNED)
+    if name == "unnormalize":
+        constants = {"SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K), "ROWS": _UNNORMALIZED_ROWS}
+        return describe("rule_unnormalize", shape, constants, 4, 1, frozenset())
     if name == "gate_gradients":
         upstream, need = options
         constants = {
@@ -141,8 +165,9 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         }
         return describe("rule_walk_back", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     assert name == "gradients", name
-    upstream, need = options
+    upstream, normalize, need = options
     constants = sizes | {
+        "NORMALIZED": (APART if is_apart(shape, tuned) else INLINE) if normalize else 0,
         "K_BLOCK": min(tuned.key_block, power(shape.K)),
         "V_BLOCK": min(tuned.value_block, power(shape.V)),
         "STAGES": tuned.stages,
@@ -170,7 +195,7 @@ class Launches(rule_launch.Launches):
         self.backward = backward or tuning(shape)
 
     def prepare(self, key: tuple[Any, ...]) -> Any:
-        if key[0] not in ("scores", "walk_back", "gradients", "gate_gradients"):
+        if key[0] not in ("scores", "walk_back", "gradients", "gate_gradients", "unnormalize"):
             return super().prepare(key)
         launcher = self._memo.get(key)
         if launcher is None:
@@ -223,24 +248,34 @@ def gradients(
     k: Walkable,
     v: Walkable,
     do: Walkable | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    outputs: tuple[Tensor, ...],
     scale: float,
+    normalize: bool,
     need: int,
 ) -> None:
     """dq, dk, dv, as `need` says, and the parts of dg and dβ."""
     shape = launch.shape
+    dq, dk, dv = outputs
+    apart = normalize and is_apart(shape, launch.backward)
     upstream = do or v
-    blocks = key_blocks(shape, launch.backward)
-    kept = memory.get("kept", memory["gates"])
+    absent = memory["gates"]  # stands for a pointer that no variant reads
+    kept = memory.get("kept", absent)
+    targets = [memory.get(f"{name}_normalized", out) if apart else out for name, out in (("dq", dq), ("dk", dk))]
+    factors = (memory.get("q_factors", absent), memory.get("k_factors", absent))
     launch(
-        ("gradients", do is not None, need, is_aligned(dq, dk, dv)), 2 * shape.chunks * shape.key_heads * blocks,
-        q.start, k.start, v.start, upstream.start, memory["gates"], memory["places"], memory["states"],
-        memory["dstates"], memory["new"], memory["Y"], dq, dk, dv, memory.get("parts", kept), kept, shape.key_heads,
-        padded(shape.V), scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, v.token_stride,
-        v.head_stride, upstream.token_stride, upstream.head_stride,
+        ("gradients", do is not None, normalize, need, is_aligned(*outputs)),
+        2 * shape.chunks * shape.key_heads * key_blocks(shape, launch.backward), q.start, k.start, v.start,
+        upstream.start, memory["gates"], memory["places"], memory["states"], memory["dstates"], memory["new"],
+        memory["Y"], *targets, dv, memory.get("parts", kept), kept, *factors, shape.key_heads, padded(shape.V), scale,
+        q.token_stride, q.head_stride, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
+        upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
+    if apart:
+        rows = shape.tokens * shape.key_heads
+        for bit, x, factor, gradient, out in ((NEED_Q, q, factors[0], targets[0], dq), (NEED_K, k, factors[1], targets[1], dk)):
+            if need & bit:
+                programs = -(-rows // _UNNORMALIZED_ROWS)
+                launch(("unnormalize",), programs, x.start, factor, gradient, out, rows)
 
 
 def gate_gradients(
