@@ -1,6 +1,6 @@
 """The backward of the gated delta rule on Triton, as a plan runs it: its memory, and its kernels one after the other.
 
-table → gates → prepare → walk, over segments from the saved states, → walk_back → gradients → gate_gradients
+table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → gradients → gate_gradients
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ def _keys(problem: Problem) -> list[tuple[Any, ...]]:
     listed: list[tuple[Any, ...]] = []
     for size in (CHUNK, SEGMENT):
         listed += [("bounds", False, size), ("places", size)]
-    listed += [("gates", False), ("prepare",)]
+    listed += [("gates", False), ("prepare",), ("turn", upstream)]
     listed += [("normalize", True)] * normalize
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, 1, aligned))
@@ -62,8 +62,6 @@ def _keys(problem: Problem) -> list[tuple[Any, ...]]:
             listed.append(("gradients", upstream, normalize, need & _OF_TOKENS, aligned))
     if need & (NEED_G | NEED_BETA):
         listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
-    if backward_launch.tuning(shape).scored and upstream:
-        listed.append(("scores",))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
         listed.append(("unnormalize",))
     if shape.ids is not None:
@@ -115,10 +113,9 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
     upstream = None if do is None else tokens("do", do)
     launch.prepare(run, memory, keys)
     launch.walk(run, memory, keys, values, initial_state, segmented=True, saved=saved.contiguous())
-    if upstream is not None and run.backward.scored:
-        backward_launch.scores(run, memory, queries, keys, scale)
+    backward_launch.turn(run, memory, queries, keys, upstream, scale)
     dinitial = outputs[5] if need & NEED_STATE else None
-    backward_launch.walk_back(run, memory, queries, keys, upstream, dfinal_state, dinitial, scale)
+    backward_launch.walk_back(run, memory, queries, keys, upstream is not None, dfinal_state, dinitial)
     of_tokens = need & _OF_TOKENS
     if of_tokens:
         backward_launch.gradients(

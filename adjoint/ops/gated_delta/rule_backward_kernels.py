@@ -1,19 +1,21 @@
-"""Triton kernels of the gated delta rule's adjoint; notation and layouts of `rule_kernels.py`.
+"""Triton kernels of the gated delta rule's adjoint; notation and layouts of `rule_kernels.py`, P = scale·(q kᵀ ⊙ D).
 
-    scores           P = scale·(q kᵀ ⊙ D)                              one program per chunk and key head
-    walk_back        dv' = Pᵀ do + e^{Γ−G} ⊙ (k dS⁺),  Y = Tᵀ dv'       one per sequence, value head and block of V
-                     dS  = e^Γ dS⁺ + qᵀ (scale·e^G ⊙ do) − kᵀ (β e^G ⊙ Y)
-    gradients        dq, dk, dv and the parts of dβ and dg             two per chunk, key head and block of K
-    gate_gradients   dβ and dg from their parts                        one per chunk and value head
+    turn             W = Tᵀ (e^{Γ−G} ⊙ k),  Tᵀ Pᵀ do,  scale·e^G ⊙ do      one program per chunk and key head
+    walk_back        Y = Tᵀ Pᵀ do + W dS⁺                                  one per sequence, value head and block of V
+                     dS = e^Γ dS⁺ + qᵀ (scale·e^G ⊙ do) − kᵀ (β e^G ⊙ Y)
+    gradients        dq, dk, dv and the parts of dβ and dg                 two per chunk, key head and block of K
+    gate_gradients   dβ and dg from their parts                            one per chunk and value head
 
-Only the walk goes from chunk to chunk, last to first. It holds dSᵀ, as the forward's walk holds Sᵀ: what a product
-gives becomes the left operand of the next where it is, in registers. It leaves Y [chunks, H, 64, V] and
-dS⁺ᵀ [chunks, H, V, K]. Elsewhere a tile's transposed copy is made by the way it is read, or is the right operand: never
-`tl.dot(tl.trans(a), b)`, which compilers for Hopper have got wrong in just this place.
+Only the walk goes from chunk to chunk, last to first, so it is two products, one after the other, and one beside them.
+It holds dSᵀ, as the forward's walk holds Sᵀ: what a product gives becomes the left operand of the next where it is, in
+registers. It leaves Yᵀ [chunks, H, V, 64] and dS⁺ᵀ [chunks, H, V, K]. A forward cannot put T before the state like
+this, as w and u do, because v − k S cancels; nothing does here. Elsewhere a tile's transposed copy is made by the way
+it is read, or is the right operand: never `tl.dot(tl.trans(a), b)`, which compilers for Hopper have got wrong in just
+this place.
 
-Rounded to the storage type, where that is not float32: P; dS⁺ and dv' before their products (T is stored without its
-ones: what they multiply stays float32); scale·e^G·do and β·e^G·Y; M and E; and what one kernel leaves in memory for the
-next, S, v', Y and dS⁺. Sums are float32. One element has one writer, and every sum an order that K, V and the types fix.
+Rounded to the storage type, where that is not float32: W, Tᵀ Pᵀ do, scale·e^G·do; dS⁺ and β·e^G·Y before their
+products; M and E; and what one kernel leaves in memory for the next, S, v', Y and dS⁺. Sums are float32. One element
+has one writer, and every sum an order that K, V and the types fix.
 """
 
 import triton
@@ -79,31 +81,100 @@ def _decays(gates, STRICT: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexp
     return tl.exp(tl.where(past, between, float("-inf")))
 
 
-# ------------------------------------------------------------------------------------------------ scores
+@triton.jit
+def _products(left, right, rows, left_stride, right_stride, K: tl.constexpr, K_BLOCK: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """Every row of one tensor of keys or queries times every row of another."""
+    found = tl.zeros([64, 64], tl.float32)
+    for begin in tl.static_range(0, K, K_BLOCK):
+        a = _token_tile(left, begin, rows, left_stride, K, K_BLOCK)
+        b = _token_tile(right, begin, rows, right_stride, K, K_BLOCK)
+        found = tl.dot(a, tl.trans(b), found, input_precision=PRECISION)
+    return found
+
+
+# -------------------------------------------------------------------------------------- before the walk back
 
 
 @triton.jit
-def rule_scores(
-    q, k, gates, places, scores, key_heads, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
-    GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+def rule_turn(
+    q, k, do, gates, places, T, W, local, scaled, key_heads, columns, scale,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, UPSTREAM: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scale·(q kᵀ ⊙ D) for every value head of a key head."""
+    """What of Y does not go from chunk to chunk, for every value head of a key head.
+
+        W = Tᵀ (e^{Γ−G} ⊙ k) [64, K],  local = Tᵀ Pᵀ do, transposed [V, 64],  scaled = scale·e^G ⊙ do [64, V]
+
+    Matrices of the chunk, T, P and P T, are two numbers of the storage type each.
+    """
+    CHUNK: tl.constexpr = 64
     slot = (tl.program_id(0) // key_heads).to(tl.int64)
     key_head = (tl.program_id(0) % key_heads).to(tl.int64)
     rows = tl.load(places + slot * 4 + 1)
     if rows == 0:
         return
     at = tl.load(places + slot * 4).to(tl.int64)
-    queries = _token_tile(q + at * q_token_stride + key_head * q_head_stride, 0, rows, q_token_stride, K, K_BLOCK)
-    keys = _token_tile(k + at * k_token_stride + key_head * k_head_stride, 0, rows, k_token_stride, K, K_BLOCK)
-    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+    kind = k.dtype.element_ty
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    q += at * q_token_stride + key_head * q_head_stride
+    k += at * k_token_stride + key_head * k_head_stride
+    do += at * do_token_stride + key_head * GROUP * do_head_stride
     lane = (slot * key_heads + key_head) * GROUP
-    place = scores + lane * (64 * 64) + (tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :])
-    gates += lane * (5 * 64)
-    for _ in range(GROUP):
-        tl.store(place, (products * _decays(gates, False, False, WIDE)).to(scores.dtype.element_ty))
-        place += 64 * 64
-        gates += 5 * 64
+    gates += lane * (5 * CHUNK)
+    T += lane * (PARTS * CHUNK * CHUNK)
+    W += lane * (CHUNK * K)
+    local += lane * (V * CHUNK)
+    scaled += lane * (V * CHUNK)
+    if UPSTREAM:
+        qk = _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION) * scale
+    for _ in tl.range(0, GROUP, disable_licm=True):
+        turned = tl.load(T + (j * CHUNK + i)).to(tl.float32)
+        if PARTS == 2:
+            turned += tl.load(T + CHUNK * CHUNK + (j * CHUNK + i)).to(tl.float32)
+        turned = tl.where(i == j, 1.0, turned) * tl.load(gates + 4 * CHUNK + j)
+        high = turned.to(kind)
+        rest = (turned - high.to(tl.float32)).to(kind)
+        for begin in tl.static_range(0, K, K_BLOCK):
+            keys = _token_tile(k, begin, rows, k_token_stride, K, K_BLOCK)
+            found = tl.dot(high, keys, input_precision=PRECISION)
+            if not WIDE:
+                found += tl.dot(rest, keys, input_precision=PRECISION)
+            column = begin + tl.arange(0, K_BLOCK)[None, :]
+            if K % K_BLOCK == 0:
+                tl.store(W + (i * K + column), found.to(kind))
+            else:
+                tl.store(W + (i * K + column), found.to(kind), (i < CHUNK) & (column < K))
+        if UPSTREAM:
+            P = qk * _decays(gates, False, False, WIDE)
+            solve = tl.load(T + (i * CHUNK + j))
+            high = P.to(kind)
+            both = tl.dot(high, solve, P, input_precision=PRECISION)
+            if not WIDE:
+                both += tl.dot((P - high.to(tl.float32)).to(kind), solve, input_precision=PRECISION)
+            if PARTS == 2:
+                both += tl.dot(high, tl.load(T + CHUNK * CHUNK + (i * CHUNK + j)), input_precision=PRECISION)
+            high = both.to(kind)
+            rest = (both - high.to(tl.float32)).to(kind)
+            factor = tl.load(gates + 3 * CHUNK + j) * scale
+            for begin in tl.range(0, columns, V_BLOCK, num_stages=2, disable_licm=True):
+                column = begin + tl.arange(0, V_BLOCK)[:, None]
+                place = do + (j * do_token_stride.to(tl.int32) + column)
+                upstream = tl.load(place, (j < rows) & (column < V), other=0)
+                found = tl.dot(upstream, high, input_precision=PRECISION)
+                if not WIDE:
+                    found += tl.dot(upstream, rest, input_precision=PRECISION)
+                tl.store(local + (column * CHUNK + j), found.to(local.dtype.element_ty), (column < V) & (j < CHUNK))
+                grown = (upstream.to(tl.float32) * factor).to(kind)
+                tl.store(scaled + (j * V + column), grown, (column < V) & (j < CHUNK))
+            local += V * CHUNK
+            scaled += V * CHUNK
+            do += do_head_stride
+        gates += 5 * CHUNK
+        T += PARTS * CHUNK * CHUNK
+        W += CHUNK * K
 
 
 # ------------------------------------------------------------------------------------------ the walk back
@@ -111,15 +182,16 @@ def rule_scores(
 
 @triton.jit
 def rule_walk_back(
-    q, k, do, gates, T, scores, begins, firsts, dfinal_state, dinitial_state, Y, dstates, heads, scale,
-    q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
+    q, k, gates, W, local, scaled, begins, firsts, dfinal_state, dinitial_state, Y, dstates, heads,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PARTS: tl.constexpr, SCORED: tl.constexpr, UPSTREAM: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, FINAL: tl.constexpr,
+    INITIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y and dS⁺ of every chunk of one sequence and value head, for V_BLOCK columns of V; all of K.
+    """Y and dS⁺ of every chunk of one sequence and value head, for V_BLOCK columns of V and all of K; transposed.
 
-    SCORED: P is read, not computed. UPSTREAM, FINAL: whether there is a gradient of the outputs, of the final state.
+    UPSTREAM, FINAL: whether there is a gradient of the outputs, of the final state. INITIAL: whether that of the
+    initial state is wanted.
     """
     CHUNK: tl.constexpr = 64
     blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
@@ -146,70 +218,61 @@ def rule_walk_back(
     token = first + last.to(tl.int64) * CHUNK
     q += token * q_token_stride + (head // GROUP).to(tl.int64) * q_head_stride
     k += token * k_token_stride + (head // GROUP).to(tl.int64) * k_head_stride
-    do += token * do_token_stride + head.to(tl.int64) * do_head_stride
     lane = (tl.load(firsts + sequence) + last).to(tl.int64) * heads + head
     gates += lane * (5 * CHUNK)
-    T += lane * (PARTS * CHUNK * CHUNK)
-    scores += lane * (CHUNK * CHUNK)
+    W += lane * (CHUNK * K)
+    local += lane * (V * CHUNK)
+    scaled += lane * (V * CHUNK)
     Y += lane * (V * CHUNK)
     dstates += lane * (V * K)
     q_offset = row[:, None] * q_token_stride.to(tl.int32) + k_column[None, :]
     k_offset = row[:, None] * k_token_stride.to(tl.int32) + k_column[None, :]
-    do_offset = row[None, :] * do_token_stride.to(tl.int32) + v_row[:, None]
-    square = row[:, None] * CHUNK + row[None, :]
-    Y_offset = row[None, :] * V + v_row[:, None]
+    W_offset = row[:, None] * K + k_column[None, :]
+    scaled_offset = row[None, :] * V + v_row[:, None]
+    values_offset = v_row[:, None] * CHUNK + row[None, :]
     dstates_offset = v_row[:, None] * K + k_column[None, :]
-    in_keys = k_column < K
-    in_values = v_row < V
+    # Masks for what is there always cost registers: none where blocks divide sizes.
+    EVEN: tl.constexpr = K % K_BLOCK == 0 and V % V_BLOCK == 0
+    in_keys = (k_column < K)[None, :]
+    in_values = (v_row < V)[:, None]
     rows = count - last * CHUNK
     over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
-    for step in range(chunks):
+    for step in tl.range(0, chunks, num_stages=STAGES):
         narrow = dS.to(kind)
-        if K % K_BLOCK == 0 and V % V_BLOCK == 0:
+        if EVEN:
             tl.store(dstates + dstates_offset, narrow)
+            turned = tl.load(W + W_offset)
             keys = tl.load(k + k_offset, (row < rows)[:, None], other=0)
         else:
-            tl.store(dstates + dstates_offset, narrow, in_values[:, None] & in_keys[None, :])
-            keys = tl.load(k + k_offset, (row < rows)[:, None] & in_keys[None, :], other=0)
-        to_end = tl.load(gates + 4 * CHUNK + row)
-        solve = tl.load(T + square)
-        dnew = tl.dot(narrow, tl.trans(keys), input_precision=PRECISION) * to_end[None, :]
-        from_start = tl.load(gates + 3 * CHUNK + row)
+            tl.store(dstates + dstates_offset, narrow, in_values & in_keys)
+            turned = tl.load(W + W_offset, (row < CHUNK)[:, None] & in_keys, other=0)
+            keys = tl.load(k + k_offset, (row < rows)[:, None] & in_keys, other=0)
         strength = tl.load(gates + 2 * CHUNK + row)
-        if UPSTREAM:
-            if K % K_BLOCK == 0 and V % V_BLOCK == 0:
-                queries = tl.load(q + q_offset, (row < rows)[:, None], other=0)
-                upstream = tl.load(do + do_offset, (row < rows)[None, :], other=0)
-            else:
-                queries = tl.load(q + q_offset, (row < rows)[:, None] & in_keys[None, :], other=0)
-                upstream = tl.load(do + do_offset, (row < rows)[None, :] & in_values[:, None], other=0)
-            if SCORED:
-                P = tl.load(scores + square)
-            else:
-                decay = _decays(gates, False, False, WIDE)
-                P = (tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (decay * scale)).to(kind)
-            dnew += tl.dot(upstream, P, input_precision=PRECISION)
-        rounded = dnew.to(kind)
-        found = tl.dot(rounded, solve, dnew, input_precision=PRECISION)
-        if PARTS == 2:
-            rest = tl.load(T + CHUNK * CHUNK + square)
-            found += tl.dot(rounded, rest, input_precision=PRECISION)
-        if V % V_BLOCK == 0:
-            tl.store(Y + Y_offset, found.to(kind))
-        else:
-            tl.store(Y + Y_offset, found.to(kind), in_values[:, None] & tl.full([1, CHUNK], 1, tl.int1))
+        from_start = tl.load(gates + 3 * CHUNK + row)
+        found = tl.dot(narrow, tl.trans(turned), input_precision=PRECISION)
         dS *= over
         if UPSTREAM:
-            scaled = (upstream.to(tl.float32) * (from_start * scale)[None, :]).to(kind)
-            dS += tl.dot(scaled, queries, input_precision=PRECISION)
+            if EVEN:
+                found += tl.load(local + values_offset).to(tl.float32)
+                upstream = tl.load(scaled + scaled_offset)
+                queries = tl.load(q + q_offset, (row < rows)[:, None], other=0)
+            else:
+                found += tl.load(local + values_offset, in_values & (row < CHUNK)[None, :], other=0).to(tl.float32)
+                upstream = tl.load(scaled + scaled_offset, in_values & (row < CHUNK)[None, :], other=0)
+                queries = tl.load(q + q_offset, (row < rows)[:, None] & in_keys, other=0)
+            dS += tl.dot(upstream, queries, input_precision=PRECISION)
+        if EVEN:
+            tl.store(Y + values_offset, found.to(kind))
+        else:
+            tl.store(Y + values_offset, found.to(kind), in_values & (row < CHUNK)[None, :])
         dS = tl.dot((found * -(strength * from_start)[None, :]).to(kind), keys, dS, input_precision=PRECISION)
         rows = CHUNK
         q -= CHUNK * q_token_stride
         k -= CHUNK * k_token_stride
-        do -= CHUNK * do_token_stride
         gates -= heads * (5 * CHUNK)
-        T -= heads * (PARTS * CHUNK * CHUNK)
-        scores -= heads * (CHUNK * CHUNK)
+        W -= heads * (CHUNK * K)
+        local -= heads * (V * CHUNK)
+        scaled -= heads * (V * CHUNK)
         Y -= heads * (V * CHUNK)
         dstates -= heads * (V * K)
         # A chunk ahead, because the next product would wait for it.
@@ -219,18 +282,6 @@ def rule_walk_back(
 
 
 # ------------------------------------------------------------------------------------------- the gradients
-
-
-@triton.jit
-def _products(left, right, rows, left_stride, right_stride, K: tl.constexpr, K_BLOCK: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
-    """Every row of one tensor of keys or queries times every row of another."""
-    found = tl.zeros([64, 64], tl.float32)
-    for begin in tl.static_range(0, K, K_BLOCK):
-        a = _token_tile(left, begin, rows, left_stride, K, K_BLOCK)
-        b = _token_tile(right, begin, rows, right_stride, K, K_BLOCK)
-        found = tl.dot(a, tl.trans(b), found, input_precision=PRECISION)
-    return found
 
 
 @triton.jit
@@ -355,7 +406,7 @@ def rule_gradients(
                 Y_v = tl.zeros([CHUNK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
                     new_tile = _turned_tile(new, begin, V, V_BLOCK)
-                    Y_tile = _tile(Y, 0, begin, CHUNK, V, CHUNK, V_BLOCK)
+                    Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
                     if UPSTREAM and NEED_K:
                         do_tile = _token_tile(do, begin, rows, do_token_stride, V, V_BLOCK)
                         new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
@@ -390,7 +441,7 @@ def rule_gradients(
                             tl.store(parts + 4 * CHUNK + token, _passing(N * strength[:, None], kind, PRECISION))
                     Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                     for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                        Y_tile = _tile(Y, 0, begin, CHUNK, V, CHUNK, V_BLOCK)
+                        Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
                         S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
                         Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
                     Y_S *= tl.load(gates + 3 * CHUNK + token)[:, None]
@@ -489,7 +540,7 @@ def rule_unnormalize(
 
 
 KERNELS = (
-    kernels.register(rule_scores, budget=Budget(registers=255, shared_bytes=98304)),
+    kernels.register(rule_turn, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_walk_back, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_gradients, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_unnormalize, budget=Budget(registers=128, shared_bytes=16384)),

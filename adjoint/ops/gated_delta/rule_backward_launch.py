@@ -1,6 +1,6 @@
 """Launches the kernels of the gated delta rule's adjoint, after those that compute the forward's chunks again.
 
-table → gates → prepare → walk, over segments from the saved states → scores → walk_back → gradients → gate_gradients
+table → gates → prepare → walk, over segments from the saved states → turn → walk_back → gradients → gate_gradients
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,9 @@ class Tuning(NamedTuple):
     walk_block: int = 64
     walk_warps: int = 4
     walk_stages: int = 3
-    scored: bool = False
+    turn_keys: int = 128
+    turn_values: int = 128
+    turn_warps: int = 4
     key_block: int = 64
     value_block: int = 32
     warps: int = 4
@@ -45,7 +47,7 @@ class Tuning(NamedTuple):
 def tuning(shape: Shape) -> Tuning:
     """The cut of a problem."""
     if shape.is_wide:
-        return Tuning(16 if shape.K > 128 else 32, 4, 1, False, 32, 16, 4, 1)
+        return Tuning(16 if shape.K > 128 else 32, 4, 1, 32, 32, 4, 32, 16, 4, 1)
     if shape.K > 128:
         return Tuning(64, 8, 1)
     return Tuning()
@@ -62,12 +64,11 @@ def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
 
 
 def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
-    """Y [chunks, H, 64, V], dstates [chunks, H, V, K], scores [chunks, H, 64, 64], parts and kept; for normalised q and
-    k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
+    """Y [chunks, H, V, 64], dstates [chunks, H, V, K], W [chunks, H, 64, K], local [chunks, H, V, 64] and scaled
+    [chunks, H, 64, V], parts and kept; for normalised q and k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
-    held = {"Y": (shape.element, lanes * CHUNK * V), "dstates": (shape.element, lanes * V * K)}
-    if tuned.scored:
-        held["scores"] = (shape.element, lanes * CHUNK * CHUNK)
+    held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
+    held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
     if need & (NEED_G | NEED_BETA):
         blocks = key_blocks(shape, tuned)
         held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
@@ -83,12 +84,12 @@ def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> 
 
 # ------------------------------------------------------------------------------------------------ variants
 
-_ELEMENTS = frozenset(("x", "out", "q", "k", "v", "do", "T", "scores", "states", "dstates", "new", "Y", "dq", "dk", "dv"))
+_ELEMENTS = frozenset(("x", "out", "q", "k", "v", "do", "T", "W", "local", "scaled", "states", "dstates", "new", "Y", "dq", "dk", "dv"))
 _FLOATS = frozenset(
     ("gates", "dfinal_state", "dinitial_state", "parts", "kept", "q_factors", "k_factors", "factors", "gradient")
 )
 _ALIGNED = frozenset(
-    ("q", "k", "v", "do", "T", "scores", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
+    ("q", "k", "v", "do", "T", "W", "local", "scaled", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
      "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "do_token_stride", "do_head_stride")
 )  # fmt: skip
 _CALLERS = frozenset(("dfinal_state", "dinitial_state", "dq", "dk", "dv"))
@@ -139,8 +140,13 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         "WIDE": shape.is_wide,
         "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
-    if name == "scores":
-        return describe("rule_scores", shape, sizes, 4, 1, _ALIGNED)
+    if name == "turn":
+        constants = sizes | {
+            "K_BLOCK": min(tuned.turn_keys, power(shape.K)),
+            "V_BLOCK": min(tuned.turn_values, power(shape.V)),
+            "UPSTREAM": options[0],
+        }
+        return describe("rule_turn", shape, constants, tuned.turn_warps, 1, _ALIGNED)
     if name == "unnormalize":
         constants = {"SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K), "ROWS": _UNNORMALIZED_ROWS}
         return describe("rule_unnormalize", shape, constants, 4, 1, frozenset())
@@ -158,7 +164,7 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         upstream, final, initial = options
         constants = sizes | {
             "V_BLOCK": min(tuned.walk_block, power(shape.V)),
-            "SCORED": tuned.scored,
+            "STAGES": tuned.walk_stages,
             "UPSTREAM": upstream,
             "FINAL": final,
             "INITIAL": initial,
@@ -195,7 +201,7 @@ class Launches(rule_launch.Launches):
         self.backward = backward or tuning(shape)
 
     def prepare(self, key: tuple[Any, ...]) -> Any:
-        if key[0] not in ("scores", "walk_back", "gradients", "gate_gradients", "unnormalize"):
+        if key[0] not in ("turn", "walk_back", "gradients", "gate_gradients", "unnormalize"):
             return super().prepare(key)
         launcher = self._memo.get(key)
         if launcher is None:
@@ -207,12 +213,17 @@ class Launches(rule_launch.Launches):
 # ------------------------------------------------------------------------------------------------ launches
 
 
-def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float) -> None:
-    """scale·(q kᵀ ⊙ D) of every chunk and value head."""
+def turn(
+    launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, do: Walkable | None, scale: float
+) -> None:
+    """W, local and scaled of every chunk and value head; W alone without do."""
     shape = launch.shape
+    upstream = do or q
     launch(
-        ("scores",), shape.chunks * shape.key_heads, q.start, k.start, memory["gates"], memory["places"],
-        memory["scores"], shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
+        ("turn", do is not None), shape.chunks * shape.key_heads, q.start, k.start, upstream.start, memory["gates"],
+        memory["places"], memory["T"], memory["W"], memory["local"], memory["scaled"], shape.key_heads,
+        padded(shape.V), scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride,
+        upstream.head_stride,
     )  # fmt: skip
 
 
@@ -221,23 +232,20 @@ def walk_back(
     memory: Mapping[str, Any],
     q: Walkable,
     k: Walkable,
-    do: Walkable | None,
+    upstream: bool,
     dfinal_state: Tensor | None,
     dinitial_state: Tensor | None,
-    scale: float,
 ) -> None:
     """Y and dstates of every chunk, and the gradient of the initial states where it is wanted."""
     shape = launch.shape
     absent = memory["gates"]  # stands for a pointer that no variant reads
-    upstream = do or q
     blocks = -(-padded(shape.V) // min(launch.backward.walk_block, power(shape.V)))
-    key = ("walk_back", do is not None, dfinal_state is not None, dinitial_state is not None)
+    key = ("walk_back", upstream, dfinal_state is not None, dinitial_state is not None)
     launch(
-        (*key, is_aligned(dfinal_state, dinitial_state)), shape.sequences * shape.heads * blocks,
-        q.start, k.start, upstream.start, memory["gates"], memory["T"], memory.get("scores", memory["T"]),
-        memory["begins"], memory["firsts"], absent if dfinal_state is None else dfinal_state,
-        absent if dinitial_state is None else dinitial_state, memory["Y"], memory["dstates"], shape.heads, scale,
-        q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride, upstream.head_stride,
+        (*key, is_aligned(dfinal_state, dinitial_state)), shape.sequences * shape.heads * blocks, q.start, k.start,
+        memory["gates"], memory["W"], memory["local"], memory["scaled"], memory["begins"], memory["firsts"],
+        absent if dfinal_state is None else dfinal_state, absent if dinitial_state is None else dinitial_state,
+        memory["Y"], memory["dstates"], shape.heads, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
     )  # fmt: skip
 
 
