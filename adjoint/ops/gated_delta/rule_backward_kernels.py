@@ -139,14 +139,14 @@ def rule_turn(
         rest = (turned - high.to(tl.float32)).to(kind)
         for begin in tl.static_range(0, K, K_BLOCK):
             keys = _token_tile(k, begin, rows, k_token_stride, K, K_BLOCK)
-            found = tl.dot(high, keys, input_precision=PRECISION)
+            of_keys = tl.dot(high, keys, input_precision=PRECISION)
             if not WIDE:
-                found += tl.dot(rest, keys, input_precision=PRECISION)
-            column = begin + tl.arange(0, K_BLOCK)[None, :]
+                of_keys += tl.dot(rest, keys, input_precision=PRECISION)
+            key = begin + tl.arange(0, K_BLOCK)[None, :]
             if K % K_BLOCK == 0:
-                tl.store(W + (i * K + column), found.to(kind))
+                tl.store(W + (i * K + key), of_keys.to(kind))
             else:
-                tl.store(W + (i * K + column), found.to(kind), (i < CHUNK) & (column < K))
+                tl.store(W + (i * K + key), of_keys.to(kind), (i < CHUNK) & (key < K))
         if UPSTREAM:
             P = qk * _decays(gates, False, False, WIDE)
             solve = tl.load(T + (i * CHUNK + j))
