@@ -135,4 +135,3 @@ def _leave(outputs: tuple[Tensor, ...], dfinal_state: Tensor | None, need: int) 
                 out.copy_(dfinal_state)
             else:
                 out.zero_()
-

@@ -307,7 +307,7 @@ def _unnormalized(y, gradient, factor, first_key, rows, token_stride, K: tl.cons
 
 @triton.jit
 def rule_gradients(
-    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, q_factors, k_factors,
+    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, values, q_factors, k_factors,
     key_heads, columns, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     do_token_stride, do_head_stride,
@@ -316,7 +316,7 @@ def rule_gradients(
     NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
     NORMALIZED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and key head, K_BLOCK columns of K: dq, by one program, or dk, by the next, which has dv as well.
+    """One chunk and key head: for each K_BLOCK columns of K, dq by one program and dk by the next; dv by one more.
 
     With M = scale·(do v'ᵀ) ⊙ D, N = −(Y v'ᵀ) ⊙ D° and E = β ⊙ N, each by a product of its own and so for its transpose:
 
@@ -325,7 +325,8 @@ def rule_gradients(
 
     Each leaves what dg and dβ need of it in `parts` [chunks, H, K blocks, 6, 64], sums over the block's columns: of
     q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); then, from the first block, what M and E send through
-    D (`_passing`), and what dβ has besides; and e^Γ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks].
+    D (`_passing`), and N ⊙ k kᵀ summed over its rows; e^Γ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks], and Σ over V of Y ⊙ v
+    in `values` [chunks, H, 64].
 
     NORMALIZED is 1 where q and k are normalised copies and the block is all of K: the gradients pass through the norms.
 
@@ -334,10 +335,10 @@ def rule_gradients(
     CHUNK: tl.constexpr = 64
     K_BLOCKS: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
     program = tl.program_id(0)
-    of_queries = program % 2 == 0
-    k_block = (program // 2) % K_BLOCKS
-    key_head = ((program // (2 * K_BLOCKS)) % key_heads).to(tl.int64)
-    slot = (program // (2 * K_BLOCKS * key_heads)).to(tl.int64)
+    role = program % (2 * K_BLOCKS + 1)
+    k_block = role // 2
+    key_head = ((program // (2 * K_BLOCKS + 1)) % key_heads).to(tl.int64)
+    slot = (program // ((2 * K_BLOCKS + 1) * key_heads)).to(tl.int64)
     rows = tl.load(places + slot * 4 + 1)
     if rows == 0:
         return
@@ -356,11 +357,33 @@ def rule_gradients(
     new += lane * (V * CHUNK)
     Y += lane * (V * CHUNK)
     dv += (at * key_heads + key_head) * (GROUP * V_SIZE)
+    values += lane * CHUNK
     parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
     kept += lane * K_BLOCKS + k_block
-    keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
     gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-    if of_queries:
+    if role == 2 * K_BLOCKS:
+        if NEED_V or NEED_GATES:
+            for _ in tl.range(0, GROUP, disable_licm=True):
+                strength = tl.load(gates + 2 * CHUNK + token)
+                Y_v = tl.zeros([CHUNK], tl.float32)
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                    wide = _turned_tile(Y, begin, V, V_BLOCK).to(tl.float32)
+                    if NEED_GATES:
+                        Y_v += tl.sum(wide * _token_tile(v, begin, rows, v_token_stride, V, V_BLOCK).to(tl.float32), 1)
+                    if NEED_V:
+                        column = begin + tl.arange(0, V_BLOCK)[None, :]
+                        place = dv + (token[:, None] * (key_heads * GROUP * V_SIZE) + column)
+                        there = (token[:, None] < rows) & (column < V_SIZE)
+                        tl.store(place, (wide * strength[:, None]).to(kind), there)
+                if NEED_GATES:
+                    tl.store(values + token, Y_v)
+                gates += 5 * CHUNK
+                Y += V * CHUNK
+                v += v_head_stride
+                dv += V_SIZE
+                values += CHUNK
+    elif role % 2 == 0:
+        keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
         if UPSTREAM and (NEED_Q or NEED_GATES):
             for _ in tl.range(0, GROUP, disable_licm=True):
                 do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -397,13 +420,13 @@ def rule_gradients(
                 gradient = _unnormalized(q, gradient, factor, first_key, rows, q_token_stride, K, K_BLOCK)
             tl.store(place, gradient.to(dq.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
     else:
-        if NEED_K or NEED_V or NEED_GATES:
+        keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
+        if NEED_K or NEED_GATES:
             for _ in tl.range(0, GROUP, disable_licm=True):
                 strength = tl.load(gates + 2 * CHUNK + token)
                 new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
                 Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
                 new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
-                Y_v = tl.zeros([CHUNK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
                     new_tile = _turned_tile(new, begin, V, V_BLOCK)
                     Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
@@ -412,67 +435,52 @@ def rule_gradients(
                         new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
                     Y_new = tl.dot(Y_tile, tl.trans(new_tile), Y_new, input_precision=PRECISION)
                     new_Y = tl.dot(new_tile, tl.trans(Y_tile), new_Y, input_precision=PRECISION)
-                    wide = Y_tile.to(tl.float32)
+                N = -Y_new * _decays(gates, True, False, WIDE)
+                if NEED_K:
+                    if UPSTREAM:
+                        queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
+                        M = (new_do * (_decays(gates, False, True, WIDE) * scale)).to(kind)
+                        gradient = tl.dot(M, queries, gradient, input_precision=PRECISION)
+                    after = new_Y * (_decays(gates, True, True, WIDE) * strength[None, :])
+                    both = (N * strength[:, None] - after).to(kind)
+                    gradient += tl.dot(both, keys, input_precision=PRECISION)
+                if NEED_GATES:
+                    if k_block == 0:
+                        N *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
+                        tl.store(parts + 5 * CHUNK + token, tl.sum(N, 1))
+                        tl.store(parts + 4 * CHUNK + token, _passing(N * strength[:, None], kind, PRECISION))
+                Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                    Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
+                    S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                    Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
+                Y_S *= tl.load(gates + 3 * CHUNK + token)[:, None]
+                if NEED_GATES:
+                    # Read again: in registers since the beginning, it would leave none for the sums.
+                    wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
+                    tl.store(parts + CHUNK + token, tl.sum(wide * Y_S, 1))
+                gradient -= Y_S * strength[:, None]
+                new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+                S_dS = tl.zeros([V_BLOCK], tl.float32)
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                    new_tile = _turned_tile(new, begin, V, V_BLOCK)
+                    dS_tile = _tile(dstates, begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                    new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
                     if NEED_GATES:
-                        v_tile = _token_tile(v, begin, rows, v_token_stride, V, V_BLOCK)
-                        Y_v += tl.sum(wide * v_tile.to(tl.float32), 1)
-                    if NEED_V:
-                        if k_block == 0:
-                            column = begin + tl.arange(0, V_BLOCK)[None, :]
-                            tl.store(
-                                dv + (token[:, None] * (key_heads * GROUP * V_SIZE) + column),
-                                (wide * strength[:, None]).to(kind),
-                                (token[:, None] < rows) & (column < V_SIZE),
-                            )
-                if NEED_K or NEED_GATES:
-                    N = -Y_new * _decays(gates, True, False, WIDE)
-                    if NEED_K:
-                        if UPSTREAM:
-                            queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
-                            M = (new_do * (_decays(gates, False, True, WIDE) * scale)).to(kind)
-                            gradient = tl.dot(M, queries, gradient, input_precision=PRECISION)
-                        after = new_Y * (_decays(gates, True, True, WIDE) * strength[None, :])
-                        both = (N * strength[:, None] - after).to(kind)
-                        gradient += tl.dot(both, keys, input_precision=PRECISION)
-                    if NEED_GATES:
-                        if k_block == 0:
-                            N *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
-                            tl.store(parts + 5 * CHUNK + token, Y_v + tl.sum(N, 1))
-                            tl.store(parts + 4 * CHUNK + token, _passing(N * strength[:, None], kind, PRECISION))
-                    Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-                    for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                        Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
                         S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                        Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
-                    Y_S *= tl.load(gates + 3 * CHUNK + token)[:, None]
-                    if NEED_GATES:
-                        # Read again: in registers since the beginning, it would leave none for the sums.
-                        wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
-                        tl.store(parts + CHUNK + token, tl.sum(wide * Y_S, 1))
-                    gradient -= Y_S * strength[:, None]
-                    new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-                    S_dS = tl.zeros([V_BLOCK], tl.float32)
-                    for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                        new_tile = _turned_tile(new, begin, V, V_BLOCK)
-                        dS_tile = _tile(dstates, begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                        new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
-                        if NEED_GATES:
-                            S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                            S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
-                    new_dS *= tl.load(gates + 4 * CHUNK + token)[:, None]
-                    gradient += new_dS
-                    if NEED_GATES:
-                        wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
-                        tl.store(parts + 2 * CHUNK + token, tl.sum(wide * new_dS, 1))
-                        tl.store(kept, tl.sum(S_dS, 0) * tl.load(gates + 4 * CHUNK - 1))
+                        S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
+                new_dS *= tl.load(gates + 4 * CHUNK + token)[:, None]
+                gradient += new_dS
+                if NEED_GATES:
+                    wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
+                    tl.store(parts + 2 * CHUNK + token, tl.sum(wide * new_dS, 1))
+                    tl.store(kept, tl.sum(S_dS, 0) * tl.load(gates + 4 * CHUNK - 1))
                 gates += 5 * CHUNK
                 states += V * K
                 dstates += V * K
                 new += V * CHUNK
                 Y += V * CHUNK
-                v += v_head_stride
                 do += do_head_stride
-                dv += V_SIZE
                 parts += K_BLOCKS * (6 * CHUNK)
                 kept += K_BLOCKS
         if NEED_K:
@@ -486,7 +494,7 @@ def rule_gradients(
 
 @triton.jit
 def rule_gate_gradients(
-    gates, places, parts, kept, dg, dbeta, heads,
+    gates, places, parts, kept, values, dg, dbeta, heads,
     K_BLOCKS: tl.constexpr, UPSTREAM: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr,
 ):  # fmt: skip
     """dg and dβ of one chunk and head."""
@@ -513,7 +521,8 @@ def rule_gate_gradients(
         until += tl.load(own + (2 * CHUNK - 1), token > 0, other=0)  # of the token before
         whole += tl.load(kept + lane * K_BLOCKS + block)
     if NEED_BETA:
-        tl.store(dbeta + place, (tl.load(parts + 5 * CHUNK) - of_key).to(dbeta.dtype.element_ty), token < rows)
+        found = tl.load(values + lane * CHUNK + token) - of_key + tl.load(parts + 5 * CHUNK)
+        tl.store(dbeta + place, found.to(dbeta.dtype.element_ty), token < rows)
     if NEED_G:
         strength = tl.load(gates + lane * (5 * CHUNK) + 2 * CHUNK + token)
         found = tl.load(parts + 4 * CHUNK) + tl.cumsum(since_query - strength * of_key, reverse=True)

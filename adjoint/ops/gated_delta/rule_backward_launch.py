@@ -65,7 +65,7 @@ def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
 
 def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
     """Y [chunks, H, V, 64], dstates [chunks, H, V, K], W [chunks, H, 64, K], local [chunks, H, V, 64] and scaled
-    [chunks, H, 64, V], parts and kept; for normalised q and k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
+    [chunks, H, 64, V], parts, kept and values; for normalised q and k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
@@ -73,6 +73,7 @@ def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> 
         blocks = key_blocks(shape, tuned)
         held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
         held["kept"] = (torch.float32, lanes * blocks)
+        held["values"] = (torch.float32, lanes * CHUNK)
     if normalize:
         rows = shape.tokens * shape.key_heads
         for bit, name in ((NEED_Q, "q"), (NEED_K, "k")):
@@ -84,9 +85,22 @@ def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> 
 
 # ------------------------------------------------------------------------------------------------ variants
 
-_ELEMENTS = frozenset(("x", "out", "q", "k", "v", "do", "T", "W", "local", "scaled", "states", "dstates", "new", "Y", "dq", "dk", "dv"))
+_ELEMENTS = frozenset(
+    ("x", "out", "q", "k", "v", "do", "T", "W", "local", "scaled", "states", "dstates", "new", "Y", "dq", "dk", "dv")
+)
 _FLOATS = frozenset(
-    ("gates", "dfinal_state", "dinitial_state", "parts", "kept", "q_factors", "k_factors", "factors", "gradient")
+    (
+        "gates",
+        "dfinal_state",
+        "dinitial_state",
+        "parts",
+        "kept",
+        "values",
+        "q_factors",
+        "k_factors",
+        "factors",
+        "gradient",
+    )
 )
 _ALIGNED = frozenset(
     ("q", "k", "v", "do", "T", "W", "local", "scaled", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
@@ -272,15 +286,18 @@ def gradients(
     factors = (memory.get("q_factors", absent), memory.get("k_factors", absent))
     launch(
         ("gradients", do is not None, normalize, need, is_aligned(*outputs)),
-        2 * shape.chunks * shape.key_heads * key_blocks(shape, launch.backward), q.start, k.start, v.start,
+        (2 * key_blocks(shape, launch.backward) + 1) * shape.chunks * shape.key_heads, q.start, k.start, v.start,
         upstream.start, memory["gates"], memory["places"], memory["states"], memory["dstates"], memory["new"],
-        memory["Y"], *targets, dv, memory.get("parts", kept), kept, *factors, shape.key_heads, padded(shape.V), scale,
+        memory["Y"], *targets, dv, memory.get("parts", kept), kept, memory.get("values", kept), *factors, shape.key_heads, padded(shape.V), scale,
         q.token_stride, q.head_stride, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
         upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
     if apart:
         rows = shape.tokens * shape.key_heads
-        for bit, x, factor, gradient, out in ((NEED_Q, q, factors[0], targets[0], dq), (NEED_K, k, factors[1], targets[1], dk)):
+        for bit, x, factor, gradient, out in (
+            (NEED_Q, q, factors[0], targets[0], dq),
+            (NEED_K, k, factors[1], targets[1], dk),
+        ):
             if need & bit:
                 programs = -(-rows // _UNNORMALIZED_ROWS)
                 launch(("unnormalize",), programs, x.start, factor, gradient, out, rows)
@@ -293,5 +310,5 @@ def gate_gradients(
     shape = launch.shape
     launch(
         ("gate_gradients", upstream, need), shape.chunks * shape.heads, memory["gates"], memory["places"],
-        memory["parts"], memory["kept"], dg, dbeta, shape.heads,
+        memory["parts"], memory["kept"], memory["values"], dg, dbeta, shape.heads,
     )  # fmt: skip
