@@ -348,21 +348,15 @@ def rule_gradients(
     first_key = k_block * K_BLOCK
     q += at * q_token_stride + key_head * q_head_stride
     k += at * k_token_stride + key_head * k_head_stride
-    v += at * v_token_stride + key_head * GROUP * v_head_stride
-    do += at * do_token_stride + key_head * GROUP * do_head_stride
     lane = (slot * key_heads + key_head) * GROUP
     gates += lane * (5 * CHUNK)
-    states += lane * (V * K)
-    dstates += lane * (V * K)
-    new += lane * (V * CHUNK)
-    Y += lane * (V * CHUNK)
-    dv += (at * key_heads + key_head) * (GROUP * V_SIZE)
-    values += lane * CHUNK
-    parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
-    kept += lane * K_BLOCKS + k_block
     gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
     if role == 2 * K_BLOCKS:
         if NEED_V or NEED_GATES:
+            Y += lane * (V * CHUNK)
+            v += at * v_token_stride + key_head * GROUP * v_head_stride
+            dv += (at * key_heads + key_head) * (GROUP * V_SIZE)
+            values += lane * CHUNK
             for _ in tl.range(0, GROUP, disable_licm=True):
                 strength = tl.load(gates + 2 * CHUNK + token)
                 Y_v = tl.zeros([CHUNK], tl.float32)
@@ -385,6 +379,10 @@ def rule_gradients(
     elif role % 2 == 0:
         keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
         if UPSTREAM and (NEED_Q or NEED_GATES):
+            do += at * do_token_stride + key_head * GROUP * do_head_stride
+            states += lane * (V * K)
+            new += lane * (V * CHUNK)
+            parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
             for _ in tl.range(0, GROUP, disable_licm=True):
                 do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
                 do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
@@ -422,6 +420,13 @@ def rule_gradients(
     else:
         keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
         if NEED_K or NEED_GATES:
+            do += at * do_token_stride + key_head * GROUP * do_head_stride
+            states += lane * (V * K)
+            dstates += lane * (V * K)
+            new += lane * (V * CHUNK)
+            Y += lane * (V * CHUNK)
+            parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
+            kept += lane * K_BLOCKS + k_block
             for _ in tl.range(0, GROUP, disable_licm=True):
                 strength = tl.load(gates + 2 * CHUNK + token)
                 new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
