@@ -1,10 +1,11 @@
-"""The kernel variants of the family, as they are compiled for a GPU: none yet."""
+"""The kernel variants of the family, as they are compiled for a GPU."""
 
 from collections.abc import Iterator
 
 from adjoint.core.kernels import Variant
+from adjoint.ops.gated_delta import rule_builds
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Kernel variants, named."""
-    yield from ()
+    yield from rule_builds.builds(target)

@@ -1,12 +1,12 @@
 """The sequences the gated delta rule is tested and verified on, and what is made from them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Make, Subject
+from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject
 from adjoint.core.inputs import differentiable, leaves
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import state_dtype
@@ -102,6 +102,44 @@ _CASES = (
     Case("largest heads, packed", tokens((1, 700, 1, 2, 256, 256), cu_seqlens=(0, 1, 300, 700)), heavy=True),
 )
 
+# --------------------------------------------------------------------------------------------- batches
+
+
+def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
+    """A sequence keeps its bits: a row alone, a packed sequence alone, and the outputs of a prefix."""
+    *tokens, state, cu_seqlens = inputs
+    do, dfinal = upstream
+    rows, time = do.shape[:2]
+    bounds = [0, time] if cu_seqlens is None else cu_seqlens.tolist()
+    longest = max(range(len(bounds) - 1), key=lambda n: bounds[n + 1] - bounds[n])
+    begin, end = bounds[longest], bounds[longest + 1]
+    number = longest if cu_seqlens is not None else rows - 1
+    own, places = slice(number, number + 1), (slice(0 if cu_seqlens is not None else number, None), slice(begin, end))
+    if rows == 0 or time == 0:
+        return
+
+    def of_tokens(x: Tensor) -> Tensor:
+        return x[places][:1]
+
+    def alone(whole: Answers, part: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = (*part[0], *part[1])
+        for got, every in zip(parts, (*whole[0], *whole[1]), strict=True):
+            yield got, of_tokens(every) if every.shape[1] == time else every[own]
+
+    first = None if state is None else state[own]
+    given = (*map(of_tokens, tokens), first, None)
+    yield Rebatch(f"sequence {number} alone", given, (of_tokens(do), dfinal[own]), alone)
+
+    if cu_seqlens is None and time > 1:
+        cut = time - time // 3
+
+        def prefix(whole: Answers, part: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+            if whole[0]:
+                yield part[0][0], whole[0][0][:, :cut]
+
+        yield Rebatch(f"the first {cut}", (*(x[:, :cut] for x in tokens), state, None), (do[:, :cut], dfinal), prefix)
+
+
 # -------------------------------------------------------------------------------------------- mistakes
 
 
@@ -192,6 +230,7 @@ RULE = Subject(
     reference_backward=gradients(reference.gated_delta_rule),
     cases=_CASES,
     mistakes=_MISTAKES,
+    rebatched=_rebatched,
 )
 
 
@@ -227,4 +266,5 @@ NORMALIZED = Subject(
         "default scale": wrong(lambda *inputs: reference.gated_delta_rule(*inputs, normalize_qk=True)),
     },
     dtypes=(torch.float64, torch.bfloat16),
+    rebatched=_rebatched,
 )

@@ -38,7 +38,7 @@ def regions(problem: Problem) -> Regions:
     return Regions(**table_regions(shape), **chunk_regions(shape, tuning(shape)), **held)
 
 
-def _keys(problem: Problem) -> list[tuple[Any, ...]]:
+def keys(problem: Problem) -> list[tuple[Any, ...]]:
     """Every kernel a forward may launch."""
     shape = Shape.of(problem)
     _, normalize, final, save = problem.options
@@ -57,7 +57,7 @@ def prepare(plan: Plan) -> None:
     """Compiles every kernel the plan may launch."""
     status_word(plan.problem.device)
     launches = Launches(Shape.of(plan.problem), plan.problem.device, memo=plan.memo)
-    for key in _keys(plan.problem):
+    for key in keys(plan.problem):
         launches.prepare(key)
 
 

@@ -45,10 +45,11 @@ def _fits(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, token, inside, token_stride, column, K: tl.constexpr, K_BLOCK: tl.constexpr):
-    """Rows of tokens, [..., K]; zeros past the end of the sequence."""
-    place = x + tl.expand_dims(token, -1) * token_stride.to(tl.int32) + column
-    return tl.load(place, tl.expand_dims(inside, -1) & _fits(column, K, K_BLOCK), other=0)
+def _rows(x, token, count, token_stride, column, K: tl.constexpr, K_STEP: tl.constexpr):
+    """Some columns of rows of tokens, [..., K_STEP]; zeros past the end of the sequence."""
+    token = tl.expand_dims(token, -1)
+    inside = (token < count) & _fits(column, K, K_STEP)
+    return tl.load(x + token * token_stride.to(tl.int32) + column, inside, other=0)
 
 
 @triton.jit
@@ -75,8 +76,8 @@ def _store_matrix(T, value, i, j, PARTS: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def rule_prepare(
     k, gates, places, T, key_heads, k_token_stride, k_head_stride,
-    GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, K_STEP: tl.constexpr, PARTS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T − I of every value head of a key head.
 
@@ -95,16 +96,20 @@ def rule_prepare(
     lane = tl.arange(0, 16)
     four = tl.arange(0, 4)[:, None] * 16 + lane[None, :]  # rows of the diagonal blocks
     two = tl.arange(0, 2)[:, None] * 32 + lane[None, :]  # rows above the middle of each half
-    column = tl.arange(0, K_BLOCK)
-    k_four = _rows(k, four, four < count, k_token_stride, column[None, None, :], K, K_BLOCK)
-    k_upper = _rows(k, two, two < count, k_token_stride, column[None, None, :], K, K_BLOCK)
-    k_lower = _rows(k, two + 16, two + 16 < count, k_token_stride, column[None, None, :], K, K_BLOCK)
     half = tl.arange(0, 32)
-    k_first = _rows(k, half, half < count, k_token_stride, column[None, :], K, K_BLOCK)
-    k_second = _rows(k, half + 32, half + 32 < count, k_token_stride, column[None, :], K, K_BLOCK)
-    gram_16 = tl.dot(k_four, tl.permute(k_four, (0, 2, 1)), input_precision=PRECISION)
-    gram_32 = tl.dot(k_lower, tl.permute(k_upper, (0, 2, 1)), input_precision=PRECISION)
-    gram_64 = tl.dot(k_second, tl.trans(k_first), input_precision=PRECISION)
+    gram_16 = tl.zeros([4, 16, 16], tl.float32)
+    gram_32 = tl.zeros([2, 16, 16], tl.float32)
+    gram_64 = tl.zeros([32, 32], tl.float32)
+    for start in range(0, K_BLOCK, K_STEP):
+        column = start + tl.arange(0, K_STEP)
+        k_four = _rows(k, four, count, k_token_stride, column[None, None, :], K, K_STEP)
+        k_upper = _rows(k, two, count, k_token_stride, column[None, None, :], K, K_STEP)
+        k_lower = _rows(k, two + 16, count, k_token_stride, column[None, None, :], K, K_STEP)
+        k_first = _rows(k, half, count, k_token_stride, column[None, :], K, K_STEP)
+        k_second = _rows(k, half + 32, count, k_token_stride, column[None, :], K, K_STEP)
+        gram_16 += tl.dot(k_four, tl.permute(k_four, (0, 2, 1)), input_precision=PRECISION)
+        gram_32 += tl.dot(k_lower, tl.permute(k_upper, (0, 2, 1)), input_precision=PRECISION)
+        gram_64 += tl.dot(k_second, tl.trans(k_first), input_precision=PRECISION)
     i, j = lane[None, :, None], lane[None, None, :]
     i_16, j_16 = four[:, :, None], four[:, None, :]
     i_32, j_32 = two[:, :, None] + 16, two[:, None, :]
@@ -206,6 +211,7 @@ def rule_walk(
     in_values = _fits(v_row, V, V_BLOCK)
     stored = in_values[:, None] & in_keys[None, :]
     over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
+    next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=count > CHUNK, other=0.0)
     for chunk in range(tl.cdiv(count, CHUNK)):
         if SAVE:  # noqa: SIM102
             if (chunk > 0) & (chunk % (SEGMENT // CHUNK) == 0):
@@ -241,8 +247,9 @@ def rule_walk(
         T += heads * (PARTS * CHUNK * CHUNK)
         new += heads * (V * CHUNK)
         states += heads * (V * K)
-        # A chunk ahead, because the next product would wait for it.
-        over = tl.load(gates + 4 * CHUNK - 1, mask=left > CHUNK, other=0.0)
+        # Two chunks ahead, because the next chunk would wait for it.
+        over = next_over + 0.0  # an operation: loops that pass a value on as it is are not pipelined
+        next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=left > 2 * CHUNK, other=0.0)
     if FINAL:
         tl.store(final_state + (sequence * heads + head) * size + state_place, tl.trans(S), in_state)
 
@@ -255,11 +262,13 @@ def rule_output(
     q, k, gates, places, begins, states, new, out, key_heads, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_STEP: tl.constexpr, V_BLOCK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o of WINDOW chunks and the value heads of a key head, for V_BLOCK columns.
 
-    v' does not depend on where a window begins, so one state serves all chunks of a window.
+    v' does not depend on where a window begins, so one state serves all chunks of a window. Where K_STEP is less than a
+    row, products over K are added up in steps: float32 operands take too many registers.
     """
     CHUNK: tl.constexpr = 64
     ROWS: tl.constexpr = CHUNK * WINDOW
@@ -291,9 +300,20 @@ def rule_output(
     inside = (row < count)[:, None] & in_keys[None, :]
     q += first * q_token_stride + key_head.to(tl.int64) * q_head_stride
     k += first * k_token_stride + key_head.to(tl.int64) * k_head_stride
-    queries = tl.load(q + row[:, None] * q_token_stride.to(tl.int32) + k_column[None, :], inside, other=0)
-    keys = tl.load(k + row[:, None] * k_token_stride.to(tl.int32) + k_column[None, :], inside, other=0)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    q_offset = row[:, None] * q_token_stride.to(tl.int32)
+    k_offset = row[:, None] * k_token_stride.to(tl.int32)
+    if K_STEP == K_BLOCK:
+        queries = tl.load(q + q_offset + k_column[None, :], inside, other=0)
+        keys = tl.load(k + k_offset + k_column[None, :], inside, other=0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    else:
+        scores = tl.zeros([ROWS, ROWS], tl.float32)
+        for step in range(0, K_BLOCK, K_STEP):
+            column = step + tl.arange(0, K_STEP)[None, :]
+            here = (row < count)[:, None] & (column < K)
+            queries = tl.load(q + q_offset + column, here, other=0)
+            keys = tl.load(k + k_offset + column, here, other=0)
+            scores += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     past = row[:, None] >= row[None, :]
     lane = slot * heads + key_head * GROUP
     gates += lane * (5 * CHUNK)
@@ -305,7 +325,6 @@ def rule_output(
     new_offset = v_column[:, None] * CHUNK + (part * (heads * V * CHUNK) + inner)[None, :]
     out_offset = row[:, None] * (heads * V_SIZE) + v_column[None, :]
     for _ in range(GROUP):
-        state = tl.load(states + states_offset, in_values[:, None] & in_keys[None, :], other=0)
         values = tl.load(new + new_offset, in_values[:, None] & present[None, :], other=0)
         G = tl.load(gates + gate_offset, present, other=0.0)
         from_start = tl.load(gates + 3 * CHUNK + gate_offset, present, other=0.0)
@@ -316,9 +335,25 @@ def rule_output(
         if WIDE:
             low = tl.load(gates + CHUNK + row)
             between += low[:, None] - low[None, :]
-        decayed = (scores * tl.where(past, tl.exp(tl.where(past, between, 0.0)), 0.0)).to(kind)
-        seen = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
-        total = tl.dot(decayed, tl.trans(values), seen, input_precision=PRECISION) * scale
+        decayed = scores * tl.where(past, tl.exp(tl.where(past, between, 0.0)), 0.0)
+        rounded = decayed.to(kind)
+        if K_STEP == K_BLOCK:
+            state = tl.load(states + states_offset, in_values[:, None] & in_keys[None, :], other=0)
+            seen = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
+        else:
+            seen = tl.zeros([ROWS, V_BLOCK], tl.float32)
+            for step in range(0, K_BLOCK, K_STEP):
+                column = step + tl.arange(0, K_STEP)[None, :]
+                queries = tl.load(q + q_offset + column, (row < count)[:, None] & (column < K), other=0)
+                state_place = states + v_column[:, None] * K + column
+                state = tl.load(state_place, in_values[:, None] & (column < K), other=0)
+                seen += tl.dot(queries, tl.trans(state), input_precision=PRECISION)
+        seen *= from_start[:, None]
+        total = tl.dot(rounded, tl.trans(values), seen, input_precision=PRECISION)
+        if not WIDE:  # scores in two parts: with nearly equal keys their rounding is most of the error
+            rest = (decayed - rounded.to(tl.float32)).to(kind)
+            total += tl.dot(rest, tl.trans(values), input_precision=PRECISION)
+        total *= scale
         tl.store(out + out_offset, total.to(kind), (row < count)[:, None] & _fits(v_column, V_SIZE, V_BLOCK)[None, :])
         gates += 5 * CHUNK
         states += V * K

@@ -42,7 +42,7 @@ _ALIGNED = frozenset(
 are promised nothing, so that their sums have one order."""
 
 _TABLE_BLOCK, _PLACES_BLOCK = 1024, 256
-_GATE_HEADS = 16
+_GATE_HEADS = 8
 _NORMALIZED_ROWS = 16
 _CLEARED_ROWS, _CLEARED_COLUMNS, _CLEARED_ELEMENTS = 64, 128, 2048
 
@@ -104,10 +104,11 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "K_SIZE": shape.K,
         "V_SIZE": shape.V,
         "K_BLOCK": power(shape.K),
+        "K_STEP": min(power(shape.K), 32) if shape.is_wide else power(shape.K),
         "PARTS": tuned.parts,
         "WINDOW": tuned.window,
         "WIDE": shape.is_wide,
-        "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
+        "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
     if name == "bounds":
         raises, span = options

@@ -78,15 +78,18 @@ class Shape(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """How the kernels are cut and launched. Blocks and warps depend on the problem's dtype, K and V alone."""
+    """How the kernels are cut and launched: columns of V a program has, its warps, and the depth of its pipeline.
 
-    prepare_warps: int = 4
-    walk_block: int = 64
+    Tuned on an H200. All of it depends on the dtype and on K alone, so that bits cannot depend on anything else.
+    """
+
+    prepare_warps: int = 2
+    walk_block: int = 32
     walk_warps: int = 4
     walk_stages: int = 3
-    output_block: int = 128
+    output_block: int = 64
     output_warps: int = 4
-    output_stages: int = 2
+    output_stages: int = 1
     window: int = 1
     parts: int = 1
 
@@ -94,9 +97,9 @@ class Tuning(NamedTuple):
 def tuning(shape: Shape) -> Tuning:
     """The cut of a problem."""
     if shape.is_wide:
-        return Tuning(4, 16 if shape.K > 128 else 32, 4, 1, 32, 4, 1)
+        return Tuning(8, 16, 8, 1, 32, 8, 1)
     if shape.K > 128:
-        return Tuning(4, 64, 8, 1, 64, 8, 1)
+        return Tuning(4, 32, 8, 1, 64, 4, 1)
     return Tuning()
 
 
