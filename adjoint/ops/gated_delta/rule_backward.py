@@ -45,7 +45,7 @@ def regions(problem: Problem) -> Regions:
     return Regions(**table_regions(shape, segments=True), **chunk_regions(shape, tuning(shape)), **held)
 
 
-def _keys(problem: Problem) -> list[tuple[Any, ...]]:
+def keys(problem: Problem) -> list[tuple[Any, ...]]:
     """Every kernel a backward may launch."""
     shape = Shape.of(problem)
     _, normalize, need = problem.options
@@ -77,7 +77,7 @@ def prepare(plan: Plan) -> None:
     if shape.is_empty:
         return
     launches = Launches(shape, plan.problem.device, memo=plan.memo)
-    for key in _keys(plan.problem):
+    for key in keys(plan.problem):
         launches.prepare(key)
 
 

@@ -21,6 +21,9 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 APART, INLINE = 2, 1
 """How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
 
+KERNELS = ("turn", "walk_back", "gradients", "gate_gradients", "unnormalize")
+"""Those of the backward alone, as keys name them."""
+
 _UNNORMALIZED_ROWS = 16
 
 PARTS = 6
@@ -152,7 +155,7 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         "K_BLOCK": power(shape.K),
         "PARTS": parts,
         "WIDE": shape.is_wide,
-        "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
+        "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
     if name == "turn":
         constants = sizes | {
@@ -215,7 +218,7 @@ class Launches(rule_launch.Launches):
         self.backward = backward or tuning(shape)
 
     def prepare(self, key: tuple[Any, ...]) -> Any:
-        if key[0] not in ("turn", "walk_back", "gradients", "gate_gradients", "unnormalize"):
+        if key[0] not in KERNELS:
             return super().prepare(key)
         launcher = self._memo.get(key)
         if launcher is None:
