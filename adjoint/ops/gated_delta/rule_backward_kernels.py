@@ -64,19 +64,17 @@ def _turned_tile(x, first, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _decays(gates, STRICT: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr):
-    """e^{G_i−G_j} for i ≥ j, or i > j, else 0; TURNED: its transpose."""
+def _decays(G, low, STRICT: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr):
+    """e^{G_i−G_j} for i ≥ j, or i > j, else 0; TURNED: its transpose. `low` is what G lost in rounding."""
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
+    between = G[:, None] - G[None, :]
+    if WIDE:
+        between += low[:, None] - low[None, :]
     if TURNED:
-        between = tl.load(gates + j) - tl.load(gates + i)
-        if WIDE:
-            between += tl.load(gates + 64 + j) - tl.load(gates + 64 + i)
+        between = -between
         past = j > i if STRICT else j >= i
     else:
-        between = tl.load(gates + i) - tl.load(gates + j)
-        if WIDE:
-            between += tl.load(gates + 64 + i) - tl.load(gates + 64 + j)
         past = i > j if STRICT else i >= j
     return tl.exp(tl.where(past, between, float("-inf")))
 
@@ -98,10 +96,10 @@ def _products(left, right, rows, left_stride, right_stride, K: tl.constexpr, K_B
 
 @triton.jit
 def rule_turn(
-    q, k, do, gates, places, T, W, local, scaled, key_heads, columns, scale,
+    q, k, do, gates, places, T, W, local, scaled, key_heads, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, UPSTREAM: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What of Y does not go from chunk to chunk, for every value head of a key head.
 
@@ -117,8 +115,9 @@ def rule_turn(
         return
     at = tl.load(places + slot * 4).to(tl.int64)
     kind = k.dtype.element_ty
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
+    token = tl.arange(0, CHUNK)
+    i = token[:, None]
+    j = token[None, :]
     q += at * q_token_stride + key_head * q_head_stride
     k += at * k_token_stride + key_head * k_head_stride
     do += at * do_token_stride + key_head * GROUP * do_head_stride
@@ -130,51 +129,56 @@ def rule_turn(
     scaled += lane * (V * CHUNK)
     if UPSTREAM:
         qk = _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION) * scale
-    for _ in tl.range(0, GROUP, disable_licm=True):
-        turned = tl.load(T + (j * CHUNK + i)).to(tl.float32)
+    if K <= K_BLOCK:
+        keys = _token_tile(k, 0, rows, k_token_stride, K, K_BLOCK)
+    for member in tl.range(0, GROUP, num_stages=STAGES, disable_licm=True):
+        own_gates = gates + member * (5 * CHUNK)
+        own_T = T + member * (PARTS * CHUNK * CHUNK)
+        turned = tl.load(own_T + (j * CHUNK + i)).to(tl.float32)
         if PARTS == 2:
-            turned += tl.load(T + CHUNK * CHUNK + (j * CHUNK + i)).to(tl.float32)
-        turned = tl.where(i == j, 1.0, turned) * tl.load(gates + 4 * CHUNK + j)
+            turned += tl.load(own_T + CHUNK * CHUNK + (j * CHUNK + i)).to(tl.float32)
+        turned = tl.where(i == j, 1.0, turned) * tl.load(own_gates + 4 * CHUNK + token)[None, :]
         high = turned.to(kind)
         rest = (turned - high.to(tl.float32)).to(kind)
         for begin in tl.static_range(0, K, K_BLOCK):
-            keys = _token_tile(k, begin, rows, k_token_stride, K, K_BLOCK)
+            if K > K_BLOCK:
+                keys = _token_tile(k, begin, rows, k_token_stride, K, K_BLOCK)
             of_keys = tl.dot(high, keys, input_precision=PRECISION)
             if not WIDE:
                 of_keys += tl.dot(rest, keys, input_precision=PRECISION)
             key = begin + tl.arange(0, K_BLOCK)[None, :]
+            place = W + member * (CHUNK * K) + (i * K + key)
             if K % K_BLOCK == 0:
-                tl.store(W + (i * K + key), of_keys.to(kind))
+                tl.store(place, of_keys.to(kind))
             else:
-                tl.store(W + (i * K + key), of_keys.to(kind), (i < CHUNK) & (key < K))
+                tl.store(place, of_keys.to(kind), (i < CHUNK) & (key < K))
         if UPSTREAM:
-            P = qk * _decays(gates, False, False, WIDE)
-            solve = tl.load(T + (i * CHUNK + j))
+            G = tl.load(own_gates + token)
+            low = G
+            if WIDE:
+                low = tl.load(own_gates + CHUNK + token)
+            P = qk * _decays(G, low, False, False, WIDE)
+            solve = tl.load(own_T + (i * CHUNK + j))
             high = P.to(kind)
             both = tl.dot(high, solve, P, input_precision=PRECISION)
             if not WIDE:
                 both += tl.dot((P - high.to(tl.float32)).to(kind), solve, input_precision=PRECISION)
             if PARTS == 2:
-                both += tl.dot(high, tl.load(T + CHUNK * CHUNK + (i * CHUNK + j)), input_precision=PRECISION)
+                both += tl.dot(high, tl.load(own_T + CHUNK * CHUNK + (i * CHUNK + j)), input_precision=PRECISION)
             high = both.to(kind)
             rest = (both - high.to(tl.float32)).to(kind)
-            factor = tl.load(gates + 3 * CHUNK + j) * scale
-            for begin in tl.range(0, columns, V_BLOCK, num_stages=2, disable_licm=True):
+            factor = (tl.load(own_gates + 3 * CHUNK + token) * scale)[None, :]
+            for begin in tl.static_range(0, V, V_BLOCK):
                 column = begin + tl.arange(0, V_BLOCK)[:, None]
-                place = do + (j * do_token_stride.to(tl.int32) + column)
+                place = do + member * do_head_stride + (j * do_token_stride.to(tl.int32) + column)
                 upstream = tl.load(place, (j < rows) & (column < V), other=0)
                 found = tl.dot(upstream, high, input_precision=PRECISION)
                 if not WIDE:
                     found += tl.dot(upstream, rest, input_precision=PRECISION)
-                tl.store(local + (column * CHUNK + j), found.to(local.dtype.element_ty), (column < V) & (j < CHUNK))
+                there = (column < V) & (j < CHUNK)
+                tl.store(local + member * (V * CHUNK) + (column * CHUNK + j), found.to(kind), there)
                 grown = (upstream.to(tl.float32) * factor).to(kind)
-                tl.store(scaled + (j * V + column), grown, (column < V) & (j < CHUNK))
-            local += V * CHUNK
-            scaled += V * CHUNK
-            do += do_head_stride
-        gates += 5 * CHUNK
-        T += PARTS * CHUNK * CHUNK
-        W += CHUNK * K
+                tl.store(scaled + member * (V * CHUNK) + (j * V + column), grown, there)
 
 
 # ------------------------------------------------------------------------------------------ the walk back
@@ -308,9 +312,8 @@ def _unnormalized(y, gradient, factor, first_key, rows, token_stride, K: tl.cons
 @triton.jit
 def rule_gradients(
     q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, values, q_factors, k_factors,
-    key_heads, columns, scale,
-    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    do_token_stride, do_head_stride,
+    key_heads, steps, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    v_token_stride, v_head_stride, do_token_stride, do_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr,
     NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
@@ -325,15 +328,17 @@ def rule_gradients(
 
     Each leaves what dg and dβ need of it in `parts` [chunks, H, K blocks, 6, 64], sums over the block's columns: of
     q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); then, from the first block, what M and E send through
-    D (`_passing`), and N ⊙ k kᵀ summed over its rows; e^Γ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks], and Σ over V of Y ⊙ v
+    D (`_passing`), and N ⊙ k kᵀ summed over its rows; ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks], and Σ over V of Y ⊙ v
     in `values` [chunks, H, 64].
 
-    NORMALIZED is 1 where q and k are normalised copies and the block is all of K: the gradients pass through the norms.
-
-    `columns` is V, as a number the compiler does not know: loops it unrolls have no registers left.
+    A loop goes through the V blocks of all value heads, so that the tiles of the next head are on their way while one
+    is finished. `steps` is their number: the compiler does not know it, because loops it unrolls have no registers
+    left. NORMALIZED is 1 where q and k are normalised copies and the block is all of K: the gradients pass through the
+    norms.
     """
     CHUNK: tl.constexpr = 64
     K_BLOCKS: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
+    V_BLOCKS: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0)
     role = program % (2 * K_BLOCKS + 1)
     k_block = role // 2
@@ -346,70 +351,75 @@ def rule_gradients(
     kind = k.dtype.element_ty
     token = tl.arange(0, CHUNK)
     first_key = k_block * K_BLOCK
-    q += at * q_token_stride + key_head * q_head_stride
-    k += at * k_token_stride + key_head * k_head_stride
     lane = (slot * key_heads + key_head) * GROUP
     gates += lane * (5 * CHUNK)
-    gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
     if role == 2 * K_BLOCKS:
         if NEED_V or NEED_GATES:
             Y += lane * (V * CHUNK)
             v += at * v_token_stride + key_head * GROUP * v_head_stride
             dv += (at * key_heads + key_head) * (GROUP * V_SIZE)
             values += lane * CHUNK
-            for _ in tl.range(0, GROUP, disable_licm=True):
-                strength = tl.load(gates + 2 * CHUNK + token)
-                Y_v = tl.zeros([CHUNK], tl.float32)
-                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                    wide = _turned_tile(Y, begin, V, V_BLOCK).to(tl.float32)
-                    if NEED_GATES:
-                        Y_v += tl.sum(wide * _token_tile(v, begin, rows, v_token_stride, V, V_BLOCK).to(tl.float32), 1)
-                    if NEED_V:
-                        column = begin + tl.arange(0, V_BLOCK)[None, :]
-                        place = dv + (token[:, None] * (key_heads * GROUP * V_SIZE) + column)
-                        there = (token[:, None] < rows) & (column < V_SIZE)
-                        tl.store(place, (wide * strength[:, None]).to(kind), there)
+            Y_v = tl.zeros([CHUNK], tl.float32)
+            for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
+                member = step // V_BLOCKS
+                begin = (step % V_BLOCKS) * V_BLOCK
+                wide = _turned_tile(Y + member * (V * CHUNK), begin, V, V_BLOCK).to(tl.float32)
+                strength = tl.load(gates + member * (5 * CHUNK) + 2 * CHUNK + token)
+                if NEED_V:
+                    column = begin + tl.arange(0, V_BLOCK)[None, :]
+                    place = dv + member * V_SIZE + (token[:, None] * (key_heads * GROUP * V_SIZE) + column)
+                    there = (token[:, None] < rows) & (column < V_SIZE)
+                    tl.store(place, (wide * strength[:, None]).to(kind), there)
                 if NEED_GATES:
-                    tl.store(values + token, Y_v)
-                gates += 5 * CHUNK
-                Y += V * CHUNK
-                v += v_head_stride
-                dv += V_SIZE
-                values += CHUNK
-    elif role % 2 == 0:
-        keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
+                    v_tile = _token_tile(v + member * v_head_stride, begin, rows, v_token_stride, V, V_BLOCK)
+                    Y_v += tl.sum(wide * v_tile.to(tl.float32), 1)
+                    if begin + V_BLOCK >= V:
+                        tl.store(values + member * CHUNK + token, Y_v)
+                        Y_v = tl.zeros([CHUNK], tl.float32)
+        return
+    q += at * q_token_stride + key_head * q_head_stride
+    k += at * k_token_stride + key_head * k_head_stride
+    do += at * do_token_stride + key_head * GROUP * do_head_stride
+    states += lane * (V * K)
+    new += lane * (V * CHUNK)
+    parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
+    keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
+    gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+    if role % 2 == 0:
         if UPSTREAM and (NEED_Q or NEED_GATES):
-            do += at * do_token_stride + key_head * GROUP * do_head_stride
-            states += lane * (V * K)
-            new += lane * (V * CHUNK)
-            parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
-            for _ in tl.range(0, GROUP, disable_licm=True):
-                do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-                do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                    do_tile = _token_tile(do, begin, rows, do_token_stride, V, V_BLOCK)
-                    new_tile = _turned_tile(new, begin, V, V_BLOCK)
-                    S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                    do_new = tl.dot(do_tile, tl.trans(new_tile), do_new, input_precision=PRECISION)
-                    do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
-                do_S *= (tl.load(gates + 3 * CHUNK + token) * scale)[:, None]
-                gradient += do_S
-                if NEED_GATES:
-                    wide = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK).to(tl.float32)
-                    tl.store(parts + token, tl.sum(wide * do_S, 1))
-                M = do_new * (_decays(gates, False, False, WIDE) * scale)
-                if NEED_Q:
-                    gradient = tl.dot(M.to(kind), keys, gradient, input_precision=PRECISION)
-                if NEED_GATES:
-                    if k_block == 0:
-                        M *= _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
-                        through = tl.where(token[:, None] > token[None, :], M, 0.0)
-                        tl.store(parts + 3 * CHUNK + token, _passing(through, kind, PRECISION))
-                gates += 5 * CHUNK
-                states += V * K
-                new += V * CHUNK
-                do += do_head_stride
-                parts += K_BLOCKS * (6 * CHUNK)
+            do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+            do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+            for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
+                member = step // V_BLOCKS
+                begin = (step % V_BLOCKS) * V_BLOCK
+                do_tile = _token_tile(do + member * do_head_stride, begin, rows, do_token_stride, V, V_BLOCK)
+                new_tile = _turned_tile(new + member * (V * CHUNK), begin, V, V_BLOCK)
+                S_tile = _tile(states + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                G = tl.load(gates + member * (5 * CHUNK) + token)
+                low = G
+                if WIDE:
+                    low = tl.load(gates + member * (5 * CHUNK) + CHUNK + token)
+                from_start = tl.load(gates + member * (5 * CHUNK) + 3 * CHUNK + token)
+                do_new = tl.dot(do_tile, tl.trans(new_tile), do_new, input_precision=PRECISION)
+                do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
+                if begin + V_BLOCK >= V:
+                    own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
+                    do_S *= (from_start * scale)[:, None]
+                    gradient += do_S
+                    if NEED_GATES:
+                        # Read again: in registers since the beginning, it would leave none for the sums.
+                        wide = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK).to(tl.float32)
+                        tl.store(own_parts, tl.sum(wide * do_S, 1))
+                    do_new *= _decays(G, low, False, False, WIDE) * scale
+                    if NEED_Q:
+                        gradient = tl.dot(do_new.to(kind), keys, gradient, input_precision=PRECISION)
+                    if NEED_GATES:
+                        if k_block == 0:
+                            do_new *= _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
+                            through = tl.where(token[:, None] > token[None, :], do_new, 0.0)
+                            tl.store(own_parts + 3 * CHUNK, _passing(through, kind, PRECISION))
+                    do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+                    do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
         if NEED_Q:
             key = first_key + tl.arange(0, K_BLOCK)[None, :]
             place = dq + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
@@ -417,84 +427,94 @@ def rule_gradients(
                 factor = tl.load(q_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
                 gradient = _unnormalized(q, gradient, factor, first_key, rows, q_token_stride, K, K_BLOCK)
             tl.store(place, gradient.to(dq.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
-    else:
-        keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
-        if NEED_K or NEED_GATES:
-            do += at * do_token_stride + key_head * GROUP * do_head_stride
-            states += lane * (V * K)
-            dstates += lane * (V * K)
-            new += lane * (V * CHUNK)
-            Y += lane * (V * CHUNK)
-            parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
-            kept += lane * K_BLOCKS + k_block
-            for _ in tl.range(0, GROUP, disable_licm=True):
-                strength = tl.load(gates + 2 * CHUNK + token)
-                new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
-                Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-                new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
-                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                    new_tile = _turned_tile(new, begin, V, V_BLOCK)
-                    Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
-                    if UPSTREAM and NEED_K:
-                        do_tile = _token_tile(do, begin, rows, do_token_stride, V, V_BLOCK)
-                        new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
-                    Y_new = tl.dot(Y_tile, tl.trans(new_tile), Y_new, input_precision=PRECISION)
-                    new_Y = tl.dot(new_tile, tl.trans(Y_tile), new_Y, input_precision=PRECISION)
-                N = -Y_new * _decays(gates, True, False, WIDE)
+        return
+    if NEED_K or NEED_GATES:
+        dstates += lane * (V * K)
+        Y += lane * (V * CHUNK)
+        kept += lane * K_BLOCKS + k_block
+        queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
+        new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
+        Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+        new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
+            member = step // V_BLOCKS
+            begin = (step % V_BLOCKS) * V_BLOCK
+            new_tile = _turned_tile(new + member * (V * CHUNK), begin, V, V_BLOCK)
+            Y_tile = _turned_tile(Y + member * (V * CHUNK), begin, V, V_BLOCK)
+            G = tl.load(gates + member * (5 * CHUNK) + token)
+            low = G
+            if WIDE:
+                low = tl.load(gates + member * (5 * CHUNK) + CHUNK + token)
+            strength = tl.load(gates + member * (5 * CHUNK) + 2 * CHUNK + token)
+            if UPSTREAM and NEED_K:
+                do_tile = _token_tile(do + member * do_head_stride, begin, rows, do_token_stride, V, V_BLOCK)
+                new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
+            Y_new = tl.dot(Y_tile, tl.trans(new_tile), Y_new, input_precision=PRECISION)
+            new_Y = tl.dot(new_tile, tl.trans(Y_tile), new_Y, input_precision=PRECISION)
+            if begin + V_BLOCK >= V:
+                if NEED_K and UPSTREAM:
+                    new_do *= _decays(G, low, False, True, WIDE) * scale
+                    gradient = tl.dot(new_do.to(kind), queries, gradient, input_precision=PRECISION)
+                Y_new *= -_decays(G, low, True, False, WIDE)
                 if NEED_K:
-                    if UPSTREAM:
-                        queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
-                        M = (new_do * (_decays(gates, False, True, WIDE) * scale)).to(kind)
-                        gradient = tl.dot(M, queries, gradient, input_precision=PRECISION)
-                    after = new_Y * (_decays(gates, True, True, WIDE) * strength[None, :])
-                    both = (N * strength[:, None] - after).to(kind)
+                    new_Y *= _decays(G, low, True, True, WIDE) * strength[None, :]
+                    both = (Y_new * strength[:, None] - new_Y).to(kind)
                     gradient += tl.dot(both, keys, input_precision=PRECISION)
                 if NEED_GATES:
                     if k_block == 0:
-                        N *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
-                        tl.store(parts + 5 * CHUNK + token, tl.sum(N, 1))
-                        tl.store(parts + 4 * CHUNK + token, _passing(N * strength[:, None], kind, PRECISION))
-                Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                    Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
-                    S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                    Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
-                Y_S *= tl.load(gates + 3 * CHUNK + token)[:, None]
+                        own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
+                        Y_new *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
+                        tl.store(own_parts + 5 * CHUNK, tl.sum(Y_new, 1))
+                        tl.store(own_parts + 4 * CHUNK, _passing(Y_new * strength[:, None], kind, PRECISION))
+                new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
+                Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+                new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
+        Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+        for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
+            member = step // V_BLOCKS
+            begin = (step % V_BLOCKS) * V_BLOCK
+            Y_tile = _turned_tile(Y + member * (V * CHUNK), begin, V, V_BLOCK)
+            S_tile = _tile(states + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+            strength = tl.load(gates + member * (5 * CHUNK) + 2 * CHUNK + token)
+            from_start = tl.load(gates + member * (5 * CHUNK) + 3 * CHUNK + token)
+            Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
+            if begin + V_BLOCK >= V:
+                Y_S *= from_start[:, None]
                 if NEED_GATES:
-                    # Read again: in registers since the beginning, it would leave none for the sums.
                     wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
-                    tl.store(parts + CHUNK + token, tl.sum(wide * Y_S, 1))
+                    own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
+                    tl.store(own_parts + CHUNK, tl.sum(wide * Y_S, 1))
                 gradient -= Y_S * strength[:, None]
-                new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-                S_dS = tl.zeros([V_BLOCK], tl.float32)
-                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
-                    new_tile = _turned_tile(new, begin, V, V_BLOCK)
-                    dS_tile = _tile(dstates, begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                    new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
-                    if NEED_GATES:
-                        S_tile = _tile(states, begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                        S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
-                new_dS *= tl.load(gates + 4 * CHUNK + token)[:, None]
+                Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+        new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+        S_dS = tl.zeros([V_BLOCK], tl.float32)
+        for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
+            member = step // V_BLOCKS
+            begin = (step % V_BLOCKS) * V_BLOCK
+            new_tile = _turned_tile(new + member * (V * CHUNK), begin, V, V_BLOCK)
+            dS_tile = _tile(dstates + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+            to_end = tl.load(gates + member * (5 * CHUNK) + 4 * CHUNK + token)
+            new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
+            if NEED_GATES:
+                S_tile = _tile(states + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
+            if begin + V_BLOCK >= V:
+                new_dS *= to_end[:, None]
                 gradient += new_dS
                 if NEED_GATES:
                     wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
-                    tl.store(parts + 2 * CHUNK + token, tl.sum(wide * new_dS, 1))
-                    tl.store(kept, tl.sum(S_dS, 0) * tl.load(gates + 4 * CHUNK - 1))
-                gates += 5 * CHUNK
-                states += V * K
-                dstates += V * K
-                new += V * CHUNK
-                Y += V * CHUNK
-                do += do_head_stride
-                parts += K_BLOCKS * (6 * CHUNK)
-                kept += K_BLOCKS
-        if NEED_K:
-            key = first_key + tl.arange(0, K_BLOCK)[None, :]
-            place = dk + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
-            if NORMALIZED == 1:
-                factor = tl.load(k_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
-                gradient = _unnormalized(k, gradient, factor, first_key, rows, k_token_stride, K, K_BLOCK)
-            tl.store(place, gradient.to(dk.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
+                    own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
+                    tl.store(own_parts + 2 * CHUNK, tl.sum(wide * new_dS, 1))
+                    tl.store(kept + member * K_BLOCKS, tl.sum(S_dS, 0))
+                new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+                S_dS = tl.zeros([V_BLOCK], tl.float32)
+    if NEED_K:
+        key = first_key + tl.arange(0, K_BLOCK)[None, :]
+        place = dk + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+        if NORMALIZED == 1:
+            factor = tl.load(k_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
+            gradient = _unnormalized(k, gradient, factor, first_key, rows, k_token_stride, K, K_BLOCK)
+        tl.store(place, gradient.to(dk.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
 
 
 @triton.jit
@@ -531,7 +551,7 @@ def rule_gate_gradients(
     if NEED_G:
         strength = tl.load(gates + lane * (5 * CHUNK) + 2 * CHUNK + token)
         found = tl.load(parts + 4 * CHUNK) + tl.cumsum(since_query - strength * of_key, reverse=True)
-        found += tl.cumsum(until) + whole
+        found += tl.cumsum(until) + whole * tl.load(gates + lane * (5 * CHUNK) + 4 * CHUNK - 1)
         if UPSTREAM:
             found += tl.load(parts + 3 * CHUNK)
         tl.store(dg + place, found.to(dg.dtype.element_ty), token < rows)

@@ -41,6 +41,7 @@ class Tuning(NamedTuple):
     turn_keys: int = 128
     turn_values: int = 128
     turn_warps: int = 4
+    turn_stages: int = 2
     key_block: int = 64
     value_block: int = 32
     warps: int = 4
@@ -50,9 +51,9 @@ class Tuning(NamedTuple):
 def tuning(shape: Shape) -> Tuning:
     """The cut of a problem."""
     if shape.is_wide:
-        return Tuning(16 if shape.K > 128 else 32, 4, 1, 32, 32, 4, 32, 16, 4, 1)
+        return Tuning(16, 8, 1, 32, 32, 8, 1, 32, 16, 8, 1)
     if shape.K > 128:
-        return Tuning(64, 8, 1)
+        return Tuning(32, 8, 1, 64, 64)
     return Tuning()
 
 
@@ -161,9 +162,10 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         constants = sizes | {
             "K_BLOCK": min(tuned.turn_keys, power(shape.K)),
             "V_BLOCK": min(tuned.turn_values, power(shape.V)),
+            "STAGES": tuned.turn_stages,
             "UPSTREAM": options[0],
         }
-        return describe("rule_turn", shape, constants, tuned.turn_warps, 1, _ALIGNED)
+        return describe("rule_turn", shape, constants, tuned.turn_warps, tuned.turn_stages, _ALIGNED)
     if name == "unnormalize":
         constants = {"SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K), "ROWS": _UNNORMALIZED_ROWS}
         return describe("rule_unnormalize", shape, constants, 4, 1, frozenset())
@@ -239,7 +241,7 @@ def turn(
     launch(
         ("turn", do is not None), shape.chunks * shape.key_heads, q.start, k.start, upstream.start, memory["gates"],
         memory["places"], memory["T"], memory["W"], memory["local"], memory["scaled"], shape.key_heads,
-        padded(shape.V), scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride,
+        scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride,
         upstream.head_stride,
     )  # fmt: skip
 
@@ -285,13 +287,14 @@ def gradients(
     upstream = do or v
     absent = memory["gates"]  # stands for a pointer that no variant reads
     kept = memory.get("kept", absent)
+    steps = shape.group * -(-padded(shape.V) // min(launch.backward.value_block, power(shape.V)))
     targets = [memory.get(f"{name}_normalized", out) if apart else out for name, out in (("dq", dq), ("dk", dk))]
     factors = (memory.get("q_factors", absent), memory.get("k_factors", absent))
     launch(
         ("gradients", do is not None, normalize, need, is_aligned(*outputs)),
         (2 * key_blocks(shape, launch.backward) + 1) * shape.chunks * shape.key_heads, q.start, k.start, v.start,
         upstream.start, memory["gates"], memory["places"], memory["states"], memory["dstates"], memory["new"],
-        memory["Y"], *targets, dv, memory.get("parts", kept), kept, memory.get("values", kept), *factors, shape.key_heads, padded(shape.V), scale,
+        memory["Y"], *targets, dv, memory.get("parts", kept), kept, memory.get("values", kept), *factors, shape.key_heads, steps, scale,
         q.token_stride, q.head_stride, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
         upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
