@@ -1,6 +1,6 @@
 """The backward of the gated delta rule on Triton, as a plan runs it: its memory, and its kernels one after the other.
 
-table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → gradients → gate_gradients
+table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients → gate_gradients
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ from adjoint.ops.gated_delta.rule_shape import (
     walkable,
 )
 
-_OF_TOKENS = NEED_Q | NEED_K | NEED_V | NEED_G | NEED_BETA
+_OF_KEYS = NEED_Q | NEED_K | NEED_G | NEED_BETA
+_OF_TOKENS = _OF_KEYS | NEED_V
 
 
 def regions(problem: Problem) -> Regions:
@@ -59,7 +60,9 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
         listed.append(("walk", True, initial, False, False, 1, aligned))
         listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
         if need & _OF_TOKENS:
-            listed.append(("gradients", upstream, normalize, need & _OF_TOKENS, aligned))
+            listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
+        if need & _OF_KEYS:
+            listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
     if need & (NEED_G | NEED_BETA):
         listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
@@ -116,13 +119,17 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
     backward_launch.turn(run, memory, queries, keys, upstream, scale)
     dinitial = outputs[5] if need & NEED_STATE else None
     backward_launch.walk_back(run, memory, queries, keys, upstream is not None, dfinal_state, dinitial)
-    of_tokens = need & _OF_TOKENS
-    if of_tokens:
+    dq, dk, dv, dg, dbeta, _ = outputs
+    if need & _OF_TOKENS:
+        backward_launch.matrices(run, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)
+    if need & _OF_KEYS:
         backward_launch.gradients(
-            run, memory, queries, keys, values, upstream, outputs[:3], scale, normalize, of_tokens
+            run, memory, queries, keys, upstream, dq, dk, scale, normalize, need & _OF_KEYS
         )  # fmt: skip
     if need & (NEED_G | NEED_BETA):
-        backward_launch.gate_gradients(run, memory, outputs[3], outputs[4], upstream is not None, need)
+        backward_launch.gate_gradients(
+            run, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA)
+        )  # fmt: skip
     if cu_seqlens is not None:
         launch.clear(run, memory, *(out for bit, out in enumerate(outputs[:5]) if need >> bit & 1))
 

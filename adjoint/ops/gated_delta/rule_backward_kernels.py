@@ -3,7 +3,8 @@
     turn             W = Tᵀ (e^{Γ−G} ⊙ k),  Tᵀ Pᵀ do,  scale·e^G ⊙ do      one program per chunk and key head
     walk_back        Y = Tᵀ Pᵀ do + W dS⁺                                  one per sequence, value head and block of V
                      dS = e^Γ dS⁺ + qᵀ (scale·e^G ⊙ do) − kᵀ (β e^G ⊙ Y)
-    gradients        dq, dk, dv and the parts of dβ and dg                 two per chunk, key head and block of K
+    matrices         M, Mᵀ, E + Eᵀ and dv                                  one per chunk and value head
+    gradients        dq, dk and the parts of dβ and dg                     two per chunk, key head and block of K
     gate_gradients   dβ and dg from their parts                            one per chunk and value head
 
 Only the walk goes from chunk to chunk, last to first, so it is two products, one after the other, and one beside them.
@@ -302,6 +303,96 @@ def _passing(through, kind: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def rule_matrices(
+    q, k, v, do, gates, places, new, Y, M, M_turned, E, dv, passing, besides, key_heads, columns, scale,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    do_token_stride, do_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, NEED_QK: tl.constexpr, NEED_V: tl.constexpr,
+    NEED_GATES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The chunk's matrices of one value head, for dq and dk: M = scale·(do v'ᵀ) ⊙ D, Mᵀ, and E + Eᵀ with
+    E = β ⊙ N, N = −(Y v'ᵀ) ⊙ D°; each, and each transpose, by a product of its own. And dv = β ⊙ Y.
+
+    For dg what M and E send through D, in `passing` [chunks, H, 64]; for dβ the rows of Y ⊙ v and N ⊙ k kᵀ, summed, in
+    `besides` [chunks, H, 64]. `columns` is V as a number the compiler does not know: loops it unrolls have no registers
+    left.
+    """
+    CHUNK: tl.constexpr = 64
+    program = tl.program_id(0)
+    heads = key_heads * GROUP
+    slot = (program // heads).to(tl.int64)
+    head = (program % heads).to(tl.int64)
+    rows = tl.load(places + slot * 4 + 1)
+    if rows == 0:
+        return
+    at = tl.load(places + slot * 4).to(tl.int64)
+    kind = k.dtype.element_ty
+    token = tl.arange(0, CHUNK)
+    i = token[:, None]
+    j = token[None, :]
+    lane = slot * heads + head
+    gates += lane * (5 * CHUNK) + token
+    new += lane * (V * CHUNK)
+    Y += lane * (V * CHUNK)
+    v += at * v_token_stride + head * v_head_stride
+    do += at * do_token_stride + head * do_head_stride
+    strength = tl.load(gates + 2 * CHUNK)
+    do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+    new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
+    Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
+    new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
+    Y_v = tl.zeros([CHUNK], tl.float32)
+    for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+        Y_tile = _turned_tile(Y, begin, V, V_BLOCK)
+        if NEED_QK or NEED_GATES:
+            new_tile = _turned_tile(new, begin, V, V_BLOCK)
+            Y_new = tl.dot(Y_tile, tl.trans(new_tile), Y_new, input_precision=PRECISION)
+            if NEED_QK:
+                new_Y = tl.dot(new_tile, tl.trans(Y_tile), new_Y, input_precision=PRECISION)
+            if UPSTREAM:
+                do_tile = _token_tile(do, begin, rows, do_token_stride, V, V_BLOCK)
+                do_new = tl.dot(do_tile, tl.trans(new_tile), do_new, input_precision=PRECISION)
+                if NEED_QK:
+                    new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
+        wide = Y_tile.to(tl.float32)
+        if NEED_V:
+            column = begin + tl.arange(0, V_BLOCK)[None, :]
+            place = dv + (at * heads + head) * V_SIZE + (i * (heads * V_SIZE) + column)
+            tl.store(place, (wide * strength[:, None]).to(kind), (i < rows) & (column < V_SIZE))
+        if NEED_GATES:
+            v_tile = _token_tile(v, begin, rows, v_token_stride, V, V_BLOCK)
+            Y_v += tl.sum(wide * v_tile.to(tl.float32), 1)
+    if NEED_QK or NEED_GATES:
+        G = tl.load(gates)
+        low = G
+        if WIDE:
+            low = tl.load(gates + CHUNK)
+        place = lane * (CHUNK * CHUNK) + (i * CHUNK + j)
+        if NEED_QK:
+            if UPSTREAM:
+                tl.store(M_turned + place, (new_do * (_decays(G, low, False, True, WIDE) * scale)).to(kind))
+            new_Y *= _decays(G, low, True, True, WIDE) * strength[None, :]
+        if UPSTREAM:
+            do_new *= _decays(G, low, False, False, WIDE) * scale
+            if NEED_QK:
+                tl.store(M + place, do_new.to(kind))
+        Y_new *= -_decays(G, low, True, False, WIDE)
+        if NEED_QK:
+            tl.store(E + place, (Y_new * strength[:, None] - new_Y).to(kind))
+        if NEED_GATES:
+            k += at * k_token_stride + (head // GROUP) * k_head_stride
+            q += at * q_token_stride + (head // GROUP) * q_head_stride
+            Y_new *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
+            tl.store(besides + lane * CHUNK + token, Y_v + tl.sum(Y_new, 1))
+            Y_new *= strength[:, None]
+            if UPSTREAM:
+                do_new *= _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
+                Y_new += tl.where(i > j, do_new, 0.0)
+            tl.store(passing + lane * CHUNK + token, _passing(Y_new, kind, PRECISION))
+
+
+@triton.jit
 def _unnormalized(y, gradient, factor, first_key, rows, token_stride, K: tl.constexpr, K_BLOCK: tl.constexpr):
     """The gradient of x for one of y = factor·x: factor·(dy − y (y·dy))."""
     wide = _token_tile(y, first_key, rows, token_stride, K, K_BLOCK).to(tl.float32)
@@ -310,216 +401,127 @@ def _unnormalized(y, gradient, factor, first_key, rows, token_stride, K: tl.cons
 
 
 @triton.jit
-def rule_gradients(
-    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, values, q_factors, k_factors,
-    key_heads, steps, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
-    v_token_stride, v_head_stride, do_token_stride, do_head_stride,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr,
-    NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, NEED_GATES: tl.constexpr,
-    NORMALIZED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One chunk and key head: for each K_BLOCK columns of K, dq by one program and dk by the next; dv by one more.
+def _along(x, y, kind: tl.constexpr, PRECISION: tl.constexpr):
+    """The rows of float32 x times the rows of y, one each: the diagonal of x yᵀ, for two parts of x.
 
-    With M = scale·(do v'ᵀ) ⊙ D, N = −(Y v'ᵀ) ⊙ D° and E = β ⊙ N, each by a product of its own and so for its transpose:
+    A product, though most of it is thrown away: y is in shared memory for others, and in registers there is no room.
+    """
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    high = x.to(kind)
+    found = tl.dot(high, tl.trans(y), input_precision=PRECISION)
+    if kind != tl.float32:
+        found += tl.dot((x - high.to(tl.float32)).to(kind), tl.trans(y), input_precision=PRECISION)
+    return tl.sum(tl.where(i == j, found, 0.0), 1)
+
+
+@triton.jit
+def rule_gradients(
+    q, k, do, gates, places, states, dstates, new, Y, M, M_turned, E, dq, dk, parts, kept, q_factors, k_factors,
+    key_heads, columns, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    do_token_stride, do_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, NEED_Q: tl.constexpr, NEED_K: tl.constexpr,
+    NEED_GATES: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk and key head, K_BLOCK columns of K: dq by one program, dk by the next.
 
         dq = Σ over value heads of scale·e^G ⊙ (do Sᵀ) + M k
         dk = Σ over value heads of Mᵀ q + (E + Eᵀ) k − β e^G ⊙ (Y Sᵀ) + e^{Γ−G} ⊙ (v' dS⁺ᵀ)
 
-    Each leaves what dg and dβ need of it in `parts` [chunks, H, K blocks, 6, 64], sums over the block's columns: of
-    q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); then, from the first block, what M and E send through
-    D (`_passing`), and N ⊙ k kᵀ summed over its rows; ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks], and Σ over V of Y ⊙ v
-    in `values` [chunks, H, 64].
+    Each leaves what dg and dβ need of it, sums over the block's columns, in `parts` [chunks, H, K blocks, 3, 64]: of
+    q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); and ⟨S, dS⁺⟩ in `kept` [chunks, H, K blocks].
 
-    A loop goes through the V blocks of all value heads, so that the tiles of the next head are on their way while one
-    is finished. `steps` is their number: the compiler does not know it, because loops it unrolls have no registers
-    left. NORMALIZED is 1 where q and k are normalised copies and the block is all of K: the gradients pass through the
-    norms.
+    NORMALIZED is 1 where q and k are normalised copies and the block is all of K: gradients pass through the norms.
     """
     CHUNK: tl.constexpr = 64
     K_BLOCKS: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
-    V_BLOCKS: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0)
-    role = program % (2 * K_BLOCKS + 1)
-    k_block = role // 2
-    key_head = ((program // (2 * K_BLOCKS + 1)) % key_heads).to(tl.int64)
-    slot = (program // ((2 * K_BLOCKS + 1) * key_heads)).to(tl.int64)
+    k_block = (program // 2) % K_BLOCKS
+    key_head = ((program // (2 * K_BLOCKS)) % key_heads).to(tl.int64)
+    slot = (program // (2 * K_BLOCKS * key_heads)).to(tl.int64)
     rows = tl.load(places + slot * 4 + 1)
     if rows == 0:
         return
     at = tl.load(places + slot * 4).to(tl.int64)
     kind = k.dtype.element_ty
     token = tl.arange(0, CHUNK)
+    square = token[:, None] * CHUNK + token[None, :]
     first_key = k_block * K_BLOCK
     lane = (slot * key_heads + key_head) * GROUP
-    gates += lane * (5 * CHUNK)
-    if role == 2 * K_BLOCKS:
-        if NEED_V or NEED_GATES:
-            Y += lane * (V * CHUNK)
-            v += at * v_token_stride + key_head * GROUP * v_head_stride
-            dv += (at * key_heads + key_head) * (GROUP * V_SIZE)
-            values += lane * CHUNK
-            Y_v = tl.zeros([CHUNK], tl.float32)
-            for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
-                member = step // V_BLOCKS
-                begin = (step % V_BLOCKS) * V_BLOCK
-                wide = _turned_tile(Y + member * (V * CHUNK), begin, V, V_BLOCK).to(tl.float32)
-                strength = tl.load(gates + member * (5 * CHUNK) + 2 * CHUNK + token)
-                if NEED_V:
-                    column = begin + tl.arange(0, V_BLOCK)[None, :]
-                    place = dv + member * V_SIZE + (token[:, None] * (key_heads * GROUP * V_SIZE) + column)
-                    there = (token[:, None] < rows) & (column < V_SIZE)
-                    tl.store(place, (wide * strength[:, None]).to(kind), there)
-                if NEED_GATES:
-                    v_tile = _token_tile(v + member * v_head_stride, begin, rows, v_token_stride, V, V_BLOCK)
-                    Y_v += tl.sum(wide * v_tile.to(tl.float32), 1)
-                    if begin + V_BLOCK >= V:
-                        tl.store(values + member * CHUNK + token, Y_v)
-                        Y_v = tl.zeros([CHUNK], tl.float32)
-        return
-    q += at * q_token_stride + key_head * q_head_stride
     k += at * k_token_stride + key_head * k_head_stride
-    do += at * do_token_stride + key_head * GROUP * do_head_stride
-    states += lane * (V * K)
-    new += lane * (V * CHUNK)
-    parts += (lane * K_BLOCKS + k_block) * (6 * CHUNK)
+    q += at * q_token_stride + key_head * q_head_stride
+    key = first_key + tl.arange(0, K_BLOCK)[None, :]
     keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
+    queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
     gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-    if role % 2 == 0:
+    if program % 2 == 0:
         if UPSTREAM and (NEED_Q or NEED_GATES):
-            do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-            do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-            for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
-                member = step // V_BLOCKS
-                begin = (step % V_BLOCKS) * V_BLOCK
-                do_tile = _token_tile(do + member * do_head_stride, begin, rows, do_token_stride, V, V_BLOCK)
-                new_tile = _turned_tile(new + member * (V * CHUNK), begin, V, V_BLOCK)
-                S_tile = _tile(states + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                G = tl.load(gates + member * (5 * CHUNK) + token)
-                low = G
-                if WIDE:
-                    low = tl.load(gates + member * (5 * CHUNK) + CHUNK + token)
-                from_start = tl.load(gates + member * (5 * CHUNK) + 3 * CHUNK + token)
-                do_new = tl.dot(do_tile, tl.trans(new_tile), do_new, input_precision=PRECISION)
-                do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
-                if begin + V_BLOCK >= V:
-                    own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
-                    do_S *= (from_start * scale)[:, None]
-                    gradient += do_S
-                    if NEED_GATES:
-                        # Read again: in registers since the beginning, it would leave none for the sums.
-                        wide = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK).to(tl.float32)
-                        tl.store(own_parts, tl.sum(wide * do_S, 1))
-                    do_new *= _decays(G, low, False, False, WIDE) * scale
-                    if NEED_Q:
-                        gradient = tl.dot(do_new.to(kind), keys, gradient, input_precision=PRECISION)
-                    if NEED_GATES:
-                        if k_block == 0:
-                            do_new *= _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
-                            through = tl.where(token[:, None] > token[None, :], do_new, 0.0)
-                            tl.store(own_parts + 3 * CHUNK, _passing(through, kind, PRECISION))
-                    do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-                    do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+            do += at * do_token_stride + key_head * GROUP * do_head_stride
+            for member in tl.range(0, GROUP, disable_licm=True):
+                own = lane + member  # places are found from it, each where it is used: registers are scarce
+                do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                    do_tile = _token_tile(do + member * do_head_stride, begin, rows, do_token_stride, V, V_BLOCK)
+                    S_tile = _tile(states + own * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                    do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
+                do_S *= (tl.load(gates + own * (5 * CHUNK) + 3 * CHUNK + token) * scale)[:, None]
+                gradient += do_S
+                if NEED_GATES:
+                    of_queries = _along(do_S, queries, kind, PRECISION)
+                    tl.store(parts + (own * K_BLOCKS + k_block) * (3 * CHUNK) + token, of_queries)
+                if NEED_Q:
+                    gradient += tl.dot(tl.load(M + own * (CHUNK * CHUNK) + square), keys, input_precision=PRECISION)
         if NEED_Q:
-            key = first_key + tl.arange(0, K_BLOCK)[None, :]
-            place = dq + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
             if NORMALIZED == 1:
                 factor = tl.load(q_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
                 gradient = _unnormalized(q, gradient, factor, first_key, rows, q_token_stride, K, K_BLOCK)
+            place = dq + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
             tl.store(place, gradient.to(dq.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
-        return
-    if NEED_K or NEED_GATES:
-        dstates += lane * (V * K)
-        Y += lane * (V * CHUNK)
-        kept += lane * K_BLOCKS + k_block
-        queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
-        new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
-        Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-        new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
-            member = step // V_BLOCKS
-            begin = (step % V_BLOCKS) * V_BLOCK
-            new_tile = _turned_tile(new + member * (V * CHUNK), begin, V, V_BLOCK)
-            Y_tile = _turned_tile(Y + member * (V * CHUNK), begin, V, V_BLOCK)
-            G = tl.load(gates + member * (5 * CHUNK) + token)
-            low = G
-            if WIDE:
-                low = tl.load(gates + member * (5 * CHUNK) + CHUNK + token)
-            strength = tl.load(gates + member * (5 * CHUNK) + 2 * CHUNK + token)
-            if UPSTREAM and NEED_K:
-                do_tile = _token_tile(do + member * do_head_stride, begin, rows, do_token_stride, V, V_BLOCK)
-                new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
-            Y_new = tl.dot(Y_tile, tl.trans(new_tile), Y_new, input_precision=PRECISION)
-            new_Y = tl.dot(new_tile, tl.trans(Y_tile), new_Y, input_precision=PRECISION)
-            if begin + V_BLOCK >= V:
-                if NEED_K and UPSTREAM:
-                    new_do *= _decays(G, low, False, True, WIDE) * scale
-                    gradient = tl.dot(new_do.to(kind), queries, gradient, input_precision=PRECISION)
-                Y_new *= -_decays(G, low, True, False, WIDE)
-                if NEED_K:
-                    new_Y *= _decays(G, low, True, True, WIDE) * strength[None, :]
-                    both = (Y_new * strength[:, None] - new_Y).to(kind)
-                    gradient += tl.dot(both, keys, input_precision=PRECISION)
-                if NEED_GATES:
-                    if k_block == 0:
-                        own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
-                        Y_new *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
-                        tl.store(own_parts + 5 * CHUNK, tl.sum(Y_new, 1))
-                        tl.store(own_parts + 4 * CHUNK, _passing(Y_new * strength[:, None], kind, PRECISION))
-                new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
-                Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-                new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
-        Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-        for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
-            member = step // V_BLOCKS
-            begin = (step % V_BLOCKS) * V_BLOCK
-            Y_tile = _turned_tile(Y + member * (V * CHUNK), begin, V, V_BLOCK)
-            S_tile = _tile(states + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
-            strength = tl.load(gates + member * (5 * CHUNK) + 2 * CHUNK + token)
-            from_start = tl.load(gates + member * (5 * CHUNK) + 3 * CHUNK + token)
-            Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
-            if begin + V_BLOCK >= V:
-                Y_S *= from_start[:, None]
-                if NEED_GATES:
-                    wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
-                    own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
-                    tl.store(own_parts + CHUNK, tl.sum(wide * Y_S, 1))
-                gradient -= Y_S * strength[:, None]
+    else:
+        if NEED_K or NEED_GATES:
+            for member in tl.range(0, GROUP, disable_licm=True):
+                own = lane + member
                 Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-        new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-        S_dS = tl.zeros([V_BLOCK], tl.float32)
-        for step in tl.range(0, steps, num_stages=STAGES, disable_licm=True):
-            member = step // V_BLOCKS
-            begin = (step % V_BLOCKS) * V_BLOCK
-            new_tile = _turned_tile(new + member * (V * CHUNK), begin, V, V_BLOCK)
-            dS_tile = _tile(dstates + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
-            to_end = tl.load(gates + member * (5 * CHUNK) + 4 * CHUNK + token)
-            new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
-            if NEED_GATES:
-                S_tile = _tile(states + member * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
-                S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
-            if begin + V_BLOCK >= V:
-                new_dS *= to_end[:, None]
-                gradient += new_dS
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                    Y_tile = _turned_tile(Y + own * (V * CHUNK), begin, V, V_BLOCK)
+                    S_tile = _tile(states + own * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                    Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
+                Y_S *= tl.load(gates + own * (5 * CHUNK) + 3 * CHUNK + token)[:, None]
                 if NEED_GATES:
-                    wide = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK).to(tl.float32)
-                    own_parts = parts + member * (K_BLOCKS * 6 * CHUNK) + token
-                    tl.store(own_parts + 2 * CHUNK, tl.sum(wide * new_dS, 1))
-                    tl.store(kept + member * K_BLOCKS, tl.sum(S_dS, 0))
+                    of_keys = _along(Y_S, keys, kind, PRECISION)
+                    tl.store(parts + (own * K_BLOCKS + k_block) * (3 * CHUNK) + CHUNK + token, of_keys)
+                gradient -= Y_S * tl.load(gates + own * (5 * CHUNK) + 2 * CHUNK + token)[:, None]
                 new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                 S_dS = tl.zeros([V_BLOCK], tl.float32)
-    if NEED_K:
-        key = first_key + tl.arange(0, K_BLOCK)[None, :]
-        place = dk + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
-        if NORMALIZED == 1:
-            factor = tl.load(k_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
-            gradient = _unnormalized(k, gradient, factor, first_key, rows, k_token_stride, K, K_BLOCK)
-        tl.store(place, gradient.to(dk.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
+                for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
+                    new_tile = _turned_tile(new + own * (V * CHUNK), begin, V, V_BLOCK)
+                    dS_tile = _tile(dstates + own * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                    new_dS = tl.dot(new_tile, dS_tile, new_dS, input_precision=PRECISION)
+                    if NEED_GATES:
+                        S_tile = _tile(states + own * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
+                        S_dS += tl.sum(S_tile.to(tl.float32) * dS_tile.to(tl.float32), 1)
+                new_dS *= tl.load(gates + own * (5 * CHUNK) + 4 * CHUNK + token)[:, None]
+                gradient += new_dS
+                if NEED_GATES:
+                    of_keys = _along(new_dS, keys, kind, PRECISION)
+                    tl.store(parts + (own * K_BLOCKS + k_block) * (3 * CHUNK) + 2 * CHUNK + token, of_keys)
+                    tl.store(kept + own * K_BLOCKS + k_block, tl.sum(S_dS, 0))
+                if NEED_K:
+                    gradient += tl.dot(tl.load(E + own * (CHUNK * CHUNK) + square), keys, input_precision=PRECISION)
+                    if UPSTREAM:
+                        gradient += tl.dot(tl.load(M_turned + own * (CHUNK * CHUNK) + square), queries, input_precision=PRECISION)
+        if NEED_K:
+            if NORMALIZED == 1:
+                factor = tl.load(k_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
+                gradient = _unnormalized(k, gradient, factor, first_key, rows, k_token_stride, K, K_BLOCK)
+            place = dk + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+            tl.store(place, gradient.to(dk.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
 
 
 @triton.jit
 def rule_gate_gradients(
-    gates, places, parts, kept, values, dg, dbeta, heads,
+    gates, places, parts, kept, passing, besides, dg, dbeta, heads,
     K_BLOCKS: tl.constexpr, UPSTREAM: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr,
 ):  # fmt: skip
     """dg and dβ of one chunk and head."""
@@ -533,27 +535,26 @@ def rule_gate_gradients(
     token = tl.arange(0, CHUNK)
     place = at * heads + program % heads + token * heads
     lane = program.to(tl.int64)
-    parts += lane * (K_BLOCKS * 6 * CHUNK) + token
+    parts += lane * (K_BLOCKS * 3 * CHUNK) + token
+    gates += lane * (5 * CHUNK)
     since_query = tl.zeros([CHUNK], tl.float32)
     of_key = tl.zeros([CHUNK], tl.float32)
     until = tl.zeros([CHUNK], tl.float32)
     whole = tl.zeros([], tl.float32)
     for block in tl.static_range(K_BLOCKS):
-        own = parts + block * (6 * CHUNK)
+        own = parts + block * (3 * CHUNK)
         if UPSTREAM:
             since_query += tl.load(own)
         of_key += tl.load(own + CHUNK)
         until += tl.load(own + (2 * CHUNK - 1), token > 0, other=0)  # of the token before
         whole += tl.load(kept + lane * K_BLOCKS + block)
     if NEED_BETA:
-        found = tl.load(values + lane * CHUNK + token) - of_key + tl.load(parts + 5 * CHUNK)
+        found = tl.load(besides + lane * CHUNK + token) - of_key
         tl.store(dbeta + place, found.to(dbeta.dtype.element_ty), token < rows)
     if NEED_G:
-        strength = tl.load(gates + lane * (5 * CHUNK) + 2 * CHUNK + token)
-        found = tl.load(parts + 4 * CHUNK) + tl.cumsum(since_query - strength * of_key, reverse=True)
-        found += tl.cumsum(until) + whole * tl.load(gates + lane * (5 * CHUNK) + 4 * CHUNK - 1)
-        if UPSTREAM:
-            found += tl.load(parts + 3 * CHUNK)
+        strength = tl.load(gates + 2 * CHUNK + token)
+        found = tl.load(passing + lane * CHUNK + token) + tl.cumsum(since_query - strength * of_key, reverse=True)
+        found += tl.cumsum(until) + whole * tl.load(gates + 4 * CHUNK - 1)
         tl.store(dg + place, found.to(dg.dtype.element_ty), token < rows)
 
 
@@ -562,7 +563,7 @@ def rule_unnormalize(
     x, factors, gradient, out, rows,
     SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The same for whole rows of gradients [rows, SIZE] in float32, where the kernel before had them in blocks."""
+    """`_unnormalized` for whole rows of gradients [rows, SIZE] in float32, where the kernel before had them in blocks."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < SIZE)
@@ -576,6 +577,7 @@ def rule_unnormalize(
 KERNELS = (
     kernels.register(rule_turn, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_walk_back, budget=Budget(registers=255, shared_bytes=232448)),
+    kernels.register(rule_matrices, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_gradients, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_unnormalize, budget=Budget(registers=128, shared_bytes=16384)),
     kernels.register(rule_gate_gradients, budget=Budget(registers=128, shared_bytes=16384)),

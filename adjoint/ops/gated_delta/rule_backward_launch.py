@@ -21,12 +21,12 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 APART, INLINE = 2, 1
 """How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
 
-KERNELS = ("turn", "walk_back", "gradients", "gate_gradients", "unnormalize")
+KERNELS = ("turn", "walk_back", "matrices", "gradients", "gate_gradients", "unnormalize")
 """Those of the backward alone, as keys name them."""
 
 _UNNORMALIZED_ROWS = 16
 
-PARTS = 6
+PARTS = 3
 """Rows of what the gradients leave for those of the gates."""
 
 # ------------------------------------------------------------------------------------------------- the cut
@@ -42,7 +42,10 @@ class Tuning(NamedTuple):
     turn_values: int = 128
     turn_warps: int = 4
     turn_stages: int = 2
-    key_block: int = 64
+    matrix_values: int = 32
+    matrix_warps: int = 4
+    matrix_stages: int = 3
+    key_block: int = 128
     value_block: int = 32
     warps: int = 4
     stages: int = 3
@@ -51,7 +54,7 @@ class Tuning(NamedTuple):
 def tuning(shape: Shape) -> Tuning:
     """The cut of a problem."""
     if shape.is_wide:
-        return Tuning(16, 8, 1, 32, 32, 8, 1, 32, 16, 8, 1)
+        return Tuning(16, 8, 1, 32, 32, 8, 1, 16, 8, 1, 32, 16, 8, 1)
     if shape.K > 128:
         return Tuning(32, 8, 1, 64, 64)
     return Tuning()
@@ -69,15 +72,17 @@ def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
 
 def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
     """Y [chunks, H, V, 64], dstates [chunks, H, V, K], W [chunks, H, 64, K], local [chunks, H, V, 64] and scaled
-    [chunks, H, 64, V], parts, kept and values; for normalised q and k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
+    [chunks, H, 64, V], M, M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
+    if need & (NEED_Q | NEED_K):
+        held |= {name: (shape.element, lanes * CHUNK * CHUNK) for name in ("M", "M_turned", "E")}
     if need & (NEED_G | NEED_BETA):
         blocks = key_blocks(shape, tuned)
         held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
         held["kept"] = (torch.float32, lanes * blocks)
-        held["values"] = (torch.float32, lanes * CHUNK)
+        held |= {name: (torch.float32, lanes * CHUNK) for name in ("passing", "besides")}
     if normalize:
         rows = shape.tokens * shape.key_heads
         for bit, name in ((NEED_Q, "q"), (NEED_K, "k")):
@@ -90,7 +95,7 @@ def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> 
 # ------------------------------------------------------------------------------------------------ variants
 
 _ELEMENTS = frozenset(
-    ("x", "out", "q", "k", "v", "do", "T", "W", "local", "scaled", "states", "dstates", "new", "Y", "dq", "dk", "dv")
+    ("x", "out", "q", "k", "v", "do", "T", "W", "local", "scaled", "M", "M_turned", "E", "states", "dstates", "new", "Y", "dq", "dk", "dv")
 )
 _FLOATS = frozenset(
     (
@@ -99,7 +104,8 @@ _FLOATS = frozenset(
         "dinitial_state",
         "parts",
         "kept",
-        "values",
+        "passing",
+        "besides",
         "q_factors",
         "k_factors",
         "factors",
@@ -107,7 +113,7 @@ _FLOATS = frozenset(
     )
 )
 _ALIGNED = frozenset(
-    ("q", "k", "v", "do", "T", "W", "local", "scaled", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
+    ("q", "k", "v", "do", "T", "W", "local", "scaled", "M", "M_turned", "E", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
      "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "do_token_stride", "do_head_stride")
 )  # fmt: skip
 _CALLERS = frozenset(("dfinal_state", "dinitial_state", "dq", "dk", "dv"))
@@ -189,6 +195,18 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
             "INITIAL": initial,
         }
         return describe("rule_walk_back", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
+    if name == "matrices":
+        upstream, need = options
+        constants = sizes | {
+            "K_BLOCK": min(tuned.key_block, power(shape.K)),
+            "V_BLOCK": min(tuned.matrix_values, power(shape.V)),
+            "STAGES": tuned.matrix_stages,
+            "UPSTREAM": upstream,
+            "NEED_QK": bool(need & (NEED_Q | NEED_K)),
+            "NEED_V": bool(need & NEED_V),
+            "NEED_GATES": bool(need & (NEED_G | NEED_BETA)),
+        }
+        return describe("rule_matrices", shape, constants, tuned.matrix_warps, tuned.matrix_stages, aligned)
     assert name == "gradients", name
     upstream, normalize, need = options
     constants = sizes | {
@@ -199,7 +217,6 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         "UPSTREAM": upstream,
         "NEED_Q": bool(need & NEED_Q),
         "NEED_K": bool(need & NEED_K),
-        "NEED_V": bool(need & NEED_V),
         "NEED_GATES": bool(need & (NEED_G | NEED_BETA)),
     }
     return describe("rule_gradients", shape, constants, tuned.warps, tuned.stages, aligned)
@@ -268,45 +285,65 @@ def walk_back(
     )  # fmt: skip
 
 
-def gradients(
+def matrices(
     launch: Launches,
     memory: Mapping[str, Any],
     q: Walkable,
     k: Walkable,
     v: Walkable,
     do: Walkable | None,
-    outputs: tuple[Tensor, ...],
+    dv: Tensor,
+    scale: float,
+    need: int,
+) -> None:
+    """M, its transpose and E + Eᵀ of every chunk and value head; dv; what dg and dβ have of them."""
+    shape = launch.shape
+    upstream = do or v
+    absent = memory["gates"]  # stands for a pointer that no variant reads
+    launch(
+        ("matrices", do is not None, need, is_aligned(dv)), shape.chunks * shape.heads, q.start, k.start, v.start,
+        upstream.start, memory["gates"], memory["places"], memory["new"], memory["Y"],
+        *(memory.get(name, absent) for name in ("M", "M_turned", "E")), dv,
+        *(memory.get(name, absent) for name in ("passing", "besides")), shape.key_heads, padded(shape.V), scale,
+        q.token_stride, q.head_stride, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
+        upstream.token_stride, upstream.head_stride,
+    )  # fmt: skip
+
+
+def gradients(
+    launch: Launches,
+    memory: Mapping[str, Any],
+    q: Walkable,
+    k: Walkable,
+    do: Walkable | None,
+    dq: Tensor,
+    dk: Tensor,
     scale: float,
     normalize: bool,
     need: int,
 ) -> None:
-    """dq, dk, dv, as `need` says, and the parts of dg and dβ."""
+    """dq and dk, as `need` says, and the parts of dg and dβ."""
     shape = launch.shape
-    dq, dk, dv = outputs
-    apart = normalize and is_apart(shape, launch.backward)
-    upstream = do or v
+    blocks = key_blocks(shape, launch.backward)
+    apart = normalize and blocks > 1
+    upstream = do or q
     absent = memory["gates"]  # stands for a pointer that no variant reads
-    kept = memory.get("kept", absent)
-    steps = shape.group * -(-padded(shape.V) // min(launch.backward.value_block, power(shape.V)))
     targets = [memory.get(f"{name}_normalized", out) if apart else out for name, out in (("dq", dq), ("dk", dk))]
-    factors = (memory.get("q_factors", absent), memory.get("k_factors", absent))
+    factors = [memory.get(name, absent) for name in ("q_factors", "k_factors")]
     launch(
-        ("gradients", do is not None, normalize, need, is_aligned(*outputs)),
-        (2 * key_blocks(shape, launch.backward) + 1) * shape.chunks * shape.key_heads, q.start, k.start, v.start,
-        upstream.start, memory["gates"], memory["places"], memory["states"], memory["dstates"], memory["new"],
-        memory["Y"], *targets, dv, memory.get("parts", kept), kept, memory.get("values", kept), *factors, shape.key_heads, steps, scale,
-        q.token_stride, q.head_stride, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
-        upstream.token_stride, upstream.head_stride,
+        ("gradients", do is not None, normalize, need, is_aligned(dq, dk)),
+        2 * blocks * shape.chunks * shape.key_heads, q.start, k.start, upstream.start, memory["gates"],
+        memory["places"], memory["states"], memory["dstates"], memory["new"], memory["Y"],
+        *(memory.get(name, absent) for name in ("M", "M_turned", "E")), *targets,
+        *(memory.get(name, absent) for name in ("parts", "kept")), *factors, shape.key_heads, padded(shape.V), scale,
+        q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
     if apart:
         rows = shape.tokens * shape.key_heads
-        for bit, x, factor, gradient, out in (
-            (NEED_Q, q, factors[0], targets[0], dq),
-            (NEED_K, k, factors[1], targets[1], dk),
-        ):
+        for bit, x, number, out in ((NEED_Q, q, 0, dq), (NEED_K, k, 1, dk)):
             if need & bit:
                 programs = -(-rows // _UNNORMALIZED_ROWS)
-                launch(("unnormalize",), programs, x.start, factor, gradient, out, rows)
+                launch(("unnormalize",), programs, x.start, factors[number], targets[number], out, rows)
 
 
 def gate_gradients(
@@ -316,5 +353,5 @@ def gate_gradients(
     shape = launch.shape
     launch(
         ("gate_gradients", upstream, need), shape.chunks * shape.heads, memory["gates"], memory["places"],
-        memory["parts"], memory["kept"], memory["values"], dg, dbeta, shape.heads,
+        memory["parts"], memory["kept"], memory["passing"], memory["besides"], dg, dbeta, shape.heads,
     )  # fmt: skip
