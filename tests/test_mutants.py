@@ -35,7 +35,7 @@ from adjoint.verify import bits, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import differentiate, evaluate
 from tests.mutants import calls as edges
-from tests.mutants import dispatch_calls, embedding_calls, experts_calls, indexing_calls, route_calls
+from tests.mutants import dispatch_calls, embedding_calls, experts_calls, indexing_calls, route_calls, rule_calls
 from tests.mutants.calls import at_the_edge
 from tests.mutants.equivalent import EQUIVALENT
 
@@ -54,7 +54,7 @@ MODULES = {
         "adjoint.ops.moe.losses_kernels",
         "adjoint.ops.moe.experts_kernels",
     ),
-    "gated_delta": (),  # no kernels yet
+    "gated_delta": ("adjoint.ops.gated_delta.rule_table_kernels", "adjoint.ops.gated_delta.rule_kernels"),
 }
 """Every module with kernels, under the first family that uses it."""
 
@@ -327,6 +327,15 @@ def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
     return any(_differs(call, number) for number, call in enumerate(dispatch_calls.calls()))
 
 
+# ---------------------------------------------------------------------------------------- gated delta
+
+
+def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
+    """Whether any result is further from the recurrence than rounding; segments are short."""
+    edges.guard()
+    return rule_calls.noticed()
+
+
 # ---------------------------------------------------------------------------------------------- tests
 
 Noticed = Callable[[Mutant, torch.device], bool]
@@ -335,6 +344,7 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),
+    "gated_delta": (_gated_delta_noticed,),
 }
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
@@ -424,6 +434,7 @@ ONE_IN = {
     "adjoint.ops.moe.route_kernels": (23, 31),
     "adjoint.ops.moe.losses_kernels": (23, 31),
     "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
+    "gated_delta": (61, 79),  # sequences take it several
 }
 """Of how many mutants one is tried without --all, by family or module: in functions kernels call, and in kernels."""
 

@@ -84,7 +84,7 @@ def ours(task: Task) -> Contender:
         if adjoint is None:
             raise Unsupported(f"{subject.name} has no adjoint")
         promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
-        return replace(_through_autograd(subject, task), guarantee=promised)
+        return replace(through_autograd(subject, task), guarantee=promised)
     call = subject.bind(task.inputs)
     timed = bound.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
@@ -109,7 +109,7 @@ def ours(task: Task) -> Contender:
     return Contender(run, outputs=outputs or (), guarantee=tuple(chosen.guarantee[name] for name in names))
 
 
-def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
+def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
     """Forward without a graph; backward over a graph that is kept, so that it alone is timed; or both, as one step."""
     if task.direction == FORWARD:
 
@@ -129,7 +129,7 @@ def _through_autograd(function: Callable[..., Any], task: Task) -> Contender:
 def eager(task: Task) -> Contender:
     """The same work in torch's own functions."""
     assert task.workload.baseline is not None
-    return _through_autograd(task.workload.baseline, task)
+    return through_autograd(task.workload.baseline, task)
 
 
 def compiled(task: Task) -> Contender:
@@ -141,7 +141,7 @@ def compiled(task: Task) -> Contender:
     function = torch.compile(task.workload.baseline, dynamic=False, fullgraph=True)
     # A donated buffer is freed by the first backward; here one graph is run many times.
     with functorch.patch(donated_buffer=False):
-        contender = _through_autograd(function, task)
+        contender = through_autograd(function, task)
         contender.run()
     return contender
 

@@ -4,6 +4,7 @@ To add one: a function from a `Task` to a `Contender` that calls the peer's own 
 `PEERS`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple
+from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple, through_autograd
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,36 @@ def _liger_swiglu(task: Task) -> Contender:
     return Contender(backward, restore=restore)
 
 
-PEERS = {"liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu)}
+def _delta_rule(function: Callable[..., Any]) -> Builder:
+    """A peer's `chunk_gated_delta_rule`, both directions through its own autograd function."""
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Any, cu_seqlens: Any) -> Tensor:
+        outputs: tuple[Tensor, ...] = function(
+            q, k, v, g, beta, initial_state=state, output_final_state=False, cu_seqlens=cu_seqlens
+        )
+        return outputs[0]
+
+    return lambda task: through_autograd(rule, task)
+
+
+def _fla_gated_delta_rule(task: Task) -> Contender:
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise NotInstalled("pip install flash-linear-attention") from error
+    return _delta_rule(chunk_gated_delta_rule)(task)
+
+
+def _flash_qla_gated_delta_rule(task: Task) -> Contender:
+    try:
+        from flash_qla import chunk_gated_delta_rule
+    except ImportError as error:
+        raise NotInstalled("pip install flash-qla") from error
+    return _delta_rule(chunk_gated_delta_rule)(task)
+
+
+PEERS = {
+    "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
+    "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
+    "flash_qla_gated_delta_rule": Peer("FlashQLA", "flash-qla", _flash_qla_gated_delta_rule),
+}

@@ -11,8 +11,11 @@ Action = Callable[[], Any]
 
 WARM_UP_MILLISECONDS, REPEAT_MILLISECONDS = 10, 40
 HEAD_START_CYCLES = 500_000
-"""How long a GPU idles before a timed call, about 0.3 ms: the host, which may take longer to start a kernel than the
-GPU to run it, is done by then, and what is timed is the GPU's work."""
+"""How long a GPU idles before a timed call at least, about 0.3 ms: the host, which may take longer to start a kernel
+than the GPU to run it, is done by then, and what is timed is the GPU's work."""
+
+_CYCLES_PER_SECOND = 2_000_000_000
+"""No GPU's clock is faster."""
 
 
 class _BeforeEachRun:
@@ -40,10 +43,12 @@ def time_gpu(function: Action, restore: Action | None = None) -> float:
     """
     from triton.testing import do_bench
 
+    head_start = _head_start(function, restore)
+
     def before_each_run() -> None:
         if restore is not None:
             restore()
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        torch.cuda._sleep(head_start)
 
     return float(
         do_bench(
@@ -54,6 +59,19 @@ def time_gpu(function: Action, restore: Action | None = None) -> float:
             grad_to_none=[_BeforeEachRun(before_each_run)],
         )
     )
+
+
+def _head_start(function: Action, restore: Action | None) -> int:
+    """Cycles a GPU must idle for the host to have started all of a call, many kernels or few."""
+    function()  # compiles, and fills caches
+    if restore is not None:
+        restore()
+    torch.cuda.synchronize()
+    begin = perf_counter()
+    function()
+    seconds = perf_counter() - begin
+    torch.cuda.synchronize()
+    return max(HEAD_START_CYCLES, int(1.5 * seconds * _CYCLES_PER_SECOND))
 
 
 def time_cpu(function: Action, restore: Action | None = None) -> float:

@@ -60,11 +60,30 @@ def available_backends(device: torch.device) -> list[str]:
     return [backend for backend in BACKENDS if backend != "triton" or not why_not_triton(device)]
 
 
-def _serves(subject: Subject, backend: str) -> bool:
-    """Whether both directions of a subject have a plan of a backend at all: an op may be without kernels."""
-    call = subject.bind(subject.cases[0].make(_default_dtype(subject), torch.device("cpu"), generator()))
-    operators = [operator for operator in (call.operator, call.adjoint) if operator is not None]
-    return all(any(plan.backend == backend for plan in operator.candidates()) for operator in operators)
+def _served(subject: Subject, backend: str, device: torch.device) -> Subject | None:
+    """The subject with the dtypes for which both directions have a plan of a backend: an op, or a dtype, may be
+    without kernels. None where there are none, or not for the dtype that stands for all."""
+
+    def serves(dtype: torch.dtype) -> bool:
+        inputs = subject.cases[0].make(dtype, torch.device("cpu"), generator())
+        call = subject.bind(inputs)
+        directions = [(call.operator, call.arguments)]
+        if call.adjoint is not None and call.adjoint_arguments is not None:
+            with torch.no_grad():
+                outputs = call.operator.allocate(*call.arguments)
+            directions.append((call.adjoint, call.adjoint_arguments(outputs[: call.public_outputs], outputs)))
+        accepted = ("", why_not_triton(device))  # whether the backend is there at all is settled elsewhere
+        return all(
+            any(
+                plan.backend == backend
+                and plan.refuse(operator.describe(*arguments)._replace(device=device)) in accepted
+                for plan in operator.candidates()
+            )
+            for operator, arguments in directions
+        )
+
+    dtypes = tuple(dtype for dtype in subject.dtypes if serves(dtype))
+    return replace(subject, dtypes=dtypes) if _default_dtype(subject) in dtypes else None
 
 
 def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False) -> list[Job]:
@@ -77,9 +96,11 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
     for subject in chosen:
         if device.type == "cpu":
             subject = replace(subject, cases=tuple(case for case in subject.cases if not case.heavy))
-        for backend in filter(partial(_serves, subject), available_backends(device)):
-            listed += _numerical(subject, backend, device, thorough)
-            listed += _framework(subject, backend, device, thorough)
+        for backend in available_backends(device):
+            served = _served(subject, backend, device)
+            if served is not None:
+                listed += _numerical(served, backend, device, thorough)
+                listed += _framework(served, backend, device, thorough)
         listed += [job for plan in subject.plans for job in _named_plan(subject, plan, device)]
     names = {subject.function.__name__ for subject in chosen}
     for family in families():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from adjoint.core.plan import operators
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.cases import SILU
 from adjoint.verify import Job, jobs
@@ -89,3 +90,14 @@ def test_a_backend_without_a_plan_has_no_job(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(listing, "available_backends", lambda device: ["triton", "eager", "nonsense"])
     backends = {job.backend for job in listing.jobs(["swiglu"])}
     assert backends == {"triton", "eager", ""}
+
+
+def test_a_dtype_without_a_kernel_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that refuses float64 is not asked for it; the other dtypes are checked as ever."""
+    listing = sys.modules["adjoint.verify.jobs"]
+    monkeypatch.setattr(listing, "available_backends", lambda device: ["triton"])
+    (operator,) = (o for o in operators() if o.name == "silu")
+    narrow = replace(operator.candidates()[0], refuse=lambda problem: "no" * (problem.dtypes[0] == torch.float64))
+    monkeypatch.setattr(operator, "candidates", lambda: (narrow,))
+    dtypes = {job.dtype for job in listing.jobs(["silu"]) if job.backend}
+    assert dtypes == {"float32", "bfloat16", "float16"}

@@ -183,8 +183,7 @@ def _kernel_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 def kernel_numbers(problem: Problem) -> dict[str, Any]:
     """The parameters of the kernels that change bits."""
-    tuned = tuning(Shape.of(problem))
-    return {**_chunks(problem), "window": tuned.window, "parts": tuned.parts}
+    return {**_chunks(problem), "parts": tuning(Shape.of(problem)).parts}
 
 
 _CHUNKED = Candidate(

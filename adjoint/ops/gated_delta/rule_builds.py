@@ -26,7 +26,7 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
         shape = Shape.of(problem)
         every = keys(problem)
         if first:
-            every.append(("walk", True, False, False, False, 1, True))
+            every += [("walk", True, False, False, False, True), ("scores", 1), ("scores", 2)]
         for key in every:
             described = variant(key, shape, tuning(shape))
             if described in listed or not (first or key[-1] is not False):

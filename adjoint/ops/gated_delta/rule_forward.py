@@ -45,9 +45,9 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     listed: list[tuple[Any, ...]] = [("bounds", True, CHUNK)]
     if shape.is_empty:
         return listed
-    window, initial = tuning(shape).window, bool(problem.sizes[7])
+    initial = bool(problem.sizes[7])
     listed += [("places", CHUNK), ("gates", True), ("prepare",)]
-    listed += [("walk", False, initial, save, final, window, aligned) for aligned in (True, False)]
+    listed += [("walk", False, initial, save, final, aligned) for aligned in (True, False)]
     listed += [("output", aligned) for aligned in (True, False)]
     listed += [("normalize", False)] * normalize + [("clear_saved",)] * save
     return listed + [("clear", shape.element)] * (shape.ids is not None)
@@ -95,7 +95,7 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     launch.prepare(run, memory, keys)
     launch.walk(
         run, memory, keys, values, initial_state, saved=saved if save else None,
-        final_state=final_state if output_final_state else None, every=run.tuned.window,
+        final_state=final_state if output_final_state else None,
     )  # fmt: skip
     launch.output(run, memory, queries, keys, scale, out)
     if cu_seqlens is not None:

@@ -143,6 +143,42 @@ def rule_prepare(
         _store_matrix(out, tl.zeros([32, 32], tl.float32), i_64 - 32, j_64 + 32, PARTS, CHUNK)
 
 
+# ------------------------------------------------------------------------------------------------ scores
+
+
+@triton.jit
+def rule_scores(
+    q, k, gates, places, P, key_heads, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, SCORE_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P = scale·(q kᵀ) ⊙ D of every value head of a key head, 0 above the diagonal; for a walk that writes o itself."""
+    CHUNK: tl.constexpr = 64
+    slot = (tl.program_id(0) // key_heads).to(tl.int64)
+    key_head = tl.program_id(0) % key_heads
+    count = tl.load(places + slot * 4 + 1)
+    if count == 0:
+        return
+    first = tl.load(places + slot * 4).to(tl.int64)
+    row = tl.arange(0, CHUNK)
+    column = tl.arange(0, K_BLOCK)
+    inside = (row < count)[:, None] & _fits(column, K, K_BLOCK)[None, :]
+    q += first * q_token_stride + key_head.to(tl.int64) * q_head_stride
+    k += first * k_token_stride + key_head.to(tl.int64) * k_head_stride
+    queries = tl.load(q + row[:, None] * q_token_stride.to(tl.int32) + column[None, :], inside, other=0)
+    keys = tl.load(k + row[:, None] * k_token_stride.to(tl.int32) + column[None, :], inside, other=0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+    past = row[:, None] >= row[None, :]
+    lane = (slot * key_heads + key_head) * GROUP
+    gates += lane * (5 * CHUNK)
+    P += lane * (SCORE_PARTS * CHUNK * CHUNK)
+    for _ in range(GROUP):
+        G = tl.load(gates + row)
+        decay = tl.exp(tl.where(past, G[:, None] - G[None, :], 0.0))
+        _store_matrix(P, tl.where(past, scores * decay, 0.0), row[:, None], row[None, :], SCORE_PARTS, CHUNK)
+        gates += 5 * CHUNK
+        P += SCORE_PARTS * CHUNK * CHUNK
+
+
 # -------------------------------------------------------------------------------------------------- walk
 
 
@@ -152,9 +188,9 @@ def rule_walk(
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTED: tl.constexpr, INITIAL: tl.constexpr,
-    SAVE: tl.constexpr, FINAL: tl.constexpr, SEGMENT: tl.constexpr, EVERY: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE: tl.constexpr, FINAL: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state at the start of every EVERY-th chunk, and v' of every chunk, of one span; both transposed, [V, ...].
+    """The state at the start of every chunk, and v' of every chunk, of one span; both transposed, [V, ...].
 
     A span is a whole sequence, or (SEGMENTED) a segment of one, which begins with a saved state unless it is the first.
     K and V are the widths of rows in memory, K_SIZE and V_SIZE those of states.
@@ -210,19 +246,15 @@ def rule_walk(
     in_keys = _fits(k_column, K, K_BLOCK)
     in_values = _fits(v_row, V, V_BLOCK)
     stored = in_values[:, None] & in_keys[None, :]
-    over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
-    next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=count > CHUNK, other=0.0)
+    over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0)
+    next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=count > CHUNK)
     for chunk in range(tl.cdiv(count, CHUNK)):
         if SAVE:  # noqa: SIM102
             if (chunk > 0) & (chunk % (SEGMENT // CHUNK) == 0):
                 place = saved + ((kept + chunk // (SEGMENT // CHUNK)) * heads + head) * size
                 tl.store(place + state_place, tl.trans(S), in_state)
         narrow = S.to(kind)
-        if EVERY == 1:
-            tl.store(states + states_offset, narrow, stored)
-        else:
-            if chunk % EVERY == 0:
-                tl.store(states + states_offset, narrow, stored)
+        tl.store(states + states_offset, narrow, stored)
         left = count - chunk * CHUNK
         keys = tl.load(k + k_offset, (row < left)[:, None] & in_keys[None, :], other=0)
         values = tl.load(v + v_offset, (row < left)[:, None] & in_values[None, :], other=0)
@@ -249,7 +281,7 @@ def rule_walk(
         states += heads * (V * K)
         # Two chunks ahead, because the next chunk would wait for it.
         over = next_over + 0.0  # an operation: loops that pass a value on as it is are not pipelined
-        next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=left > 2 * CHUNK, other=0.0)
+        next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=left > 2 * CHUNK)
     if FINAL:
         tl.store(final_state + (sequence * heads + head) * size + state_place, tl.trans(S), in_state)
 
@@ -259,19 +291,17 @@ def rule_walk(
 
 @triton.jit
 def rule_output(
-    q, k, gates, places, begins, states, new, out, key_heads, scale,
+    q, k, gates, places, states, new, out, key_heads, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, K_STEP: tl.constexpr, V_BLOCK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_STEP: tl.constexpr, V_BLOCK: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o of WINDOW chunks and the value heads of a key head, for V_BLOCK columns.
+    """o of one chunk and the value heads of a key head, for V_BLOCK columns.
 
-    v' does not depend on where a window begins, so one state serves all chunks of a window. Where K_STEP is less than a
-    row, products over K are added up in steps: float32 operands take too many registers.
+    Where K_STEP is less than a row, products over K are added up in steps: float32 operands take too many registers.
     """
     CHUNK: tl.constexpr = 64
-    ROWS: tl.constexpr = CHUNK * WINDOW
     blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0)
     slot = (program // (key_heads * blocks)).to(tl.int64)
@@ -279,19 +309,9 @@ def rule_output(
     count = tl.load(places + slot * 4 + 1)
     if count == 0:
         return
-    start = tl.load(places + slot * 4)
-    if WINDOW > 1:
-        if tl.load(places + slot * 4 + 3) % WINDOW != 0:
-            return
-        count = tl.minimum(tl.load(begins + tl.load(places + slot * 4 + 2) + 1) - start, ROWS)
-    first = start.to(tl.int64)
+    first = tl.load(places + slot * 4).to(tl.int64)
     heads = key_heads * GROUP
-    row = tl.arange(0, ROWS)
-    part, inner = row // CHUNK, row % CHUNK
-    if WINDOW == 1:
-        present = tl.full([ROWS], 1, tl.int1)
-    else:
-        present = part * CHUNK < count  # in a chunk of the sequence
+    row = tl.arange(0, CHUNK)
     k_column = tl.arange(0, K_BLOCK)
     v_column = (program % blocks) * V_BLOCK + tl.arange(0, V_BLOCK)
     kind = q.dtype.element_ty
@@ -307,7 +327,7 @@ def rule_output(
         keys = tl.load(k + k_offset + k_column[None, :], inside, other=0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     else:
-        scores = tl.zeros([ROWS, ROWS], tl.float32)
+        scores = tl.zeros([CHUNK, CHUNK], tl.float32)
         for step in range(0, K_BLOCK, K_STEP):
             column = step + tl.arange(0, K_STEP)[None, :]
             here = (row < count)[:, None] & (column < K)
@@ -320,17 +340,13 @@ def rule_output(
     states += lane * (V * K)
     new += lane * (V * CHUNK)
     out += (first * heads + key_head * GROUP) * V_SIZE
-    gate_offset = part * (heads * 5 * CHUNK) + inner
     states_offset = v_column[:, None] * K + k_column[None, :]
-    new_offset = v_column[:, None] * CHUNK + (part * (heads * V * CHUNK) + inner)[None, :]
+    new_offset = v_column[:, None] * CHUNK + row[None, :]
     out_offset = row[:, None] * (heads * V_SIZE) + v_column[None, :]
     for _ in range(GROUP):
-        values = tl.load(new + new_offset, in_values[:, None] & present[None, :], other=0)
-        G = tl.load(gates + gate_offset, present, other=0.0)
-        from_start = tl.load(gates + 3 * CHUNK + gate_offset, present, other=0.0)
-        if WINDOW == 2:
-            G += tl.where(part > 0, tl.load(gates + CHUNK - 1), 0.0)
-            from_start *= tl.where(part > 0, tl.load(gates + 4 * CHUNK - 1), 1.0)
+        values = tl.load(new + new_offset, in_values[:, None] & tl.full([1, CHUNK], 1, tl.int1), other=0)
+        G = tl.load(gates + row)
+        from_start = tl.load(gates + 3 * CHUNK + row)
         between = G[:, None] - G[None, :]
         if WIDE:
             low = tl.load(gates + CHUNK + row)
@@ -341,7 +357,7 @@ def rule_output(
             state = tl.load(states + states_offset, in_values[:, None] & in_keys[None, :], other=0)
             seen = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
         else:
-            seen = tl.zeros([ROWS, V_BLOCK], tl.float32)
+            seen = tl.zeros([CHUNK, V_BLOCK], tl.float32)
             for step in range(0, K_BLOCK, K_STEP):
                 column = step + tl.arange(0, K_STEP)[None, :]
                 queries = tl.load(q + q_offset + column, (row < count)[:, None] & (column < K), other=0)
@@ -363,6 +379,7 @@ def rule_output(
 
 KERNELS = (
     kernels.register(rule_prepare, budget=Budget(registers=255, shared_bytes=98304)),
+    kernels.register(rule_scores, budget=Budget(registers=255, shared_bytes=98304)),
     kernels.register(rule_walk, budget=Budget(registers=255, shared_bytes=232448)),
     kernels.register(rule_output, budget=Budget(registers=255, shared_bytes=232448)),
 )

@@ -31,13 +31,11 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, 
 
 # ---------------------------------------------------------------------------------------------- variants
 
-_ELEMENTS = frozenset(("q", "k", "v", "x", "T", "states", "new", "out"))
+_ELEMENTS = frozenset(("q", "k", "v", "x", "T", "P", "states", "new", "out"))
 _FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors"))
 _INTEGERS = frozenset(("begins", "firsts", "places", "spans"))
-_ALIGNED = frozenset(
-    ("q", "k", "v", "T", "states", "new", "gates", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride",
-     "v_token_stride", "v_head_stride")
-)  # fmt: skip
+_STRIDES = frozenset(f"{name}_{of}_stride" for name in "qkv" for of in ("token", "head"))
+_ALIGNED = frozenset(("q", "k", "v", "T", "P", "states", "new", "gates")) | _STRIDES
 """Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
 are promised nothing, so that their sums have one order."""
 
@@ -63,7 +61,7 @@ def describe(
     described = kernels.registered()[kernel]
     types = {}
     for name in described.parameters:
-        if name.isupper() and name != "T":
+        if name.isupper() and name not in ("T", "P"):
             continue
         if name in _ELEMENTS:
             types[name] = f"*{TRITON_TYPES[shape.element]}"
@@ -106,7 +104,6 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "K_BLOCK": power(shape.K),
         "K_STEP": min(power(shape.K), 32) if shape.is_wide else power(shape.K),
         "PARTS": tuned.parts,
-        "WINDOW": tuned.window,
         "WIDE": shape.is_wide,
         "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
@@ -129,9 +126,11 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS, "FACTORS": options[0]})
     if name == "prepare":
         return describe("rule_prepare", shape, sizes, tuned.prepare_warps, 1, _ALIGNED)
+    if name == "scores":
+        return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
     if name == "walk":
-        segmented, initial, save, final, every = options
+        segmented, initial, save, final = options
         constants = sizes | {
             "V_BLOCK": min(tuned.walk_block, power(shape.V)),
             "SEGMENTED": segmented,
@@ -139,7 +138,6 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
             "SAVE": save,
             "FINAL": final,
             "SEGMENT": SEGMENT,
-            "EVERY": every,
         }
         return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     assert name == "output", name
@@ -187,6 +185,8 @@ def table(launch: Launches, memory: Mapping[str, Any], cu_seqlens: Tensor | None
             ("bounds", raises, size), 1, given, memory["begins"], firsts, word, SEQUENCES_OUT_OF_ORDER.row,
             shape.sequences, shape.tokens, shape.time,
         )  # fmt: skip
+        if places is None:
+            return  # nothing to place
         slots = shape.spans(size)
         launch(
             ("places", size), -(-slots // _PLACES_BLOCK), memory["begins"], firsts, places, slots, shape.sequences,
@@ -227,6 +227,15 @@ def prepare(launch: Launches, memory: Mapping[str, Any], k: Walkable) -> None:
     )  # fmt: skip
 
 
+def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, parts: int = 1) -> None:
+    """P of every chunk and value head, into memory["P"], [chunks, H, parts, 64, 64]."""
+    shape = launch.shape
+    launch(
+        ("scores", parts), shape.chunks * shape.key_heads, q.start, k.start, memory["gates"], memory["places"],
+        memory["P"], shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
+    )  # fmt: skip
+
+
 def walk(
     launch: Launches,
     memory: Mapping[str, Any],
@@ -237,7 +246,6 @@ def walk(
     segmented: bool = False,
     saved: Tensor | None = None,
     final_state: Tensor | None = None,
-    every: int = 1,
 ) -> None:
     """states and new of every chunk; over whole sequences, or over segments from the states that were saved.
 
@@ -249,7 +257,7 @@ def walk(
     key = ("walk", segmented, initial_state is not None, saved is not None and not segmented, final_state is not None)
     aligned = is_aligned(initial_state, saved, final_state)
     launch(
-        (*key, every, aligned), spans * shape.heads * _blocks(shape, launch.tuned.walk_block), k.start, v.start,
+        (*key, aligned), spans * shape.heads * _blocks(shape, launch.tuned.walk_block), k.start, v.start,
         memory["gates"], memory["T"], memory["segment_places"] if segmented else memory["begins"], memory["begins"],
         memory["firsts"], absent if initial_state is None else initial_state, absent if saved is None else saved,
         memory["states"], memory["new"], absent if final_state is None else final_state, shape.heads,
@@ -262,8 +270,8 @@ def output(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable
     shape = launch.shape
     programs = shape.chunks * shape.key_heads * _blocks(shape, launch.tuned.output_block)
     launch(
-        ("output", is_aligned(out)), programs, q.start, k.start, memory["gates"], memory["places"], memory["begins"],
-        memory["states"], memory["new"], out, shape.key_heads, scale,
+        ("output", is_aligned(out)), programs, q.start, k.start, memory["gates"], memory["places"], memory["states"],
+        memory["new"], out, shape.key_heads, scale,
         q.token_stride, q.head_stride, k.token_stride, k.head_stride,
     )  # fmt: skip
 

@@ -90,7 +90,6 @@ class Tuning(NamedTuple):
     output_block: int = 64
     output_warps: int = 4
     output_stages: int = 1
-    window: int = 1
     parts: int = 1
 
 
@@ -119,15 +118,19 @@ def table_regions(shape: Shape, segments: bool = False) -> dict[str, tuple[torch
     return held
 
 
-def chunk_regions(shape: Shape, tuned: Tuning, every: int = 1) -> dict[str, tuple[torch.dtype, int]]:
-    """gates [chunks, H, 5, 64], T [chunks, H, parts, 64, 64], states [chunks, H, V, K], new [chunks, H, V, 64]."""
+def chunk_regions(shape: Shape, tuned: Tuning, score_parts: int = 0) -> dict[str, tuple[torch.dtype, int]]:
+    """gates [chunks, H, 5, 64], T [chunks, H, parts, 64, 64], states [chunks, H, V, K], new [chunks, H, V, 64].
+
+    With `score_parts`, P [chunks, H, score parts, 64, 64] in the place of states and new: for a walk that writes o.
+    """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
-    return {
+    held = {
         "gates": (torch.float32, lanes * GATE_ROWS * CHUNK),
         "T": (shape.element, lanes * tuned.parts * CHUNK * CHUNK),
-        "states": (shape.element, lanes * V * K),
-        "new": (shape.element, lanes * V * CHUNK),
     }
+    if score_parts:
+        return held | {"P": (shape.element, lanes * score_parts * CHUNK * CHUNK)}
+    return held | {"states": (shape.element, lanes * V * K), "new": (shape.element, lanes * V * CHUNK)}
 
 
 # ------------------------------------------------------------------------------------------------ inputs

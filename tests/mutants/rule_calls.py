@@ -1,0 +1,159 @@
+"""Sequences that mutants of the gated delta rule's kernels are tried on: float32, where one wrong term stands out.
+
+Products of chunks have no eager twin of equal bits, so results are compared with the recurrence, closely. What 16-bit
+types alone do (parts of matrices and scores) is tried on them, and on the matrices themselves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import Preference
+from adjoint.core.inputs import widened
+from adjoint.core.workspace import Regions
+from adjoint.ops.gated_delta import packing, reference, rule_launch, rule_shape
+from adjoint.ops.gated_delta.rule_cases import _nearly_equal, tokens
+from tests.mutants.calls import at_the_edge
+
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 4.5e-3}
+"""Of the norm of a result: ten times what rounding gives float32, and half more for bfloat16."""
+
+_KERNELS = Preference(plan="triton.chunked+eager.chunked").text
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One forward, all outputs."""
+
+    shape: tuple[int, int, int, int, int, int]
+    dtype: torch.dtype = torch.float32
+    normalize: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def wrong_result(self) -> bool:
+        """Whether kernels give anything but the recurrence's results."""
+        inputs = tokens(self.shape, **self.options)(self.dtype, torch.device("cpu"), torch.Generator().manual_seed(3))
+        given = tuple(x if x is None else at_the_edge(x, front=x.dtype == torch.int64) for x in inputs)
+        forward = adjoint.gated_delta_rule.__globals__["_rule"]
+        o, final, saved = forward.launch((*given, 0.5, self.normalize, True, True), _KERNELS)
+        exact = reference.gated_delta_rule(*widened(inputs), scale=0.5, normalize_qk=self.normalize)
+        if any(_far(got, right, self.dtype) for got, right in zip((o, final), exact, strict=True)):
+            return True
+        return _far(saved, _saved(widened(inputs), self.normalize), self.dtype)
+
+
+def _far(got: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    error = (got.double() - exact).norm()
+    return not bool(error <= CLOSE[dtype] * exact.norm().clamp_min(1e-6))
+
+
+def _saved(inputs: tuple[Any, ...], normalize: bool) -> Tensor:
+    """The states between segments: the last of a sequence cut there."""
+    *given, state, cu_seqlens = inputs
+    rows, time, heads, V = given[2].shape
+    K = given[0].shape[3]
+    places = given[2].new_zeros(packing.saved_states(rows * time), heads, K, V)
+    bounds = [row * time for row in range(rows + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    flat = [x.flatten(0, 1) for x in given]
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        for segment in range(1, -(-(end - begin) // packing.SEGMENT)):
+            part = [x[begin : begin + segment * packing.SEGMENT][None] for x in flat]
+            first = None if state is None else state[number : number + 1]
+            _, last = reference.gated_delta_rule(*part, first, None, scale=0.5, normalize_qk=normalize)
+            places[begin // packing.SEGMENT + segment - 1] = last[0]
+    return places
+
+
+def shrink() -> None:
+    """Segments of two chunks, so that few tokens have several."""
+    packing.SEGMENT = 128
+    for module in (rule_launch, rule_shape):
+        vars(module)["SEGMENT"] = 128
+
+
+def calls() -> Iterator[Sequences]:
+    yield Sequences((1, 330, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 330), "decay": 0.3})
+    yield Sequences((2, 128, 2, 2, 40, 16), options={"state": False})
+    yield Sequences((1, 70, 1, 3, 40, 40), torch.bfloat16)
+    yield Sequences((1, 70, 1, 1, 12, 5), normalize=True)
+
+
+class Chunks:
+    """The kernels one by one, on memory of their own."""
+
+    def __init__(self, dtype: torch.dtype, time: int, bounds: tuple[int, ...] | None, parts: int) -> None:
+        drawn = tokens((1, time, 1, 2, 16, 16), keys=_nearly_equal, decay=0.01, strength=(0.9, 1.0), cu_seqlens=bounds)
+        made = drawn(dtype, torch.device("cpu"), torch.Generator().manual_seed(4))
+        self.q, self.k, self.v, self.g, self.beta, self.state, self.cu_seqlens = made
+        named = {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "beta": self.beta}
+        shape = rule_shape.Shape.of(rule_shape.describe("rule", named, {}, self.cu_seqlens, ()))
+        self.run = rule_launch.Launches(shape, self.q.device, rule_shape.tuning(shape)._replace(parts=parts))
+        regions = rule_shape.table_regions(shape, segments=True) | rule_shape.chunk_regions(shape, self.run.tuned)
+        held = Regions(**regions, **{"P": rule_shape.chunk_regions(shape, self.run.tuned, score_parts=2)["P"]})
+        self.memory = held.tensors(held.allocate(self.q.device).fill_(0xFF))
+        self.queries, self.keys, self.values = (
+            rule_shape.walkable(at_the_edge(x)) for x in (self.q, self.k, self.v)
+        )  # fmt: skip
+        rule_launch.table(self.run, self.memory, self.cu_seqlens)
+        rule_launch.gates(self.run, self.memory, self.g, self.beta)
+        rule_launch.prepare(self.run, self.memory, self.keys)
+
+    def walk(self, **options: Any) -> list[Tensor]:
+        """What is left of a walk: states and new values of all chunks."""
+        left = [self.memory[name] for name in ("states", "new")]
+        for x in left:
+            x.fill_(torch.nan)
+        rule_launch.walk(self.run, self.memory, self.keys, self.values, self.state, **options)
+        return [x.clone().nan_to_num(7.0) for x in left]
+
+
+def wrong_matrices() -> bool:
+    """Whether T in two parts is further from the inverse than its parts allow, or P from the scores."""
+    for dtype, close in ((torch.bfloat16, 1e-4), (torch.float32, 1e-6)):
+        own = Chunks(dtype, 100, None, 2)
+        rule_launch.scores(own.run, own.memory, own.queries, own.keys, 0.5, 2)
+        T, P = (own.memory[name].view(2, 2, 2, 64, 64).double().sum(2) for name in ("T", "P"))
+        for chunk, size in ((0, 64), (1, 36)):
+            here = slice(64 * chunk, 64 * chunk + size)
+            for head in range(2):
+                G = own.g[0, here, head].double().cumsum(0)
+                decay = (G[:, None] - G[None]).exp().tril()
+                rows = own.k[0, here, 0].double()
+                A = (own.beta[0, here, head].double()[:, None] * (rows @ rows.T) * decay).tril(-1)
+                inverse = torch.eye(64, dtype=torch.float64)
+                inverse[:size, :size] = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + A)
+                score = torch.zeros(64, 64, dtype=torch.float64)
+                score[:size, :size] = 0.5 * (own.q[0, here, 0].double() @ rows.T) * decay
+                if (T[chunk, head] + torch.eye(64) - inverse).norm() > close * inverse.norm():
+                    return True
+                if (P[chunk, head] - score).norm() > close * score.norm():
+                    return True
+    return False
+
+
+def wrong_walks() -> bool:
+    """Whether segments do not give what whole sequences do, or the second part of T is not what is added."""
+    own = Chunks(torch.bfloat16, 310, (0, 20, 310), 1)
+    saved = torch.zeros(packing.saved_states(310), 2, 16, 16)
+    whole = own.walk(saved=saved)
+    if not all(map(torch.equal, own.walk(segmented=True, saved=saved), whole)):
+        return True
+    apart = Chunks(torch.bfloat16, 310, (0, 20, 310), 2)
+    parts = apart.memory["T"].view(-1, 2, 64 * 64)
+    parts[:, 1] = parts[:, 0]
+    parts[:, 0] = 0
+    return not all(map(torch.equal, apart.walk(), whole))
+
+
+def noticed() -> bool:
+    """Whether any call does not give what it should."""
+    shrink()
+    try:
+        return wrong_matrices() or any(call.wrong_result() for call in calls()) or wrong_walks()
+    except Exception:
+        return True
