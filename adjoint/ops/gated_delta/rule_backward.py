@@ -57,7 +57,7 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     listed += [("gates", False), ("prepare",), ("turn", upstream)]
     listed += [("normalize", True)] * normalize
     for aligned in (True, False):
-        listed.append(("walk", True, initial, False, False, 1, aligned))
+        listed.append(("walk", True, initial, False, False, aligned))
         listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
         if need & _OF_TOKENS:
             listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
