@@ -1,6 +1,7 @@
 """The backward of the gated delta rule on Triton, as a plan runs it: its memory, and its kernels one after the other.
 
-table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients → gate_gradients
+table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients →
+gate_gradients
 """
 
 from typing import Any
@@ -24,7 +25,6 @@ from adjoint.ops.gated_delta.rule_shape import (
     copies,
     padded,
     table_regions,
-    tuning,
     walkable,
 )
 
@@ -43,7 +43,9 @@ def regions(problem: Problem) -> Regions:
     if normalize:
         held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
     held |= backward_launch.regions(shape, backward_launch.tuning(shape), need, normalize)
-    return Regions(**table_regions(shape, segments=True), **chunk_regions(shape, tuning(shape)), **held)
+    return Regions(
+        **table_regions(shape, segments=True), **chunk_regions(shape, backward_launch.forward_tuning(shape)), **held
+    )
 
 
 def keys(problem: Problem) -> list[tuple[Any, ...]]:
@@ -115,6 +117,7 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
     upstream = None if do is None else tokens("do", do)
     launch.prepare(run, memory, keys)
+    # The walk over segments, and turn and walk_back, do not need each other: matrices is the first to need both.
     launch.walk(run, memory, keys, values, initial_state, segmented=True, saved=saved.contiguous())
     backward_launch.turn(run, memory, queries, keys, upstream, scale)
     dinitial = outputs[5] if need & NEED_STATE else None

@@ -321,23 +321,22 @@ def rule_matrices(
     CHUNK: tl.constexpr = 64
     program = tl.program_id(0)
     heads = key_heads * GROUP
-    slot = (program // heads).to(tl.int64)
-    head = (program % heads).to(tl.int64)
-    rows = tl.load(places + slot * 4 + 1)
+    slot = program // heads
+    head = program % heads
+    rows = tl.load(places + slot.to(tl.int64) * 4 + 1)
     if rows == 0:
         return
-    at = tl.load(places + slot * 4).to(tl.int64)
+    at = tl.load(places + slot.to(tl.int64) * 4)
     kind = k.dtype.element_ty
     token = tl.arange(0, CHUNK)
     i = token[:, None]
     j = token[None, :]
-    lane = slot * heads + head
-    gates += lane * (5 * CHUNK) + token
+    lane = program.to(tl.int64)
+    gates += lane * (5 * CHUNK)
     new += lane * (V * CHUNK)
     Y += lane * (V * CHUNK)
-    v += at * v_token_stride + head * v_head_stride
-    do += at * do_token_stride + head * do_head_stride
-    strength = tl.load(gates + 2 * CHUNK)
+    v += at.to(tl.int64) * v_token_stride + head.to(tl.int64) * v_head_stride
+    do += at.to(tl.int64) * do_token_stride + head.to(tl.int64) * do_head_stride
     do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
     new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
     Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -357,35 +356,37 @@ def rule_matrices(
                     new_do = tl.dot(new_tile, tl.trans(do_tile), new_do, input_precision=PRECISION)
         wide = Y_tile.to(tl.float32)
         if NEED_V:
+            strength = tl.load(gates + 2 * CHUNK + token)
             column = begin + tl.arange(0, V_BLOCK)[None, :]
-            place = dv + (at * heads + head) * V_SIZE + (i * (heads * V_SIZE) + column)
+            place = dv + (at.to(tl.int64) * heads + head) * V_SIZE + (i * (heads * V_SIZE) + column)
             tl.store(place, (wide * strength[:, None]).to(kind), (i < rows) & (column < V_SIZE))
         if NEED_GATES:
             v_tile = _token_tile(v, begin, rows, v_token_stride, V, V_BLOCK)
             Y_v += tl.sum(wide * v_tile.to(tl.float32), 1)
     if NEED_QK or NEED_GATES:
-        G = tl.load(gates)
+        beta = tl.load(gates + 2 * CHUNK + token)
+        G = tl.load(gates + token)
         low = G
         if WIDE:
-            low = tl.load(gates + CHUNK)
+            low = tl.load(gates + CHUNK + token)
         place = lane * (CHUNK * CHUNK) + (i * CHUNK + j)
         if NEED_QK:
             if UPSTREAM:
                 tl.store(M_turned + place, (new_do * (_decays(G, low, False, True, WIDE) * scale)).to(kind))
-            new_Y *= _decays(G, low, True, True, WIDE) * strength[None, :]
+            new_Y *= _decays(G, low, True, True, WIDE) * beta[None, :]
         if UPSTREAM:
             do_new *= _decays(G, low, False, False, WIDE) * scale
             if NEED_QK:
                 tl.store(M + place, do_new.to(kind))
         Y_new *= -_decays(G, low, True, False, WIDE)
         if NEED_QK:
-            tl.store(E + place, (Y_new * strength[:, None] - new_Y).to(kind))
+            tl.store(E + place, (Y_new * beta[:, None] - new_Y).to(kind))
         if NEED_GATES:
-            k += at * k_token_stride + (head // GROUP) * k_head_stride
-            q += at * q_token_stride + (head // GROUP) * q_head_stride
+            k += at.to(tl.int64) * k_token_stride + (head // GROUP).to(tl.int64) * k_head_stride
+            q += at.to(tl.int64) * q_token_stride + (head // GROUP).to(tl.int64) * q_head_stride
             Y_new *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
             tl.store(besides + lane * CHUNK + token, Y_v + tl.sum(Y_new, 1))
-            Y_new *= strength[:, None]
+            Y_new *= beta[:, None]
             if UPSTREAM:
                 do_new *= _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
                 Y_new += tl.where(i > j, do_new, 0.0)
@@ -402,16 +403,13 @@ def _unnormalized(y, gradient, factor, first_key, rows, token_stride, K: tl.cons
 
 @triton.jit
 def _along(x, y, kind: tl.constexpr, PRECISION: tl.constexpr):
-    """The rows of float32 x times the rows of y, one each: the diagonal of x yᵀ, for two parts of x.
+    """The rows of float32 x, rounded, times the rows of y, one each: the diagonal of x yᵀ.
 
     A product, though most of it is thrown away: y is in shared memory for others, and in registers there is no room.
     """
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
-    high = x.to(kind)
-    found = tl.dot(high, tl.trans(y), input_precision=PRECISION)
-    if kind != tl.float32:
-        found += tl.dot((x - high.to(tl.float32)).to(kind), tl.trans(y), input_precision=PRECISION)
+    found = tl.dot(x.to(kind), tl.trans(y), input_precision=PRECISION)
     return tl.sum(tl.where(i == j, found, 0.0), 1)
 
 
@@ -438,28 +436,40 @@ def rule_gradients(
     K_BLOCKS: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
     program = tl.program_id(0)
     k_block = (program // 2) % K_BLOCKS
-    key_head = ((program // (2 * K_BLOCKS)) % key_heads).to(tl.int64)
-    slot = (program // (2 * K_BLOCKS * key_heads)).to(tl.int64)
-    rows = tl.load(places + slot * 4 + 1)
+    key_head = (program // (2 * K_BLOCKS)) % key_heads
+    slot = program // (2 * K_BLOCKS * key_heads)
+    rows = tl.load(places + slot.to(tl.int64) * 4 + 1)
     if rows == 0:
         return
-    at = tl.load(places + slot * 4).to(tl.int64)
+    at = tl.load(places + slot.to(tl.int64) * 4)
     kind = k.dtype.element_ty
     token = tl.arange(0, CHUNK)
-    square = token[:, None] * CHUNK + token[None, :]
     first_key = k_block * K_BLOCK
     lane = (slot * key_heads + key_head) * GROUP
-    k += at * k_token_stride + key_head * k_head_stride
-    q += at * q_token_stride + key_head * q_head_stride
-    key = first_key + tl.arange(0, K_BLOCK)[None, :]
-    keys = _token_tile(k, first_key, rows, k_token_stride, K, K_BLOCK)
-    queries = _token_tile(q, first_key, rows, q_token_stride, K, K_BLOCK)
+    keys = _token_tile(
+        k + at.to(tl.int64) * k_token_stride + key_head.to(tl.int64) * k_head_stride,
+        first_key,
+        rows,
+        k_token_stride,
+        K,
+        K_BLOCK,
+    )
+    queries = _token_tile(
+        q + at.to(tl.int64) * q_token_stride + key_head.to(tl.int64) * q_head_stride,
+        first_key,
+        rows,
+        q_token_stride,
+        K,
+        K_BLOCK,
+    )
     gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
     if program % 2 == 0:
         if UPSTREAM and (NEED_Q or NEED_GATES):
-            do += at * do_token_stride + key_head * GROUP * do_head_stride
+            do += at.to(tl.int64) * do_token_stride + (key_head * GROUP).to(tl.int64) * do_head_stride
             for member in tl.range(0, GROUP, disable_licm=True):
-                own = lane + member  # places are found from it, each where it is used: registers are scarce
+                own = (lane + member).to(
+                    tl.int64
+                )  # places are found from it, each where it is used: registers are scarce
                 do_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
                     do_tile = _token_tile(do + member * do_head_stride, begin, rows, do_token_stride, V, V_BLOCK)
@@ -471,27 +481,45 @@ def rule_gradients(
                     of_queries = _along(do_S, queries, kind, PRECISION)
                     tl.store(parts + (own * K_BLOCKS + k_block) * (3 * CHUNK) + token, of_queries)
                 if NEED_Q:
-                    gradient += tl.dot(tl.load(M + own * (CHUNK * CHUNK) + square), keys, input_precision=PRECISION)
+                    gradient += tl.dot(
+                        tl.load(M + own * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :])),
+                        keys,
+                        input_precision=PRECISION,
+                    )
         if NEED_Q:
             if NORMALIZED == 1:
-                factor = tl.load(q_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
-                gradient = _unnormalized(q, gradient, factor, first_key, rows, q_token_stride, K, K_BLOCK)
-            place = dq + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+                factor = tl.load(
+                    q_factors + at.to(tl.int64) * key_heads + key_head + token * key_heads, token < rows, other=0
+                )
+                gradient = _unnormalized(
+                    q + at.to(tl.int64) * q_token_stride + key_head.to(tl.int64) * q_head_stride,
+                    gradient,
+                    factor,
+                    first_key,
+                    rows,
+                    q_token_stride,
+                    K,
+                    K_BLOCK,
+                )
+            key = first_key + tl.arange(0, K_BLOCK)[None, :]
+            place = (
+                dq + (at.to(tl.int64) * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+            )
             tl.store(place, gradient.to(dq.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
     else:
         if NEED_K or NEED_GATES:
             for member in tl.range(0, GROUP, disable_licm=True):
-                own = lane + member
+                own = (lane + member).to(tl.int64)
                 Y_S = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
                     Y_tile = _turned_tile(Y + own * (V * CHUNK), begin, V, V_BLOCK)
                     S_tile = _tile(states + own * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
                     Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
                 Y_S *= tl.load(gates + own * (5 * CHUNK) + 3 * CHUNK + token)[:, None]
+                gradient -= Y_S * tl.load(gates + own * (5 * CHUNK) + 2 * CHUNK + token)[:, None]
                 if NEED_GATES:
                     of_keys = _along(Y_S, keys, kind, PRECISION)
                     tl.store(parts + (own * K_BLOCKS + k_block) * (3 * CHUNK) + CHUNK + token, of_keys)
-                gradient -= Y_S * tl.load(gates + own * (5 * CHUNK) + 2 * CHUNK + token)[:, None]
                 new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                 S_dS = tl.zeros([V_BLOCK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
@@ -508,14 +536,36 @@ def rule_gradients(
                     tl.store(parts + (own * K_BLOCKS + k_block) * (3 * CHUNK) + 2 * CHUNK + token, of_keys)
                     tl.store(kept + own * K_BLOCKS + k_block, tl.sum(S_dS, 0))
                 if NEED_K:
-                    gradient += tl.dot(tl.load(E + own * (CHUNK * CHUNK) + square), keys, input_precision=PRECISION)
+                    gradient += tl.dot(
+                        tl.load(E + own * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :])),
+                        keys,
+                        input_precision=PRECISION,
+                    )
                     if UPSTREAM:
-                        gradient += tl.dot(tl.load(M_turned + own * (CHUNK * CHUNK) + square), queries, input_precision=PRECISION)
+                        gradient += tl.dot(
+                            tl.load(M_turned + own * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :])),
+                            queries,
+                            input_precision=PRECISION,
+                        )
         if NEED_K:
             if NORMALIZED == 1:
-                factor = tl.load(k_factors + at * key_heads + key_head + token * key_heads, token < rows, other=0)
-                gradient = _unnormalized(k, gradient, factor, first_key, rows, k_token_stride, K, K_BLOCK)
-            place = dk + (at * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+                factor = tl.load(
+                    k_factors + at.to(tl.int64) * key_heads + key_head + token * key_heads, token < rows, other=0
+                )
+                gradient = _unnormalized(
+                    k + at.to(tl.int64) * k_token_stride + key_head.to(tl.int64) * k_head_stride,
+                    gradient,
+                    factor,
+                    first_key,
+                    rows,
+                    k_token_stride,
+                    K,
+                    K_BLOCK,
+                )
+            key = first_key + tl.arange(0, K_BLOCK)[None, :]
+            place = (
+                dk + (at.to(tl.int64) * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+            )
             tl.store(place, gradient.to(dk.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
 
 
@@ -563,7 +613,7 @@ def rule_unnormalize(
     x, factors, gradient, out, rows,
     SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`_unnormalized` for whole rows of gradients [rows, SIZE] in float32, where the kernel before had them in blocks."""
+    """`_unnormalized` for whole rows of gradients [rows, SIZE] in float32, which the kernel before had in blocks."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < SIZE)

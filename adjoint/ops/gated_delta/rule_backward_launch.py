@@ -12,7 +12,7 @@ from torch import Tensor
 from adjoint.core import kernels
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.ops.gated_delta import rule_backward_kernels as _kernels  # noqa: F401  (registers them)
-from adjoint.ops.gated_delta import rule_launch
+from adjoint.ops.gated_delta import rule_launch, rule_shape
 from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_V
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule_launch import is_aligned
@@ -33,7 +33,10 @@ PARTS = 3
 
 
 class Tuning(NamedTuple):
-    """How the kernels are cut and launched: by the problem's dtype, K and V alone, because bits depend on it."""
+    """How the kernels are cut and launched. Tuned on an H200.
+
+    By the dtype, K, V and the number of heads alone, because bits may depend on it.
+    """
 
     walk_block: int = 64
     walk_warps: int = 4
@@ -41,7 +44,7 @@ class Tuning(NamedTuple):
     turn_keys: int = 128
     turn_values: int = 128
     turn_warps: int = 4
-    turn_stages: int = 2
+    turn_stages: int = 3
     matrix_values: int = 32
     matrix_warps: int = 4
     matrix_stages: int = 3
@@ -51,13 +54,25 @@ class Tuning(NamedTuple):
     stages: int = 3
 
 
+_FEW_HEADS = 8
+"""Of so few, the walk back cuts V finer: blocks of 16 columns fill the card, and each step takes less."""
+
+
 def tuning(shape: Shape) -> Tuning:
     """The cut of a problem."""
     if shape.is_wide:
         return Tuning(16, 8, 1, 32, 32, 8, 1, 16, 8, 1, 32, 16, 8, 1)
     if shape.K > 128:
-        return Tuning(32, 8, 1, 64, 64)
-    return Tuning()
+        return Tuning(32, 8, 1, 64, 64, turn_stages=1)
+    return Tuning(walk_block=16) if shape.heads <= _FEW_HEADS else Tuning()
+
+
+def forward_tuning(shape: Shape) -> rule_shape.Tuning:
+    """Of the forward's kernels that run again: over segments the walk has programs enough for wider blocks."""
+    tuned = rule_shape.tuning(shape)
+    if shape.is_wide or shape.K > 128 or shape.V <= 64:
+        return tuned
+    return tuned._replace(walk_block=64, walk_warps=4, walk_stages=3)
 
 
 def key_blocks(shape: Shape, tuned: Tuning) -> int:
@@ -71,8 +86,12 @@ def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
 
 
 def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
-    """Y [chunks, H, V, 64], dstates [chunks, H, V, K], W [chunks, H, 64, K], local [chunks, H, V, 64] and scaled
-    [chunks, H, 64, V], M, M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where rows are cut, the gradients of what was normalised, in float32."""
+    """The workspace besides the forward's.
+
+    Y and local [chunks, H, V, 64], scaled [chunks, H, 64, V], dstates [chunks, H, V, K], W [chunks, H, 64, K], M,
+    M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where
+    rows are cut, the gradients of what was normalised, in float32.
+    """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
@@ -94,9 +113,8 @@ def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> 
 
 # ------------------------------------------------------------------------------------------------ variants
 
-_ELEMENTS = frozenset(
-    ("x", "out", "q", "k", "v", "do", "T", "W", "local", "scaled", "M", "M_turned", "E", "states", "dstates", "new", "Y", "dq", "dk", "dv")
-)
+_MATRICES = ("T", "W", "local", "scaled", "M", "M_turned", "E", "states", "dstates", "new", "Y")
+_ELEMENTS = frozenset(("x", "out", "q", "k", "v", "do", "dq", "dk", "dv", *_MATRICES))
 _FLOATS = frozenset(
     (
         "gates",
@@ -112,10 +130,8 @@ _FLOATS = frozenset(
         "gradient",
     )
 )
-_ALIGNED = frozenset(
-    ("q", "k", "v", "do", "T", "W", "local", "scaled", "M", "M_turned", "E", "states", "dstates", "new", "Y", "gates", "q_token_stride", "q_head_stride",
-     "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "do_token_stride", "do_head_stride")
-)  # fmt: skip
+_STRIDES = frozenset(f"{name}_{of}_stride" for name in ("q", "k", "v", "do") for of in ("token", "head"))
+_ALIGNED = frozenset(("q", "k", "v", "do", "gates", *_MATRICES)) | _STRIDES
 _CALLERS = frozenset(("dfinal_state", "dinitial_state", "dq", "dk", "dv"))
 """Pointers that are multiples of 16 unless a caller brings memory of its own that is not."""
 
@@ -162,7 +178,7 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         "K_BLOCK": power(shape.K),
         "PARTS": parts,
         "WIDE": shape.is_wide,
-        "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
+        "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
     }
     if name == "turn":
         constants = sizes | {
@@ -190,6 +206,7 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         constants = sizes | {
             "V_BLOCK": min(tuned.walk_block, power(shape.V)),
             "STAGES": tuned.walk_stages,
+            "PRECISION": "ieee" if shape.is_wide else "tf32",
             "UPSTREAM": upstream,
             "FINAL": final,
             "INITIAL": initial,
@@ -229,11 +246,11 @@ class Launches(rule_launch.Launches):
         self,
         shape: Shape,
         device: torch.device,
-        tuned: rule_launch.Tuning | None = None,
+        tuned: rule_shape.Tuning | None = None,
         backward: Tuning | None = None,
         memo: dict[Any, Any] | None = None,
     ) -> None:
-        super().__init__(shape, device, tuned, memo)
+        super().__init__(shape, device, tuned or forward_tuning(shape), memo)
         self.backward = backward or tuning(shape)
 
     def prepare(self, key: tuple[Any, ...]) -> Any:
