@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from adjoint.core.kernels import Variant
-from adjoint.ops.gated_delta import rule_builds, step_builds, w_u_builds
+from adjoint.ops.gated_delta import rule_backward_builds, rule_builds, step_builds, w_u_builds
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Kernel variants, named."""
     yield from rule_builds.builds(target)
+    yield from rule_backward_builds.builds(target)
     yield from step_builds.builds(target)
     yield from w_u_builds.builds(target)

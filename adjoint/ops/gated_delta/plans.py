@@ -232,5 +232,43 @@ _FUSED = Candidate(
     workspace_bytes=lambda problem: triton_part("rule_forward").regions(problem, fused=True).bytes,
 )
 
+BACKWARD_CEILINGS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Of every gradient. The largest measured are in docs/gated-delta.md."""
+
+_BACKWARD_ROUNDINGS = {"dq": 7, "dk": 8, "dv": 8, "dg": 8, "dbeta": 8, "dinitial_state": 6}
+
+
+def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    dtype = problem.dtypes[0]
+    narrow = dtype != torch.float32
+    products = "" if narrow else ", in IEEE float32"
+    limits = "; new values, states and their gradients stay below 65504" if dtype == torch.float16 else ""
+    return {
+        name: Guarantee(
+            repeatable=True,
+            batch_invariant="sequence",
+            device_invariant=False,
+            accumulator="float32",
+            roundings=roundings if narrow else 0,
+            error=Empirical(BACKWARD_CEILINGS[dtype], _KERNEL_CASES),
+            domain=f"{DOMAIN}{limits}; products of chunks of {CHUNK} tokens, counted from the start of a sequence{products}",
+        )
+        for name, roundings in _BACKWARD_ROUNDINGS.items()
+    }
+
+
+_CHUNKED_BACKWARD = Candidate(
+    name="triton.chunked",
+    backend="triton",
+    kernel="rule_walk_back",
+    revision=1,
+    refuse=refuse,
+    guarantee=_kernel_backward_guarantee,
+    run=writing(lambda *a: triton_part("rule_backward").backward(*a)),
+    prepare=lambda plan: triton_part("rule_backward").prepare(plan),
+    numeric=kernel_numbers,
+    workspace_bytes=lambda problem: triton_part("rule_backward").regions(problem).bytes,
+)
+
 RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
-RULE_BACKWARD = (eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks),)
+RULE_BACKWARD = (_CHUNKED_BACKWARD, eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks))

@@ -1,0 +1,155 @@
+"""The backward of the gated delta rule on Triton, as a plan runs it: its memory, and its kernels one after the other.
+
+table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients →
+gate_gradients
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from adjoint.core.errors import status_word
+from adjoint.core.plan import Plan
+from adjoint.core.problem import Problem
+from adjoint.core.streams import side_by_side
+from adjoint.core.workspace import Regions
+from adjoint.ops.gated_delta import rule_backward_launch as backward_launch
+from adjoint.ops.gated_delta import rule_launch as launch
+from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V
+from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
+from adjoint.ops.gated_delta.rule_backward_launch import Launches
+from adjoint.ops.gated_delta.rule_shape import (
+    Shape,
+    Walkable,
+    chunk_regions,
+    contiguous,
+    copies,
+    padded,
+    table_regions,
+    walkable,
+)
+
+_OF_KEYS = NEED_Q | NEED_K | NEED_G | NEED_BETA
+_OF_TOKENS = _OF_KEYS | NEED_V
+
+
+def regions(problem: Problem) -> Regions:
+    """The workspace of a backward."""
+    shape = Shape.of(problem)
+    if shape.is_empty:
+        return Regions()
+    _, normalize, need = problem.options
+    keys, values = shape.key_heads * padded(shape.K), shape.heads * padded(shape.V)
+    held = copies(problem, {"q": keys, "k": keys, "v": values, "do": values})
+    if normalize:
+        held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
+    held |= backward_launch.regions(shape, backward_launch.tuning(shape), need, normalize)
+    return Regions(
+        **table_regions(shape, segments=True), **chunk_regions(shape, backward_launch.forward_tuning(shape)), **held
+    )
+
+
+def keys(problem: Problem) -> list[tuple[Any, ...]]:
+    """Every kernel a backward may launch."""
+    shape = Shape.of(problem)
+    _, normalize, need = problem.options
+    initial, final, upstream = (bool(given) for given in problem.sizes[7:])
+    listed: list[tuple[Any, ...]] = []
+    for size in (CHUNK, SEGMENT):
+        listed += [("bounds", False, size), ("places", size)]
+    listed += [("gates", False), ("prepare",), ("turn", upstream)]
+    listed += [("normalize", True)] * normalize
+    for aligned in (True, False):
+        listed.append(("walk", True, initial, False, False, aligned))
+        listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
+        if need & _OF_TOKENS:
+            listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
+        if need & _OF_KEYS:
+            listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
+    if need & (NEED_G | NEED_BETA):
+        listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
+    if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
+        listed.append(("unnormalize",))
+    if shape.ids is not None:
+        kinds = (shape.element, shape.element, shape.element, shape.gate, shape.strength)
+        listed += sorted({("clear", kind) for bit, kind in enumerate(kinds) if need >> bit & 1}, key=str)
+    return listed
+
+
+def prepare(plan: Plan) -> None:
+    """Compiles every kernel the plan may launch."""
+    status_word(plan.problem.device)
+    shape = Shape.of(plan.problem)
+    if shape.is_empty:
+        return
+    launches = Launches(shape, plan.problem.device, memo=plan.memo)
+    for key in keys(plan.problem):
+        launches.prepare(key)
+
+
+def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+    """The gradients that `need` asks for."""
+    q, k, v, g, beta, do, dfinal_state, initial_state, cu_seqlens, saved, scale, normalize, need = arguments
+    shape, held = Shape.of(plan.problem), regions(plan.problem)
+    if shape.is_empty:
+        _leave(outputs, dfinal_state, need)
+        return
+    run = Launches(shape, plan.problem.device, memo=plan.memo)
+    if workspace is None:
+        workspace = held.allocate(plan.problem.device)
+    memory = held.pointers(workspace)
+
+    def copy(name: str) -> Tensor | None:
+        return held.tensor(workspace, f"copied_{name}") if f"copied_{name}" in memory else None
+
+    def tokens(name: str, x: Tensor) -> Walkable:
+        if normalize and name in ("q", "k"):
+            return launch.normalize(run, x, memory[f"copied_{name}"], memory[f"{name}_factors"])
+        return walkable(x, copy(name))
+
+    if cu_seqlens is not None:
+        cu_seqlens = contiguous(cu_seqlens, copy("cu_seqlens"))
+    if initial_state is not None:
+        initial_state = contiguous(initial_state, copy("initial_state"))
+    if dfinal_state is not None:
+        dfinal_state = contiguous(dfinal_state, copy("dfinal_state"))
+    launch.table(run, memory, cu_seqlens, raises=False)
+    launch.gates(run, memory, g, beta, raises=False)
+    queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
+    upstream = None if do is None else tokens("do", do)
+    launch.prepare(run, memory, keys)
+    kept = saved.contiguous()
+    dinitial = outputs[5] if need & NEED_STATE else None
+
+    def forward_again() -> None:
+        launch.walk(run, memory, keys, values, initial_state, segmented=True, saved=kept)
+
+    def back() -> None:
+        backward_launch.turn(run, memory, queries, keys, upstream, scale)
+        backward_launch.walk_back(run, memory, queries, keys, upstream is not None, dfinal_state, dinitial)
+
+    # Neither needs the other, and going back leaves most of the card idle where sequences are few.
+    side_by_side(plan.problem.device, forward_again, back, shape.is_large)
+    dq, dk, dv, dg, dbeta, _ = outputs
+    if need & _OF_TOKENS:
+        backward_launch.matrices(run, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)
+    if need & _OF_KEYS:
+        backward_launch.gradients(
+            run, memory, queries, keys, upstream, dq, dk, scale, normalize, need & _OF_KEYS
+        )  # fmt: skip
+    if need & (NEED_G | NEED_BETA):
+        backward_launch.gate_gradients(
+            run, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA)
+        )  # fmt: skip
+    if cu_seqlens is not None:
+        launch.clear(run, memory, *(out for bit, out in enumerate(outputs[:5]) if need >> bit & 1))
+
+
+def _leave(outputs: tuple[Tensor, ...], dfinal_state: Tensor | None, need: int) -> None:
+    """Without tokens, heads or sizes, the gradient of the states goes through as it is."""
+    for bit, out in enumerate(outputs):
+        if need >> bit & 1:
+            if bit == 5 and dfinal_state is not None:
+                out.copy_(dfinal_state)
+            else:
+                out.zero_()
