@@ -150,9 +150,12 @@ _ROUNDINGS = {"o": 5, "final_state": 4, "saved": 4}
 """Of what a product takes, to the storage type: T, the state, the residual, the new values, and with o itself."""
 
 
+_CHUNKS_OF_A_SEQUENCE = f"products of chunks of {CHUNK} tokens, counted from the start of a sequence"
+
+
 def _order(shape: Shape) -> str:
     """What fixes the bits of a sequence."""
-    order = f"products of chunks of {CHUNK} tokens, counted from the start of a sequence"
+    order = _CHUNKS_OF_A_SEQUENCE
     longer = ""
     if shape.may_split:
         order += f"; up to {FEW_HEADS} value heads, segments of {SEGMENT} begin with M S + B of the state S before"
@@ -241,7 +244,7 @@ _BACKWARD_ROUNDINGS = {"dq": 7, "dk": 8, "dv": 8, "dg": 8, "dbeta": 8, "dinitial
 def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype = problem.dtypes[0]
     narrow = dtype != torch.float32
-    products = "" if narrow else ", in IEEE float32"
+    products = "" if narrow else ", in IEEE float32 or as three of TF32 parts"
     limits = "; new values, states and their gradients stay below 65504" if dtype == torch.float16 else ""
     return {
         name: Guarantee(
@@ -251,7 +254,7 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             accumulator="float32",
             roundings=roundings if narrow else 0,
             error=Empirical(BACKWARD_CEILINGS[dtype], _KERNEL_CASES),
-            domain=f"{DOMAIN}{limits}; products of chunks of {CHUNK} tokens, counted from the start of a sequence{products}",
+            domain=f"{DOMAIN}{limits}; {_CHUNKS_OF_A_SEQUENCE}{products}",
         )
         for name, roundings in _BACKWARD_ROUNDINGS.items()
     }
