@@ -56,12 +56,14 @@ class Contender:
         restore: puts back what `run` overwrites.
         outputs: where `run` writes, when that is memory of ours: poisoned before the check.
         guarantee: what the results promise, in their order; None where nothing is promised.
+        kept: the bytes its forward keeps for its backward beside the inputs; None where no autograd function does.
     """
 
     run: Callable[[], tuple[Tensor, ...]]
     restore: Callable[[], None] | None = None
     outputs: tuple[Tensor, ...] = ()
     guarantee: tuple[Guarantee, ...] | None = None
+    kept: Callable[[], int] | None = None
 
 
 Builder = Callable[[Task], Contender]
@@ -73,6 +75,24 @@ class NotInstalled(Exception):
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def kept_bytes(function: Callable[..., Any], inputs: Inputs) -> int:
+    """What autograd keeps of a call, in bytes of memory that is not the inputs'."""
+    own = leaves(inputs)
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*own)
+    for tensor in own:
+        if tensor is not None:
+            held.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(held.values())
 
 
 def ours(task: Task) -> Contender:
@@ -106,7 +126,8 @@ def ours(task: Task) -> Contender:
             results = chosen.execute(timed.arguments, outputs, workspace)
         return tuple(results[index] for index in shown)
 
-    return Contender(run, outputs=outputs or (), guarantee=tuple(chosen.guarantee[name] for name in names))
+    promised = tuple(chosen.guarantee[name] for name in names)
+    return Contender(run, outputs=outputs or (), guarantee=promised, kept=lambda: kept_bytes(subject, task.inputs))
 
 
 def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
@@ -123,7 +144,10 @@ def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
     if task.direction == STEP:
         return Contender(lambda: torch.autograd.grad(as_tuple(function(*own)), differentiable(own), task.upstream))
     outputs = as_tuple(function(*own))
-    return Contender(lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True))
+    return Contender(
+        lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True),
+        kept=lambda: kept_bytes(function, task.inputs),
+    )
 
 
 def eager(task: Task) -> Contender:

@@ -47,6 +47,8 @@ def markdown(content: dict[str, Any], family: str) -> str:
             " GiB: the most memory a step takes beyond what was there before it, without the gradients of inputs that "
             "all items share."
         )
+    if any(row.get("kept_bytes") is not None for row in rows):
+        legend += " MiB: what the forward keeps for the backward, beside the inputs."
     return "\n".join([*lines, "", legend, "", *conditions])
 
 
@@ -65,6 +67,8 @@ def _cell(row: dict[str, Any] | None, best: float | None) -> str:
     ratio = "" if row["contender"] == OURS or row["ratio"] is None else f" ({row['ratio']:.2f}×)"
     peak = row.get("peak_bytes")
     memory = f", {peak / 2**30:.2f} GiB" if peak else ""
+    if (kept := row.get("kept_bytes")) is not None:
+        memory += f", keeps {kept / 2**20:.0f} MiB"
     return shown + ratio + memory + ("" if accurate else f", error {row['error']:.2g}")
 
 

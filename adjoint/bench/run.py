@@ -61,6 +61,7 @@ class Row:
         operations: the floating-point operations of its matrix products; 0 where they are not counted.
         peak_bytes: the most memory a step took beyond what was there before it, without the gradients of inputs
             that all items share, which every contender must have.
+        kept_bytes: what its forward keeps for its backward, beside the inputs; where the workload asks for it.
     """
 
     family: str
@@ -76,6 +77,7 @@ class Row:
     note: str = ""
     operations: int = 0
     peak_bytes: int | None = None
+    kept_bytes: int | None = None
 
     @property
     def gigabytes_per_second(self) -> float | None:
@@ -245,6 +247,8 @@ class _Entry:
             del outputs
             if task.direction == STEP and task.device.type == "cuda":
                 self.row = replace(self.row, peak_bytes=_peak(task, contender))
+            if task.direction == BACKWARD and task.workload.kept and contender.kept is not None:
+                self.row = replace(self.row, kept_bytes=contender.kept())
         except NotInstalled as absent:
             self.row = replace(row, status=ABSENT, note=str(absent))
         except Exception as error:

@@ -54,7 +54,7 @@ def _cells(row: Row, ceiling: float, counted: bool = False) -> Iterable[str]:
         error = f"[yellow]INACCURATE: {escape(row.note)}[/yellow]"
     products = (
         "" if row.teraflops is None else f"{row.teraflops:.0f}",
-        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
+        _memory(row),
     )
     return (
         f"{row.microseconds:.1f}",
@@ -64,6 +64,13 @@ def _cells(row: Row, ceiling: float, counted: bool = False) -> Iterable[str]:
         ratio,
         error,
     )
+
+
+def _memory(row: Row) -> str:
+    """GiB at the peak of a step, or kept for a backward."""
+    if row.kept_bytes is not None:
+        return f"keeps {row.kept_bytes / 2**30:.3f}"
+    return "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
 
 
 def overheads(rows: list[Overhead]) -> Table:

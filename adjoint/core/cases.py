@@ -192,6 +192,7 @@ class Workload:
         operations: floating-point operations of the forward's matrix products; the backward has twice as many.
         compile: whether torch.compile of the baseline takes part.
         deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` does.
+        kept: whether the memory that contenders keep from their forward for their backward is measured.
         others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
             one per floating input.
     """
@@ -209,4 +210,5 @@ class Workload:
     operations: int = 0
     compile: bool = True
     deterministic: bool = False
+    kept: bool = False
     others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)

@@ -196,12 +196,11 @@ class Variant:
     def compile(self, target: Any) -> Any:
         """Triton's compiled kernel for a `GPUTarget`; no GPU is needed."""
         import triton
-        from triton.compiler import ASTSource
 
         function = _kernels[self.kernel].function
         signature = dict(self.types) | {name: "constexpr" for name, _ in self.constants}
         position = {name: index for index, name in enumerate(signature)}
-        source = ASTSource(
+        source = _source_of(function)(
             fn=function,
             signature=signature,
             constexprs={(position[name],): value for name, value in self.constants},
@@ -214,6 +213,17 @@ class Variant:
             "enable_fp_fusion": False,
         }
         return triton.compile(source, target=target, options=options)
+
+
+def _source_of(function: Any) -> Any:
+    """How Triton reads a function: a kernel of its own language, or of Gluon."""
+    if getattr(function, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 _together: set[Hashable] = set()

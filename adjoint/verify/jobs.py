@@ -73,13 +73,10 @@ def _served(subject: Subject, backend: str, device: torch.device) -> Subject | N
                 outputs = call.operator.allocate(*call.arguments)
             directions.append((call.adjoint, call.adjoint_arguments(outputs[: call.public_outputs], outputs)))
         accepted = ("", why_not_triton(device))  # whether the backend is there at all is settled elsewhere
+        problems = [(operator, operator.describe(*own)._replace(device=device)) for operator, own in directions]
         return all(
-            any(
-                plan.backend == backend
-                and plan.refuse(operator.describe(*arguments)._replace(device=device)) in accepted
-                for plan in operator.candidates()
-            )
-            for operator, arguments in directions
+            any(plan.backend == backend and plan.refuse(problem) in accepted for plan in operator.candidates())
+            for operator, problem in problems
         )
 
     dtypes = tuple(dtype for dtype in subject.dtypes if serves(dtype))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from adjoint.bench import check as checking
 from adjoint.bench import contenders, overhead, peers, report, results, run, tables, timing
-from adjoint.bench.contenders import Contender, Task
+from adjoint.bench.contenders import Contender, Task, kept_bytes
 from adjoint.cli import app
 from adjoint.core import batching
 from adjoint.core.cases import Workload
@@ -434,3 +434,9 @@ def test_overhead_verdict() -> None:
 def test_copy_ceiling_counts_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "time_on", lambda device, function: 1.0)
     assert timing.copy_ceiling(CPU) == pytest.approx(2 * 2 * 2**25 / 1e6)
+
+
+def test_what_a_forward_keeps_is_not_its_inputs() -> None:
+    x, y = torch.ones(8), torch.ones(8)
+    assert kept_bytes(torch.mul, (x, y)) == 0
+    assert kept_bytes(lambda x, y: (x.exp() * 2, y), (x, y)) == 8 * 4

@@ -16,7 +16,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.core.inputs import widened
 from adjoint.core.workspace import Regions
-from adjoint.ops.gated_delta import packing, reference, rule_launch, rule_shape
+from adjoint.ops.gated_delta import packing, reference, rule_forward, rule_launch, rule_shape
 from adjoint.ops.gated_delta.rule_cases import _nearly_equal, tokens
 from tests.mutants.calls import at_the_edge
 
@@ -70,10 +70,10 @@ def _saved(inputs: tuple[Any, ...], normalize: bool) -> Tensor:
 
 
 def shrink() -> None:
-    """Segments of two chunks, so that few tokens have several."""
-    packing.SEGMENT = 128
-    for module in (rule_launch, rule_shape):
+    """Segments of two chunks, so that few tokens have several; sequences of one head are split."""
+    for module in (packing, rule_launch, rule_shape, rule_forward):
         vars(module)["SEGMENT"] = 128
+    rule_shape.FEW_HEADS = 1
 
 
 def calls() -> Iterator[Sequences]:
@@ -81,6 +81,8 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((2, 128, 2, 2, 40, 16), options={"state": False})
     yield Sequences((1, 70, 1, 3, 40, 40), torch.bfloat16)
     yield Sequences((1, 70, 1, 1, 12, 5), normalize=True)
+    yield Sequences((1, 270, 1, 1, 20, 24), options={"cu_seqlens": (0, 0, 10, 270), "decay": 0.05})
+    yield Sequences((2, 260, 1, 1, 16, 16), options={"state": False, "decay": 0.05})
 
 
 class Chunks:

@@ -7,8 +7,15 @@ import torch
 from adjoint.core.kernels import Variant
 from adjoint.core.problem import Problem
 
-_LAYERS = ((torch.bfloat16, 128, 128), (torch.bfloat16, 256, 256), (torch.float16, 128, 64), (torch.float32, 256, 256))
-"""Element type, K and V; the first also without alignment, normalised, and over segments."""
+_LAYERS = (
+    (torch.bfloat16, 32, 128, 128),
+    (torch.bfloat16, 8, 128, 128),
+    (torch.bfloat16, 32, 256, 256),
+    (torch.float16, 32, 128, 64),
+    (torch.float32, 8, 128, 128),
+    (torch.float32, 32, 256, 256),
+)
+"""Element type, value heads, K and V; the first also without alignment and normalised. Few heads are split."""
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
@@ -18,9 +25,9 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
     from adjoint.ops.gated_delta.rule_shape import Shape, tuning
 
     listed: set[Variant] = set()
-    for dtype, K, V in _LAYERS:
-        first = (dtype, K, V) == _LAYERS[0]
-        sizes = (1, 32768, 4, 16, 32, K, V, 1)
+    for dtype, heads, K, V in _LAYERS:
+        first = (dtype, heads, K, V) == _LAYERS[0]
+        sizes = (1, 32768, 4, heads // 2, heads, K, V, 1)
         dtypes = (dtype, torch.float32, torch.float32, torch.int64)
         problem = Problem("gated_delta_rule", torch.device("cuda", 0), dtypes, "", sizes, (1.0, first, True, True))
         shape = Shape.of(problem)
@@ -28,8 +35,24 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
         if first:
             every += [("walk", True, False, False, False, True), ("scores", 1), ("scores", 2)]
         for key in every:
-            described = variant(key, shape, tuning(shape))
+            described = variant(key, shape, tuning(shape, target in ("sm_90", "sm_100")))
             if described in listed or not (first or key[-1] is not False):
                 continue
             listed.add(described)
-            yield f"{' '.join(map(str, key))} {dtype} {K} {V}", described
+            yield f"{' '.join(map(str, key))} {dtype} {heads} {K} {V}", described
+    if target == "sm_90":
+        yield from _for_hopper()
+
+
+def _for_hopper() -> Iterator[tuple[str, Variant]]:
+    """The walk in Gluon: whole sequences, segments, and what segments make of any state."""
+    from adjoint.ops.gated_delta.rule_hopper import natural
+    from adjoint.ops.gated_delta.rule_launch import variant
+    from adjoint.ops.gated_delta.rule_shape import Shape, tuning
+
+    for dtype, K, V in ((torch.bfloat16, 128, 128), (torch.float16, 64, 192)):
+        shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, 16, 32, K, V)
+        whole = [(False, given, given, False, aligned) for given in (False, True) for aligned in (False, True)]
+        for options in (*whole, (True, True, True, False, True), (True, False, False, True, True)):
+            key = ("hopper", natural(shape), *options)
+            yield f"{' '.join(map(str, key))} {dtype} {K} {V}", variant(key, shape, tuning(shape))

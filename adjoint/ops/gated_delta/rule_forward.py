@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import check, report, status_word
+from adjoint.core.kernels import compile_together
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
+from adjoint.core.streams import side_by_side
 from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_launch as launch
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
-from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from adjoint.ops.gated_delta.rule_launch import Launches
 from adjoint.ops.gated_delta.rule_shape import (
     Shape,
@@ -20,14 +22,15 @@ from adjoint.ops.gated_delta.rule_shape import (
     contiguous,
     copies,
     padded,
+    split_regions,
     table_regions,
     tuning,
     walkable,
 )
 
 
-def regions(problem: Problem) -> Regions:
-    """The workspace of a forward."""
+def regions(problem: Problem, fused: bool = False) -> Regions:
+    """The workspace of a forward; `fused` is the walk that writes outputs itself."""
     shape, normalize = Shape.of(problem), problem.options[1]
     if shape.is_empty:
         return Regions(**{name: region for name, region in table_regions(shape).items() if name != "places"})
@@ -35,38 +38,63 @@ def regions(problem: Problem) -> Regions:
     held = copies(problem, {"q": keys, "k": keys, "v": values})
     if normalize:
         held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
-    return Regions(**table_regions(shape), **chunk_regions(shape, tuning(shape)), **held)
+    if shape.is_split:
+        held |= split_regions(shape, saved=not problem.options[3])
+    table = table_regions(shape, segments=shape.is_split)
+    return Regions(**table, **chunk_regions(shape, tuning(shape), int(fused)), **held)
 
 
-def keys(problem: Problem) -> list[tuple[Any, ...]]:
+def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     """Every kernel a forward may launch."""
     shape = Shape.of(problem)
     _, normalize, final, save = problem.options
     listed: list[tuple[Any, ...]] = [("bounds", True, CHUNK)]
     if shape.is_empty:
         return listed
+    if fused:
+        from adjoint.ops.gated_delta.rule_hopper import natural
     initial = bool(problem.sizes[7])
     listed += [("places", CHUNK), ("gates", True), ("prepare",)]
-    listed += [("walk", False, initial, save, final, aligned) for aligned in (True, False)]
-    listed += [("output", aligned) for aligned in (True, False)]
+    if shape.may_split:
+        listed += [("bounds", False, SEGMENT), ("places", SEGMENT), ("compose", initial)]
+    for split in (False, True) if shape.may_split else (False,):
+        for aligned in (True, False):
+            if fused:
+                listed.append(("hopper", natural(shape), split, initial, final, False, aligned))
+            else:
+                listed.append(("walk", split, initial, save and not split, final, aligned))
+    if fused:
+        listed.append(("scores", 1))
+        listed += [("hopper", natural(shape), True, False, False, True, True)] * shape.may_split
+    else:
+        listed += [("output", aligned) for aligned in (True, False)] + [("transition",)] * shape.may_split
     listed += [("normalize", False)] * normalize + [("clear_saved",)] * save
     return listed + [("clear", shape.element)] * (shape.ids is not None)
 
 
-def prepare(plan: Plan) -> None:
+def prepare(plan: Plan, fused: bool = False) -> None:
     """Compiles every kernel the plan may launch."""
     status_word(plan.problem.device)
     launches = Launches(Shape.of(plan.problem), plan.problem.device, memo=plan.memo)
-    for key in keys(plan.problem):
+    for key in keys(plan.problem, fused):
         launches.prepare(key)
 
 
-def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+def forward(
+    plan: Plan,
+    arguments: tuple[Any, ...],
+    outputs: tuple[Tensor, ...],
+    workspace: Tensor | None,
+    fused: bool = False,
+) -> None:
     """o; the final states, and those between segments, where they are wanted."""
     q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, output_final_state, save = arguments
     out, final_state, saved = outputs
-    shape, held = Shape.of(plan.problem), regions(plan.problem)
+    shape, held = Shape.of(plan.problem), regions(plan.problem, fused)
     run = Launches(shape, plan.problem.device, memo=plan.memo)
+    if shape.may_split:  # a longer sequence launches more, and must not be the first to compile
+        what = (plan.problem.device, plan.problem.dtypes, plan.problem.options, plan.problem.sizes[3:], fused)
+        compile_together(what, lambda: prepare(plan, fused))
     if workspace is None:
         workspace = held.allocate(plan.problem.device)
     memory = held.pointers(workspace)
@@ -92,12 +120,32 @@ def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...],
     if plan.problem.device.type == "cpu":
         check()
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
-    launch.prepare(run, memory, keys)
-    launch.walk(
-        run, memory, keys, values, initial_state, saved=saved if save else None,
-        final_state=final_state if output_final_state else None,
-    )  # fmt: skip
-    launch.output(run, memory, queries, keys, scale, out)
+    between = saved if save else held.tensor(workspace, "saved") if shape.is_split else None
+    final = final_state if output_final_state else None
+    if fused:
+        from adjoint.ops.gated_delta import rule_hopper
+
+        side_by_side(
+            plan.problem.device,
+            lambda: launch.prepare(run, memory, keys),
+            lambda: launch.scores(run, memory, queries, keys, scale),
+            shape.is_large,
+        )
+        if shape.is_split:
+            rule_hopper.transitions(run, memory, keys, values)
+            launch.compose(run, memory, initial_state, between)
+        rule_hopper.forward(
+            run, memory, queries, keys, values, scale, initial_state, between, final, out, shape.is_split
+        )  # fmt: skip
+    else:
+        launch.prepare(run, memory, keys)
+        if shape.is_split:
+            launch.transitions(run, memory, keys, values)
+            launch.compose(run, memory, initial_state, between)
+        launch.walk(
+            run, memory, keys, values, initial_state, segmented=shape.is_split, saved=between, final_state=final
+        )  # fmt: skip
+        launch.output(run, memory, queries, keys, scale, out)
     if cu_seqlens is not None:
         launch.clear(run, memory, out)
     if save:

@@ -7,6 +7,10 @@ One chunk of 64 tokens of one value head, `S` the state it begins with, `G` the 
              S ← e^Γ S + kᵀ (e^{Γ−G} ⊙ v')
     output   o = scale·(e^G ⊙ (q S) + (q kᵀ ⊙ D) v')            one program per chunk, key head and block of V
 
+Where few heads would leave most of a card idle, the walk goes over segments of a long sequence at once. A segment makes
+M S + B of a state S it begins with: `rule_walk` gives M and B, `rule_compose` the state at the start of every segment,
+and `rule_walk` then walks each from there. Cuts are at fixed positions from the start of a sequence.
+
 Only the walk goes from chunk to chunk, so it is three products and little else. It computes with everything
 transposed: an accumulator then becomes the left operand of the next product where it is, in registers. T is stored
 without its diagonal of ones: what the ones multiply is added in float32. A chunk's products read k, v and q past the
@@ -188,15 +192,19 @@ def rule_walk(
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTED: tl.constexpr, INITIAL: tl.constexpr,
-    SAVE: tl.constexpr, FINAL: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE: tl.constexpr, FINAL: tl.constexpr, TRANSITION: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state at the start of every chunk, and v' of every chunk, of one span; both transposed, [V, ...].
 
     A span is a whole sequence, or (SEGMENTED) a segment of one, which begins with a saved state unless it is the first.
+    With TRANSITION it is what a segment makes of any state, M S + B: the columns of M, from those of the identity and
+    without values, then those of B, from 0. Their transposes, [K + V, K] in float32, are all that is stored: in the
+    place of final states.
     K and V are the widths of rows in memory, K_SIZE and V_SIZE those of states.
     """
     CHUNK: tl.constexpr = 64
-    blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
+    LINES: tl.constexpr = K + V if TRANSITION else V
+    blocks: tl.constexpr = (LINES + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0)
     span = (program // (heads * blocks)).to(tl.int64)
     head = (program // blocks) % heads
@@ -226,7 +234,10 @@ def rule_walk(
     if INITIAL:
         start = initial_state + (sequence * heads + head) * size
         S = tl.trans(tl.load(start + state_place, in_state & (index == 0), other=0.0))
-    if SEGMENTED:  # noqa: SIM102  (a constant, and what only the GPU knows)
+    if TRANSITION:
+        unit = (v_row[:, None] == k_column[None, :]) & (v_row < K)[:, None]
+        S = tl.where(unit, 1.0, 0.0)
+    elif SEGMENTED:  # noqa: SIM102  (a constant, and what only the GPU knows)
         if index > 0:
             S = tl.trans(tl.load(saved + (kept * heads + head) * size + state_place, in_state, other=0.0))
 
@@ -239,12 +250,17 @@ def rule_walk(
     new += lane * (V * CHUNK)
     states += lane * (V * K)
     k_offset = row[:, None] * k_token_stride.to(tl.int32) + k_column[None, :]
-    v_offset = row[:, None] * v_token_stride.to(tl.int32) + v_row[None, :]
+    in_keys = _fits(k_column, K, K_BLOCK)
+    if TRANSITION:
+        v_column = v_row - K
+        in_values = (v_column >= 0) & (v_column < V)
+    else:
+        v_column = v_row
+        in_values = _fits(v_row, V, V_BLOCK)
+    v_offset = row[:, None] * v_token_stride.to(tl.int32) + v_column[None, :]
     T_offset = row[:, None] * CHUNK + row[None, :]
     new_offset = v_row[:, None] * CHUNK + row[None, :]
     states_offset = v_row[:, None] * K + k_column[None, :]
-    in_keys = _fits(k_column, K, K_BLOCK)
-    in_values = _fits(v_row, V, V_BLOCK)
     stored = in_values[:, None] & in_keys[None, :]
     over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0)
     next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=count > CHUNK)
@@ -254,7 +270,8 @@ def rule_walk(
                 place = saved + ((kept + chunk // (SEGMENT // CHUNK)) * heads + head) * size
                 tl.store(place + state_place, tl.trans(S), in_state)
         narrow = S.to(kind)
-        tl.store(states + states_offset, narrow, stored)
+        if not TRANSITION:
+            tl.store(states + states_offset, narrow, stored)
         left = count - chunk * CHUNK
         keys = tl.load(k + k_offset, (row < left)[:, None] & in_keys[None, :], other=0)
         values = tl.load(v + v_offset, (row < left)[:, None] & in_values[None, :], other=0)
@@ -272,7 +289,8 @@ def rule_walk(
             found = tl.dot(rounded, tl.trans(rest), found, input_precision=PRECISION)
         to_end = tl.load(gates + 4 * CHUNK + row)
         S = tl.dot((to_end[None, :] * found).to(kind), keys, S * over, input_precision=PRECISION)
-        tl.store(new + new_offset, found.to(kind), in_values[:, None] & tl.full([1, CHUNK], 1, tl.int1))
+        if not TRANSITION:
+            tl.store(new + new_offset, found.to(kind), in_values[:, None] & tl.full([1, CHUNK], 1, tl.int1))
         k += CHUNK * k_token_stride
         v += CHUNK * v_token_stride
         gates += heads * (5 * CHUNK)
@@ -282,8 +300,58 @@ def rule_walk(
         # Two chunks ahead, because the next chunk would wait for it.
         over = next_over + 0.0  # an operation: loops that pass a value on as it is are not pipelined
         next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=left > 2 * CHUNK)
-    if FINAL:
+    if TRANSITION:
+        line = final_state + (span * heads + head) * (LINES * K)
+        tl.store(
+            line + v_row[:, None] * K + k_column[None, :], S, _fits(v_row, LINES, V_BLOCK)[:, None] & in_keys[None, :]
+        )
+    elif FINAL:
+        if SEGMENTED:  # the last of its sequence
+            in_state &= first + count == tl.load(begins + sequence + 1)
         tl.store(final_state + (sequence * heads + head) * size + state_place, tl.trans(S), in_state)
+
+
+@triton.jit
+def rule_compose(
+    transitions, begins, segment_firsts, initial_state, saved, heads,
+    K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, INITIAL: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state at the start of every segment but the first: S ← M S + B, in float32.
+
+    One program per sequence, head and block of V.
+    """
+    blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
+    LINES: tl.constexpr = K + V
+    size: tl.constexpr = K_SIZE * V_SIZE
+    program = tl.program_id(0)
+    sequence = (program // (heads * blocks)).to(tl.int64)
+    head = (program // blocks) % heads
+    begin = tl.load(begins + sequence)
+    count = tl.load(begins + sequence + 1) - begin
+    if count <= SEGMENT:
+        return
+    v_row = (program % blocks) * V_BLOCK + tl.arange(0, V_BLOCK)
+    k_column = tl.arange(0, K_BLOCK)
+    in_keys = _fits(k_column, K, K_BLOCK)
+    in_state = _fits(k_column, K_SIZE, K_BLOCK)[:, None] & _fits(v_row, V_SIZE, V_BLOCK)[None, :]
+    state_place = k_column[:, None] * V_SIZE + v_row[None, :]
+    S = tl.zeros([V_BLOCK, K_BLOCK], tl.float32)
+    if INITIAL:
+        start = initial_state + (sequence * heads + head) * size
+        S = tl.trans(tl.load(start + state_place, in_state, other=0.0))
+    segment = tl.load(segment_firsts + sequence).to(tl.int64)
+    transitions += (segment * heads + head) * (LINES * K)
+    saved += ((begin // SEGMENT).to(tl.int64) * heads + head) * size
+    M_offset = k_column[:, None] * K + k_column[None, :]
+    B_offset = (K + v_row)[:, None] * K + k_column[None, :]
+    for _ in range(tl.cdiv(count, SEGMENT) - 1):
+        M = tl.load(transitions + M_offset, in_keys[:, None] & in_keys[None, :], other=0.0)
+        B = tl.load(transitions + B_offset, _fits(v_row, V, V_BLOCK)[:, None] & in_keys[None, :], other=0.0)
+        S = tl.dot(S, M, B, input_precision=PRECISION)
+        tl.store(saved + state_place, tl.trans(S), in_state)
+        transitions += heads * (LINES * K)
+        saved += heads * size
 
 
 # ------------------------------------------------------------------------------------------------ output
@@ -381,5 +449,6 @@ KERNELS = (
     kernels.register(rule_prepare, budget=Budget(registers=255, shared_bytes=98304)),
     kernels.register(rule_scores, budget=Budget(registers=255, shared_bytes=98304)),
     kernels.register(rule_walk, budget=Budget(registers=255, shared_bytes=232448)),
+    kernels.register(rule_compose, budget=Budget(registers=255, shared_bytes=98304)),
     kernels.register(rule_output, budget=Budget(registers=255, shared_bytes=232448)),
 )

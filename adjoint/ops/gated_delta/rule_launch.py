@@ -14,6 +14,7 @@ Nothing here waits for the device or allocates.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, 
 # ---------------------------------------------------------------------------------------------- variants
 
 _ELEMENTS = frozenset(("q", "k", "v", "x", "T", "P", "states", "new", "out"))
-_FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors"))
-_INTEGERS = frozenset(("begins", "firsts", "places", "spans"))
+_FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors", "transitions"))
+_INTEGERS = frozenset(("begins", "firsts", "segment_firsts", "places", "spans"))
 _STRIDES = frozenset(f"{name}_{of}_stride" for name in "qkv" for of in ("token", "head"))
 _ALIGNED = frozenset(("q", "k", "v", "T", "P", "states", "new", "gates")) | _STRIDES
 """Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
@@ -95,6 +96,10 @@ def _blocks(shape: Shape, block: int) -> int:
 def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
     name, *options = key
+    if name == "hopper":
+        from adjoint.ops.gated_delta import rule_hopper
+
+        return rule_hopper.variant(shape, key[1:])
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),
@@ -102,7 +107,6 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "K_SIZE": shape.K,
         "V_SIZE": shape.V,
         "K_BLOCK": power(shape.K),
-        "K_STEP": min(power(shape.K), 32) if shape.is_wide else power(shape.K),
         "PARTS": tuned.parts,
         "WIDE": shape.is_wide,
         "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
@@ -125,23 +129,27 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         constants = {"EPSILON": EPSILON, "SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K)}
         return describe("rule_normalize", shape, constants | {"ROWS": _NORMALIZED_ROWS, "FACTORS": options[0]})
     if name == "prepare":
-        return describe("rule_prepare", shape, sizes, tuned.prepare_warps, 1, _ALIGNED)
+        deep = min(power(shape.K), 32 if shape.is_wide else 128)
+        return describe("rule_prepare", shape, sizes | {"K_STEP": deep}, tuned.prepare_warps, 1, _ALIGNED)
     if name == "scores":
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
+    walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT}
+    if name == "compose":
+        narrow = {"V_BLOCK": 16, "SEGMENT": SEGMENT, "INITIAL": options[0], "PRECISION": "tf32x3"}
+        return describe("rule_compose", shape, sizes | narrow, 8, 1, frozenset(("transitions",)))
+    if name == "transition":
+        nothing = dict.fromkeys(("INITIAL", "SAVE", "FINAL"), False)
+        constants = sizes | walk | nothing | {"SEGMENTED": True, "TRANSITION": True}
+        aligned = _ALIGNED | {"final_state"}
+        return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
     if name == "walk":
-        segmented, initial, save, final = options
-        constants = sizes | {
-            "V_BLOCK": min(tuned.walk_block, power(shape.V)),
-            "SEGMENTED": segmented,
-            "INITIAL": initial,
-            "SAVE": save,
-            "FINAL": final,
-            "SEGMENT": SEGMENT,
-        }
+        chosen = dict(zip(("SEGMENTED", "INITIAL", "SAVE", "FINAL"), options, strict=True))
+        constants = sizes | walk | chosen | {"TRANSITION": False}
         return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     assert name == "output", name
-    constants = sizes | {"V_BLOCK": min(tuned.output_block, power(shape.V))}
+    step = min(power(shape.K), 32) if shape.is_wide else power(shape.K)
+    constants = sizes | {"V_BLOCK": min(tuned.output_block, power(shape.V)), "K_STEP": step}
     return describe("rule_output", shape, constants, tuned.output_warps, tuned.output_stages, aligned)
 
 
@@ -150,13 +158,19 @@ def is_aligned(*tensors: Tensor | None) -> bool:
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
+@cache
+def takes_from_shared(device: torch.device) -> bool:
+    """Whether matrix products of a GPU take operands from shared memory; the interpreter knows neither."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 class Launches:
     """Starts kernels of one problem by their keys; compiles each on first use."""
 
     def __init__(
         self, shape: Shape, device: torch.device, tuned: Tuning | None = None, memo: dict[Any, Any] | None = None
     ) -> None:
-        self.shape, self.device, self.tuned = shape, device, tuned or tuning(shape)
+        self.shape, self.device, self.tuned = shape, device, tuned or tuning(shape, takes_from_shared(device))
         self._memo = {} if memo is None else memo
 
     def prepare(self, key: tuple[Any, ...]) -> Any:
@@ -252,6 +266,8 @@ def walk(
     Over whole sequences `saved` is written, where given, and over segments it is read.
     """
     shape = launch.shape
+    if segmented and final_state is not None and shape.ids is not None:  # for sequences without a segment
+        final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     absent = memory["gates"]  # stands for a pointer that no variant reads
     spans = shape.segments if segmented else shape.sequences
     key = ("walk", segmented, initial_state is not None, saved is not None and not segmented, final_state is not None)
@@ -262,6 +278,28 @@ def walk(
         memory["firsts"], absent if initial_state is None else initial_state, absent if saved is None else saved,
         memory["states"], memory["new"], absent if final_state is None else final_state, shape.heads,
         k.token_stride, k.head_stride, v.token_stride, v.head_stride,
+    )  # fmt: skip
+
+
+def transitions(launch: Launches, memory: Mapping[str, Any], k: Walkable, v: Walkable) -> None:
+    """What every segment makes of a state, M S + B: Mᵀ and Bᵀ into memory["transitions"], [segments, H, K + V, K]."""
+    shape, absent = launch.shape, memory["gates"]
+    block = min(launch.tuned.walk_block, power(shape.V))
+    lines = padded(shape.K) + padded(shape.V)
+    launch(
+        ("transition",), shape.segments * shape.heads * -(-lines // block), k.start, v.start, memory["gates"],
+        memory["T"], memory["segment_places"], memory["begins"], memory["firsts"], absent, absent, memory["T"],
+        memory["T"], memory["transitions"], shape.heads, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
+    )  # fmt: skip
+
+
+def compose(launch: Launches, memory: Mapping[str, Any], initial_state: Tensor | None, saved: Any) -> None:
+    """The state at the start of every segment but a sequence's first, into `saved`."""
+    shape = launch.shape
+    launch(
+        ("compose", initial_state is not None), shape.sequences * shape.heads * -(-padded(shape.V) // 16),
+        memory["transitions"], memory["begins"], memory["segment_firsts"],
+        memory["gates"] if initial_state is None else initial_state, saved, shape.heads,
     )  # fmt: skip
 
 

@@ -7,10 +7,17 @@ import torch
 from torch import Tensor
 
 from adjoint.core.problem import Problem
-from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
+from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT, saved_states
 
 GATE_ROWS = 5
 """What the gates of a chunk are: G, what G lost in rounding, β, e^G, e^{Γ−G}."""
+
+LARGE = 2**17
+"""Tokens times value heads from which kernels that do not depend on each other run side by side."""
+
+
+FEW_HEADS = 8
+"""Value heads up to which one long sequence is split: more of them keep a card busy."""
 
 
 def padded(size: int) -> int:
@@ -73,6 +80,22 @@ class Shape(NamedTuple):
         return self.tokens // size + self.sequences if self.sequences else 0
 
     @property
+    def is_large(self) -> bool:
+        """Whether its kernels run long enough for a second stream to pay."""
+        return self.tokens * self.heads >= LARGE
+
+    @property
+    def may_split(self) -> bool:
+        """Whether a sequence of more than one segment is split over the card, because few heads would leave most of it
+        idle: whether one is, and with it its bits, depends on its own length, on H and on K alone."""
+        return self.heads <= FEW_HEADS and self.K <= 128
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there may be such a sequence."""
+        return self.may_split and self.time > SEGMENT
+
+    @property
     def is_wide(self) -> bool:
         return self.element == torch.float32
 
@@ -80,7 +103,8 @@ class Shape(NamedTuple):
 class Tuning(NamedTuple):
     """How the kernels are cut and launched: columns of V a program has, its warps, and the depth of its pipeline.
 
-    Tuned on an H200. All of it depends on the dtype and on K alone, so that bits cannot depend on anything else.
+    Tuned on an H200. On one GPU all of it depends on the dtype and on K alone, so that bits cannot depend on anything
+    else.
     """
 
     prepare_warps: int = 2
@@ -93,13 +117,17 @@ class Tuning(NamedTuple):
     parts: int = 1
 
 
-def tuning(shape: Shape) -> Tuning:
-    """The cut of a problem."""
+def tuning(shape: Shape, from_shared: bool = True) -> Tuning:
+    """The cut of a problem.
+
+    Args:
+        from_shared: whether products take operands from shared memory, as on Hopper and Blackwell's data-centre GPUs;
+            elsewhere they take registers, and outputs are cut smaller.
+    """
     if shape.is_wide:
-        return Tuning(8, 16, 8, 1, 32, 8, 1)
-    if shape.K > 128:
-        return Tuning(4, 32, 8, 1, 64, 4, 1)
-    return Tuning()
+        return Tuning(8, 16, 8 if shape.K > 128 else 4, 1, 32, 8, 1)
+    tuned = Tuning(4, 32, 8, 1) if shape.K > 128 else Tuning()
+    return tuned if from_shared else tuned._replace(output_block=32, output_warps=8)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -115,6 +143,15 @@ def table_regions(shape: Shape, segments: bool = False) -> dict[str, tuple[torch
     if segments:
         held["segment_firsts"] = (torch.int32, shape.sequences + 1)
         held["segment_places"] = (torch.int32, shape.segments * 4)
+    return held
+
+
+def split_regions(shape: Shape, saved: bool) -> dict[str, tuple[torch.dtype, int]]:
+    """transitions [segments, H, K + V, K]; and saved states, unless the caller keeps them."""
+    K, V = padded(shape.K), padded(shape.V)
+    held = {"transitions": (torch.float32, shape.segments * shape.heads * (K + V) * K)}
+    if saved:
+        held["saved"] = (torch.float32, saved_states(shape.tokens) * shape.heads * shape.K * shape.V)
     return held
 
 

@@ -88,6 +88,7 @@ def _workloads() -> Iterator[Workload]:
             compile=False,
             devices=("cuda",),
             operations=2 * tokens * heads * products,
+            kept=True,
         )
 
 

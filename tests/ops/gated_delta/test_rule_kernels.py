@@ -11,7 +11,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.core.inputs import Inputs, each, widened
 from adjoint.core.problem import Problem
-from adjoint.ops.gated_delta import plans, reference
+from adjoint.ops.gated_delta import plans, reference, rule_shape
 from adjoint.ops.gated_delta.packing import SEGMENT
 from adjoint.ops.gated_delta.rule_cases import _nearly_equal, _orthogonal, tokens
 from adjoint.ops.gated_delta.rule_shape import Shape, is_walkable, padded, tuning
@@ -141,8 +141,15 @@ def test_strides_and_addresses_change_nothing(device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------- states
 
 
+@pytest.fixture
+def unsplit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are walked as with many heads, however few there are."""
+    monkeypatch.setattr(rule_shape, "FEW_HEADS", 0)
+    adjoint.core.plan.forget()
+
+
 @pytest.mark.kernels
-def test_states_between_segments(device: torch.device) -> None:
+def test_states_between_segments(device: torch.device, unsplit: None) -> None:
     """They are those that a sequence cut there ends with; places of nobody are 0."""
     bounds = (0, 3, SEGMENT + 70, SEGMENT + 71)
     *given, state, cu_seqlens = drawn(device, (1, bounds[-1], 1, 1, 16, 16), decay=0.05, cu_seqlens=bounds)
@@ -191,6 +198,21 @@ def test_segments_walked_alone_have_the_same_bits(device: torch.device) -> None:
     launch.walk(run, memory, keys, values, state, segmented=True, saved=saved)
     for name, expected in whole.items():
         assert torch.equal(memory[name].view(torch.int16), expected.view(torch.int16)), name
+
+
+@pytest.mark.kernels
+def test_a_long_sequence_of_few_heads_is_split(device: torch.device) -> None:
+    """In segments of fixed length: the results of the recurrence, the bits of a prefix, those of the sequence alone."""
+    bounds = (0, 3, SEGMENT + 90)
+    inputs = drawn(device, (1, bounds[-1], 1, 1, 16, 16), torch.float32, decay=0.05, cu_seqlens=bounds)
+    o, final = rule(inputs)
+    exact = reference.gated_delta_rule(*widened(inputs), by_chunks=True)
+    for got, right in zip((o, final), exact, strict=True):
+        assert (got.double() - right).norm() <= plans.CEILINGS[torch.float32] * right.norm()
+    alone, last = rule(part(inputs, 3, bounds[-1], inputs[5][1:2]))
+    assert same(alone, o[:, 3:]) and same(last, final[1:2])
+    short, _ = rule(part(inputs, 3, 3 + SEGMENT + 10, inputs[5][1:2]))
+    assert same(short, o[:, 3 : 3 + SEGMENT + 10])
 
 
 # ------------------------------------------------------------------------------------------ extremes

@@ -1,0 +1,43 @@
+"""Work that runs beside other work on one GPU, and is joined before anyone can tell."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_own = threading.local()
+
+
+def _second(device: torch.device) -> torch.cuda.Stream:
+    """This thread's second stream of a device."""
+    streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in streams:
+        streams[index] = torch.cuda.Stream(index)
+    return streams[index]
+
+
+def side_by_side(device: torch.device, first: Callable[[], Any], second: Callable[[], Any], worthwhile: bool) -> None:
+    """Launches two pieces of work that do not depend on each other; what follows waits for both.
+
+    On a GPU, where that is worthwhile, the first goes to a stream of its own: neither fills the card alone. It is
+    joined even when the second raises, so memory of the current stream may be used freely. Graphs capture it.
+
+    Args:
+        device: where both run.
+        first, second: launch on the current stream.
+        worthwhile: whether the work is long enough for what a second stream costs the host.
+    """
+    if device.type != "cuda" or not worthwhile:
+        first()
+        second()
+        return
+    main, side = torch.cuda.current_stream(device), _second(device)
+    side.wait_stream(main)
+    try:
+        with torch.cuda.stream(side):
+            first()
+        second()
+    finally:
+        main.wait_stream(side)
