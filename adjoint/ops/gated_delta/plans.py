@@ -236,9 +236,12 @@ _FUSED = Candidate(
 )
 
 BACKWARD_CEILINGS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Of every gradient. The largest measured are in docs/gated-delta.md."""
+"""Of every gradient. The largest that was measured: 2.1e-6, 2.0e-2 and 1e-3, of dg where states are random and their
+products ⟨S, dS⟩, of 16-bit numbers, cancel; on layers of 1024 tokens and more 7e-7, 1.3e-2 and 9e-4."""
 
 _BACKWARD_ROUNDINGS = {"dq": 7, "dk": 8, "dv": 8, "dg": 8, "dbeta": 8, "dinitial_state": 6}
+"""Of what a product takes or memory keeps, on the longest way to a gradient: T, S, the residual and v' as forward;
+W, Tᵀ Pᵀ do, dS⁺, β·e^G·Y, Y; M or E; and the gradient itself."""
 
 
 def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:

@@ -331,10 +331,9 @@ def rule_matrices(
     token = tl.arange(0, CHUNK)
     i = token[:, None]
     j = token[None, :]
-    lane = program.to(tl.int64)
-    gates += lane * (5 * CHUNK)
-    new += lane * (V * CHUNK)
-    Y += lane * (V * CHUNK)
+    gates += program.to(tl.int64) * (5 * CHUNK)
+    new += program.to(tl.int64) * (V * CHUNK)
+    Y += program.to(tl.int64) * (V * CHUNK)
     v += at.to(tl.int64) * v_token_stride + head.to(tl.int64) * v_head_stride
     do += at.to(tl.int64) * do_token_stride + head.to(tl.int64) * do_head_stride
     do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -369,28 +368,32 @@ def rule_matrices(
         low = G
         if WIDE:
             low = tl.load(gates + CHUNK + token)
-        place = lane * (CHUNK * CHUNK) + (i * CHUNK + j)
         if NEED_QK:
             if UPSTREAM:
-                tl.store(M_turned + place, (new_do * (_decays(G, low, False, True, WIDE) * scale)).to(kind))
+                tl.store(
+                    M_turned + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j),
+                    (new_do * (_decays(G, low, False, True, WIDE) * scale)).to(kind),
+                )
             new_Y *= _decays(G, low, True, True, WIDE) * beta[None, :]
         if UPSTREAM:
             do_new *= _decays(G, low, False, False, WIDE) * scale
             if NEED_QK:
-                tl.store(M + place, do_new.to(kind))
+                tl.store(M + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j), do_new.to(kind))
         Y_new *= -_decays(G, low, True, False, WIDE)
         if NEED_QK:
-            tl.store(E + place, (Y_new * beta[:, None] - new_Y).to(kind))
+            tl.store(
+                E + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j), (Y_new * beta[:, None] - new_Y).to(kind)
+            )
         if NEED_GATES:
             k += at.to(tl.int64) * k_token_stride + (head // GROUP).to(tl.int64) * k_head_stride
             q += at.to(tl.int64) * q_token_stride + (head // GROUP).to(tl.int64) * q_head_stride
             Y_new *= _products(k, k, rows, k_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
-            tl.store(besides + lane * CHUNK + token, Y_v + tl.sum(Y_new, 1))
+            tl.store(besides + program.to(tl.int64) * CHUNK + token, Y_v + tl.sum(Y_new, 1))
             Y_new *= beta[:, None]
             if UPSTREAM:
                 do_new *= _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
                 Y_new += tl.where(i > j, do_new, 0.0)
-            tl.store(passing + lane * CHUNK + token, _passing(Y_new, kind, PRECISION))
+            tl.store(passing + program.to(tl.int64) * CHUNK + token, _passing(Y_new, kind, PRECISION))
 
 
 @triton.jit

@@ -62,9 +62,11 @@ def tuning(shape: Shape) -> Tuning:
     """The cut of a problem."""
     if shape.is_wide:
         return Tuning(16, 8, 1, 32, 32, 8, 1, 16, 8, 1, 32, 16, 8, 1)
+    # A third stage of the matrices has registers enough in bfloat16 alone.
+    matrix_stages = 3 if shape.element == torch.bfloat16 and shape.K <= 128 else 2
     if shape.K > 128:
-        return Tuning(32, 8, 1, 64, 64, turn_stages=1)
-    return Tuning(walk_block=16) if shape.heads <= _FEW_HEADS else Tuning()
+        return Tuning(32, 8, 1, 64, 64, turn_stages=1, matrix_stages=matrix_stages)
+    return Tuning(16 if shape.heads <= _FEW_HEADS else 64, matrix_stages=matrix_stages)
 
 
 def forward_tuning(shape: Shape) -> rule_shape.Tuning:

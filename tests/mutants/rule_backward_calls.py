@@ -1,0 +1,77 @@
+"""Sequences that mutants of the backward of the gated delta rule are tried on: float32, where a wrong term stands out.
+
+Gradients are compared with autograd over the recurrence in float64, closely, each with and without what may be absent.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import adjoint
+from adjoint import Preference
+from adjoint.core.inputs import widened
+from adjoint.ops.gated_delta import packing, reference, rule_backward, rule_launch, rule_shape
+from adjoint.ops.gated_delta.rule_cases import gradients, tokens
+from tests.mutants.calls import at_the_edge
+
+CLOSE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
+"""Of the norm of a gradient: several times what rounding gives."""
+
+_FORWARD = Preference(plan="eager.chunked").text
+_KERNELS = Preference(plan="triton.chunked+triton.chunked").text
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One backward, all gradients."""
+
+    shape: tuple[int, int, int, int, int, int]
+    dtype: torch.dtype = torch.float32
+    normalize: bool = False
+    of_output: bool = True
+    of_state: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def wrong_result(self) -> bool:
+        """Whether kernels give anything but the gradients of the recurrence."""
+        source = torch.Generator().manual_seed(5)
+        inputs = tokens(self.shape, **self.options)(self.dtype, torch.device("cpu"), source)
+        *given, state, cu_seqlens = inputs
+        rule, back = (adjoint.gated_delta_rule.__globals__[name] for name in ("_rule", "_rule_backward"))
+        o, final, saved = rule.launch((*inputs, 0.5, self.normalize, True, True), _FORWARD)
+        do, dfinal = (torch.randn(x.shape, generator=source).to(x.dtype) for x in (o, final))
+        upstream = (do if self.of_output else None, dfinal if self.of_state else None)
+        edged = [None if x is None else at_the_edge(x) for x in (*given, *upstream, state, cu_seqlens)]
+        need = 31 if state is None else 63
+        found = back.launch((*edged, saved, 0.5, self.normalize, need), _KERNELS)
+        slopes = gradients(lambda *x: reference.gated_delta_rule(*x, scale=0.5, normalize_qk=self.normalize))
+        wide = [torch.zeros_like(x, dtype=torch.float64) for x in (o, final)]
+        for place, part in enumerate(upstream):
+            if part is not None:
+                wide[place] = part.double()
+        exact = slopes(*wide, *widened(inputs))
+        return any(self._far(got, right) for got, right in zip(found, exact, strict=False) if right is not None)
+
+    def _far(self, got: torch.Tensor, exact: torch.Tensor) -> bool:
+        error = (got.double() - exact).norm()
+        return not bool(error <= CLOSE[self.dtype] * exact.norm().clamp_min(1e-6))
+
+
+def calls() -> Iterator[Sequences]:
+    yield Sequences((1, 200, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 200), "decay": 0.3})
+    yield Sequences((2, 70, 2, 2, 40, 16), of_state=False, options={"state": False, "decay": 0.3})
+    yield Sequences((1, 70, 1, 1, 12, 5), normalize=True, options={"decay": 0.3})
+    yield Sequences((1, 70, 1, 1, 16, 16), of_output=False, options={"decay": 0.1})
+
+
+def noticed() -> bool:
+    """Whether any call does not give what it should; segments have two chunks."""
+    for module in (packing, rule_launch, rule_shape, rule_backward):
+        if "SEGMENT" in vars(module):
+            vars(module)["SEGMENT"] = 128
+    try:
+        return any(call.wrong_result() for call in calls())
+    except Exception:
+        return True
