@@ -1,0 +1,47 @@
+"""Work side by side: both pieces run, and what follows sees both."""
+
+import pytest
+import torch
+
+from adjoint.core.streams import side_by_side
+
+
+@pytest.mark.parametrize("worthwhile", [False, True])
+def test_both_pieces_run_in_their_order_without_a_gpu(worthwhile: bool) -> None:
+    ran: list[str] = []
+    side_by_side(torch.device("cpu"), lambda: ran.append("first"), lambda: ran.append("second"), worthwhile)
+    assert ran == ["first", "second"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_follows_waits_for_both_even_when_the_second_raises() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    left, right = (torch.zeros(1 << 20, device=device) for _ in range(2))
+
+    def slowly() -> None:
+        torch.cuda._sleep(50_000_000)
+        left.fill_(1)
+
+    side_by_side(device, slowly, lambda: right.fill_(2), worthwhile=True)
+    assert bool((left + right == 3).all())
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    left.zero_()
+    with pytest.raises(ValueError, match="on purpose"):
+        side_by_side(device, slowly, fail, worthwhile=True)
+    assert bool((left == 1).all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_captures_both() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    left, right = (torch.zeros(16, device=device) for _ in range(2))
+    side_by_side(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side_by_side(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
+    for _ in range(3):
+        graph.replay()
+    assert bool((left == 4).all() and (right == 4).all())
