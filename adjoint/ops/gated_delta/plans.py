@@ -194,18 +194,30 @@ def kernel_numbers(problem: Problem) -> dict[str, Any]:
     return {**_chunks(problem), "parts": tuning(Shape.of(problem)).parts}
 
 
-_CHUNKED = Candidate(
-    name="triton.chunked",
-    backend="triton",
-    kernel="rule_walk",
-    revision=1,
-    refuse=refuse,
-    guarantee=_kernel_guarantee,
-    run=writing(lambda *a: triton_part("rule_forward").forward(*a)),
-    prepare=lambda plan: triton_part("rule_forward").prepare(plan),
-    numeric=kernel_numbers,
-    workspace_bytes=lambda problem: triton_part("rule_forward").regions(problem).bytes,
-)
+def _on_kernels(
+    name: str,
+    kernel: str,
+    module: str,
+    refuse: Callable[[Problem], str],
+    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    **options: Any,
+) -> Candidate:
+    """A candidate whose module has `run`, `prepare` and `regions`, which take the options."""
+    return Candidate(
+        name=name,
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=refuse,
+        guarantee=guarantee,
+        run=writing(lambda *a: triton_part(module).run(*a, **options)),
+        prepare=lambda plan: triton_part(module).prepare(plan, **options),
+        numeric=kernel_numbers,
+        workspace_bytes=lambda problem: triton_part(module).regions(problem, **options).bytes,
+    )
+
+
+_CHUNKED = _on_kernels("triton.chunked", "rule_walk", "rule_forward", refuse, _kernel_guarantee)
 
 
 def _refuse_hopper(problem: Problem) -> str:
@@ -222,17 +234,8 @@ def _refuse_hopper(problem: Problem) -> str:
     return refuse(problem)
 
 
-_FUSED = Candidate(
-    name="gluon.fused",
-    backend="triton",
-    kernel="rule_forward_hopper",
-    revision=1,
-    refuse=_refuse_hopper,
-    guarantee=_kernel_guarantee,
-    run=writing(lambda *a: triton_part("rule_forward").forward(*a, fused=True)),
-    prepare=lambda plan: triton_part("rule_forward").prepare(plan, fused=True),
-    numeric=kernel_numbers,
-    workspace_bytes=lambda problem: triton_part("rule_forward").regions(problem, fused=True).bytes,
+_FUSED = _on_kernels(
+    "gluon.fused", "rule_forward_hopper", "rule_forward", _refuse_hopper, _kernel_guarantee, fused=True
 )
 
 BACKWARD_CEILINGS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -263,18 +266,7 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     }
 
 
-_CHUNKED_BACKWARD = Candidate(
-    name="triton.chunked",
-    backend="triton",
-    kernel="rule_walk_back",
-    revision=1,
-    refuse=refuse,
-    guarantee=_kernel_backward_guarantee,
-    run=writing(lambda *a: triton_part("rule_backward").backward(*a)),
-    prepare=lambda plan: triton_part("rule_backward").prepare(plan),
-    numeric=kernel_numbers,
-    workspace_bytes=lambda problem: triton_part("rule_backward").regions(problem).bytes,
-)
+_CHUNKED_BACKWARD = _on_kernels("triton.chunked", "rule_walk_back", "rule_backward", refuse, _kernel_backward_guarantee)
 
 RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
 RULE_BACKWARD = (_CHUNKED_BACKWARD, eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks))

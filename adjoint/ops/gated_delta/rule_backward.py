@@ -87,14 +87,14 @@ def prepare(plan: Plan) -> None:
         launches.prepare(key)
 
 
-def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
     """The gradients that `need` asks for."""
     q, k, v, g, beta, do, dfinal_state, initial_state, cu_seqlens, saved, scale, normalize, need = arguments
     shape, held = Shape.of(plan.problem), regions(plan.problem)
     if shape.is_empty:
         _leave(outputs, dfinal_state, need)
         return
-    run = Launches(shape, plan.problem.device, memo=plan.memo)
+    launches = Launches(shape, plan.problem.device, memo=plan.memo)
     if workspace is None:
         workspace = held.allocate(plan.problem.device)
     memory = held.pointers(workspace)
@@ -104,7 +104,7 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
 
     def tokens(name: str, x: Tensor) -> Walkable:
         if normalize and name in ("q", "k"):
-            return launch.normalize(run, x, memory[f"copied_{name}"], memory[f"{name}_factors"])
+            return launch.normalize(launches, x, memory[f"copied_{name}"], memory[f"{name}_factors"])
         return walkable(x, copy(name))
 
     if cu_seqlens is not None:
@@ -113,36 +113,36 @@ def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]
         initial_state = contiguous(initial_state, copy("initial_state"))
     if dfinal_state is not None:
         dfinal_state = contiguous(dfinal_state, copy("dfinal_state"))
-    launch.table(run, memory, cu_seqlens, raises=False)
-    launch.gates(run, memory, g, beta, raises=False)
+    launch.table(launches, memory, cu_seqlens, raises=False)
+    launch.gates(launches, memory, g, beta, raises=False)
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
     upstream = None if do is None else tokens("do", do)
-    launch.prepare(run, memory, keys)
+    launch.prepare(launches, memory, keys)
     kept = saved.contiguous()
     dinitial = outputs[5] if need & NEED_STATE else None
 
     def forward_again() -> None:
-        launch.walk(run, memory, keys, values, initial_state, segmented=True, saved=kept)
+        launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept)
 
     def back() -> None:
-        backward_launch.turn(run, memory, queries, keys, upstream, scale)
-        backward_launch.walk_back(run, memory, queries, keys, upstream is not None, dfinal_state, dinitial)
+        backward_launch.turn(launches, memory, queries, keys, upstream, scale)
+        backward_launch.walk_back(launches, memory, queries, keys, upstream is not None, dfinal_state, dinitial)
 
     # Neither needs the other, and going back leaves most of the card idle where sequences are few.
     side_by_side(plan.problem.device, forward_again, back, shape.is_large)
     dq, dk, dv, dg, dbeta, _ = outputs
     if need & _OF_TOKENS:
-        backward_launch.matrices(run, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)
+        backward_launch.matrices(launches, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)
     if need & _OF_KEYS:
         backward_launch.gradients(
-            run, memory, queries, keys, upstream, dq, dk, scale, normalize, need & _OF_KEYS
+            launches, memory, queries, keys, upstream, dq, dk, scale, normalize, need & _OF_KEYS
         )  # fmt: skip
     if need & (NEED_G | NEED_BETA):
         backward_launch.gate_gradients(
-            run, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA)
+            launches, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA)
         )  # fmt: skip
     if cu_seqlens is not None:
-        launch.clear(run, memory, *(out for bit, out in enumerate(outputs[:5]) if need >> bit & 1))
+        launch.clear(launches, memory, *(out for bit, out in enumerate(outputs[:5]) if need >> bit & 1))
 
 
 def _leave(outputs: tuple[Tensor, ...], dfinal_state: Tensor | None, need: int) -> None:

@@ -80,7 +80,7 @@ def prepare(plan: Plan, fused: bool = False) -> None:
         launches.prepare(key)
 
 
-def forward(
+def run(
     plan: Plan,
     arguments: tuple[Any, ...],
     outputs: tuple[Tensor, ...],
@@ -91,7 +91,7 @@ def forward(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, output_final_state, save = arguments
     out, final_state, saved = outputs
     shape, held = Shape.of(plan.problem), regions(plan.problem, fused)
-    run = Launches(shape, plan.problem.device, memo=plan.memo)
+    launches = Launches(shape, plan.problem.device, memo=plan.memo)
     if shape.may_split:  # a longer sequence launches more, and must not be the first to compile
         what = (plan.problem.device, plan.problem.dtypes, plan.problem.options, plan.problem.sizes[3:], fused)
         compile_together(what, lambda: prepare(plan, fused))
@@ -104,19 +104,19 @@ def forward(
 
     def tokens(name: str, x: Tensor) -> Walkable:
         if normalize and name != "v":
-            return launch.normalize(run, x, memory[f"copied_{name}"])
+            return launch.normalize(launches, x, memory[f"copied_{name}"])
         return walkable(x, copy(name))
 
     if cu_seqlens is not None:
         cu_seqlens = contiguous(cu_seqlens, copy("cu_seqlens"))
     if initial_state is not None:
         initial_state = contiguous(initial_state, copy("initial_state"))
-    launch.table(run, memory, cu_seqlens)
+    launch.table(launches, memory, cu_seqlens)
     if shape.is_empty:
         report(POSITIVE_GATE, g, g > 0)
         _leave(plan.problem.device, outputs, initial_state)
         return
-    launch.gates(run, memory, g, beta)
+    launch.gates(launches, memory, g, beta)
     if plan.problem.device.type == "cpu":
         check()
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
@@ -127,29 +127,29 @@ def forward(
 
         side_by_side(
             plan.problem.device,
-            lambda: launch.prepare(run, memory, keys),
-            lambda: launch.scores(run, memory, queries, keys, scale),
+            lambda: launch.prepare(launches, memory, keys),
+            lambda: launch.scores(launches, memory, queries, keys, scale),
             shape.is_large,
         )
         if shape.is_split:
-            rule_hopper.transitions(run, memory, keys, values)
-            launch.compose(run, memory, initial_state, between)
+            rule_hopper.transitions(launches, memory, keys, values)
+            launch.compose(launches, memory, initial_state, between)
         rule_hopper.forward(
-            run, memory, queries, keys, values, scale, initial_state, between, final, out, shape.is_split
+            launches, memory, queries, keys, values, scale, initial_state, between, final, out, shape.is_split
         )  # fmt: skip
     else:
-        launch.prepare(run, memory, keys)
+        launch.prepare(launches, memory, keys)
         if shape.is_split:
-            launch.transitions(run, memory, keys, values)
-            launch.compose(run, memory, initial_state, between)
+            launch.transitions(launches, memory, keys, values)
+            launch.compose(launches, memory, initial_state, between)
         launch.walk(
-            run, memory, keys, values, initial_state, segmented=shape.is_split, saved=between, final_state=final
+            launches, memory, keys, values, initial_state, segmented=shape.is_split, saved=between, final_state=final
         )  # fmt: skip
-        launch.output(run, memory, queries, keys, scale, out)
+        launch.output(launches, memory, queries, keys, scale, out)
     if cu_seqlens is not None:
-        launch.clear(run, memory, out)
+        launch.clear(launches, memory, out)
     if save:
-        launch.clear_saved(run, memory, saved)
+        launch.clear_saved(launches, memory, saved)
 
 
 def _leave(device: torch.device, outputs: tuple[Tensor, ...], initial_state: Tensor | None) -> None:
