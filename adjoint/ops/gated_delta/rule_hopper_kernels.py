@@ -212,13 +212,20 @@ def rule_forward_hopper(
                 total = warpgroup_mma(low, scores, total, is_async=True)
             S, total = warpgroup_mma_wait(0, deps=[S, total])
             vs.index(stage).permute((1, 0)).store(total.to(kind))
-        if not TRANSITION:
+        if SEGMENTED:
+            if FINAL:
+                # The last term is 0 where it counts; without it the addresses would be kept from the beginning.
+                place = final_state + (sequence * HEADS + head + (chunk + 1 - chunks)) * size
+                wanted = (chunk + 1 == chunks) & ends_here
+                if wanted:
+                    gl.store(place + state_place, S)
+        elif not TRANSITION:
             place = saved + ((kept + (chunk + 1) // save_every) * HEADS + head) * size
             wanted = ((chunk + 1) % save_every == 0) & (chunk + 1 < chunks)
             if FINAL:  # noqa: SIM102
                 if chunk + 1 == chunks:
                     place = final_state + (sequence * HEADS + head) * size
-                    wanted = (not SEGMENTED) | ends_here
+                    wanted = chunk + 1 == chunks
             if wanted:
                 gl.store(place + state_place, S)
     async_copy.wait_group(0)
