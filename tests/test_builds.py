@@ -66,8 +66,8 @@ def test_every_kernel_is_built(target: str) -> None:
         built |= {variant.kernel for _, variant in listed}
         assert len({name for name, _ in listed}) == len(listed), "two builds of one name"
         assert len({variant for _, variant in listed}) == len(listed), "a build listed twice"
-    ours = {k.name for k in kernels.registered().values() if k.function.__module__.startswith("adjoint.")}
-    assert built == ours
+    known = [k for k in kernels.registered().values() if k.function.__module__.startswith("adjoint.")]
+    assert built == {kernel.name for kernel in known if target in kernel.targets}
 
 
 def test_a_budget_can_be_exceeded() -> None:

@@ -109,11 +109,12 @@ _compilations = itertools.count()
 
 
 class Kernel:
-    """One Triton function and the resources its builds may use."""
+    """One Triton function, the resources its builds may use, and the targets it is for."""
 
-    def __init__(self, function: Any, budget: Budget) -> None:
+    def __init__(self, function: Any, budget: Budget, targets: Iterable[str] = TARGETS) -> None:
         self.function = function
         self.budget = budget
+        self.targets = frozenset(targets)
         self.name: str = function.__name__
         self.parameters: tuple[str, ...] = tuple(function.arg_names)
 
@@ -264,9 +265,9 @@ def _is_hooked(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def register(function: Any, *, budget: Budget) -> Kernel:
-    """Registers a `@triton.jit` function under its own name, which must be unique."""
-    kernel = Kernel(function, budget)
+def register(function: Any, *, budget: Budget, targets: Iterable[str] = TARGETS) -> Kernel:
+    """Registers a `@triton.jit` or `@gluon.jit` function under its own name, which must be unique."""
+    kernel = Kernel(function, budget, targets)
     if kernel.name in _kernels and _kernels[kernel.name].function.__module__ != function.__module__:
         raise ValueError(f"two kernels are named {kernel.name}")
     _kernels[kernel.name] = kernel

@@ -70,19 +70,19 @@ def _saved(inputs: tuple[Any, ...], normalize: bool) -> Tensor:
 
 
 def shrink() -> None:
-    """Segments of two chunks, so that few tokens have several; sequences of one head are split."""
+    """Segments of two chunks, so that few tokens have several; sequences of one and two heads are split."""
     for module in (packing, rule_launch, rule_shape, rule_forward):
         vars(module)["SEGMENT"] = 128
-    rule_shape.FEW_HEADS = 1
+    rule_shape.FEW_HEADS = 2
 
 
 def calls() -> Iterator[Sequences]:
-    yield Sequences((1, 330, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 330), "decay": 0.3})
+    yield Sequences((1, 330, 1, 3, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 330), "decay": 0.3})
     yield Sequences((2, 128, 2, 2, 40, 16), options={"state": False})
     yield Sequences((1, 70, 1, 3, 40, 40), torch.bfloat16)
     yield Sequences((1, 70, 1, 1, 12, 5), normalize=True)
-    yield Sequences((1, 270, 1, 1, 20, 24), options={"cu_seqlens": (0, 0, 10, 270), "decay": 0.05})
-    yield Sequences((2, 260, 1, 1, 16, 16), options={"state": False, "decay": 0.05})
+    yield Sequences((1, 270, 1, 2, 20, 24), options={"cu_seqlens": (0, 0, 10, 270), "decay": 0.05})
+    yield Sequences((2, 260, 1, 2, 16, 16), options={"state": False, "decay": 0.05})
 
 
 class Chunks:

@@ -88,7 +88,7 @@ def _strided(x: Tensor) -> Tensor:
 
 _CASES = (
     Case("grouped heads", tokens((2, 4, 2, 4, 3, 2))),
-    Case("a tail, no state", tokens((1, 70, 1, 2, 16, 8), state=False)),
+    Case("a tail, no state", tokens((1, 70, 2, 4, 16, 8), state=False)),
     Case("packed", tokens((1, 90, 1, 2, 8, 12), cu_seqlens=(0, 0, 1, 66, 90, 90), wide_gates=False)),
     Case(
         "nearly equal keys, no decay", tokens((1, 80, 1, 1, 16, 16), keys=_nearly_equal, decay=None, strength=(0.9, 1))

@@ -237,4 +237,6 @@ def rule_forward_hopper(
         gl.store(out + out_offset, vs.index((chunks - 1) % STAGES).load(ROWS), mask=inside)
 
 
-KERNELS = (kernels.register(rule_forward_hopper, budget=Budget(registers=255, shared_bytes=232448)),)
+KERNELS = (
+    kernels.register(rule_forward_hopper, budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",)),
+)
