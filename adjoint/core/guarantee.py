@@ -74,20 +74,26 @@ class Derived:
 
 @dataclass(frozen=True)
 class Empirical:
-    """A ceiling on ‖output − exact‖ / ‖exact‖, recorded on named cases."""
+    """A ceiling on ‖output − exact‖ / ‖exact‖, recorded on named cases.
+
+    With a `floor`, results whose elements are smaller than that are measured as if all of them were as large: for types
+    that lose digits there.
+    """
 
     ceiling: float
     cases: str
+    floor: float = 0.0
     kind: ClassVar[str] = "empirical"
 
     def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
         error = absolute_error(output, exact).norm()
-        scale = exact.double().norm()
+        scale = exact.double().norm().clamp_min(self.floor * exact.numel() ** 0.5)
         relative = float(error / scale) if scale > 0 else float(error)
         return Measurement(relative, self.ceiling, "relative")
 
     def __str__(self) -> str:
-        return f"≤ {self.ceiling:g} relative, recorded on {self.cases}"
+        smaller = f", or to elements of {self.floor:g} where they are smaller" if self.floor else ""
+        return f"≤ {self.ceiling:g} relative{smaller}, recorded on {self.cases}"
 
 
 ErrorStatement = Enumerated | Derived | Empirical

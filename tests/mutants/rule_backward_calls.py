@@ -62,7 +62,8 @@ class Sequences:
 def calls() -> Iterator[Sequences]:
     yield Sequences((1, 200, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 200), "decay": 0.3})
     yield Sequences((2, 70, 2, 2, 40, 16), of_state=False, options={"state": False, "decay": 0.3})
-    yield Sequences((1, 70, 1, 1, 12, 5), normalize=True, options={"decay": 0.3})
+    yield Sequences((1, 70, 1, 1, 40, 5), normalize=True, options={"decay": 0.3})
+    yield Sequences((1, 70, 1, 1, 16, 16), torch.bfloat16, options={"decay": 0.3})
     yield Sequences((1, 70, 1, 1, 16, 16), of_output=False, options={"decay": 0.1})
 
 

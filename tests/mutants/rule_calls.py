@@ -152,10 +152,20 @@ def wrong_walks() -> bool:
     return not all(map(torch.equal, apart.walk(), whole))
 
 
+def wrong_clearing() -> bool:
+    """Whether anything but the tokens of no sequence becomes zero."""
+    own = Chunks(torch.float32, 100, None, 1)
+    out = at_the_edge(torch.ones(1, 100, 2, 16))
+    rule_launch.clear(own.run, {"begins": torch.tensor([3, 90], dtype=torch.int32)}, out)
+    right = torch.ones(1, 100, 2, 16)
+    right[:, :3] = right[:, 90:] = 0
+    return not torch.equal(out, right)
+
+
 def noticed() -> bool:
     """Whether any call does not give what it should."""
     shrink()
     try:
-        return wrong_matrices() or any(call.wrong_result() for call in calls()) or wrong_walks()
+        return wrong_clearing() or wrong_matrices() or any(call.wrong_result() for call in calls()) or wrong_walks()
     except Exception:
         return True

@@ -144,6 +144,9 @@ def refuse(problem: Problem) -> str:
 CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
 """Of o, final and saved states, as the kernels compute them. The largest measured are in docs/gated-delta.md."""
 
+_FLOORS = {torch.float16: torch.finfo(torch.float16).smallest_normal}
+"""What lies in memory between kernels loses digits below this."""
+
 _KERNEL_CASES = f"{CASES}; K and V up to 256"
 
 _ROUNDINGS = {"o": 5, "final_state": 4, "saved": 4}
@@ -176,7 +179,7 @@ def kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
         device_invariant=False,
         accumulator="float32",
         roundings=_ROUNDINGS[name] if narrow else 0,
-        error=Empirical(CEILINGS[dtype], _KERNEL_CASES),
+        error=Empirical(CEILINGS[dtype], _KERNEL_CASES, _FLOORS.get(dtype, 0.0)),
         domain=f"{DOMAIN}{limits}; {_order(Shape.of(problem))}{products}",
         **words,
     )
@@ -259,7 +262,7 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             device_invariant=False,
             accumulator="float32",
             roundings=roundings if narrow else 0,
-            error=Empirical(BACKWARD_CEILINGS[dtype], _KERNEL_CASES),
+            error=Empirical(BACKWARD_CEILINGS[dtype], _KERNEL_CASES, _FLOORS.get(dtype, 0.0)),
             domain=f"{DOMAIN}{limits}; {_CHUNKS_OF_A_SEQUENCE}{products}",
         )
         for name, roundings in _BACKWARD_ROUNDINGS.items()
