@@ -20,6 +20,14 @@ COVERED_ONCE = frozenset(
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
 
+LONG = frozenset(("gated_delta_rule", "gated_delta_rule[normalize_qk]"))
+"""Subjects whose calls take the interpreter seconds."""
+
+OF_ANY_KERNEL = frozenset(
+    ("upstream layouts", "recompilation", "compilation", "registration", "modes", "repeats", "device invariance")
+)
+"""Checks of what plans and operators have in common, which shorter subjects run; long ones with `--all`."""
+
 
 def _parameters() -> list[object]:
     device = device_under_test()
@@ -36,6 +44,8 @@ def test_check(job: Job, everything: bool) -> None:
             pytest.skip("the ordinary process runs this")
         if job.check in COVERED_ONCE and job.dtype != "bfloat16":
             pytest.skip("covered for bfloat16; all dtypes with --all")
+        if job.op in LONG and job.check in OF_ANY_KERNEL:
+            pytest.skip("seconds a call: shorter subjects run this; with --all")
         if job.check == "gradients":
             pytest.skip(
                 "the ordinary process holds the reference to finite differences, and accuracy in float64 the kernels"

@@ -462,9 +462,9 @@ ONE_IN = {
     "adjoint.ops.moe.route_kernels": (23, 31),
     "adjoint.ops.moe.losses_kernels": (23, 31),
     "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
-    "gated_delta": (61, 79),  # sequences take it several
-    "adjoint.ops.gated_delta.step_kernels": (19, 61),
-    "adjoint.ops.gated_delta.step_backward_kernels": (19, 61),
+    "gated_delta": (199, 307),  # sequences take it several
+    "adjoint.ops.gated_delta.step_kernels": (61, 127),
+    "adjoint.ops.gated_delta.step_backward_kernels": (61, 127),
 }
 """Of how many mutants one is tried without --all, by family or module: in functions kernels call, and in kernels."""
 
