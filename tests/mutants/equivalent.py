@@ -156,6 +156,8 @@ EQUIVALENT = {
     ("gate_adjoint", "gu.dtype.element_ty.primitive_bitwidth == 16 -> gu.dtype.element_ty.primitive_bitwidth == 17"): (
         "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
     ),
+    # gated_delta_rule
+    ("rule_walk_back", "row < CHUNK -> row <= CHUNK (1)"): "a chunk has no row CHUNK: true of every row, as before",
     # gated_delta_step
     ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",
