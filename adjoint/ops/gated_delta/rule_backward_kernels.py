@@ -417,6 +417,23 @@ def _along(x, y, kind: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _store_gradient(
+    out, gradient, x, factors, at, rows, key_head, key_heads, first_key, token_stride, head_stride,
+    NORMALIZED: tl.constexpr, K: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rounds and stores the gradient of a chunk's q or k, taken back through their normalisation where they have one."""
+    token = tl.arange(0, 64)
+    if NORMALIZED == 1:
+        place = factors + at.to(tl.int64) * key_heads + key_head + token * key_heads
+        x += at.to(tl.int64) * token_stride + key_head.to(tl.int64) * head_stride
+        factor = tl.load(place, token < rows, other=0)
+        gradient = _unnormalized(x, gradient, factor, first_key, rows, token_stride, K, K_BLOCK)
+    key = first_key + tl.arange(0, K_BLOCK)[None, :]
+    place = out + (at.to(tl.int64) * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
+    tl.store(place, gradient.to(out.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
+
+
+@triton.jit
 def rule_gradients(
     q, k, do, gates, places, states, dstates, new, Y, M, M_turned, E, dq, dk, parts, kept, q_factors, k_factors,
     key_heads, columns, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
@@ -490,25 +507,10 @@ def rule_gradients(
                         input_precision=PRECISION,
                     )
         if NEED_Q:
-            if NORMALIZED == 1:
-                factor = tl.load(
-                    q_factors + at.to(tl.int64) * key_heads + key_head + token * key_heads, token < rows, other=0
-                )
-                gradient = _unnormalized(
-                    q + at.to(tl.int64) * q_token_stride + key_head.to(tl.int64) * q_head_stride,
-                    gradient,
-                    factor,
-                    first_key,
-                    rows,
-                    q_token_stride,
-                    K,
-                    K_BLOCK,
-                )
-            key = first_key + tl.arange(0, K_BLOCK)[None, :]
-            place = (
-                dq + (at.to(tl.int64) * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
-            )
-            tl.store(place, gradient.to(dq.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
+            _store_gradient(
+                dq, gradient, q, q_factors, at, rows, key_head, key_heads, first_key, q_token_stride, q_head_stride,
+                NORMALIZED, K, K_SIZE, K_BLOCK,
+            )  # fmt: skip
     else:
         if NEED_K or NEED_GATES:
             for member in tl.range(0, GROUP, disable_licm=True):
@@ -551,25 +553,10 @@ def rule_gradients(
                             input_precision=PRECISION,
                         )
         if NEED_K:
-            if NORMALIZED == 1:
-                factor = tl.load(
-                    k_factors + at.to(tl.int64) * key_heads + key_head + token * key_heads, token < rows, other=0
-                )
-                gradient = _unnormalized(
-                    k + at.to(tl.int64) * k_token_stride + key_head.to(tl.int64) * k_head_stride,
-                    gradient,
-                    factor,
-                    first_key,
-                    rows,
-                    k_token_stride,
-                    K,
-                    K_BLOCK,
-                )
-            key = first_key + tl.arange(0, K_BLOCK)[None, :]
-            place = (
-                dk + (at.to(tl.int64) * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
-            )
-            tl.store(place, gradient.to(dk.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
+            _store_gradient(
+                dk, gradient, k, k_factors, at, rows, key_head, key_heads, first_key, k_token_stride, k_head_stride,
+                NORMALIZED, K, K_SIZE, K_BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit
