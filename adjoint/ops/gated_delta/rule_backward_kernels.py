@@ -421,7 +421,7 @@ def _store_gradient(
     out, gradient, x, factors, at, rows, key_head, key_heads, first_key, token_stride, head_stride,
     NORMALIZED: tl.constexpr, K: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rounds and stores the gradient of a chunk's q or k, taken back through their normalisation where they have one."""
+    """Rounds and stores the gradient of a chunk's q or k, taken back through their normalisation where there is one."""
     token = tl.arange(0, 64)
     if NORMALIZED == 1:
         place = factors + at.to(tl.int64) * key_heads + key_head + token * key_heads
