@@ -35,6 +35,7 @@ def in_pytorch(
     guarantee: Callable[[Problem], dict[str, Guarantee]],
     run: Run,
     numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
+    waits: Callable[[Problem], bool] = lambda problem: False,
 ) -> Candidate:
     """A candidate in plain PyTorch: for every problem and layout, on every device."""
     return Candidate(
@@ -48,4 +49,5 @@ def in_pytorch(
         numeric=numeric,
         workspace_bytes=lambda problem: None,
         any_layout=True,
+        waits=waits,
     )

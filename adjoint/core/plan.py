@@ -29,6 +29,7 @@ from adjoint.core.problem import Problem, short
 from adjoint.core.run_arguments import check_outputs, check_workspace
 from adjoint.core.schedules import Schedules
 from adjoint.core.sku import Sku, architecture
+from adjoint.core.streams import refuse_capture
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Candidate:
         schedules: the parameters that do not, by GPU.
         workspace_bytes: scratch needed; None where a library allocates what it likes.
         any_layout: serves every layout, so a plan made for one runs the others.
+        waits: whether it waits for the device, because only there it is known how much there is to compute; then no
+            CUDA graph can record it.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Candidate:
     schedules: Schedules | None = None
     workspace_bytes: Callable[[Problem], int | None] = lambda problem: 0
     any_layout: bool = False
+    waits: Callable[[Problem], bool] = lambda problem: False
 
 
 @dataclass
@@ -250,6 +254,11 @@ class Plan:
         return self.candidate.workspace_bytes(self.problem)
 
     @cached_property
+    def waits(self) -> bool:
+        """Whether `run` waits for the device; a CPU keeps nobody waiting."""
+        return self.problem.device.type != "cpu" and self.candidate.waits(self.problem)
+
+    @cached_property
     def schedule(self) -> dict[str, int]:
         schedules = self.candidate.schedules
         looked_up = schedules.lookup(self.candidate.kernel, self.problem.device) if schedules else {}
@@ -334,7 +343,14 @@ class Plan:
         """`run` without its checks, on the operator's arguments, options included."""
         if self.candidate.backend == "triton":
             kernels.count_launch(self._sku_text)
+        if self.waits:
+            self._refuse_capture()
         return self.candidate.run(self, arguments, outputs, workspace)
+
+    def _refuse_capture(self) -> None:
+        others = [c.name for c in self.operator.candidates() if not (c.refuse(self.problem) or c.waits(self.problem))]
+        advice = f"plans that can be recorded: {', '.join(others)}" if others else "no plan of this problem can be"
+        refuse_capture(self.problem.device, f"{self.operator.name}: the plan {self.name}", advice)
 
     def allocate(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return self.operator.allocate(*arguments)
@@ -349,6 +365,8 @@ class Plan:
             f"sku        {self.sku}",
             f"workspace  {scratch}",
         ]
+        if self.waits:
+            lines.append("waits      for the device: no CUDA graph can record it")
         if self.schedule:
             lines.append("schedule   " + ", ".join(f"{k}={v}" for k, v in self.schedule.items()))
         for output, guarantee in self.guarantee.items():

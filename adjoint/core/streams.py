@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from adjoint.core.errors import Unsupported
+
 _own = threading.local()
 
 
@@ -41,3 +43,12 @@ def side_by_side(device: torch.device, first: Callable[[], Any], second: Callabl
         second()
     finally:
         main.wait_stream(side)
+
+
+def refuse_capture(device: torch.device, what: str, advice: str) -> None:
+    """For what waits for the device: raises `Unsupported` while a CUDA graph is recorded.
+
+    Torch would, but from somewhere inside, after which its random generators on the device cannot be used.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(f"{what} waits for the device, so a CUDA graph cannot record it; {advice}")

@@ -1,6 +1,7 @@
 """Checks of how an op lives inside PyTorch: registration, compilation, modes, threads, graphs."""
 
 import threading
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adjoint.core import bound, kernels
 from adjoint.core.cases import Case, Subject
+from adjoint.core.errors import Unsupported
 from adjoint.core.inputs import Inputs, differentiable, each, leaves
 from adjoint.core.plan import forget
 from adjoint.core.preference import Preference, resolve
@@ -185,6 +187,17 @@ def _copy(targets: Inputs, sources: Inputs) -> None:
             target.copy_(source)
 
 
+def _recording_refused(side: bound.Bound) -> str:
+    """What is wrong where a plan that waits is recorded: it must be refused by name."""
+    try:
+        with warnings.catch_warnings(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            warnings.simplefilter("ignore")  # of the graph, which is empty
+            side.run()
+    except Unsupported as error:
+        return "" if side.plan.name in str(error) else f"the refusal does not name {side.plan.name}: {error}"
+    return f"{side.plan.name} waits, and was recorded"
+
+
 def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Recorded in a CUDA graph and replayed on new data: equal to eager mode, and nothing is allocated."""
     first = evaluate(subject, _case(subject), dtype, device, preference, seed=1)
@@ -196,6 +209,10 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     backward = bound.backward(call, upstream, outputs, text)
     gradients = backward.plan.prepare().allocate(backward.arguments)
     workspaces = forward.workspace(), backward.workspace()
+    chosen = plan_of(subject, inputs, preference)
+    if forward.plan.waits or backward.plan.waits:
+        wrong = [text for side in (forward, backward) if side.plan.waits and (text := _recording_refused(side))]
+        return [_row(subject, "CUDA graph", dtype, plan_names(chosen), "refused by name: it waits", wrong)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
@@ -212,5 +229,4 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
         results = (*outputs[: len(data.outputs)], *gradients_of(subject, inputs, backward, gradients))
         if not all(map(same_bits, results, data.results)):
             wrong.append("a replay differs from eager mode")
-    chosen = plan_of(subject, inputs, preference)
     return [_row(subject, "CUDA graph", dtype, plan_names(chosen), "replays equal eager mode", wrong)]

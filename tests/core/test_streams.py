@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from adjoint.core.streams import side_by_side
+import adjoint
+from adjoint.core.errors import Unsupported
+from adjoint.core.streams import refuse_capture, side_by_side
 
 
 @pytest.mark.parametrize("worthwhile", [False, True])
@@ -45,3 +47,26 @@ def test_a_graph_captures_both() -> None:
     for _ in range(3):
         graph.replay()
     assert bool((left == 4).all() and (right == 4).all())
+
+
+def test_what_waits_cannot_be_recorded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    refuse_capture(torch.device("cuda", 0), "the plan eager.sorted", "take another")
+    recording = True
+    refuse_capture(torch.device("cpu"), "the plan eager.sorted", "take another")
+    with pytest.raises(Unsupported, match=r"^the plan eager\.sorted waits for the device.*; take another$"):
+        refuse_capture(torch.device("cuda", 0), "the plan eager.sorted", "take another")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_refused_recording_leaves_the_device_usable() -> None:
+    x = torch.randn(8, 16, device="cuda").requires_grad_()
+    indices = torch.zeros(8, 4, dtype=torch.int64, device="cuda")
+    with (
+        pytest.raises(Unsupported, match=r"eager\.sorted waits .* recorded: triton\."),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        taken = adjoint.take_along_axis(x, indices, 1, preference=adjoint.Preference(backend="eager"))
+        torch.autograd.grad(taken, x, torch.ones_like(taken))
+    torch.randn(4, device="cuda")

@@ -218,7 +218,7 @@ def _candidates(
             schedules=SCHEDULES,
             workspace_bytes=lambda problem: getattr(triton_part("bag_launch"), f"{direction}_regions")(problem).bytes,
         ),
-        in_pytorch("eager.bags", guarantee, writing(compute), _numeric),
+        in_pytorch("eager.bags", guarantee, writing(compute), _numeric, waits=lambda problem: True),
     )
 
 

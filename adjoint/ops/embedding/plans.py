@@ -179,7 +179,7 @@ EMBEDDING = (
 )
 
 
-def _triton(name: str, tile: int, run: Run) -> Candidate:
+def _triton(name: str, tile: int, run: Run, waits: bool) -> Candidate:
     return Candidate(
         name=f"triton.{name}",
         backend="triton",
@@ -192,20 +192,31 @@ def _triton(name: str, tile: int, run: Run) -> Candidate:
         numeric=lambda problem: tiled(problem, tile),
         schedules=SCHEDULES,
         workspace_bytes=lambda problem: triton_part("backward").regions(problem, tile).bytes,
+        waits=lambda problem: waits,
     )
 
 
 def _eager(name: str, tile: int, run: Run) -> Candidate:
     return in_pytorch(
-        f"eager.{name}", lambda problem: backward_guarantee(problem, tile), run, lambda problem: tiled(problem, tile)
+        f"eager.{name}",
+        lambda problem: backward_guarantee(problem, tile),
+        run,
+        lambda problem: tiled(problem, tile),
+        waits=lambda problem: True,
     )
 
 
-def _candidates(in_triton: Callable[[int], Run], in_pytorch: Callable[[int], Run]) -> tuple[Candidate, ...]:
-    """Tiles first: no distribution of ids is slow. Then strictly sequential sums."""
+def _candidates(
+    in_triton: Callable[[int], Run], in_pytorch: Callable[[int], Run], waits: bool = False
+) -> tuple[Candidate, ...]:
+    """Tiles first: no distribution of ids is slow. Then strictly sequential sums.
+
+    Args:
+        waits: whether the kernels wait for the device, because how many rows there are is a result.
+    """
     orders = (("tiles", TILE), ("sequential", SEQUENTIAL))
     return (
-        *(_triton(name, tile, in_triton(tile)) for name, tile in orders),
+        *(_triton(name, tile, in_triton(tile), waits) for name, tile in orders),
         *(_eager(name, tile, in_pytorch(tile)) for name, tile in orders),
     )
 
@@ -230,4 +241,5 @@ EMBEDDING_BACKWARD_INTO = _candidates(
 EMBEDDING_BACKWARD_SPARSE = _candidates(
     lambda tile: lambda plan, a, out, w: triton_part("backward").sparse(plan, tile, a, w),
     _sparse_eagerly,
+    waits=True,
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
+from adjoint.core.streams import refuse_capture
 from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
 
 CHUNK = 64
@@ -99,6 +100,7 @@ def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tup
         wrong |= (cu_seqlens < 0) | (cu_seqlens > time)
         wrong[-1] |= cu_seqlens[-1] != time
         report(SEQUENCES_OUT_OF_ORDER, cu_seqlens, wrong)
+    refuse_capture(cu_seqlens.device, "reading cu_seqlens in plain PyTorch", "plans on kernels can be recorded")
     ends = cu_seqlens.cpu().long().clamp(0, time).cummax(0).values
     return ends[:-1], ends[1:] - ends[:-1]
 

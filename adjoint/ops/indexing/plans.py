@@ -249,5 +249,11 @@ TAKE_BACKWARD = (
         schedules=SCHEDULES,
         workspace_bytes=lambda problem: _launch().regions(problem).bytes,
     ),
-    in_pytorch("eager.sorted", backward_guarantee, writing(_sum_eagerly), _numeric),
+    in_pytorch(
+        "eager.sorted",
+        backward_guarantee,
+        writing(_sum_eagerly),
+        _numeric,
+        waits=lambda problem: not problem.options[2],
+    ),
 )
