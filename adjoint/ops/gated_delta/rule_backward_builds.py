@@ -12,9 +12,6 @@ _LAYERS = ((torch.bfloat16, 128, 128), (torch.bfloat16, 256, 256), (torch.float1
 
 _EVERYTHING = 63
 
-_SPILLING = ("turn", "matrices")
-"""Not without spills in float32 yet: right, and slow. Left out here, where a spill is an error."""
-
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Every kernel that is the backward's own, and the walk over segments as it cuts it."""
@@ -32,8 +29,6 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
         shape = Shape.of(problem)
         for key in keys(problem):
             if key[0] not in (*KERNELS, "walk") or not (number == 0 or key[-1] is not False):
-                continue
-            if dtype == torch.float32 and key[0] in _SPILLING:
                 continue
             if key[0] == "walk":
                 described = rule_launch.variant(key, shape, forward_tuning(shape))

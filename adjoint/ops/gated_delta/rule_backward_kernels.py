@@ -81,14 +81,25 @@ def _decays(G, low, STRICT: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constex
 
 
 @triton.jit
+def _add_product(left, right, begin, rows, left_stride, right_stride, found, K: tl.constexpr, K_BLOCK: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
+    """Adds what K_BLOCK columns from `begin` on give."""
+    a = _token_tile(left, begin, rows, left_stride, K, K_BLOCK)
+    b = _token_tile(right, begin, rows, right_stride, K, K_BLOCK)
+    return tl.dot(a, tl.trans(b), found, input_precision=PRECISION)
+
+
+@triton.jit
 def _products(left, right, rows, left_stride, right_stride, K: tl.constexpr, K_BLOCK: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
     """Every row of one tensor of keys or queries times every row of another."""
     found = tl.zeros([64, 64], tl.float32)
-    for begin in tl.static_range(0, K, K_BLOCK):
-        a = _token_tile(left, begin, rows, left_stride, K, K_BLOCK)
-        b = _token_tile(right, begin, rows, right_stride, K, K_BLOCK)
-        found = tl.dot(a, tl.trans(b), found, input_precision=PRECISION)
+    if left.dtype.element_ty == tl.float32:  # rolled: float32 operands have registers for one step at a time
+        for begin in tl.range(0, K, K_BLOCK):
+            found = _add_product(left, right, begin, rows, left_stride, right_stride, found, K, K_BLOCK, PRECISION)
+    else:
+        for begin in tl.static_range(0, K, K_BLOCK):
+            found = _add_product(left, right, begin, rows, left_stride, right_stride, found, K, K_BLOCK, PRECISION)
     return found
 
 
@@ -291,13 +302,16 @@ def rule_walk_back(
 
 @triton.jit
 def _passing(through, kind: tl.constexpr, PRECISION: tl.constexpr):
-    """R_t = Σ of Z_ij over i ≥ t > j: first along the rows, as a product with ones, exact for two parts of Z."""
+    """R_t = Σ of Z_ij over i ≥ t > j: first along the rows, in 16-bit types as a product with ones, exact for two parts
+    of Z."""
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
-    ones = tl.where(i < j, 1.0, 0.0).to(kind)
-    high = through.to(kind)
-    before = tl.dot(high, ones, input_precision=PRECISION)
-    if kind != tl.float32:
+    if kind == tl.float32:
+        before = tl.cumsum(through, 1) - through
+    else:
+        ones = tl.where(i < j, 1.0, 0.0).to(kind)
+        high = through.to(kind)
+        before = tl.dot(high, ones, input_precision=PRECISION)
         before += tl.dot((through - high.to(tl.float32)).to(kind), ones, input_precision=PRECISION)
     return tl.sum(tl.where(i >= j, before, 0.0), 0)
 
