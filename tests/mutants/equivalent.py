@@ -158,6 +158,17 @@ EQUIVALENT = {
     ),
     # gated_delta_rule
     ("rule_walk_back", "row < CHUNK -> row <= CHUNK (1)"): "a chunk has no row CHUNK: true of every row, as before",
+    ("rule_compose", "count <= SEGMENT -> count < SEGMENT"): (
+        "a sequence of exactly one segment has none after its first: the loop over those has no steps"
+    ),
+    ("rule_compose", "V + V_BLOCK - 1 -> V + V_BLOCK - 2"): (
+        "V is padded to a multiple of V_BLOCK, 16: rounding up changes nothing"
+    ),
+    # gated_delta.recompute_w_u
+    ("gated_delta_bounds", "bounds + one -> bounds - one"): "plus or minus 0, which is there for its shape",
+    ("gated_delta_bounds", "bounds + count + 1 + one -> bounds + count + 1 - one"): (
+        "plus or minus 0, which is there for its shape"
+    ),
     # gated_delta_step
     ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",

@@ -23,6 +23,12 @@ DOMAIN = (
     "below the smallest number of the accumulator may be 0"
 )
 
+RESIDUALS = (
+    "the error of dbeta, a sum of products with v − Sᵀk, is relative to the same sum with |v| where values are close "
+    "to what the state holds of them: that difference has lost the digits its terms agree in"
+)
+"""Of the domain of dbeta."""
+
 CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay and strong decay, packed"
 
 
@@ -68,6 +74,11 @@ _OUT_OF_RANGE = (
 )
 
 
+def domain_of(gradient: str) -> str:
+    """The domain of a gradient."""
+    return f"{DOMAIN}; {RESIDUALS}" if gradient == "dbeta" else DOMAIN
+
+
 def _rule_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, wide = problem.dtypes[0], eager.wide(problem.dtypes[0])
     state = recorded(wide, wide, FORWARD)
@@ -82,7 +93,10 @@ def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, g, beta = problem.dtypes[:3]
     wide = eager.wide(dtype)
     kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dinitial_state": wide}
-    return {name: promise(problem, recorded(kind, wide, BACKWARD), int(kind != wide)) for name, kind in kinds.items()}
+    return {
+        name: promise(problem, recorded(kind, wide, BACKWARD), int(kind != wide), domain=domain_of(name))
+        for name, kind in kinds.items()
+    }
 
 
 def _rule(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -263,7 +277,7 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             accumulator="float32",
             roundings=roundings if narrow else 0,
             error=Empirical(BACKWARD_CEILINGS[dtype], _KERNEL_CASES, _FLOORS.get(dtype, 0.0)),
-            domain=f"{DOMAIN}{limits}; {_CHUNKS_OF_A_SEQUENCE}{products}",
+            domain=f"{domain_of(name)}{limits}; {_CHUNKS_OF_A_SEQUENCE}{products}",
         )
         for name, roundings in _BACKWARD_ROUNDINGS.items()
     }

@@ -14,7 +14,7 @@ Saves its inputs, and the state at the beginning of every segment of `packing.SE
 first; the backward computes everything else again, a segment at a time.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -33,142 +33,113 @@ from adjoint.ops.gated_delta.rule_shape import describe
 
 _OP = "gated_delta_rule"
 
-# -------------------------------------------------------------------------------------------- checks
+# ----------------------------------------------------------------------------------------- arguments
 
 
-def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+class _Given(NamedTuple):
+    """The arguments of the operator, in the order of its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+    normalize_qk: bool
+    output_final_state: bool
+    save: bool
 
 
-def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    return (_sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
+class _Upstream(NamedTuple):
+    """Those of its adjoint; `need` has a bit for each gradient that is wanted."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    do: Tensor | None
+    dfinal_state: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    saved: Tensor
+    scale: float
+    normalize_qk: bool
+    need: int
 
 
-def _saved_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+def _state_shape(given: _Given | _Upstream) -> tuple[int, ...]:
+    q, v, cu_seqlens = given.q, given.v, given.cu_seqlens
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (sequences, v.shape[2], q.shape[3], v.shape[3])
+
+
+def _saved_shape(given: _Given | _Upstream) -> tuple[int, ...]:
+    q, v = given.q, given.v
     return (saved_states(q.shape[0] * q.shape[1]), v.shape[2], q.shape[3], v.shape[3])
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-    output_final_state: bool,
-    save: bool,
-) -> None:
-    metadata.require_tokens(_OP, q, k, v, g, beta)
-    if cu_seqlens is not None:
-        metadata.require_cu_seqlens(_OP, cu_seqlens, q)
-    if initial_state is not None:
-        metadata.require_states(_OP, "initial_state", initial_state, _state_shape(q, v, cu_seqlens), q)
+def _check_inputs(given: _Given | _Upstream) -> None:
+    metadata.require_tokens(_OP, *given[:5])
+    if given.cu_seqlens is not None:
+        metadata.require_cu_seqlens(_OP, given.cu_seqlens, given.q)
+    if given.initial_state is not None:
+        metadata.require_states(_OP, "initial_state", given.initial_state, _state_shape(given), given.q)
 
 
-def _check_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    scale: float,
-    normalize_qk: bool,
-    need: int,
-) -> None:
-    _check(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize_qk, True, True)
-    if do is not None:
-        metadata.require_same(_OP, "do", do, "v", v)
-        metadata.require_shape(_OP, "do", do, tuple(v.shape), "that of v")
-    if dfinal_state is not None:
-        metadata.require_states(_OP, "dfinal_state", dfinal_state, _state_shape(q, v, cu_seqlens), q)
-    metadata.require_states(_OP, "saved", saved, _saved_shape(q, v), q)
-    if need & NEED_STATE and initial_state is None:
+def _check(*arguments: Any) -> None:
+    _check_inputs(_Given(*arguments))
+
+
+def _check_backward(*arguments: Any) -> None:
+    given = _Upstream(*arguments)
+    _check_inputs(given)
+    if given.do is not None:
+        metadata.require_same(_OP, "do", given.do, "v", given.v)
+        metadata.require_shape(_OP, "do", given.do, tuple(given.v.shape), "that of v")
+    if given.dfinal_state is not None:
+        metadata.require_states(_OP, "dfinal_state", given.dfinal_state, _state_shape(given), given.q)
+    metadata.require_states(_OP, "saved", given.saved, _saved_shape(given), given.q)
+    if given.need & NEED_STATE and given.initial_state is None:
         raise ArgumentError(f"{_OP}: need asks for the gradient of initial_state, and none is given")
 
 
 # ----------------------------------------------------------------------------------------- operators
 
-
-def _describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *options: Any,
-) -> Problem:
-    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    return describe(_OP, tokens, {"initial_state": initial_state}, cu_seqlens, options)
+_TOKENS = ("q", "k", "v", "g", "beta")
 
 
-def _describe_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    *options: Any,
-) -> Problem:
-    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "do": do}
-    states = {"initial_state": initial_state, "dfinal_state": dfinal_state}
-    return describe(f"{_OP}_backward", tokens, states, cu_seqlens, options)
+def _describe(*arguments: Any) -> Problem:
+    given = _Given(*arguments)
+    tokens = {name: getattr(given, name) for name in _TOKENS}
+    return describe(_OP, tokens, {"initial_state": given.initial_state}, given.cu_seqlens, given[7:])
 
 
-def _allocate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-    output_final_state: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kind = metadata.state_dtype(q.dtype)
+def _describe_backward(*arguments: Any) -> Problem:
+    given = _Upstream(*arguments)
+    tokens = {name: getattr(given, name) for name in (*_TOKENS, "do")}
+    states = {"initial_state": given.initial_state, "dfinal_state": given.dfinal_state}
+    return describe(f"{_OP}_backward", tokens, states, given.cu_seqlens, given[10:])
+
+
+def _allocate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = _Given(*arguments)
+    v, kind = given.v, metadata.state_dtype(given.q.dtype)
     return (
         v.new_empty(v.shape),
-        v.new_empty(_state_shape(q, v, cu_seqlens) if output_final_state else (0,), dtype=kind),
-        v.new_empty(_saved_shape(q, v) if save else (0,), dtype=kind),
+        v.new_empty(_state_shape(given) if given.output_final_state else (0,), dtype=kind),
+        v.new_empty(_saved_shape(given) if given.save else (0,), dtype=kind),
     )
 
 
-def _allocate_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    scale: float,
-    normalize_qk: bool,
-    need: int,
-) -> tuple[Tensor, ...]:
-    given = (q, k, v, g, beta, initial_state)
+def _allocate_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    given = _Upstream(*arguments)
+    q, need = given.q, given.need
     return tuple(
         q.new_empty(x.shape, dtype=x.dtype) if x is not None and need >> bit & 1 else q.new_empty((0,))
-        for bit, x in enumerate(given)
+        for bit, x in enumerate((*given[:5], given.initial_state))
     )
 
 
@@ -200,36 +171,13 @@ _rule_backward = define(
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        scale: float,
-        normalize_qk: bool,
-        output_final_state: bool,
-        preference: str,
-    ) -> tuple[Tensor, Tensor]:
-        o, final_state, saved = _rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state,
-            cu_seqlens,
-            scale,
-            normalize_qk,
-            output_final_state,
-            True,
-            preference,
-        )
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Of the operator's arguments but `save`, and the preference."""
+        *given, preference = arguments
+        o, final_state, saved = _rule(*given, True, preference)
+        *tensors, scale, normalize_qk, output_final_state = given
         ctx.set_materialize_grads(False)  # an output nobody used costs nothing
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, saved)
+        ctx.save_for_backward(*tensors, saved)
         ctx.options, ctx.preference = (scale, normalize_qk), preference
         if not output_final_state:
             ctx.mark_non_differentiable(final_state)

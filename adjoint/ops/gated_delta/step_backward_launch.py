@@ -1,6 +1,6 @@
 """Launches the adjoint of `gated_delta_step`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import eager_step
 from adjoint.ops.gated_delta import step_backward_kernels as _kernels  # noqa: F401  (registers them)
 from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V, wide
-from adjoint.ops.gated_delta.step_launch import power_of_two
+from adjoint.ops.gated_delta.step_launch import Kinds, power_of_two
 from adjoint.ops.gated_delta.step_plans import backward_columns
 
 _TILES, _TOKENS, _PLACES = (f"gated_delta_step_backward_{name}" for name in ("tiles", "tokens", "places"))
@@ -22,28 +22,6 @@ _INTEGERS = frozenset(("time", "heads", "key_heads", "group", "blocks", "tiles")
 _PARTS = frozenset(("dq_parts", "dk_parts", "dg_parts", "dbeta_parts"))
 
 PLACES_BLOCK = 1024
-
-
-class Kinds(NamedTuple):
-    """What the kernels are compiled for."""
-
-    element: torch.dtype
-    g: torch.dtype
-    beta: torch.dtype
-    state: torch.dtype
-    indices: torch.dtype | None
-    K: int
-    V: int
-    normalize: bool = False
-    all_states: bool = False
-    need: int = 63
-
-    @staticmethod
-    def of(problem: Problem) -> "Kinds":
-        element, g, beta, state, *indices = problem.dtypes
-        _, normalize, all_states, need = problem.options
-        K, V = problem.sizes[:2]
-        return Kinds(element, g, beta, state, indices[0] if indices else None, K, V, normalize, all_states, need)
 
 
 def variant(kernel: str, kinds: Kinds, warps: int, has_do: bool = True, has_dstates: bool = True) -> Variant:

@@ -41,9 +41,9 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
 
     schedule = SCHEDULES.lookup("gated_delta_step_backward_tiles")
     for name, gradients in (
-        ("a layer", adjoint.Kinds(_BF16, _F32, _F32, _F32, None, 128, 128)),
-        ("everything", adjoint.Kinds(_BF16, _BF16, _BF16, _BF16, torch.int32, 256, 256, True, True)),
-        ("float64", adjoint.Kinds(_F64, _F64, _F64, _F64, torch.int64, 256, 256, True)),
+        ("a layer", Kinds(_BF16, _F32, _F32, _F32, None, 128, 128)),
+        ("everything", Kinds(_BF16, _BF16, _BF16, _BF16, torch.int32, 256, 256, True, True)),
+        ("float64", Kinds(_F64, _F64, _F64, _F64, torch.int64, 256, 256, True)),
     ):
         for kernel, warps in (("tiles", schedule["warps"]), ("tokens", schedule["token_warps"]), ("places", 4)):
             if kernel != "places" or gradients.indices is not None:

@@ -35,7 +35,7 @@ POLICY = "evict_first"
 
 
 class Kinds(NamedTuple):
-    """What a variant is compiled for, beside how it reads."""
+    """What variants of the step and of its adjoint are compiled for, beside how they read; `need` is of the adjoint."""
 
     element: torch.dtype
     g: torch.dtype
@@ -47,15 +47,17 @@ class Kinds(NamedTuple):
     normalize: bool = False
     all_states: bool = False
     in_place: bool = False
+    need: int = 63
 
     @staticmethod
     def of(problem: Problem) -> "Kinds":
         element, g, beta, state, *indices = problem.dtypes
-        K, V = problem.sizes
-        _, normalize, all_states, _ = problem.options
-        index = indices[0] if indices else None
-        in_place = problem.op.endswith("in_place")
-        return Kinds(element, g, beta, state, index, K, V, normalize, all_states, in_place)
+        K, V = problem.sizes[:2]
+        _, normalize, all_states, last = problem.options
+        found = Kinds(element, g, beta, state, indices[0] if indices else None, K, V, normalize, all_states)
+        if problem.op.endswith("_backward"):
+            return found._replace(need=last)
+        return found._replace(in_place=problem.op.endswith("in_place"))
 
 
 def _scalar(name: str, element: torch.dtype) -> str:

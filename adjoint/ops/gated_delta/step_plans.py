@@ -14,7 +14,7 @@ from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, short
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import eager, eager_step
-from adjoint.ops.gated_delta.plans import DOMAIN, eager_candidate, promise, recorded
+from adjoint.ops.gated_delta.plans import DOMAIN, domain_of, eager_candidate, promise, recorded
 
 SCHEDULES = Schedules(Path(__file__).with_name("step_schedules.json"))
 
@@ -49,7 +49,8 @@ def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     wide = eager.wide(dtype)
     kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dstate": state}
     return {
-        name: promise(problem, recorded(kind, wide, CEILING, _CASES), int(kind != wide)) for name, kind in kinds.items()
+        name: promise(problem, recorded(kind, wide, CEILING, _CASES), int(kind != wide), domain=domain_of(name))
+        for name, kind in kinds.items()
     }
 
 
@@ -80,10 +81,10 @@ def _tiles_guarantee(problem: Problem) -> dict[str, Guarantee]:
 def _tiles_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, g, beta, state = problem.dtypes[:4]
     kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta}
-    order = f"{DOMAIN}; {_ORDER}, sums over V in tiles of {backward_columns(*problem.sizes[:2])}"
-    shared = f"{order}; rows that share a state are added in their order"
+    order = f"{_ORDER}, sums over V in tiles of {backward_columns(*problem.sizes[:2])}"
+    shared = f"{DOMAIN}; {order}; rows that share a state are added in their order"
     return {
-        **{name: _in_tiles(problem, kind, "row", domain=order) for name, kind in kinds.items()},
+        **{name: _in_tiles(problem, kind, "row", domain=f"{domain_of(name)}; {order}") for name, kind in kinds.items()},
         "dstate": _in_tiles(problem, state, "the rows of a state", domain=shared),
     }
 

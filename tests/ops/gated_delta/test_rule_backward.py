@@ -84,6 +84,24 @@ def test_keys(device: torch.device, dtype: torch.dtype, keys: Any) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_residuals_of_a_rounding(device: torch.device, dtype: torch.dtype) -> None:
+    """Values that the state holds already, but for their rounding: v − Sᵀk is smaller than the errors of its terms, and
+    so may be dβ, a sum of products with it. Its error is held to those terms, as is stated."""
+    q, k, _, g, beta, state, _ = drawn(device, (1, 66, 1, 1, 16, 16), dtype)
+    v = torch.einsum("bthk,bhkv->bthv", k.float(), state).to(dtype)
+    inputs = (q, k, v, torch.zeros_like(g), beta, state, None)
+    do, dfinal = upstream_of(inputs)
+    found, right = backward(inputs, do, dfinal), exact(inputs, do, dfinal)
+    others = [x for place, x in enumerate(found) if place != 4], [x for place, x in enumerate(right) if place != 4]
+    inside_the_ceiling(tuple(others[0]), others[1], dtype)
+    terms = (v.double() * right[2] / beta.double()[..., None]).abs().sum(-1)
+    error = (found[4].double() - right[4]).norm()
+    assert error <= plans.BACKWARD_CEILINGS[dtype] * terms.norm()
+    assert dtype == torch.float32 or error > plans.BACKWARD_CEILINGS[dtype] * right[4].norm(), "why it is stated so"
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("K", (12, 40), ids=("whole rows", "rows in blocks"))
 def test_gradients_pass_through_norms(device: torch.device, monkeypatch: pytest.MonkeyPatch, K: int) -> None:
     """Rows that one block holds, and rows that it does not."""
