@@ -21,7 +21,7 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 APART, INLINE = 2, 1
 """How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
 
-KERNELS = ("turn", "walk_back", "matrices", "gradients", "gate_gradients", "unnormalize")
+KERNELS = ("turn", "walk_back", "matrices", "gradients", "gradients_hopper", "gate_gradients", "unnormalize")
 """Those of the backward alone, as keys name them."""
 
 _UNNORMALIZED_ROWS = 16
@@ -87,23 +87,25 @@ def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
     return key_blocks(shape, tuned or tuning(shape)) > 1
 
 
-def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
+def regions(
+    shape: Shape, tuned: Tuning, need: int, normalize: bool = False, fused: bool = False
+) -> dict[str, tuple[torch.dtype, int]]:
     """The workspace besides the forward's.
 
     Y and local [chunks, H, V, 64], scaled [chunks, H, 64, V], dstates [chunks, H, V, K], W [chunks, H, 64, K], M,
     M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where
-    rows are cut, the gradients of what was normalised, in float32.
+    rows are cut, the gradients of what was normalised, in float32. `fused` is the kernel that keeps M and E to itself.
     """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
-    if need & (NEED_Q | NEED_K):
+    if need & (NEED_Q | NEED_K) and not fused:
         held |= {name: (shape.element, lanes * CHUNK * CHUNK) for name in ("M", "M_turned", "E")}
     if need & (NEED_G | NEED_BETA):
         blocks = key_blocks(shape, tuned)
         held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
         held["kept"] = (torch.float32, lanes * blocks)
-        held |= {name: (torch.float32, lanes * CHUNK) for name in ("passing", "besides")}
+        held |= {"passing": (torch.float32, lanes * CHUNK * (1 + fused)), "besides": (torch.float32, lanes * CHUNK)}
     if normalize:
         rows = shape.tokens * shape.key_heads
         for bit, name in ((NEED_Q, "q"), (NEED_K, "k")):
@@ -171,6 +173,10 @@ def describe(
 def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Variant:
     """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
     name, *options = key
+    if name == "gradients_hopper":
+        from adjoint.ops.gated_delta import rule_gradients_hopper
+
+        return rule_gradients_hopper.variant(shape, key[1:])
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),
@@ -194,12 +200,13 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         constants = {"SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K), "ROWS": _UNNORMALIZED_ROWS}
         return describe("rule_unnormalize", shape, constants, 4, 1, frozenset())
     if name == "gate_gradients":
-        upstream, need = options
+        upstream, need, by_tokens = options
         constants = {
             "K_BLOCKS": key_blocks(shape, tuned),
             "UPSTREAM": upstream,
             "NEED_G": bool(need & NEED_G),
             "NEED_BETA": bool(need & NEED_BETA),
+            "BY_TOKENS": by_tokens,
         }
         return describe("rule_gate_gradients", shape, constants, 2, 1, frozenset())
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
@@ -366,11 +373,17 @@ def gradients(
 
 
 def gate_gradients(
-    launch: Launches, memory: Mapping[str, Any], dg: Tensor, dbeta: Tensor, upstream: bool, need: int
+    launch: Launches,
+    memory: Mapping[str, Any],
+    dg: Tensor,
+    dbeta: Tensor,
+    upstream: bool,
+    need: int,
+    by_tokens: bool = False,
 ) -> None:
-    """dg and dβ."""
+    """dg and dβ; `by_tokens` is how the fused kernel leaves what passes through decays."""
     shape = launch.shape
     launch(
-        ("gate_gradients", upstream, need), shape.chunks * shape.heads, memory["gates"], memory["places"],
+        ("gate_gradients", upstream, need, by_tokens), shape.chunks * shape.heads, memory["gates"], memory["places"],
         memory["parts"], memory["kept"], memory["passing"], memory["besides"], dg, dbeta, shape.heads,
     )  # fmt: skip
