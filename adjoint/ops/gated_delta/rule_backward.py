@@ -3,7 +3,7 @@
 table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients →
 gate_gradients
 
-On Hopper (`fused`), one kernel has the place of matrices and gradients.
+On Hopper (`fused`), one kernel has the place of the last three.
 """
 
 from typing import Any
@@ -56,6 +56,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     shape = Shape.of(problem)
     _, normalize, need = problem.options
     initial, final, upstream = (bool(given) for given in problem.sizes[7:])
+    apart = 0 if fused else need
     listed: list[tuple[Any, ...]] = []
     for size in (CHUNK, SEGMENT):
         listed += [("bounds", False, size), ("places", size)]
@@ -68,13 +69,12 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
             from adjoint.ops.gated_delta.rule_gradients_hopper import natural
 
             listed.append(("gradients_hopper", natural(shape), normalize, aligned))
-            continue
-        if need & _OF_TOKENS:
+        if apart & _OF_TOKENS:
             listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
-        if need & _OF_KEYS:
+        if apart & _OF_KEYS:
             listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
-    if need & (NEED_G | NEED_BETA):
-        listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA), fused))
+    if apart & (NEED_G | NEED_BETA):
+        listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
         listed.append(("unnormalize",))
     if shape.ids is not None:
@@ -149,17 +149,18 @@ def run(
 
         assert upstream is not None
         rule_gradients_hopper.gradients(
-            launches, memory, queries, keys, values, upstream, dq, dk, dv, scale, normalize
+            launches, memory, queries, keys, values, upstream, outputs[:5], scale, normalize
         )  # fmt: skip
-    if need & _OF_TOKENS and not fused:
+    apart = 0 if fused else need
+    if apart & _OF_TOKENS:
         backward_launch.matrices(launches, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)
-    if need & _OF_KEYS and not fused:
+    if apart & _OF_KEYS:
         backward_launch.gradients(
             launches, memory, queries, keys, upstream, dq, dk, scale, normalize, need & _OF_KEYS
         )  # fmt: skip
-    if need & (NEED_G | NEED_BETA):
+    if apart & (NEED_G | NEED_BETA):
         backward_launch.gate_gradients(
-            launches, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA), fused
+            launches, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA)
         )  # fmt: skip
     if cu_seqlens is not None:
         launch.clear(launches, memory, *(out for bit, out in enumerate(outputs[:5]) if need >> bit & 1))

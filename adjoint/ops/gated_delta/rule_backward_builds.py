@@ -56,8 +56,7 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
 
 
 def _for_hopper() -> Iterator[tuple[str, Variant]]:
-    """The kernel of all gradients in Gluon, and what is made of its parts."""
-    from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G
+    """The kernel of all gradients in Gluon."""
     from adjoint.ops.gated_delta.rule_backward_launch import forward_tuning, tuning, variant
     from adjoint.ops.gated_delta.rule_gradients_hopper import natural
     from adjoint.ops.gated_delta.rule_shape import Shape
@@ -67,5 +66,3 @@ def _for_hopper() -> Iterator[tuple[str, Variant]]:
         key = ("gradients_hopper", natural(shape), normalize, aligned)
         described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
         yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described
-    gates = ("gate_gradients", True, NEED_G | NEED_BETA, True)
-    yield f"backward {' '.join(map(str, gates))}", variant(gates, shape, forward_tuning(shape).parts, tuning(shape))

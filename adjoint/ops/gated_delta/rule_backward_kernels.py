@@ -563,13 +563,8 @@ def rule_gradients(
 def rule_gate_gradients(
     gates, places, parts, kept, passing, besides, dg, dbeta, heads,
     K_BLOCKS: tl.constexpr, UPSTREAM: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr,
-    BY_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """dg and dβ of one chunk and head.
-
-    BY_TOKENS: `passing` is not what passes every token but [chunks, H, 2, 64], what begins to pass after it, the sum of
-    its column of Z, and what ends with it, the sum of its row.
-    """
+    """dg and dβ of one chunk and head."""
     CHUNK: tl.constexpr = 64
     program = tl.program_id(0)
     slot = (program // heads).to(tl.int64)
@@ -598,13 +593,8 @@ def rule_gate_gradients(
         tl.store(dbeta + place, found.to(dbeta.dtype.element_ty), token < rows)
     if NEED_G:
         strength = tl.load(gates + 2 * CHUNK + token)
-        found = tl.cumsum(since_query - strength * of_key, reverse=True) + whole * tl.load(gates + 4 * CHUNK - 1)
-        if BY_TOKENS:
-            passing += lane * (2 * CHUNK) + token - 1
-            until += tl.load(passing, token > 0, other=0) - tl.load(passing + CHUNK, token > 0, other=0)
-        else:
-            found += tl.load(passing + lane * CHUNK + token)
-        found += tl.cumsum(until)
+        found = tl.load(passing + lane * CHUNK + token) + tl.cumsum(since_query - strength * of_key, reverse=True)
+        found += tl.cumsum(until) + whole * tl.load(gates + 4 * CHUNK - 1)
         tl.store(dg + place, found.to(dg.dtype.element_ty), token < rows)
 
 

@@ -94,18 +94,19 @@ def regions(
 
     Y and local [chunks, H, V, 64], scaled [chunks, H, 64, V], dstates [chunks, H, V, K], W [chunks, H, 64, K], M,
     M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where
-    rows are cut, the gradients of what was normalised, in float32. `fused` is the kernel that keeps M and E to itself.
+    rows are cut, the gradients of what was normalised, in float32. `fused` is the kernel that keeps all between Y and
+    the gradients to itself.
     """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
     if need & (NEED_Q | NEED_K) and not fused:
         held |= {name: (shape.element, lanes * CHUNK * CHUNK) for name in ("M", "M_turned", "E")}
-    if need & (NEED_G | NEED_BETA):
+    if need & (NEED_G | NEED_BETA) and not fused:
         blocks = key_blocks(shape, tuned)
         held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
         held["kept"] = (torch.float32, lanes * blocks)
-        held |= {"passing": (torch.float32, lanes * CHUNK * (1 + fused)), "besides": (torch.float32, lanes * CHUNK)}
+        held |= {name: (torch.float32, lanes * CHUNK) for name in ("passing", "besides")}
     if normalize:
         rows = shape.tokens * shape.key_heads
         for bit, name in ((NEED_Q, "q"), (NEED_K, "k")):
@@ -200,13 +201,12 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         constants = {"SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K), "ROWS": _UNNORMALIZED_ROWS}
         return describe("rule_unnormalize", shape, constants, 4, 1, frozenset())
     if name == "gate_gradients":
-        upstream, need, by_tokens = options
+        upstream, need = options
         constants = {
             "K_BLOCKS": key_blocks(shape, tuned),
             "UPSTREAM": upstream,
             "NEED_G": bool(need & NEED_G),
             "NEED_BETA": bool(need & NEED_BETA),
-            "BY_TOKENS": by_tokens,
         }
         return describe("rule_gate_gradients", shape, constants, 2, 1, frozenset())
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
@@ -373,17 +373,11 @@ def gradients(
 
 
 def gate_gradients(
-    launch: Launches,
-    memory: Mapping[str, Any],
-    dg: Tensor,
-    dbeta: Tensor,
-    upstream: bool,
-    need: int,
-    by_tokens: bool = False,
+    launch: Launches, memory: Mapping[str, Any], dg: Tensor, dbeta: Tensor, upstream: bool, need: int
 ) -> None:
-    """dg and dβ; `by_tokens` is how the fused kernel leaves what passes through decays."""
+    """dg and dβ."""
     shape = launch.shape
     launch(
-        ("gate_gradients", upstream, need, by_tokens), shape.chunks * shape.heads, memory["gates"], memory["places"],
+        ("gate_gradients", upstream, need), shape.chunks * shape.heads, memory["gates"], memory["places"],
         memory["parts"], memory["kept"], memory["passing"], memory["besides"], dg, dbeta, shape.heads,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Launches the kernel of all gradients of the gated delta rule but those of the states, on Hopper."""
+"""Launches the kernel of the gradients of tokens of the gated delta rule, all at once, on Hopper."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -26,6 +26,8 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
             types[name] = f"*{TRITON_TYPES[shape.element]}"
         elif name in ("items", "scale", "places"):
             types[name] = {"items": "i32", "scale": "fp32", "places": "*i32"}[name]
+        elif name in ("dg", "dbeta"):
+            types[name] = f"*{TRITON_TYPES[shape.gate if name == 'dg' else shape.strength]}"
         elif not name.isupper():
             types[name] = "*fp32"
     q_stride, q_head, k_stride, k_head, v_stride, v_head, do_stride, do_head = strides
@@ -73,19 +75,16 @@ def gradients(
     k: Walkable,
     v: Walkable,
     do: Walkable,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    results: tuple[Tensor, ...],
     scale: float,
     normalize: bool,
 ) -> None:
-    """dq, dk and dv, and the parts of dg and dβ."""
+    """dq, dk, dv, dg and dβ, into `results`."""
     shape, absent = launch.shape, memory["gates"]  # stands for a pointer that no variant reads
     items = shape.chunks * shape.key_heads
     launch(
-        ("gradients_hopper", _strides(shape, q, k, v, do), normalize, is_aligned(dq, dk, dv)),
+        ("gradients_hopper", _strides(shape, q, k, v, do), normalize, is_aligned(*results[:3])),
         min(items, programs(launch.device)), q.start, k.start, v.start, do.start, memory["gates"], memory["places"],
-        *(memory[name] for name in ("states", "dstates", "new", "Y")), dq, dk, dv,
-        *(memory[name] for name in ("parts", "kept", "passing", "besides")),
+        *(memory[name] for name in ("states", "dstates", "new", "Y")), *results,
         *(memory.get(name, absent) for name in ("q_factors", "k_factors")), items, scale,
     )  # fmt: skip

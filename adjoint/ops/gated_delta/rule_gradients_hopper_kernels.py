@@ -21,8 +21,14 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the na
 
 
 @gluon.jit
-def _add_both(a, b, c, d):
-    return a + c, b + d
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _halves(x, COLUMNS: gl.constexpr):
+    """The sums of every row of x, of either half, each of which a warpgroup has: [64, 2]."""
+    return gl.sum(gl.reshape(x, [64, 2, COLUMNS // 2]), 2)
 
 
 @gluon.jit
@@ -75,8 +81,8 @@ def _unnormalized(gradient, tile, factors, rows, KEY_HEADS: gl.constexpr, LAYOUT
 
 @gluon.jit
 def rule_gradients_hopper(
-    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, parts, kept, passing, besides, q_factors,
-    k_factors, items, scale,
+    q, k, v, do, gates, places, states, dstates, new, Y, dq, dk, dv, dg, dbeta, q_factors, k_factors,
+    items, scale,
     KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, Q_HEAD: gl.constexpr, K_STRIDE: gl.constexpr,
     K_HEAD: gl.constexpr, V_STRIDE: gl.constexpr, V_HEAD: gl.constexpr, DO_STRIDE: gl.constexpr,
     DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NORMALIZED: gl.constexpr,
@@ -88,10 +94,12 @@ def rule_gradients_hopper(
         dk = Σ over value heads of Mᵀ q + E k + Eᵀ k − β e^G ⊙ (Y Sᵀ) + e^{Γ−G} ⊙ (v' dS⁺ᵀ)
         dv = β ⊙ Y
 
-    `parts` [chunks, H, 3, 64]: sums over K of q·(scale e^G do Sᵀ), of k·(e^G Y Sᵀ), of k·(e^{Γ−G} v' dS⁺ᵀ); `kept`
-    [chunks, H]: ⟨S, dS⁺⟩; `besides` [chunks, H, 64]: rows of Y ⊙ v and N ⊙ k kᵀ, summed; `passing` [chunks, H, 2, 64]:
-    the sums of Z = E ⊙ k kᵀ + M ⊙ q kᵀ below its diagonal over columns, and over rows. What passes a token,
-    the sum of Z_ij over i ≥ t > j, is the sum over the tokens before it of their columns less their rows.
+    dβ_t = rows of Y ⊙ v + N ⊙ k kᵀ − k ⊙ (e^G Y Sᵀ), summed
+        dg_t = e^Γ ⟨S, dS⁺⟩ + Σ_{s ≥ t} (rows of q ⊙ (scale e^G do Sᵀ) − β k ⊙ (e^G Y Sᵀ), summed)
+               + Σ_{s < t} (rows of k ⊙ (e^{Γ−G} v' dS⁺ᵀ), summed, + the sum of column s of Z − that of its row)
+
+    With Z = E ⊙ k kᵀ + M ⊙ q kᵀ below the diagonal, what the last sum has of it is what passes t: Z_ij, i ≥ t > j. Each
+    warp leaves its part of these sums in shared memory.
 
     `items` are chunks times key heads. Programs share them out evenly; which has which changes no bit.
     """
@@ -106,7 +114,13 @@ def rule_gradients_hopper(
     TOKEN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     GATES: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    PLANE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    HALVES: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [8, 1], [1, 0])
+    BY_WARP: gl.constexpr = gl.BlockedLayout([4, 2], [1, 32], [8, 1], [1, 0])
+    TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [8], [0])
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    BY_TOKEN: gl.constexpr = gl.SliceLayout(1, HALVES)
     SLICE: gl.constexpr = 32  # rows of S and dS⁺ that are multiplied at a time
 
     qs_at = gl.allocate_shared_memory(kind, [1, CHUNK, K], TILE)
@@ -119,6 +133,14 @@ def rule_gradients_hopper(
     dSs_at = gl.allocate_shared_memory(kind, [1, V, K], TILE)
     Ms_at = gl.allocate_shared_memory(kind, [1, CHUNK, CHUNK], TILE)
     Es_at = gl.allocate_shared_memory(kind, [1, CHUNK, CHUNK], TILE)
+    of_values = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], PLANE)
+    of_N = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], PLANE)
+    of_rows = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], PLANE)
+    of_queries = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], PLANE)
+    of_keys = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], PLANE)
+    of_ends = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], PLANE)
+    of_columns = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLANE)
+    of_states = gl.allocate_shared_memory(gl.float32, [SLICE], LINE)
     sums = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     strengths = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     starts = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
@@ -136,29 +158,33 @@ def rule_gradients_hopper(
     count = (items - program + step - 1) // step * GROUP
     item = program
     slot = (item // KEY_HEADS).to(gl.int64)
-    at = gl.load(places + slot * 4).to(gl.int64)
+    at = gl.load(places + slot * 4)
     rows = gl.load(places + slot * 4 + 1)
     lane = item.to(gl.int64) * GROUP
     head = (item % KEY_HEADS).to(gl.int64) * GROUP
 
-    _fetch_tokens(dos.index(0), do + at * DO_STRIDE + head * DO_HEAD, rows, DO_STRIDE, V, VALUE_ROWS)
+    key_head = (item % KEY_HEADS).to(gl.int64)
+    place = do + at.to(gl.int64) * DO_STRIDE + head * DO_HEAD
+    _fetch_tokens(dos.index(0), place, rows, DO_STRIDE, V, VALUE_ROWS)
     _fetch_tile(news.index(0), new + lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
     async_copy.commit_group()
     _fetch_tile(Ys, Y + lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
-    _fetch_tile(Ss, states + lane * (V * K), V, K, KEY_ROWS)
-    async_copy.commit_group()
-    _fetch_tokens(vs, v + at * V_STRIDE + head * V_HEAD, rows, V_STRIDE, V, VALUE_ROWS)
-    _fetch_tile(dSs, dstates + lane * (V * K), V, K, KEY_ROWS)
+    place = v + at.to(gl.int64) * V_STRIDE + head * V_HEAD
+    _fetch_tokens(vs, place, rows, V_STRIDE, V, VALUE_ROWS)
     _fetch_gates(sums, strengths, starts, ends, 0, gates + lane * (5 * CHUNK), GATES)
     async_copy.commit_group()
-    key_head = (item % KEY_HEADS).to(gl.int64)
-    _fetch_tokens(qs, q + at * Q_STRIDE + key_head * Q_HEAD, rows, Q_STRIDE, K, KEY_ROWS)
-    _fetch_tokens(ks, k + at * K_STRIDE + key_head * K_HEAD, rows, K_STRIDE, K, KEY_ROWS)
+    _fetch_tile(Ss, states + lane * (V * K), V, K, KEY_ROWS)
+    async_copy.commit_group()
+    _fetch_tile(dSs, dstates + lane * (V * K), V, K, KEY_ROWS)
+    async_copy.commit_group()
+    place = q + at.to(gl.int64) * Q_STRIDE + key_head * Q_HEAD
+    _fetch_tokens(qs, place, rows, Q_STRIDE, K, KEY_ROWS)
+    place = k + at.to(gl.int64) * K_STRIDE + key_head * K_HEAD
+    _fetch_tokens(ks, place, rows, K_STRIDE, K, KEY_ROWS)
     async_copy.commit_group()
 
-    next_item = program + (1 // GROUP) * step
-    next_slot = (gl.minimum(next_item, items - 1) // KEY_HEADS).to(gl.int64)
-    next_at = gl.load(places + next_slot * 4).to(gl.int64)
+    next_slot = (gl.minimum(program + 1 // GROUP * step, items - 1) // KEY_HEADS).to(gl.int64)
+    next_at = gl.load(places + next_slot * 4)
     next_rows = gl.load(places + next_slot * 4 + 1)
     no_keys = gl.zeros([CHUNK, K], gl.float32, KEYS)
     nothing = gl.zeros([CHUNK, CHUNK], gl.float32, SQUARE)
@@ -179,38 +205,40 @@ def rule_gradients_hopper(
         stage = index % 2
         more = index + 1 < count
         last = index % GROUP == GROUP - 1
-        next_head = (next_item % KEY_HEADS).to(gl.int64) * GROUP + (index + 1) % GROUP
-        next_lane = next_item.to(gl.int64) * GROUP + (index + 1) % GROUP
+        item = program + index // GROUP * step
+        next_item = program + (index + 1) // GROUP * step
+        lane = (item * GROUP + index % GROUP).to(gl.int64)
+        head = (item % KEY_HEADS * GROUP + index % GROUP).to(gl.int64)
+        next_lane = (next_item * GROUP + (index + 1) % GROUP).to(gl.int64)
+        next_head = (next_item % KEY_HEADS * GROUP + (index + 1) % GROUP).to(gl.int64)
 
-        # Products over V of one chunk's tokens.
-        async_copy.wait_group(2)
+        async_copy.wait_group(3)
         fence_async_shared()
         _barrier()
         do_new = warpgroup_mma(dos.index(stage), news.index(stage), nothing, use_acc=False, is_async=True)
         Y_new = warpgroup_mma(Ys.permute((1, 0)), news.index(stage), nothing, use_acc=False, is_async=True)
         if more:
-            place = do + next_at * DO_STRIDE + next_head * DO_HEAD
+            place = do + next_at.to(gl.int64) * DO_STRIDE + next_head * DO_HEAD
             _fetch_tokens(dos.index(1 - stage), place, next_rows, DO_STRIDE, V, VALUE_ROWS)
             _fetch_tile(news.index(1 - stage), new + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
         async_copy.commit_group()
         after_item = program + ((index + 2) // GROUP) * step
         after_slot = (gl.minimum(after_item, items - 1) // KEY_HEADS).to(gl.int64)
-        after_at = gl.load(places + after_slot * 4).to(gl.int64)
+        after_at = gl.load(places + after_slot * 4)
         after_rows = gl.load(places + after_slot * 4 + 1)
-
-        async_copy.wait_group(2)
-        _barrier()
         strength = strengths.index(stage).load(gl.SliceLayout(1, VALUES))
         turned = Ys.permute((1, 0)).load(VALUES).to(gl.float32)
         values = vs.load(VALUES).to(gl.float32)
         _barrier()
         vs.store((turned * strength[:, None]).to(kind))
-        Y_v = gl.convert_layout(gl.sum(turned * values, 1), gl.SliceLayout(1, SQUARE))
+        of_values.store(_halves(turned * values, V))
+        async_copy.wait_group(3)
+        fence_async_shared()
         _barrier()
-        _store_tokens(dv + (at * HEADS + head) * V, vs, rows, HEADS * V, V, VALUE_ROWS)
-
         do_new, Y_new = warpgroup_mma_wait(0, deps=[do_new, Y_new])
+
         do_S = warpgroup_mma(dos.index(stage), Ss, no_keys, use_acc=False, is_async=True)
+        _store_tokens(dv + (at.to(gl.int64) * HEADS + head) * V, vs, rows, HEADS * V, V, VALUE_ROWS)
         i = gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE))[:, None]
         j = gl.arange(0, CHUNK, gl.SliceLayout(0, SQUARE))[None, :]
         G = sums.index(stage).load(gl.SliceLayout(1, SQUARE))
@@ -223,66 +251,78 @@ def rule_gradients_hopper(
         Es.store((N * beta[:, None]).to(kind))
         from_start = starts.index(stage).load(gl.SliceLayout(1, KEYS))
         strength = strengths.index(stage).load(gl.SliceLayout(1, KEYS))
-        row = gl.arange(0, CHUNK, gl.SliceLayout(1, KEYS))
-        own = parts + lane * (3 * CHUNK)
         do_S = warpgroup_mma_wait(0, deps=[do_S])
 
         Y_S = warpgroup_mma(Ys.permute((1, 0)), Ss, no_keys, use_acc=False, is_async=True)
-        products = gl.zeros([SLICE, K], gl.float32, KEY_ROWS)
-        for part in gl.static_range(V // SLICE):
-            S_part = Ss.slice(part * SLICE, SLICE).load(KEY_ROWS).to(gl.float32)
-            products += S_part * dSs.slice(part * SLICE, SLICE).load(KEY_ROWS).to(gl.float32)
-        gl.store(kept + lane, gl.sum(gl.sum(products, 1), 0))
         async_copy.wait_group(1)
         fence_async_shared()
         _barrier()
-        do_S = do_S * (from_start * scale)[:, None]
-        d_queries = d_queries + do_S
-        gl.store(own + row, gl.sum(do_S * qs.load(KEYS).to(gl.float32), 1))
+        d_queries = gl.fma(do_S, gl.expand_dims(from_start * scale, 1), d_queries)
+        of_queries.store(_halves(do_S * qs.load(KEYS).to(gl.float32), K))
         Y_S = warpgroup_mma_wait(0, deps=[Y_S])
-        _barrier()
-        if more:
-            _fetch_tile(Ys, Y + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
-            _fetch_tile(Ss, states + next_lane * (V * K), V, K, KEY_ROWS)
-        async_copy.commit_group()
-        Y_S = Y_S * from_start[:, None]
-        d_keys = d_keys - Y_S * strength[:, None]
-        gl.store(own + CHUNK + row, gl.sum(Y_S * ks.load(KEYS).to(gl.float32), 1))
 
         qk = warpgroup_mma(qs, ks.permute((1, 0)), nothing, use_acc=False, is_async=True)
         kk = warpgroup_mma(ks, ks.permute((1, 0)), nothing, use_acc=False, is_async=True)
         new_dS = warpgroup_mma(news.index(stage).permute((1, 0)), dSs, no_keys, use_acc=False, is_async=True)
         d_queries = warpgroup_mma(Ms, ks, d_queries, is_async=True)
+        d_keys = gl.fma(Y_S, gl.expand_dims(-(strength * from_start), 1), d_keys)
+        of_keys.store(_halves(Y_S * ks.load(KEYS).to(gl.float32), K))
         d_keys = warpgroup_mma(Ms.permute((1, 0)), qs, d_keys, is_async=True)
         d_keys = warpgroup_mma(Es, ks, d_keys, is_async=True)
         d_keys = warpgroup_mma(Es.permute((1, 0)), ks, d_keys, is_async=True)
-        qk, kk = warpgroup_mma_wait(5, deps=[qk, kk])
-        of_N = N * kk
-        Z = of_N * beta[:, None] + gl.where(i > j, M * qk, 0.0)
-        of_beta, by_rows = gl.reduce((of_N, Z), 1, _add_both)
-        by_columns = gl.sum(Z, 0)
-        row = gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE))
-        column = gl.arange(0, CHUNK, gl.SliceLayout(0, SQUARE))
-        gl.store(besides + lane * CHUNK + row, Y_v + of_beta)
-        gl.store(passing + lane * (2 * CHUNK) + column, by_columns)
-        gl.store(passing + lane * (2 * CHUNK) + CHUNK + row, by_rows)
-        to_end = ends.index(stage).load(gl.SliceLayout(1, KEYS))
-        new_dS, d_queries, d_keys = warpgroup_mma_wait(0, deps=[new_dS, d_queries, d_keys])
         _barrier()
         if more:
-            place = v + next_at * V_STRIDE + next_head * V_HEAD
+            _fetch_tile(Ys, Y + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
+            place = v + next_at.to(gl.int64) * V_STRIDE + next_head * V_HEAD
             _fetch_tokens(vs, place, next_rows, V_STRIDE, V, VALUE_ROWS)
-            _fetch_tile(dSs, dstates + next_lane * (V * K), V, K, KEY_ROWS)
             _fetch_gates(sums, strengths, starts, ends, 1 - stage, gates + next_lane * (5 * CHUNK), GATES)
         async_copy.commit_group()
-        new_dS = new_dS * to_end[:, None]
-        d_keys = d_keys + new_dS
-        row = gl.arange(0, CHUNK, gl.SliceLayout(1, KEYS))
-        gl.store(own + 2 * CHUNK + row, gl.sum(new_dS * ks.load(KEYS).to(gl.float32), 1))
+        qk, kk = warpgroup_mma_wait(5, deps=[qk, kk])
+        N = N * kk
+        Z = N * beta[:, None] + gl.where(i > j, M * qk, 0.0)
+        of_N.store(_halves(N, CHUNK))
+        of_rows.store(_halves(Z, CHUNK))
+        of_columns.store(gl.sum(gl.reshape(Z, [4, 16, CHUNK]), 1))
+        products = gl.zeros([SLICE, K], gl.float32, KEY_ROWS)
+        for part in gl.static_range(V // SLICE):
+            S_part = Ss.slice(part * SLICE, SLICE).load(KEY_ROWS).to(gl.float32)
+            products = gl.fma(S_part, dSs.slice(part * SLICE, SLICE).load(KEY_ROWS).to(gl.float32), products)
+        of_states.store(gl.sum(products, 1))
+        _barrier()
+        if more:
+            _fetch_tile(Ss, states + next_lane * (V * K), V, K, KEY_ROWS)
+        async_copy.commit_group()
+        to_end = ends.index(stage).load(gl.SliceLayout(1, KEYS))
+        new_dS = warpgroup_mma_wait(4, deps=[new_dS])
+        of_ends.store(_halves(new_dS * ks.load(KEYS).to(gl.float32), K))
+        d_queries, d_keys = warpgroup_mma_wait(0, deps=[d_queries, d_keys])
+        _barrier()
+        if more:
+            _fetch_tile(dSs, dstates + next_lane * (V * K), V, K, KEY_ROWS)
+        async_copy.commit_group()
+        d_keys = gl.fma(new_dS, gl.expand_dims(to_end, 1), d_keys)
+
+        e_G = starts.index(stage).load(BY_TOKEN)
+        through_keys = gl.sum(of_keys.load(HALVES), 1) * e_G
+        d_strengths = gl.sum(of_values.load(HALVES), 1) + gl.sum(of_N.load(HALVES), 1) - through_keys
+        since = (
+            gl.sum(of_queries.load(HALVES), 1) * (e_G * scale) - strengths.index(stage).load(BY_TOKEN) * through_keys
+        )
+        columns = gl.convert_layout(gl.sum(of_columns.load(BY_WARP), 0), BY_TOKEN)
+        until = gl.sum(of_ends.load(HALVES), 1) * ends.index(stage).load(BY_TOKEN)
+        until = gl.convert_layout(until + (columns - gl.sum(of_rows.load(HALVES), 1)), TOKENS)
+        before = gl.associative_scan(until, 0, _add) - until
+        d_gates = gl.associative_scan(gl.convert_layout(since, TOKENS), 0, _add, reverse=True) + before
+        token = gl.arange(0, CHUNK, TOKENS)
+        over = gl.sum(gl.where(token == CHUNK - 1, gl.convert_layout(e_G, TOKENS), 0.0), 0)
+        whole = gl.sum(of_states.load(EVERYWHERE), 0) * over
+        spot = (at.to(gl.int64) * HEADS + head) + token.to(gl.int64) * HEADS
+        gl.store(dbeta + spot, gl.convert_layout(d_strengths, TOKENS).to(dbeta.dtype.element_ty), mask=token < rows)
+        gl.store(dg + spot, (d_gates + whole).to(dg.dtype.element_ty), mask=token < rows)
 
         if last:
             key_head = (item % KEY_HEADS).to(gl.int64)
-            first = at * KEY_HEADS + key_head
+            first = at.to(gl.int64) * KEY_HEADS + key_head
             if NORMALIZED:
                 d_queries = _unnormalized(d_queries, qs, q_factors + first, rows, KEY_HEADS, KEYS)
                 d_keys = _unnormalized(d_keys, ks, k_factors + first, rows, KEY_HEADS, KEYS)
@@ -297,17 +337,13 @@ def rule_gradients_hopper(
             d_keys = no_keys
             if more:
                 key_head = (next_item % KEY_HEADS).to(gl.int64)
-                place = q + next_at * Q_STRIDE + key_head * Q_HEAD
+                place = q + next_at.to(gl.int64) * Q_STRIDE + key_head * Q_HEAD
                 _fetch_tokens(qs, place, next_rows, Q_STRIDE, K, KEY_ROWS)
-                place = k + next_at * K_STRIDE + key_head * K_HEAD
+                place = k + next_at.to(gl.int64) * K_STRIDE + key_head * K_HEAD
                 _fetch_tokens(ks, place, next_rows, K_STRIDE, K, KEY_ROWS)
         async_copy.commit_group()
-        item = next_item
-        head = next_head
-        lane = next_lane
         at = next_at
         rows = next_rows
-        next_item = after_item
         next_at = after_at
         next_rows = after_rows
     async_copy.wait_group(0)
