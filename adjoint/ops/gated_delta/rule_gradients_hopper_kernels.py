@@ -183,9 +183,6 @@ def rule_gradients_hopper(
     _fetch_tokens(ks, place, rows, K_STRIDE, K, KEY_ROWS)
     async_copy.commit_group()
 
-    next_slot = (gl.minimum(program + 1 // GROUP * step, items - 1) // KEY_HEADS).to(gl.int64)
-    next_at = gl.load(places + next_slot * 4)
-    next_rows = gl.load(places + next_slot * 4 + 1)
     no_keys = gl.zeros([CHUNK, K], gl.float32, KEYS)
     nothing = gl.zeros([CHUNK, CHUNK], gl.float32, SQUARE)
     d_queries = no_keys
@@ -212,26 +209,25 @@ def rule_gradients_hopper(
         next_lane = (next_item * GROUP + (index + 1) % GROUP).to(gl.int64)
         next_head = (next_item % KEY_HEADS * GROUP + (index + 1) % GROUP).to(gl.int64)
 
+        next_slot = (gl.minimum(next_item, items - 1) // KEY_HEADS).to(gl.int64)
+        next_at = gl.load(places + next_slot * 4)
+        next_rows = gl.load(places + next_slot * 4 + 1)
         async_copy.wait_group(3)
         fence_async_shared()
         _barrier()
         do_new = warpgroup_mma(dos.index(stage), news.index(stage), nothing, use_acc=False, is_async=True)
         Y_new = warpgroup_mma(Ys.permute((1, 0)), news.index(stage), nothing, use_acc=False, is_async=True)
-        if more:
-            place = do + next_at.to(gl.int64) * DO_STRIDE + next_head * DO_HEAD
-            _fetch_tokens(dos.index(1 - stage), place, next_rows, DO_STRIDE, V, VALUE_ROWS)
-            _fetch_tile(news.index(1 - stage), new + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
-        async_copy.commit_group()
-        after_item = program + ((index + 2) // GROUP) * step
-        after_slot = (gl.minimum(after_item, items - 1) // KEY_HEADS).to(gl.int64)
-        after_at = gl.load(places + after_slot * 4)
-        after_rows = gl.load(places + after_slot * 4 + 1)
         strength = strengths.index(stage).load(gl.SliceLayout(1, VALUES))
         turned = Ys.permute((1, 0)).load(VALUES).to(gl.float32)
         values = vs.load(VALUES).to(gl.float32)
         _barrier()
         vs.store((turned * strength[:, None]).to(kind))
         of_values.store(_halves(turned * values, V))
+        if more:
+            place = do + next_at.to(gl.int64) * DO_STRIDE + next_head * DO_HEAD
+            _fetch_tokens(dos.index(1 - stage), place, next_rows, DO_STRIDE, V, VALUE_ROWS)
+            _fetch_tile(news.index(1 - stage), new + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
+        async_copy.commit_group()
         async_copy.wait_group(3)
         fence_async_shared()
         _barrier()
@@ -239,7 +235,7 @@ def rule_gradients_hopper(
 
         do_S = warpgroup_mma(dos.index(stage), Ss, no_keys, use_acc=False, is_async=True)
         _store_tokens(dv + (at.to(gl.int64) * HEADS + head) * V, vs, rows, HEADS * V, V, VALUE_ROWS)
-        i = gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE))[:, None]
+        i = (gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE)) + zero)[:, None]
         j = gl.arange(0, CHUNK, gl.SliceLayout(0, SQUARE))[None, :]
         G = sums.index(stage).load(gl.SliceLayout(1, SQUARE))
         G_column = sums.index(stage).load(gl.SliceLayout(0, SQUARE))
@@ -344,8 +340,6 @@ def rule_gradients_hopper(
         async_copy.commit_group()
         at = next_at
         rows = next_rows
-        next_at = after_at
-        next_rows = after_rows
     async_copy.wait_group(0)
 
 
