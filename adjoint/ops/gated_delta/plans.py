@@ -237,8 +237,8 @@ def _on_kernels(
 _CHUNKED = _on_kernels("triton.chunked", "rule_walk", "rule_forward", refuse, _kernel_guarantee)
 
 
-def _refuse_hopper(problem: Problem) -> str:
-    """Why the walk in Gluon cannot serve a problem."""
+def _refuse_other_than_hopper(problem: Problem) -> str:
+    """Why kernels in Gluon cannot serve a problem, whatever its sizes."""
     shape = Shape.of(problem)
     if problem.device.type != "cuda" or torch.version.hip is not None:
         return "is for NVIDIA's Hopper"
@@ -246,6 +246,14 @@ def _refuse_hopper(problem: Problem) -> str:
         return f"is for Hopper (sm_90), this is {torch.cuda.get_device_name(problem.device)}"
     if shape.element not in (torch.bfloat16, torch.float16):
         return f"takes 16-bit types, this is {shape.element}"
+    return ""
+
+
+def _refuse_hopper(problem: Problem) -> str:
+    """Why the walk in Gluon cannot serve a problem."""
+    shape = Shape.of(problem)
+    if refusal := _refuse_other_than_hopper(problem):
+        return refusal
     if shape.K not in (64, 128) or shape.V % 64 or not shape.V:
         return f"takes K of 64 or 128 and V of a multiple of 64, these are {shape.K} and {shape.V}"
     return refuse(problem)
@@ -283,7 +291,37 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     }
 
 
+_ALL_OF_TOKENS = eager.NEED_Q | eager.NEED_K | eager.NEED_V | eager.NEED_G | eager.NEED_BETA
+
+
+def _refuse_fused_backward(problem: Problem) -> str:
+    """Why the kernel of all gradients in Gluon cannot serve a problem."""
+    shape = Shape.of(problem)
+    if refusal := _refuse_other_than_hopper(problem):
+        return refusal
+    if shape.K not in (64, 128) or shape.V not in (64, 128):
+        return f"takes K and V of 64 or 128, these are {shape.K} and {shape.V}"
+    if problem.options[2] & _ALL_OF_TOKENS != _ALL_OF_TOKENS:
+        return "computes the gradients of q, k, v, g and beta together, and not all are wanted"
+    if not problem.sizes[9]:
+        return "takes a gradient of the outputs, and there is none"
+    return refuse(problem)
+
+
+_FUSED_BACKWARD = _on_kernels(
+    "gluon.fused",
+    "rule_gradients_hopper",
+    "rule_backward",
+    _refuse_fused_backward,
+    _kernel_backward_guarantee,
+    fused=True,
+)
+
 _CHUNKED_BACKWARD = _on_kernels("triton.chunked", "rule_walk_back", "rule_backward", refuse, _kernel_backward_guarantee)
 
 RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
-RULE_BACKWARD = (_CHUNKED_BACKWARD, eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks))
+RULE_BACKWARD = (
+    _FUSED_BACKWARD,
+    _CHUNKED_BACKWARD,
+    eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks),
+)

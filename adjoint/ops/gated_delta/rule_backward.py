@@ -2,6 +2,8 @@
 
 table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients →
 gate_gradients
+
+On Hopper (`fused`), one kernel has the place of the last three.
 """
 
 from typing import Any
@@ -33,7 +35,7 @@ _OF_KEYS = NEED_Q | NEED_K | NEED_G | NEED_BETA
 _OF_TOKENS = _OF_KEYS | NEED_V
 
 
-def regions(problem: Problem) -> Regions:
+def regions(problem: Problem, fused: bool = False) -> Regions:
     """The workspace of a backward."""
     shape = Shape.of(problem)
     if shape.is_empty:
@@ -43,17 +45,18 @@ def regions(problem: Problem) -> Regions:
     held = copies(problem, {"q": keys, "k": keys, "v": values, "do": values})
     if normalize:
         held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
-    held |= backward_launch.regions(shape, backward_launch.tuning(shape), need, normalize)
+    held |= backward_launch.regions(shape, backward_launch.tuning(shape), need, normalize, fused)
     return Regions(
         **table_regions(shape, segments=True), **chunk_regions(shape, backward_launch.forward_tuning(shape)), **held
     )
 
 
-def keys(problem: Problem) -> list[tuple[Any, ...]]:
+def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     """Every kernel a backward may launch."""
     shape = Shape.of(problem)
     _, normalize, need = problem.options
     initial, final, upstream = (bool(given) for given in problem.sizes[7:])
+    apart = 0 if fused else need
     listed: list[tuple[Any, ...]] = []
     for size in (CHUNK, SEGMENT):
         listed += [("bounds", False, size), ("places", size)]
@@ -62,11 +65,15 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, aligned))
         listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
-        if need & _OF_TOKENS:
+        if fused:
+            from adjoint.ops.gated_delta.rule_gradients_hopper import natural
+
+            listed.append(("gradients_hopper", natural(shape), normalize, aligned))
+        if apart & _OF_TOKENS:
             listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
-        if need & _OF_KEYS:
+        if apart & _OF_KEYS:
             listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
-    if need & (NEED_G | NEED_BETA):
+    if apart & (NEED_G | NEED_BETA):
         listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
         listed.append(("unnormalize",))
@@ -76,21 +83,27 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     return listed
 
 
-def prepare(plan: Plan) -> None:
+def prepare(plan: Plan, fused: bool = False) -> None:
     """Compiles every kernel the plan may launch."""
     status_word(plan.problem.device)
     shape = Shape.of(plan.problem)
     if shape.is_empty:
         return
     launches = Launches(shape, plan.problem.device, memo=plan.memo)
-    for key in keys(plan.problem):
+    for key in keys(plan.problem, fused):
         launches.prepare(key)
 
 
-def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+def run(
+    plan: Plan,
+    arguments: tuple[Any, ...],
+    outputs: tuple[Tensor, ...],
+    workspace: Tensor | None,
+    fused: bool = False,
+) -> None:
     """The gradients that `need` asks for."""
     q, k, v, g, beta, do, dfinal_state, initial_state, cu_seqlens, saved, scale, normalize, need = arguments
-    shape, held = Shape.of(plan.problem), regions(plan.problem)
+    shape, held = Shape.of(plan.problem), regions(plan.problem, fused)
     if shape.is_empty:
         _leave(outputs, dfinal_state, need)
         return
@@ -131,13 +144,21 @@ def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], wor
     # Neither needs the other, and going back leaves most of the card idle where sequences are few.
     side_by_side(plan.problem.device, forward_again, back, shape.is_large)
     dq, dk, dv, dg, dbeta, _ = outputs
-    if need & _OF_TOKENS:
+    if fused:
+        from adjoint.ops.gated_delta import rule_gradients_hopper
+
+        assert upstream is not None
+        rule_gradients_hopper.gradients(
+            launches, memory, queries, keys, values, upstream, outputs[:5], scale, normalize
+        )  # fmt: skip
+    apart = 0 if fused else need
+    if apart & _OF_TOKENS:
         backward_launch.matrices(launches, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)
-    if need & _OF_KEYS:
+    if apart & _OF_KEYS:
         backward_launch.gradients(
             launches, memory, queries, keys, upstream, dq, dk, scale, normalize, need & _OF_KEYS
         )  # fmt: skip
-    if need & (NEED_G | NEED_BETA):
+    if apart & (NEED_G | NEED_BETA):
         backward_launch.gate_gradients(
             launches, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA)
         )  # fmt: skip

@@ -10,6 +10,15 @@ from adjoint.core.problem import Problem
 _LAYERS = ((torch.bfloat16, 128, 128), (torch.bfloat16, 256, 256), (torch.float16, 128, 64), (torch.float32, 256, 256))
 """Element type, K and V; the first also without alignment, and each with normalised q and k or without."""
 
+_HOPPER = (
+    (torch.bfloat16, 16, 128, 128, False, True),
+    (torch.bfloat16, 16, 128, 128, False, False),
+    (torch.bfloat16, 8, 64, 128, True, True),
+    (torch.float16, 32, 128, 64, True, True),
+    (torch.float16, 16, 64, 64, False, True),
+)
+"""Element type, key heads of 32 value heads, K, V, whether q and k are normalised, and whether results are aligned."""
+
 _EVERYTHING = 63
 
 
@@ -37,3 +46,18 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
             if described not in listed:
                 listed.add(described)
                 yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described
+    if target == "sm_90":
+        yield from _for_hopper()
+
+
+def _for_hopper() -> Iterator[tuple[str, Variant]]:
+    """The kernel of all gradients in Gluon."""
+    from adjoint.ops.gated_delta.rule_backward_launch import forward_tuning, tuning, variant
+    from adjoint.ops.gated_delta.rule_gradients_hopper import natural
+    from adjoint.ops.gated_delta.rule_shape import Shape
+
+    for dtype, key_heads, K, V, normalize, aligned in _HOPPER:
+        shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, key_heads, 32, K, V)
+        key = ("gradients_hopper", natural(shape), normalize, aligned)
+        described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
+        yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described

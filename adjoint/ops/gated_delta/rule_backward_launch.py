@@ -21,7 +21,7 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 APART, INLINE = 2, 1
 """How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
 
-KERNELS = ("turn", "walk_back", "matrices", "gradients", "gate_gradients", "unnormalize")
+KERNELS = ("turn", "walk_back", "matrices", "gradients", "gradients_hopper", "gate_gradients", "unnormalize")
 """Those of the backward alone, as keys name them."""
 
 _UNNORMALIZED_ROWS = 16
@@ -87,19 +87,22 @@ def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
     return key_blocks(shape, tuned or tuning(shape)) > 1
 
 
-def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
+def regions(
+    shape: Shape, tuned: Tuning, need: int, normalize: bool = False, fused: bool = False
+) -> dict[str, tuple[torch.dtype, int]]:
     """The workspace besides the forward's.
 
     Y and local [chunks, H, V, 64], scaled [chunks, H, 64, V], dstates [chunks, H, V, K], W [chunks, H, 64, K], M,
     M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where
-    rows are cut, the gradients of what was normalised, in float32.
+    rows are cut, the gradients of what was normalised, in float32. `fused` is the kernel that keeps all between Y and
+    the gradients to itself.
     """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
-    if need & (NEED_Q | NEED_K):
+    if need & (NEED_Q | NEED_K) and not fused:
         held |= {name: (shape.element, lanes * CHUNK * CHUNK) for name in ("M", "M_turned", "E")}
-    if need & (NEED_G | NEED_BETA):
+    if need & (NEED_G | NEED_BETA) and not fused:
         blocks = key_blocks(shape, tuned)
         held["parts"] = (torch.float32, lanes * blocks * PARTS * CHUNK)
         held["kept"] = (torch.float32, lanes * blocks)
@@ -171,6 +174,10 @@ def describe(
 def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Variant:
     """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
     name, *options = key
+    if name == "gradients_hopper":
+        from adjoint.ops.gated_delta import rule_gradients_hopper
+
+        return rule_gradients_hopper.variant(shape, key[1:])
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),
