@@ -4,7 +4,8 @@ for up to 16 tokens of each row, from a state of its own. The adjoint, out of pl
 token by token: see `eager_step.py`. Saves its inputs. In place is another operator, without an adjoint.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,20 +27,43 @@ MAX_TOKENS = 16
 """Tokens of a row a step takes."""
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-    all_states: bool,
-    checking: bool,
-) -> None:
-    metadata.require_tokens(_OP, q, k, v, g, beta)
+class _Given(NamedTuple):
+    """The arguments of the operators, in place or not, in the order of their schemas."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    state_indices: Tensor | None
+    scale: float
+    normalize_qk: bool
+    all_states: bool
+    checking: bool
+
+
+class _Upstream(NamedTuple):
+    """Those of the adjoint; `need` has a bit for each gradient that is wanted."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    do: Tensor | None
+    dstate: Tensor | None
+    state_indices: Tensor | None
+    scale: float
+    normalize_qk: bool
+    all_states: bool
+    need: int
+
+
+def _check_inputs(given: _Given | _Upstream) -> None:
+    q, v, state, state_indices = given.q, given.v, given.state, given.state_indices
+    metadata.require_tokens(_OP, *given[:5])
     if not 1 <= q.shape[1] <= MAX_TOKENS:
         raise ArgumentError(
             f"{_OP}: takes 1 to {MAX_TOKENS} tokens of each row, got {q.shape[1]}: tokens go one after the other here; "
@@ -66,61 +90,69 @@ def _check(
         metadata.require_shape(_OP, "state_indices", state_indices, (q.shape[0],), "one for each row")
 
 
+def _check(*arguments: Any) -> None:
+    _check_inputs(_Given(*arguments))
+
+
 def _check_in_place(*arguments: Any) -> None:
-    _check(*arguments)
-    state = arguments[5]
-    if overlaps_itself(state):
+    given = _Given(*arguments)
+    _check_inputs(given)
+    if overlaps_itself(given.state):
         raise ArgumentError(
             f"{_OP}: state, which in_place=True overwrites, has elements that share memory: shape "
-            f"{tuple(state.shape)}, strides {state.stride()}; give it memory of its own, as by clone()"
+            f"{tuple(given.state.shape)}, strides {given.state.stride()}; give it memory of its own, as by clone()"
         )
 
 
-def _check_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    do: Tensor | None,
-    dstate: Tensor | None,
-    state_indices: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-    all_states: bool,
-    need: int,
-) -> None:
-    _check(q, k, v, g, beta, state, state_indices, scale, normalize_qk, all_states, False)
-    if do is not None:
-        metadata.require_same(_OP, "do", do, "v", v)
-        metadata.require_shape(_OP, "do", do, tuple(v.shape), "that of v")
-    if dstate is not None:
-        metadata.require_same(_OP, "dstate", dstate, "state", state)
-        metadata.require_shape(_OP, "dstate", dstate, _states_shape(q, v, all_states), "that of the new states")
+def _check_backward(*arguments: Any) -> None:
+    given = _Upstream(*arguments)
+    _check_inputs(given)
+    if given.do is not None:
+        metadata.require_same(_OP, "do", given.do, "v", given.v)
+        metadata.require_shape(_OP, "do", given.do, tuple(given.v.shape), "that of v")
+    if given.dstate is not None:
+        metadata.require_same(_OP, "dstate", given.dstate, "state", given.state)
+        metadata.require_shape(_OP, "dstate", given.dstate, _states_shape(given), "that of the new states")
 
 
-def _states_shape(q: Tensor, v: Tensor, all_states: bool) -> tuple[int, ...]:
-    one = (v.shape[2], q.shape[3], v.shape[3])
-    return (q.shape[0], q.shape[1], *one) if all_states else (q.shape[0], *one)
+def _states_shape(given: _Given | _Upstream) -> tuple[int, ...]:
+    q, v = given.q, given.v
+    rows = q.shape[:2] if given.all_states else q.shape[:1]
+    return (*rows, v.shape[2], q.shape[3], v.shape[3])
 
 
-def _describe(
-    op: str,
-    q: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    options: tuple[Any, ...],
-    sizes: tuple[int, ...] = (),
-) -> Problem:
+def _problem(op: str, given: _Given | _Upstream, options: tuple[Any, ...], sizes: tuple[int, ...] = ()) -> Problem:
     """`sizes`, beside those of heads, are what the adjoint's workspace depends on."""
-    kinds: tuple[torch.dtype, ...] = (q.dtype, g.dtype, beta.dtype, state.dtype)
-    if state_indices is not None:
-        kinds = (*kinds, state_indices.dtype)
-    return Problem(op, q.device, kinds, sizes=(q.shape[3], v.shape[3], *sizes), options=options)
+    kinds: tuple[torch.dtype, ...] = (given.q.dtype, given.g.dtype, given.beta.dtype, given.state.dtype)
+    if given.state_indices is not None:
+        kinds = (*kinds, given.state_indices.dtype)
+    return Problem(op, given.q.device, kinds, sizes=(given.q.shape[3], given.v.shape[3], *sizes), options=options)
+
+
+def _describe(op: str) -> Callable[..., Problem]:
+    return lambda *arguments: _problem(op, _Given(*arguments), arguments[7:])
+
+
+def _describe_backward(*arguments: Any) -> Problem:
+    return _problem(f"{_OP}_backward", _Upstream(*arguments), arguments[9:], tuple(arguments[2].shape[:3]))
+
+
+def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
+    given = _Given(*arguments)
+    return given.v.new_empty(given.v.shape), given.state.new_empty(_states_shape(given))
+
+
+def _allocate_in_place(*arguments: Any) -> tuple[Tensor, ...]:
+    given = _Given(*arguments)
+    return given.v.new_empty(given.v.shape), given.state.new_empty(_states_shape(given) if given.all_states else (0,))
+
+
+def _allocate_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    given = _Upstream(*arguments)
+    return tuple(
+        given.q.new_empty(x.shape if given.need >> bit & 1 else (0,), dtype=x.dtype)
+        for bit, x in enumerate(arguments[:6])
+    )
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
@@ -132,11 +164,8 @@ _step = define(
     outputs=("o", "new_state"),
     tensors=("q", "k", "v", "g", "beta", "state", "state_indices"),
     check=_check,
-    allocate=lambda q, k, v, g, beta, state, indices, scale, normalize, all_states, checking: (
-        v.new_empty(v.shape),
-        state.new_empty(_states_shape(q, v, all_states)),
-    ),
-    describe=lambda q, k, v, g, beta, state, indices, *options: _describe(_OP, q, v, g, beta, state, indices, options),
+    allocate=_allocate,
+    describe=_describe(_OP),
     candidates=lambda: step_plans.STEP,
 )
 _step_in_place = define(
@@ -147,13 +176,8 @@ _step_in_place = define(
     outputs=("o", "states"),
     tensors=("q", "k", "v", "g", "beta", "state", "state_indices"),
     check=_check_in_place,
-    allocate=lambda q, k, v, g, beta, state, indices, scale, normalize, all_states, checking: (
-        v.new_empty(v.shape),
-        state.new_empty(_states_shape(q, v, True) if all_states else (0,)),
-    ),
-    describe=lambda q, k, v, g, beta, state, indices, *options: _describe(
-        f"{_OP}_in_place", q, v, g, beta, state, indices, options
-    ),
+    allocate=_allocate_in_place,
+    describe=_describe(f"{_OP}_in_place"),
     candidates=lambda: step_plans.STEP_IN_PLACE,
 )
 _step_backward = define(
@@ -164,39 +188,21 @@ _step_backward = define(
     outputs=("dq", "dk", "dv", "dg", "dbeta", "dstate"),
     tensors=("q", "k", "v", "g", "beta", "state", "do", "dstate", "state_indices"),
     check=_check_backward,
-    allocate=lambda q, k, v, g, beta, state, do, dstate, indices, scale, normalize, all_states, need: tuple(
-        q.new_empty(x.shape if need >> bit & 1 else (0,), dtype=x.dtype)
-        for bit, x in enumerate((q, k, v, g, beta, state))
-    ),
-    describe=lambda q, k, v, g, beta, state, do, dstate, indices, *options: _describe(
-        f"{_OP}_backward", q, v, g, beta, state, indices, options, (*v.shape[:3],)
-    ),
+    allocate=_allocate_backward,
+    describe=_describe_backward,
     candidates=lambda: step_plans.STEP_BACKWARD,
 )
 
 
 class _GatedDeltaStep(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        state_indices: Tensor | None,
-        scale: float,
-        normalize_qk: bool,
-        all_states: bool,
-        checking: bool,
-        preference: str,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Of the operator's arguments and the preference."""
+        given = _Given(*arguments[:-1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, beta, state, state_indices)
-        ctx.options, ctx.preference = (scale, normalize_qk, all_states), preference
-        options = (scale, normalize_qk, all_states, checking)
-        return _step(q, k, v, g, beta, state, state_indices, *options, preference)  # type: ignore[no-any-return]
+        ctx.save_for_backward(*given[:7])
+        ctx.options, ctx.preference = (given.scale, given.normalize_qk, given.all_states), arguments[-1]
+        return _step(*arguments)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
