@@ -65,14 +65,14 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, aligned))
         listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
-        if fused:
-            from adjoint.ops.gated_delta.rule_gradients_hopper import natural
-
-            listed.append(("gradients_hopper", natural(shape), normalize, aligned))
         if apart & _OF_TOKENS:
             listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
         if apart & _OF_KEYS:
             listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
+    if fused:
+        from adjoint.ops.gated_delta.rule_gradients_hopper import natural
+
+        listed.append(("gradients_hopper", natural(shape), normalize))
     if apart & (NEED_G | NEED_BETA):
         listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):

@@ -11,13 +11,13 @@ _LAYERS = ((torch.bfloat16, 128, 128), (torch.bfloat16, 256, 256), (torch.float1
 """Element type, K and V; the first also without alignment, and each with normalised q and k or without."""
 
 _HOPPER = (
-    (torch.bfloat16, 16, 128, 128, False, True),
-    (torch.bfloat16, 16, 128, 128, False, False),
-    (torch.bfloat16, 8, 64, 128, True, True),
-    (torch.float16, 32, 128, 64, True, True),
-    (torch.float16, 16, 64, 64, False, True),
+    (torch.bfloat16, 16, 128, 128, False),
+    (torch.bfloat16, 16, 128, 128, True),
+    (torch.bfloat16, 8, 64, 128, True),
+    (torch.float16, 32, 128, 64, True),
+    (torch.float16, 16, 64, 64, False),
 )
-"""Element type, key heads of 32 value heads, K, V, whether q and k are normalised, and whether results are aligned."""
+"""Element type, key heads of 32 value heads, K, V, and whether q and k are normalised."""
 
 _EVERYTHING = 63
 
@@ -56,8 +56,8 @@ def _for_hopper() -> Iterator[tuple[str, Variant]]:
     from adjoint.ops.gated_delta.rule_gradients_hopper import natural
     from adjoint.ops.gated_delta.rule_shape import Shape
 
-    for dtype, key_heads, K, V, normalize, aligned in _HOPPER:
+    for dtype, key_heads, K, V, normalize in _HOPPER:
         shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, key_heads, 32, K, V)
-        key = ("gradients_hopper", natural(shape), normalize, aligned)
+        key = ("gradients_hopper", natural(shape), normalize)
         described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
         yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described

@@ -13,12 +13,11 @@ from adjoint.ops.gated_delta.rule_launch import Launches, is_aligned
 from adjoint.ops.gated_delta.rule_shape import Shape, Walkable
 
 _ELEMENTS = frozenset(("q", "k", "v", "do", "states", "dstates", "new", "Y", "dq", "dk", "dv"))
-_RESULTS = frozenset(("dq", "dk", "dv"))
 
 
 def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
     """The kernel for strides and options; strides are constants, so that an address is a sum with a constant."""
-    strides, normalize, aligned = key
+    strides, normalize = key
     kernel = registered()["rule_gradients_hopper"]
     types = {}
     for name in kernel.parameters:
@@ -46,7 +45,7 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
         "V": shape.V,
         "NORMALIZED": normalize,
     }
-    promised = [name for name in types if name == "gates" or (name in _ELEMENTS and (aligned or name not in _RESULTS))]
+    promised = [name for name in types if name == "gates" or name in _ELEMENTS]
     return kernel.variant(types, constants, promised, num_warps=8, num_stages=1)
 
 
@@ -79,12 +78,17 @@ def gradients(
     scale: float,
     normalize: bool,
 ) -> None:
-    """dq, dk, dv, dg and dβ, into `results`."""
+    """dq, dk, dv, dg and dβ, into `results`; where a caller's begin at no multiple of 16 bytes, by way of others."""
+    # Stores of less than 16 bytes have no registers left.
+    given = [out if is_aligned(out) else torch.empty_like(out) for out in results[:3]] + list(results[3:])
     shape, absent = launch.shape, memory["gates"]  # stands for a pointer that no variant reads
     items = shape.chunks * shape.key_heads
     launch(
-        ("gradients_hopper", _strides(shape, q, k, v, do), normalize, is_aligned(*results[:3])),
+        ("gradients_hopper", _strides(shape, q, k, v, do), normalize),
         min(items, programs(launch.device)), q.start, k.start, v.start, do.start, memory["gates"], memory["places"],
-        *(memory[name] for name in ("states", "dstates", "new", "Y")), *results,
+        *(memory[name] for name in ("states", "dstates", "new", "Y")), *given,
         *(memory.get(name, absent) for name in ("q_factors", "k_factors")), items, scale,
     )  # fmt: skip
+    for out, found in zip(results, given, strict=True):
+        if found is not out:
+            out.copy_(found)

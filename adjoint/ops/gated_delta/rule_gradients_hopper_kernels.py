@@ -1,12 +1,17 @@
-"""The gradients of the gated delta rule for Hopper, in Gluon: all that `rule_matrices` and `rule_gradients` compute.
+"""The gradients of the gated delta rule's tokens for Hopper, in Gluon: `rule_matrices`, `rule_gradients` and
+`rule_gate_gradients` in one, because together they move more than twice the bytes.
 
-Two warpgroups work through chunks and key heads, and for each through the value heads of its group, whose dq and dk
-they add up in registers. A value head's tiles do, v', Y, v, S and dS⁺ are read once, into shared memory, while those
-before are worked on: each as soon as its place is free. Three batches of products, what is beside them in brackets:
+Two warpgroups, each with half the columns of every product, work through chunks and key heads, and for each through
+the value heads of its group, whose dq and dk they add up in registers. A value head's tiles do, v', Y, v, S and dS⁺ are
+read once, into shared memory, while the head before is worked on: each as soon as its place is free. Products, and what
+is done beside them:
 
-    do v'ᵀ, Y v'ᵀ                        (dv, rows of Y ⊙ v)
-    do Sᵀ, Y Sᵀ                          (M and E, rounded into shared memory; ⟨S, dS⁺⟩)
-    q kᵀ, k kᵀ, M k, Mᵀ q, E k, Eᵀ k, v' dS⁺ᵀ    (what M and E send through the decays, by rows and columns)
+    do v'ᵀ, Y v'ᵀ                                dv, the rows of Y ⊙ v
+    do Sᵀ                                        M and E, rounded, into shared memory
+    Y Sᵀ                                         dq takes do Sᵀ
+    q kᵀ, k kᵀ, v' dS⁺ᵀ, M k, Mᵀ q, E k, Eᵀ k    dk takes Y Sᵀ; rows and columns of Z; ⟨S, dS⁺⟩
+
+Registers are what is scarce: spilling 400 bytes a thread made it take 1.4 times as long.
 """
 
 from triton.experimental import gluon
@@ -17,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from adjoint.core import kernels
 from adjoint.core.kernels import Budget
 
+# After a product that a group of warps waited for, the other may still read its tiles: a barrier before they change.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name before Triton 3.7
 
 
@@ -87,21 +93,22 @@ def rule_gradients_hopper(
     K_HEAD: gl.constexpr, V_STRIDE: gl.constexpr, V_HEAD: gl.constexpr, DO_STRIDE: gl.constexpr,
     DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NORMALIZED: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv and what dg and dβ are made of, for 16-bit types, K and V of 64 or 128.
+    """dq, dk, dv, dg and dβ, for 16-bit types, K and V of 64 or 128.
 
-        M = scale·(do v'ᵀ) ⊙ D,  E = β ⊙ N,  N = −(Y v'ᵀ) ⊙ D°
+        M = scale·(do v'ᵀ) ⊙ D,  E = β ⊙ N,  N = −(Y v'ᵀ) ⊙ D°,  Z = E ⊙ k kᵀ + M ⊙ q kᵀ, below its diagonal
         dq = Σ over value heads of scale·e^G ⊙ (do Sᵀ) + M k
         dk = Σ over value heads of Mᵀ q + E k + Eᵀ k − β e^G ⊙ (Y Sᵀ) + e^{Γ−G} ⊙ (v' dS⁺ᵀ)
         dv = β ⊙ Y
+        dβ = rows of Y ⊙ v + N ⊙ k kᵀ − k ⊙ (e^G Y Sᵀ), summed
+        dg = e^Γ ⟨S, dS⁺⟩ + Σ_{s ≥ t} of the rows of q ⊙ (scale e^G do Sᵀ) − β k ⊙ (e^G Y Sᵀ), summed
+             + Σ_{s < t} of the rows of k ⊙ (e^{Γ−G} v' dS⁺ᵀ), summed, and of column s of Z less row s, summed
 
-    dβ_t = rows of Y ⊙ v + N ⊙ k kᵀ − k ⊙ (e^G Y Sᵀ), summed
-        dg_t = e^Γ ⟨S, dS⁺⟩ + Σ_{s ≥ t} (rows of q ⊙ (scale e^G do Sᵀ) − β k ⊙ (e^G Y Sᵀ), summed)
-               + Σ_{s < t} (rows of k ⊙ (e^{Γ−G} v' dS⁺ᵀ), summed, + the sum of column s of Z − that of its row)
+    What Z has in the last sum is what passes a token, Σ of Z_ij over i ≥ t > j: here a running sum in float32, whose
+    terms may cancel, each rounded to 2^-24 of the sum; `_passing` has none that do, of Z in two 16-bit parts.
 
-    With Z = E ⊙ k kᵀ + M ⊙ q kᵀ below the diagonal, what the last sum has of it is what passes t: Z_ij, i ≥ t > j. Each
-    warp leaves its part of these sums in shared memory.
-
-    `items` are chunks times key heads. Programs share them out evenly; which has which changes no bit.
+    Sums over rows are of two halves, one a warpgroup's, and those over columns of four parts, each a warp's; they are
+    left in shared memory until all are there. `items` are chunks times key heads. Programs share them out evenly; which
+    has which changes no bit.
     """
     CHUNK: gl.constexpr = 64
     HEADS: gl.constexpr = KEY_HEADS * GROUP
@@ -161,9 +168,10 @@ def rule_gradients_hopper(
     at = gl.load(places + slot * 4)
     rows = gl.load(places + slot * 4 + 1)
     lane = item.to(gl.int64) * GROUP
-    head = (item % KEY_HEADS).to(gl.int64) * GROUP
-
     key_head = (item % KEY_HEADS).to(gl.int64)
+    head = key_head * GROUP
+
+    # Five groups of copies for every value head, in the order they are waited for.
     place = do + at.to(gl.int64) * DO_STRIDE + head * DO_HEAD
     _fetch_tokens(dos.index(0), place, rows, DO_STRIDE, V, VALUE_ROWS)
     _fetch_tile(news.index(0), new + lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
@@ -208,11 +216,11 @@ def rule_gradients_hopper(
         head = (item % KEY_HEADS * GROUP + index % GROUP).to(gl.int64)
         next_lane = (next_item * GROUP + (index + 1) % GROUP).to(gl.int64)
         next_head = (next_item % KEY_HEADS * GROUP + (index + 1) % GROUP).to(gl.int64)
-
+        # Used well after it is loaded.
         next_slot = (gl.minimum(next_item, items - 1) // KEY_HEADS).to(gl.int64)
         next_at = gl.load(places + next_slot * 4)
         next_rows = gl.load(places + next_slot * 4 + 1)
-        async_copy.wait_group(3)
+        async_copy.wait_group(3)  # do, v', Y, v and the gates are there
         fence_async_shared()
         _barrier()
         do_new = warpgroup_mma(dos.index(stage), news.index(stage), nothing, use_acc=False, is_async=True)
@@ -228,7 +236,7 @@ def rule_gradients_hopper(
             _fetch_tokens(dos.index(1 - stage), place, next_rows, DO_STRIDE, V, VALUE_ROWS)
             _fetch_tile(news.index(1 - stage), new + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
         async_copy.commit_group()
-        async_copy.wait_group(3)
+        async_copy.wait_group(3)  # S
         fence_async_shared()
         _barrier()
         do_new, Y_new = warpgroup_mma_wait(0, deps=[do_new, Y_new])
@@ -250,7 +258,7 @@ def rule_gradients_hopper(
         do_S = warpgroup_mma_wait(0, deps=[do_S])
 
         Y_S = warpgroup_mma(Ys.permute((1, 0)), Ss, no_keys, use_acc=False, is_async=True)
-        async_copy.wait_group(1)
+        async_copy.wait_group(1)  # dS⁺, q and k
         fence_async_shared()
         _barrier()
         d_queries = gl.fma(do_S, gl.expand_dims(from_start * scale, 1), d_queries)
