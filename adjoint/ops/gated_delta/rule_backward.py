@@ -57,7 +57,7 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     listed: list[tuple[Any, ...]] = []
     for size in (CHUNK, SEGMENT):
         listed += [("bounds", False, size), ("places", size)]
-    listed += [("gates", False), ("prepare",), ("turn", upstream)]
+    listed += [("gates", False), launch.prepare_key(shape, problem.device), ("turn", upstream)]
     listed += [("normalize", True)] * normalize
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, aligned))

@@ -54,7 +54,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     if fused:
         from adjoint.ops.gated_delta.rule_hopper import natural
     initial = bool(problem.sizes[7])
-    listed += [("places", CHUNK), ("gates", True), ("prepare",)]
+    listed += [("places", CHUNK), ("gates", True), launch.prepare_key(shape, problem.device)]
     if shape.may_split:
         listed += [("bounds", False, SEGMENT), ("places", SEGMENT), ("compose", initial)]
     for split in (False, True) if shape.may_split else (False,):

@@ -131,6 +131,10 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     if name == "prepare":
         deep = min(power(shape.K), 32 if shape.is_wide else 128)
         return describe("rule_prepare", shape, sizes | {"K_STEP": deep}, tuned.prepare_warps, 1, _ALIGNED)
+    if name == "prepare_hopper":
+        from adjoint.ops.gated_delta import rule_prepare_hopper_kernels as _  # noqa: F401  (registers it)
+
+        return describe("rule_prepare_hopper", shape, sizes | {"HEADS": shape.heads}, 4, 1, _ALIGNED)
     if name == "scores":
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT}
@@ -162,6 +166,23 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 def takes_from_shared(device: torch.device) -> bool:
     """Whether matrix products of a GPU take operands from shared memory; the interpreter knows neither."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels in Gluon for Hopper run on a device."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def prepare_key(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+    """The kernel that inverts the matrices of chunks: in Gluon for pairs of value heads, on Hopper."""
+    fits = shape.element in (torch.bfloat16, torch.float16) and shape.K in (64, 128) and shape.heads % 2 == 0
+    return ("prepare_hopper",) if fits and is_hopper(device) else ("prepare",)
 
 
 class Launches:
@@ -235,10 +256,17 @@ def normalize(launch: Launches, x: Tensor, out: Any, factors: Any = None) -> Wal
 def prepare(launch: Launches, memory: Mapping[str, Any], k: Walkable) -> None:
     """T − I of every chunk and value head."""
     shape = launch.shape
-    launch(
-        ("prepare",), shape.chunks * shape.key_heads, k.start, memory["gates"], memory["places"], memory["T"],
-        shape.key_heads, k.token_stride, k.head_stride,
-    )  # fmt: skip
+    key = prepare_key(shape, launch.device)
+    if key == ("prepare",):
+        launch(
+            key, shape.chunks * shape.key_heads, k.start, memory["gates"], memory["places"], memory["T"],
+            shape.key_heads, k.token_stride, k.head_stride,
+        )  # fmt: skip
+    else:
+        launch(
+            key, shape.chunks * (shape.heads // 2), k.start, memory["gates"], memory["places"], memory["T"],
+            k.token_stride, k.head_stride,
+        )  # fmt: skip
 
 
 def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, parts: int = 1) -> None:
