@@ -16,7 +16,6 @@ from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_backward_launch as backward_launch
 from adjoint.ops.gated_delta import rule_launch as launch
 from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V
-from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from adjoint.ops.gated_delta.rule_backward_launch import Launches
 from adjoint.ops.gated_delta.rule_shape import (
     Shape,
@@ -54,10 +53,8 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     shape = Shape.of(problem)
     _, normalize, need = problem.options
     initial, final, upstream = (bool(given) for given in problem.sizes[7:])
-    listed: list[tuple[Any, ...]] = []
-    for size in (CHUNK, SEGMENT):
-        listed += [("bounds", False, size), ("places", size)]
-    listed += [("gates", False), launch.prepare_key(shape, problem.device), ("turn", upstream)]
+    listed = launch.table_keys(shape.ids is not None, False, (True,))
+    listed += [launch.prepare_key(shape), ("turn", upstream)]
     listed += [("normalize", True)] * normalize
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, aligned))
@@ -113,8 +110,7 @@ def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], wor
         initial_state = contiguous(initial_state, copy("initial_state"))
     if dfinal_state is not None:
         dfinal_state = contiguous(dfinal_state, copy("dfinal_state"))
-    launch.table(launches, memory, cu_seqlens, raises=False)
-    launch.gates(launches, memory, g, beta, raises=False)
+    launch.table_and_gates(launches, memory, cu_seqlens, g, beta, raises=False)
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
     upstream = None if do is None else tokens("do", do)
     launch.prepare(launches, memory, keys)

@@ -1,9 +1,9 @@
 """The inverse of each chunk's matrix for Hopper, in Gluon: what `rule_prepare` computes, two value heads a program.
 
-    k kᵀ                         one product of the warpgroup, in float32
-    Aᵀ = (β ⊙ k kᵀ ⊙ D°)ᵀ        of both heads, into shared memory
-    the inverses of size 32      by substitution, in float32: a warp for each of the four, a column a thread
-    −T₁ (A₁₀ T₀)                 between them, as products of 16-bit parts
+k kᵀ                         one product of the warpgroup, in float32
+Aᵀ = (β ⊙ k kᵀ ⊙ D°)ᵀ        of both heads, into shared memory
+the inverses of size 32      by substitution, in float32: a warp for each of the four, a column a thread
+−T₁ (A₁₀ T₀)                 between them, as products of 16-bit parts
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def _either(a, b):
 
 @gluon.jit
 def _split(x):
-    """A float32 in two bfloat16 parts; two numbers are rounded in one instruction, which x.to(...) does not give here."""
+    """A float32 in two bfloat16 parts. One instruction rounds two numbers, which x.to(...) does not give here."""
     high = gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -63,14 +63,15 @@ def _gram(keys, GRAM: gl.constexpr):
 
 @gluon.jit
 def _columns(gram, gates, i, j):
-    """Columns of −A, from k kᵀ: of the blocks on its diagonal, [block, column, row], and [., column, row] below them."""
+    """Columns of −A, from k kᵀ: [block, column, row] of the blocks on its diagonal, and of what is right of row 31."""
     past = i[None, :] > j[:, None]
     between = gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None]
     strength = -gl.load(gates + 128 + i)[None, :]
     A = gl.where(past, strength * (gram * _exp(between)), 0.0)
     first, second = gl.split(gl.permute(A.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
-    upper = gl.split(gl.permute((gl.zeros_like(A) + (j < 32)[:, None].to(gl.float32)).reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
-    return gl.where(upper[0] > 0, first, second), second
+    half = gl.zeros_like(A).to(gl.int1) | (j < 32)[:, None]
+    upper, _ = gl.split(gl.permute(half.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
+    return gl.where(upper, first, second), second
 
 
 @gluon.jit
@@ -214,6 +215,4 @@ def rule_prepare_hopper(
             gl.store(out + HALF, gl.zeros([HALF, HALF], kind, OUT))
 
 
-KERNELS = (
-    kernels.register(rule_prepare_hopper, budget=Budget(registers=255, shared_bytes=98304), targets=("sm_90",)),
-)
+KERNELS = (kernels.register(rule_prepare_hopper, budget=Budget(registers=255, shared_bytes=98304), targets=("sm_90",)),)
