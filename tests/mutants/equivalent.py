@@ -158,6 +158,23 @@ EQUIVALENT = {
     ),
     # gated_delta_rule
     ("rule_walk_back", "row < CHUNK -> row <= CHUNK (1)"): "a chunk has no row CHUNK: true of every row, as before",
+    ("rule_table", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
+    **{
+        ("_write_own_place", change): "whichever chunk writes it, it is one number"
+        for change in (
+            "tl.store(begins + rows, rows * time, is_last) -> tl.store(begins + rows, rows * time)",
+            "tl.store(firsts + rows, chunks, is_last) -> tl.store(firsts + rows, chunks)",
+            "tl.store(segment_firsts + rows, rows * each, is_last) -> tl.store(segment_firsts + rows, rows * each)",
+            "tl.store(place + 2, row, begins_segment) -> tl.store(place + 2, row)",
+            "tl.store(place + 3, number, begins_segment) -> tl.store(place + 3, number)",
+            "slot + 1 == chunks -> slot + 1 != chunks",
+            "slot + 1 -> slot + 2",
+        )
+    },
+    ("_write_own_place", "row * each + number -> row * each - number (2)"): "the first segment of a row has number 0",
+    ("rule_gates", "tl.program_id(0) % blocks == 0 -> tl.program_id(0) % blocks == 1"): (
+        "whichever block of heads writes it, the table is one"
+    ),
     # gated_delta_step
     ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",

@@ -116,11 +116,11 @@ def rule_table(
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(slots, SLOTS)
-    span = CHUNK + tl.zeros([], tl.int32)
+    span = tl.full([], CHUNK, tl.int32)
     out, out_firsts, out_slots = places, firsts, slots
     if SEGMENTS:  # noqa: SIM102  (a constant, and what only the GPU knows)
         if program >= blocks:
-            span = SEGMENT + tl.zeros([], tl.int32)
+            span = tl.full([], SEGMENT, tl.int32)
             out, out_firsts, out_slots = segment_places, segment_firsts, segment_slots
             program -= blocks
     slot = program * SLOTS + tl.arange(0, SLOTS)
@@ -158,42 +158,33 @@ def rule_table(
 
 
 @triton.jit
-def _own_place(
-    begins, firsts, places, segment_firsts, segment_places, slot, rows, time, writes,
+def _write_own_place(
+    begins, firsts, places, segment_firsts, segment_places, slot, first, count, row, index, rows, time,
     SEGMENTS: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """The first token of a chunk and the number of its tokens, where rows of `time` tokens are the sequences.
-
-    With `writes` the table of this chunk, of the row that begins with it and of the segment.
-    """
-    each = tl.cdiv(time, CHUNK)
-    row = slot // each
-    index = slot % each
-    first = row * time + index * CHUNK
-    count = tl.minimum(time - index * CHUNK, CHUNK)
+    """The table of a chunk, of the row and of the segment that begin with it, and after the last chunk of all rows."""
     place = places + slot.to(tl.int64) * 4
-    tl.store(place, first, writes)
-    tl.store(place + 1, count, writes)
-    tl.store(place + 2, row, writes)
-    tl.store(place + 3, index, writes)
-    begins_row = writes & (index == 0)
-    ends = writes & (slot == rows * each - 1)
-    tl.store(begins + row, first, begins_row)
-    tl.store(firsts + row, slot, begins_row)
-    tl.store(begins + rows, rows * time, ends)
-    tl.store(firsts + rows, rows * each, ends)
+    tl.store(place, first)
+    tl.store(place + 1, count)
+    tl.store(place + 2, row)
+    tl.store(place + 3, index)
+    tl.store(begins + row, first, index == 0)
+    tl.store(firsts + row, slot, index == 0)
+    chunks = rows * tl.cdiv(time, CHUNK)
+    is_last = slot + 1 == chunks
+    tl.store(begins + rows, rows * time, is_last)
+    tl.store(firsts + rows, chunks, is_last)
     if SEGMENTS:
-        segments = tl.cdiv(time, SEGMENT)
+        each = tl.cdiv(time, SEGMENT)
         number = index // (SEGMENT // CHUNK)
-        begins_segment = writes & (index % (SEGMENT // CHUNK) == 0)
-        place = segment_places + (row * segments + number).to(tl.int64) * 4
+        begins_segment = index % (SEGMENT // CHUNK) == 0
+        place = segment_places + (row * each + number).to(tl.int64) * 4
         tl.store(place, first, begins_segment)
         tl.store(place + 1, tl.minimum(time - index * CHUNK, SEGMENT), begins_segment)
         tl.store(place + 2, row, begins_segment)
         tl.store(place + 3, number, begins_segment)
-        tl.store(segment_firsts + row, row * segments, begins_row)
-        tl.store(segment_firsts + rows, rows * segments, ends)
-    return first, count
+        tl.store(segment_firsts + row, row * each + number, index == 0)
+        tl.store(segment_firsts + rows, rows * each, is_last)
 
 
 @triton.jit
@@ -212,10 +203,15 @@ def rule_gates(
     slot = tl.program_id(0) // blocks
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
     if TABLE:
-        first, count = _own_place(
-            begins, firsts, places, segment_firsts, segment_places, slot, rows, time, tl.program_id(0) % blocks == 0,
-            SEGMENTS, CHUNK, SEGMENT,
-        )  # fmt: skip
+        each = tl.cdiv(time, CHUNK)
+        row_of, index = slot // each, slot % each
+        first = row_of * time + index * CHUNK
+        count = tl.minimum(time - index * CHUNK, CHUNK)
+        if tl.program_id(0) % blocks == 0:
+            _write_own_place(
+                begins, firsts, places, segment_firsts, segment_places, slot, first, count, row_of, index, rows, time,
+                SEGMENTS, CHUNK, SEGMENT,
+            )  # fmt: skip
     else:
         count = tl.load(places + slot.to(tl.int64) * 4 + 1)
         if count == 0:
