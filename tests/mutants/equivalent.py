@@ -172,9 +172,6 @@ EQUIVALENT = {
         )
     },
     ("_write_own_place", "row * each + number -> row * each - number (2)"): "the first segment of a row has number 0",
-    ("rule_gates", "tl.program_id(0) % blocks == 0 -> tl.program_id(0) % blocks == 1"): (
-        "whichever block of heads writes it, the table is one"
-    ),
     # gated_delta_step
     ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",
