@@ -164,6 +164,20 @@ EQUIVALENT = {
     ("rule_compose", "V + V_BLOCK - 1 -> V + V_BLOCK - 2"): (
         "V is padded to a multiple of V_BLOCK, 16: rounding up changes nothing"
     ),
+    ("rule_table", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
+    **{
+        ("_write_own_place", change): "whichever chunk writes it, it is one number"
+        for change in (
+            "tl.store(begins + rows, rows * time, is_last) -> tl.store(begins + rows, rows * time)",
+            "tl.store(firsts + rows, chunks, is_last) -> tl.store(firsts + rows, chunks)",
+            "tl.store(segment_firsts + rows, rows * each, is_last) -> tl.store(segment_firsts + rows, rows * each)",
+            "tl.store(place + 2, row, begins_segment) -> tl.store(place + 2, row)",
+            "tl.store(place + 3, number, begins_segment) -> tl.store(place + 3, number)",
+            "slot + 1 == chunks -> slot + 1 != chunks",
+            "slot + 1 -> slot + 2",
+        )
+    },
+    ("_write_own_place", "row * each + number -> row * each - number (2)"): "the first segment of a row has number 0",
     # gated_delta.recompute_w_u
     ("gated_delta_bounds", "bounds + one -> bounds - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_bounds", "bounds + count + 1 + one -> bounds + count + 1 - one"): (

@@ -152,6 +152,38 @@ def wrong_walks() -> bool:
     return not all(map(torch.equal, apart.walk(), whole))
 
 
+def wrong_tables() -> bool:
+    """Whether what lies where is not what counting by hand gives: of rows, of few sequences, and of many."""
+    packed, two_blocks = (3, 3, 20, 310), (*range(128), 310)
+    of_few = ((310, 1, packed, 128), (310, 1, two_blocks, 128))
+    for time, rows, bounds, few in ((200, 3, None, 0), *of_few, (310, 1, packed, 0)):
+        rule_launch._FEW_SEQUENCES = few
+        x, g = torch.zeros(rows, time, 1, 16), at_the_edge(torch.zeros(rows, time, 1))
+        cu_seqlens = None if bounds is None else at_the_edge(torch.tensor(bounds), front=True)
+        named = {"q": x, "k": x, "v": x, "g": g, "beta": g}
+        shape = rule_shape.Shape.of(rule_shape.describe("rule", named, {}, cu_seqlens, ()))
+        regions = rule_shape.table_regions(shape, segments=True) | {"gates": (torch.float32, shape.chunks * 5 * 64)}
+        held = Regions(**regions)
+        memory = held.tensors(held.allocate(x.device).fill_(0xFF))
+        rule_launch.table_and_gates(rule_launch.Launches(shape, x.device), memory, cu_seqlens, g, g, raises=False)
+        begins = [row * time for row in range(rows + 1)] if bounds is None else list(bounds)
+        if memory["begins"].tolist() != begins:
+            return True
+        for size, name in ((packing.CHUNK, ""), (packing.SEGMENT, "segment_")):
+            first, lying = [0], []
+            for number, (begin, end) in enumerate(pairwise(begins)):
+                own = range(begin, end, size)
+                lying += [[token, min(size, end - token), number, index] for index, token in enumerate(own)]
+                first.append(len(lying))
+            places = memory[f"{name}places"].view(-1, 4).tolist()
+            if memory[f"{name}firsts"].tolist() != first or places[: len(lying)] != lying:
+                return True
+            if any(place[1] for place in places[len(lying) :]):
+                return True
+    rule_launch._FEW_SEQUENCES = 128
+    return False
+
+
 def wrong_clearing() -> bool:
     """Whether anything but the tokens of no sequence becomes zero."""
     own = Chunks(torch.float32, 100, None, 1)
@@ -166,6 +198,12 @@ def noticed() -> bool:
     """Whether any call does not give what it should."""
     shrink()
     try:
-        return wrong_clearing() or wrong_matrices() or any(call.wrong_result() for call in calls()) or wrong_walks()
+        return (
+            wrong_tables()
+            or wrong_clearing()
+            or wrong_matrices()
+            or any(call.wrong_result() for call in calls())
+            or wrong_walks()
+        )
     except Exception:
         return True

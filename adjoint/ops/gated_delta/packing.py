@@ -82,9 +82,10 @@ class Group:
 def saved_states(tokens: int) -> int:
     """How many states a forward over so many tokens keeps, at most: none before the first segment of a sequence.
 
-    A sequence keeps ⌈length / SEGMENT⌉ − 1 of them, from place ⌊start / SEGMENT⌋ on, so they never meet.
+    A sequence keeps ⌈length / SEGMENT⌉ − 1 of them, from place ⌊start / SEGMENT⌋ on, so they never meet, and one that
+    has all tokens has all places.
     """
-    return tokens // SEGMENT
+    return max(tokens - 1, 0) // SEGMENT
 
 
 def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tuple[Tensor, Tensor]:

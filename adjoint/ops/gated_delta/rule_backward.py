@@ -18,7 +18,6 @@ from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_backward_launch as backward_launch
 from adjoint.ops.gated_delta import rule_launch as launch
 from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V
-from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from adjoint.ops.gated_delta.rule_backward_launch import Launches
 from adjoint.ops.gated_delta.rule_shape import (
     Shape,
@@ -57,10 +56,8 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     _, normalize, need = problem.options
     initial, final, upstream = (bool(given) for given in problem.sizes[7:])
     apart = 0 if fused else need
-    listed: list[tuple[Any, ...]] = []
-    for size in (CHUNK, SEGMENT):
-        listed += [("bounds", False, size), ("places", size)]
-    listed += [("gates", False), ("prepare",), ("turn", upstream)]
+    listed = launch.table_keys(shape.ids is not None, False, (True,))
+    listed += [launch.prepare_key(shape, fused), ("turn", upstream)]
     listed += [("normalize", True)] * normalize
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, aligned))
@@ -126,11 +123,10 @@ def run(
         initial_state = contiguous(initial_state, copy("initial_state"))
     if dfinal_state is not None:
         dfinal_state = contiguous(dfinal_state, copy("dfinal_state"))
-    launch.table(launches, memory, cu_seqlens, raises=False)
-    launch.gates(launches, memory, g, beta, raises=False)
+    launch.table_and_gates(launches, memory, cu_seqlens, g, beta, raises=False)
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
     upstream = None if do is None else tokens("do", do)
-    launch.prepare(launches, memory, keys)
+    launch.prepare(launches, memory, keys, hopper=fused)
     kept = saved.contiguous()
     dinitial = outputs[5] if need & NEED_STATE else None
 

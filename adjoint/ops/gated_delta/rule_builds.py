@@ -34,6 +34,7 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
         every = keys(problem)
         if first:
             every += [("walk", True, False, False, False, True), ("scores", 1), ("scores", 2)]
+            every += [("gates", True, True, True), ("gates", False, True, False)]
         for key in every:
             described = variant(key, shape, tuning(shape, target in ("sm_90", "sm_100")))
             if described in listed or not (first or key[-1] is not False):
@@ -45,7 +46,8 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
 
 
 def _for_hopper() -> Iterator[tuple[str, Variant]]:
-    """The walk in Gluon: whole sequences, segments, and what segments make of any state."""
+    """The kernels in Gluon: inverses, and the walk over whole sequences, segments, and for what segments make of any
+    state."""
     from adjoint.ops.gated_delta.rule_hopper import natural
     from adjoint.ops.gated_delta.rule_launch import variant
     from adjoint.ops.gated_delta.rule_shape import Shape, tuning
@@ -56,3 +58,6 @@ def _for_hopper() -> Iterator[tuple[str, Variant]]:
         for options in (*whole, (True, True, True, False, True), (True, False, False, True, True)):
             key = ("hopper", natural(shape), *options)
             yield f"{' '.join(map(str, key))} {dtype} {K} {V}", variant(key, shape, tuning(shape))
+        for key_heads in (16, 32):
+            own = shape._replace(key_heads=key_heads)
+            yield f"prepare_hopper {dtype} {K} {key_heads}", variant(("prepare_hopper",), own, tuning(own))

@@ -13,7 +13,7 @@ from adjoint.core.streams import side_by_side
 from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_launch as launch
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
-from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
+from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule_launch import Launches
 from adjoint.ops.gated_delta.rule_shape import (
     Shape,
@@ -48,15 +48,14 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     """Every kernel a forward may launch."""
     shape = Shape.of(problem)
     _, normalize, final, save = problem.options
-    listed: list[tuple[Any, ...]] = [("bounds", True, CHUNK)]
     if shape.is_empty:
-        return listed
+        return [("bounds", True, CHUNK)]
     if fused:
         from adjoint.ops.gated_delta.rule_hopper import natural
     initial = bool(problem.sizes[7])
-    listed += [("places", CHUNK), ("gates", True), ("prepare",)]
-    if shape.may_split:
-        listed += [("bounds", False, SEGMENT), ("places", SEGMENT), ("compose", initial)]
+    listed = launch.table_keys(shape.ids is not None, True, (False, True) if shape.may_split else (False,))
+    listed.append(launch.prepare_key(shape, fused))
+    listed += [("compose", initial)] * shape.may_split
     for split in (False, True) if shape.may_split else (False,):
         for aligned in (True, False):
             if fused:
@@ -111,12 +110,12 @@ def run(
         cu_seqlens = contiguous(cu_seqlens, copy("cu_seqlens"))
     if initial_state is not None:
         initial_state = contiguous(initial_state, copy("initial_state"))
-    launch.table(launches, memory, cu_seqlens)
     if shape.is_empty:
+        launch.table(launches, memory, cu_seqlens)
         report(POSITIVE_GATE, g, g > 0)
         _leave(plan.problem.device, outputs, initial_state)
         return
-    launch.gates(launches, memory, g, beta)
+    launch.table_and_gates(launches, memory, cu_seqlens, g, beta)
     if plan.problem.device.type == "cpu":
         check()
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
@@ -127,7 +126,7 @@ def run(
 
         side_by_side(
             plan.problem.device,
-            lambda: launch.prepare(launches, memory, keys),
+            lambda: launch.prepare(launches, memory, keys, hopper=True),
             lambda: launch.scores(launches, memory, queries, keys, scale),
             shape.is_large,
         )

@@ -2,8 +2,7 @@
 
     shape = Shape.of(problem)
     launch = Launches(shape, device)                    # compiles on first use
-    table(launch, memory, cu_seqlens)                   # begins, firsts, places
-    gates(launch, memory, g, beta)
+    table_and_gates(launch, memory, cu_seqlens, g, beta)  # begins, firsts, places; what is made of g and β
     prepare(launch, memory, k)
     walk(launch, memory, k, v, initial_state, ...)
     output(launch, memory, q, k, scale, out)
@@ -13,7 +12,7 @@ are `Walkable`: rows of a multiple of 16 numbers at multiples of 16 bytes, which
 Nothing here waits for the device or allocates.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,13 +33,17 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Tuning, Walkable, padded, 
 
 _ELEMENTS = frozenset(("q", "k", "v", "x", "T", "P", "states", "new", "out"))
 _FLOATS = frozenset(("gates", "initial_state", "saved", "final_state", "factors", "transitions"))
-_INTEGERS = frozenset(("begins", "firsts", "segment_firsts", "places", "spans"))
+_INTEGERS = frozenset(("begins", "firsts", "segment_firsts", "places", "segment_places", "spans"))
 _STRIDES = frozenset(f"{name}_{of}_stride" for name in "qkv" for of in ("token", "head"))
 _ALIGNED = frozenset(("q", "k", "v", "T", "P", "states", "new", "gates")) | _STRIDES
 """Arguments of the large kernels that are multiples of 16 in every launch; those that add up numbers without a dot
 are promised nothing, so that their sums have one order."""
 
-_TABLE_BLOCK, _PLACES_BLOCK = 1024, 256
+_BOUNDS_BLOCK, _PLACES_BLOCK = 1024, 256
+_TABLE_BLOCK, _TABLE_SLOTS = 128, 16
+_FEW_SEQUENCES = 2 * _TABLE_BLOCK - 1
+"""Up to so many, every program of the table goes through all of them: two blocks of bounds."""
+
 _GATE_HEADS = 8
 _NORMALIZED_ROWS = 16
 _CLEARED_ROWS, _CLEARED_COLUMNS, _CLEARED_ELEMENTS = 64, 128, 2048
@@ -113,12 +116,17 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     }
     if name == "bounds":
         raises, span = options
-        constants = {"PACKED": shape.ids is not None, "RAISE": raises, "SPAN": span, "BLOCK": _TABLE_BLOCK}
+        constants = {"PACKED": shape.ids is not None, "RAISE": raises, "SPAN": span, "BLOCK": _BOUNDS_BLOCK}
         return describe("rule_bounds", shape, constants)
     if name == "places":
         return describe("rule_places", shape, {"SPAN": options[0], "BLOCK": _PLACES_BLOCK})
+    spans = {"CHUNK": CHUNK, "SEGMENT": SEGMENT}
+    if name == "table":
+        chosen = dict(zip(("RAISE", "SEGMENTS"), options, strict=True))
+        return describe("rule_table", shape, chosen | spans | {"SLOTS": _TABLE_SLOTS, "BLOCK": _TABLE_BLOCK})
     if name == "gates":
-        return describe("rule_gates", shape, {"RAISE": options[0], "CHUNK": CHUNK, "HEADS": _GATE_HEADS})
+        chosen = dict(zip(("RAISE", "TABLE", "SEGMENTS"), options, strict=True))
+        return describe("rule_gates", shape, chosen | spans | {"HEADS": _GATE_HEADS})
     if name == "clear":
         (kind,) = options
         return describe("rule_clear", shape._replace(element=kind), {"ROWS": _CLEARED_ROWS, "BLOCK": _CLEARED_COLUMNS})
@@ -131,6 +139,10 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     if name == "prepare":
         deep = min(power(shape.K), 32 if shape.is_wide else 128)
         return describe("rule_prepare", shape, sizes | {"K_STEP": deep}, tuned.prepare_warps, 1, _ALIGNED)
+    if name == "prepare_hopper":
+        from adjoint.ops.gated_delta import rule_prepare_hopper_kernels as _  # noqa: F401  (registers it)
+
+        return describe("rule_prepare_hopper", shape, sizes | {"HEADS": shape.heads}, 4, 1, _ALIGNED)
     if name == "scores":
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT}
@@ -164,6 +176,13 @@ def takes_from_shared(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def prepare_key(shape: Shape, hopper: bool = False) -> tuple[Any, ...]:
+    """The kernel that inverts the matrices of chunks; in plans for Hopper, whose 16-bit types and K it needs, the one
+    in Gluon, which takes pairs of value heads."""
+    fits = shape.element in (torch.bfloat16, torch.float16) and shape.K in (64, 128) and shape.heads % 2 == 0
+    return ("prepare_hopper",) if hopper and fits else ("prepare",)
+
+
 class Launches:
     """Starts kernels of one problem by their keys; compiles each on first use."""
 
@@ -193,32 +212,66 @@ def table(launch: Launches, memory: Mapping[str, Any], cu_seqlens: Tensor | None
     """begins, firsts and places of chunks; and of segments, where the memory has them."""
     shape, word = launch.shape, status_word(launch.device)
     given = memory["begins"] if cu_seqlens is None else cu_seqlens
+    segments = "segment_firsts" in memory
+    few = cu_seqlens is not None and "places" in memory and shape.sequences <= _FEW_SEQUENCES
+    if cu_seqlens is not None and "places" in memory:
+        programs = -(-shape.chunks // _TABLE_SLOTS) + -(-shape.segments // _TABLE_SLOTS) * segments
+        launch(
+            ("table", raises, segments), programs if few else 0, given, memory["begins"], memory["firsts"],
+            memory["places"], memory.get("segment_firsts", given), memory.get("segment_places", given), word,
+            SEQUENCES_OUT_OF_ORDER.row, shape.sequences, shape.tokens, shape.chunks, shape.segments,
+        )  # fmt: skip
 
     def spans(size: int, firsts: Any, places: Any, raises: bool) -> None:
         launch(
-            ("bounds", raises, size), 1, given, memory["begins"], firsts, word, SEQUENCES_OUT_OF_ORDER.row,
-            shape.sequences, shape.tokens, shape.time,
+            ("bounds", raises, size), 0 if few else 1, given, memory["begins"], firsts, word,
+            SEQUENCES_OUT_OF_ORDER.row, shape.sequences, shape.tokens, shape.time,
         )  # fmt: skip
         if places is None:
             return  # nothing to place
         slots = shape.spans(size)
         launch(
-            ("places", size), -(-slots // _PLACES_BLOCK), memory["begins"], firsts, places, slots, shape.sequences,
-            shape.sequences.bit_length(),
+            ("places", size), 0 if few else -(-slots // _PLACES_BLOCK), memory["begins"], firsts, places, slots,
+            shape.sequences, shape.sequences.bit_length(),
         )  # fmt: skip
 
     spans(CHUNK, memory["firsts"], memory.get("places"), raises)
-    if "segment_firsts" in memory:
+    if segments:
         spans(SEGMENT, memory["segment_firsts"], memory.get("segment_places"), False)
 
 
-def gates(launch: Launches, memory: Mapping[str, Any], g: Tensor, beta: Tensor, raises: bool = True) -> None:
-    """The gates of every chunk; a positive g is reported."""
+def gates(
+    launch: Launches, memory: Mapping[str, Any], g: Tensor, beta: Tensor, raises: bool = True, table: bool = False
+) -> None:
+    """The gates of every chunk; a positive g is reported. With `table` what `table` writes for rows of a batch, too."""
     shape = launch.shape
+    absent = memory["begins"]  # stands for a pointer that no variant writes
     launch(
-        ("gates", raises), shape.chunks * -(-shape.heads // _GATE_HEADS), g, beta, memory["places"], memory["gates"],
-        status_word(launch.device), POSITIVE_GATE.row, shape.heads, shape.time, *g.stride(), *beta.stride(),
+        ("gates", raises, table, table and "segment_firsts" in memory), shape.chunks * -(-shape.heads // _GATE_HEADS),
+        g, beta, memory["begins"], memory["firsts"], memory["places"], memory.get("segment_firsts", absent),
+        memory.get("segment_places", absent), memory["gates"], status_word(launch.device), POSITIVE_GATE.row,
+        shape.heads, shape.rows, shape.time, *g.stride(), *beta.stride(),
     )  # fmt: skip
+
+
+def table_and_gates(
+    launch: Launches, memory: Mapping[str, Any], cu_seqlens: Tensor | None, g: Tensor, beta: Tensor, raises: bool = True
+) -> None:
+    """What lies where, and the gates of every chunk: one launch where every row of a batch is a sequence."""
+    if cu_seqlens is not None:
+        table(launch, memory, cu_seqlens, raises)
+    gates(launch, memory, g, beta, raises, table=cu_seqlens is None)
+
+
+def table_keys(packed: bool, raises: bool, segments: Iterable[bool]) -> list[tuple[Any, ...]]:
+    """What `table_and_gates` may launch, without segments or with them."""
+    if not packed:
+        return [("gates", raises, True, also) for also in segments]
+    listed: list[tuple[Any, ...]] = [("gates", raises, False, False), ("bounds", raises, CHUNK), ("places", CHUNK)]
+    for also in segments:
+        listed.append(("table", raises, also))
+        listed += [("bounds", False, SEGMENT), ("places", SEGMENT)] * also
+    return listed
 
 
 def normalize(launch: Launches, x: Tensor, out: Any, factors: Any = None) -> Walkable:
@@ -232,13 +285,20 @@ def normalize(launch: Launches, x: Tensor, out: Any, factors: Any = None) -> Wal
     return Walkable(out, shape.key_heads * padded(shape.K), padded(shape.K))
 
 
-def prepare(launch: Launches, memory: Mapping[str, Any], k: Walkable) -> None:
-    """T − I of every chunk and value head."""
+def prepare(launch: Launches, memory: Mapping[str, Any], k: Walkable, hopper: bool = False) -> None:
+    """T − I of every chunk and value head; `hopper` where a plan is for Hopper alone."""
     shape = launch.shape
-    launch(
-        ("prepare",), shape.chunks * shape.key_heads, k.start, memory["gates"], memory["places"], memory["T"],
-        shape.key_heads, k.token_stride, k.head_stride,
-    )  # fmt: skip
+    key = prepare_key(shape, hopper)
+    if key == ("prepare",):
+        launch(
+            key, shape.chunks * shape.key_heads, k.start, memory["gates"], memory["places"], memory["T"],
+            shape.key_heads, k.token_stride, k.head_stride,
+        )  # fmt: skip
+    else:
+        launch(
+            key, shape.chunks * (shape.heads // 2), k.start, memory["gates"], memory["places"], memory["T"],
+            k.token_stride, k.head_stride,
+        )  # fmt: skip
 
 
 def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, parts: int = 1) -> None:
@@ -330,7 +390,8 @@ def clear_saved(launch: Launches, memory: Mapping[str, Any], saved: Tensor) -> N
     if shape.sequences == 0:
         saved.zero_()
         return
+    everyone = shape.ids is None and saved.shape[0] == shape.rows * (-(-shape.time // SEGMENT) - 1)
     launch(
-        ("clear_saved",), saved.shape[0] * shape.heads, memory["begins"], saved, shape.sequences, shape.heads,
-        shape.sequences.bit_length(),
+        ("clear_saved",), 0 if everyone else saved.shape[0] * shape.heads, memory["begins"], saved, shape.sequences,
+        shape.heads, shape.sequences.bit_length(),
     )  # fmt: skip

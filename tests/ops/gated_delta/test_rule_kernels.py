@@ -215,6 +215,99 @@ def test_a_long_sequence_of_few_heads_is_split(device: torch.device) -> None:
     assert same(short, o[:, 3 : 3 + SEGMENT + 10])
 
 
+# ---------------------------------------------------------------------------------------------- inverses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("key_heads", "heads", "K"), ((1, 2, 128), (2, 2, 64), (1, 4, 64), (2, 6, 128)))
+@pytest.mark.parametrize("keys", (None, _nearly_equal), ids=("random", "nearly equal"))
+def test_inverses_on_hopper(dtype: torch.dtype, key_heads: int, heads: int, K: int, keys: Any) -> None:
+    """T in two parts, of `rule_prepare_hopper` as of `rule_prepare`, to 2^-13; slots without tokens are left alone."""
+    from adjoint.core.workspace import Regions
+    from adjoint.ops.gated_delta import rule_launch as launch
+    from adjoint.ops.gated_delta.rule_shape import chunk_regions, describe, table_regions, walkable
+
+    device = torch.device("cuda", 0)
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("for Hopper")
+    options = {"cu_seqlens": (0, 0, 1, 130, 270), "decay": 0.01, "strength": (0.9, 1.0)} | (
+        {"keys": keys} if keys else {}
+    )
+    q, k, v, g, beta, _, cu_seqlens = drawn(device, (1, 270, key_heads, heads, K, 64), dtype, **options)
+    shape = Shape.of(describe("rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {}, cu_seqlens, ()))
+    run = launch.Launches(shape, device, tuning(shape)._replace(parts=2))
+    held = Regions(**table_regions(shape), **chunk_regions(shape, run.tuned))
+    memory = held.tensors(held.allocate(device).fill_(0xFF))
+    launch.table_and_gates(run, memory, cu_seqlens, g, beta)
+    used = memory["places"].view(-1, 4)[:, 1] > 0
+    found = []
+    for hopper in (False, True):
+        memory["T"].fill_(torch.nan)
+        launch.prepare(run, memory, walkable(k), hopper=hopper)
+        T = memory["T"].view(shape.chunks, heads, 2, 64, 64)
+        assert T[~used].isnan().all() and not T[used].isnan().any()
+        found.append(T[used].double().sum(2))
+    assert launch.prepare_key(shape, True) == ("prepare_hopper",)
+    assert (found[1] - found[0]).norm() <= 2**-13 * found[0].norm()
+    assert not found[1].triu().any()
+
+
+# ---------------------------------------------------------------------------------------- what lies where
+
+
+def written_table(device: torch.device, time: int, rows: int, bounds: tuple[int, ...] | None) -> dict[str, list[Any]]:
+    """What the kernels write of sequences, chunks and segments."""
+    from adjoint.core.workspace import Regions
+    from adjoint.ops.gated_delta import rule_launch as launch
+    from adjoint.ops.gated_delta.rule_shape import GATE_ROWS, describe, table_regions
+
+    g = torch.zeros(rows, time, 1, device=device)
+    x = torch.zeros(rows, time, 1, 16, device=device)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, device=device)
+    shape = Shape.of(describe("rule", {"q": x, "k": x, "v": x, "g": g, "beta": g}, {}, cu_seqlens, ()))
+    held = Regions(**table_regions(shape, segments=True), gates=(torch.float32, shape.chunks * GATE_ROWS * 64))
+    memory = held.tensors(held.allocate(device).fill_(0xFF))
+    launch.table_and_gates(launch.Launches(shape, device), memory, cu_seqlens, g, g, raises=False)
+    found = {name: memory[name].tolist() for name in ("begins", "firsts", "segment_firsts")}
+    for name, count in (("places", shape.chunks), ("segment_places", shape.segments)):
+        places = memory[name].view(-1, 4).tolist()
+        assert len(places) == count
+        found[name] = [place for place in places if place[1]]
+        assert places[: len(found[name])] == found[name], "slots without tokens come last"
+    return found
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("time", "rows", "bounds"),
+    (
+        (70, 3, None),
+        (SEGMENT + 65, 2, None),
+        (SEGMENT + 200, 1, (0, 0, 3, 67, 67, SEGMENT + 100, SEGMENT + 200)),
+        (300, 1, (5, 200, 70, 290)),
+        (500, 1, (*range(129), 500)),
+        (500, 1, (*range(300), 250, 500)),
+    ),
+    ids=("rows", "long rows", "packed", "out of order", "two blocks of bounds", "many"),
+)
+def test_where_chunks_and_segments_lie(
+    device: torch.device, time: int, rows: int, bounds: tuple[int, ...] | None
+) -> None:
+    """In one launch or in several: what counting by hand gives."""
+    found = written_table(device, time, rows, bounds)
+    given = [row * time for row in range(rows + 1)] if bounds is None else list(bounds)
+    begins = [max(given[: n + 1]) for n in range(len(given))]
+    assert found["begins"] == begins
+    for size, firsts, places in ((64, "firsts", "places"), (SEGMENT, "segment_firsts", "segment_places")):
+        first, lying = [0], []
+        for number, (begin, end) in enumerate(pairwise(begins)):
+            own = range(begin, end, size)
+            lying += [[token, min(size, end - token), number, index] for index, token in enumerate(own)]
+            first.append(len(lying))
+        assert found[firsts] == first and found[places] == lying
+
+
 # ------------------------------------------------------------------------------------------ extremes
 
 EXTREMES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any]]] = {

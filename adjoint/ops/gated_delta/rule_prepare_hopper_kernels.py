@@ -1,0 +1,218 @@
+"""The inverse of each chunk's matrix for Hopper, in Gluon: what `rule_prepare` computes, two value heads a program.
+
+k kᵀ                         one product of the warpgroup, in float32
+Aᵀ = (β ⊙ k kᵀ ⊙ D°)ᵀ        of both heads, into shared memory
+the inverses of size 32      by substitution, in float32: a warp for each of the four, a column a thread
+−T₁ (A₁₀ T₀)                 between them, as products of 16-bit parts
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from adjoint.core import kernels
+from adjoint.core.kernels import Budget
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
+def _split(x):
+    """A float32 in two bfloat16 parts. One instruction rounds two numbers, which x.to(...) does not give here."""
+    high = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+    return high, (x - high.to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _product(a, b, MMA: gl.constexpr):
+    """a·b of matrices in two parts, without what both second parts give."""
+    a_high, a_low = a
+    b_high, b_low = b
+    small = mma_v2(a_low, b_high, gl.zeros([32, 32], gl.float32, MMA))
+    small = mma_v2(a_high, b_low, small)
+    return mma_v2(a_high, b_high, small)
+
+
+@gluon.jit
+def _line(T, row, i: gl.constexpr):
+    """Row i of what a thread holds; its registers are known when it is compiled, so nothing is computed."""
+    bits = gl.where(row == i, T.to(gl.int32, bitcast=True), 0)
+    return gl.reduce(bits, 0, _either).to(gl.float32, bitcast=True)[None, :, :]
+
+
+@gluon.jit
+def _exp(x):
+    """e^x as tl.exp computes it, but for results below 2^-126, which are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _gram(keys, GRAM: gl.constexpr):
+    gram = gl.zeros([64, 64], gl.float32, GRAM)
+    gram = warpgroup_mma(keys, keys.permute((1, 0)), gram, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[gram])
+
+
+@gluon.jit
+def _columns(gram, gates, i, j):
+    """Columns of −A, from k kᵀ: [block, column, row] of the blocks on its diagonal, and of what is right of row 31."""
+    past = i[None, :] > j[:, None]
+    between = gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None]
+    strength = -gl.load(gates + 128 + i)[None, :]
+    A = gl.where(past, strength * (gram * _exp(between)), 0.0)
+    first, second = gl.split(gl.permute(A.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
+    half = gl.zeros_like(A).to(gl.int1) | (j < 32)[:, None]
+    upper, _ = gl.split(gl.permute(half.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
+    return gl.where(upper, first, second), second
+
+
+@gluon.jit
+def rule_prepare_hopper(
+    k, gates, places, T, k_token_stride, k_head_stride,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """T − I of two value heads of a chunk."""
+    CHUNK: gl.constexpr = 64
+    HALF: gl.constexpr = 32
+    kind: gl.constexpr = k.dtype.element_ty
+    GRAM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    TILE_32: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    PARTS_OF: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    PARTS_OF_ALL: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    SWIZZLED_ALL: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
+    COLUMN: gl.constexpr = gl.BlockedLayout([16, 1, 1], [1, 1, 32], [1, 4, 1], [0, 2, 1])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    pairs: gl.constexpr = HEADS // 2
+    keyed: gl.constexpr = 1 if GROUP % 2 == 0 else 2
+
+    slot = (gl.program_id(0) // pairs).to(gl.int64)
+    head = (gl.program_id(0) % pairs) * 2
+    count = gl.load(places + slot * 4 + 1)
+    if count == 0:
+        return
+    first = gl.load(places + slot * 4).to(gl.int64)
+    lane = slot * HEADS + head
+    gates += lane * (5 * CHUNK)
+    T += lane * (PARTS * CHUNK * CHUNK)
+    k += first * k_token_stride
+
+    keys = gl.allocate_shared_memory(kind, [keyed, CHUNK, K], TILE)
+    row = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE_ROWS))
+    column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
+    inside = (row < count)[:, None] & (column < K)[None, :]
+    place = k + row.to(gl.int64)[:, None] * k_token_stride + column.to(gl.int64)[None, :]
+    for which in gl.static_range(keyed):
+        key_head = ((head + which) // GROUP).to(gl.int64)
+        async_copy.async_copy_global_to_shared(keys.index(which), place + key_head * k_head_stride, mask=inside)
+    async_copy.commit_group()
+
+    j = gl.arange(0, CHUNK, gl.SliceLayout(1, GRAM))
+    i = gl.arange(0, CHUNK, gl.SliceLayout(0, GRAM))
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gram = _gram(keys.index(0), GRAM)
+    near_0, far_0 = _columns(gram, gates, i, j)
+    if keyed == 2:
+        gram = _gram(keys.index(1), GRAM)
+    near_1, far_1 = _columns(gram, gates + 5 * CHUNK, i, j)
+    # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
+    near = gl.permute(gl.join(near_0, near_1), (1, 3, 0, 2)).reshape([HALF, 4, HALF])
+    on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
+    on_diagonal.store(near)
+    far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
+    far.index(0).store(far_0)
+    far.index(1).store(far_1)
+
+    # The inverses of the blocks of size 32: [row, head and block, column]; a thread has a column.
+    row = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]
+    column = gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
+    nothing = gl.zeros([16, 4, HALF], gl.float32, COLUMN)
+    upper = nothing + gl.where(row == column, 1.0, 0.0)
+    lower = nothing + gl.where(row + 16 == column, 1.0, 0.0)
+    lines = on_diagonal._reinterpret(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for step in gl.static_range(HALF - 1):
+        line = lines.index(step).permute((1, 0))
+        if step < 16:
+            pivot = _line(upper, row, step)
+            factor = line.slice(0, 16).load(gl.SliceLayout(2, COLUMN))
+            upper = gl.where(row > step, gl.fma(factor[:, :, None], pivot, upper), upper)
+        else:
+            pivot = _line(lower, row, step - 16)
+        factor = line.slice(16, 16).load(gl.SliceLayout(2, COLUMN))
+        lower = gl.where(row + 16 > step, gl.fma(factor[:, :, None], pivot, lower), lower)
+    # Their parts, by columns; then the product between them, −T₁ (A T₀).
+    highs = gl.allocate_shared_memory(gl.bfloat16, [4, HALF, HALF], PARTS_OF)
+    lows = gl.allocate_shared_memory(gl.bfloat16, [4, HALF, HALF], PARTS_OF)
+    high_columns = highs._reinterpret(gl.bfloat16, [4, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
+    low_columns = lows._reinterpret(gl.bfloat16, [4, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
+    high, low = _split(upper)
+    high_columns.slice(0, 16).store(high)
+    low_columns.slice(0, 16).store(low)
+    high, low = _split(lower)
+    high_columns.slice(16, 16).store(high)
+    low_columns.slice(16, 16).store(low)
+    x_highs = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, HALF], TILE_32)
+    x_lows = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, HALF], TILE_32)
+    for which in gl.static_range(2):
+        A = _split(between.index(2 * which).permute((1, 0)).load(LEFT))
+        high = highs.index(2 * which).permute((1, 0))
+        low = lows.index(2 * which).permute((1, 0))
+        high, low = _split(_product(A, (high.load(RIGHT), low.load(RIGHT)), MMA))
+        x_highs.index(which).store(high)
+        x_lows.index(which).store(low)
+    # T − I as it is stored: of each head and part the two blocks on the diagonal, and the one between them.
+    outs = gl.allocate_shared_memory(kind, [6 * PARTS, HALF, HALF], TILE_32)
+    row = gl.arange(0, HALF, gl.SliceLayout(1, MMA))
+    column = gl.arange(0, HALF, gl.SliceLayout(0, MMA))
+    is_one = row[:, None] == column[None, :]
+    for which in gl.static_range(2):
+        high = highs.index(2 * which + 1).permute((1, 0))
+        low = lows.index(2 * which + 1).permute((1, 0))
+        right = (x_highs.index(which).load(RIGHT), x_lows.index(which).load(RIGHT))
+        corner = _product((high.load(LEFT), low.load(LEFT)), right, MMA)
+        outs.index(3 * which + 2).store(corner.to(kind))
+        if PARTS == 2:
+            outs.index(3 * which + 8).store((corner - corner.to(kind).to(gl.float32)).to(kind))
+        for block in gl.static_range(2):
+            high = highs.index(2 * which + block).permute((1, 0)).load(MMA)
+            if kind == gl.bfloat16:
+                rounded = high
+                if PARTS == 2:
+                    rest = lows.index(2 * which + block).permute((1, 0)).load(MMA)
+                    outs.index(3 * which + block + 6).store(rest)
+            else:
+                low = lows.index(2 * which + block).permute((1, 0)).load(MMA)
+                whole = high.to(gl.float32) + low.to(gl.float32)
+                rounded = whole.to(kind)
+                if PARTS == 2:
+                    outs.index(3 * which + block + 6).store((whole - rounded.to(gl.float32)).to(kind))
+            outs.index(3 * which + block).store(gl.where(is_one, gl.zeros_like(rounded), rounded))
+
+    row = gl.arange(0, HALF, gl.SliceLayout(1, OUT))
+    column = gl.arange(0, HALF, gl.SliceLayout(0, OUT))
+    offset = (row * CHUNK)[:, None] + column[None, :]
+    for which in gl.static_range(2):
+        for part in gl.static_range(PARTS):
+            out = T + (which * PARTS + part) * (CHUNK * CHUNK) + offset
+            gl.store(out, outs.index(6 * part + 3 * which).load(OUT))
+            gl.store(out + (HALF * CHUNK + HALF), outs.index(6 * part + 3 * which + 1).load(OUT))
+            gl.store(out + HALF * CHUNK, outs.index(6 * part + 3 * which + 2).load(OUT))
+            gl.store(out + HALF, gl.zeros([HALF, HALF], kind, OUT))
+
+
+KERNELS = (kernels.register(rule_prepare_hopper, budget=Budget(registers=255, shared_bytes=98304), targets=("sm_90",)),)
