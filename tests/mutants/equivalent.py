@@ -173,8 +173,6 @@ EQUIVALENT = {
             "tl.store(segment_firsts + rows, rows * each, is_last) -> tl.store(segment_firsts + rows, rows * each)",
             "tl.store(place + 2, row, begins_segment) -> tl.store(place + 2, row)",
             "tl.store(place + 3, number, begins_segment) -> tl.store(place + 3, number)",
-            "slot + 1 == chunks -> slot + 1 != chunks",
-            "slot + 1 -> slot + 2",
         )
     },
     ("_write_own_place", "row * each + number -> row * each - number (2)"): "the first segment of a row has number 0",
