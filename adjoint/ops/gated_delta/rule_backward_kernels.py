@@ -100,12 +100,14 @@ def rule_turn(
     q, k, do, gates, places, T, W, local, scaled, key_heads, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What of Y does not go from chunk to chunk, for every value head of a key head.
 
         W = Tᵀ (e^{Γ−G} ⊙ k) [64, K],  local = Tᵀ Pᵀ do, transposed [V, 64],  scaled = scale·e^G ⊙ do [64, V]
 
+    `scaled` where it is wanted (SCALED): the walk back on Hopper makes it of do itself.
     Matrices of the chunk, T, P and P T, are two numbers of the storage type each.
     """
     CHUNK: tl.constexpr = 64
@@ -178,8 +180,9 @@ def rule_turn(
                     found += tl.dot(upstream, rest, input_precision=PRECISION)
                 there = (column < V) & (j < CHUNK)
                 tl.store(local + member * (V * CHUNK) + (column * CHUNK + j), found.to(kind), there)
-                grown = (upstream.to(tl.float32) * factor).to(kind)
-                tl.store(scaled + member * (V * CHUNK) + (j * V + column), grown, there)
+                if SCALED:
+                    grown = (upstream.to(tl.float32) * factor).to(kind)
+                    tl.store(scaled + member * (V * CHUNK) + (j * V + column), grown, there)
 
 
 # ------------------------------------------------------------------------------------------ the walk back
