@@ -93,8 +93,8 @@ def regions(
     """The workspace besides the forward's.
 
     Y and local [chunks, H, V, 64], scaled [chunks, H, 64, V] where it is wanted, dstates [chunks, H, V, K],
-    W [chunks, H, 64, K], M, M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where
-    rows are cut, the gradients of what was normalised, in float32.
+    W [chunks, H, 64, K], M, M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k
+    their factors, and, where rows are cut, the gradients of what was normalised, in float32.
     """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")[: 2 + scaled]}
@@ -283,8 +283,8 @@ def turn(
     upstream = do or q
     launch(
         ("turn", do is not None, "scaled" in memory), shape.chunks * shape.key_heads, q.start, k.start,
-        upstream.start, memory["gates"], memory["places"], memory["T"], memory["W"], memory["local"], memory.get("scaled", absent), shape.key_heads,
-        scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride,
+        upstream.start, memory["gates"], memory["places"], memory["T"], memory["W"], memory["local"],
+        memory.get("scaled", absent), shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride,
         upstream.head_stride,
     )  # fmt: skip
 
