@@ -284,8 +284,8 @@ def turn(
     launch(
         ("turn", do is not None, "scaled" in memory), shape.chunks * shape.key_heads, q.start, k.start,
         upstream.start, memory["gates"], memory["places"], memory["T"], memory["W"], memory["local"],
-        memory.get("scaled", absent), shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride,
-        upstream.head_stride,
+        memory.get("scaled", absent), shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride,
+        k.head_stride, upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
 
 
