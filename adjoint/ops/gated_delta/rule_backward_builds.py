@@ -42,18 +42,3 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
             if described not in listed:
                 listed.add(described)
                 yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described
-    if target == "sm_90":
-        yield from _for_hopper()
-
-
-def _for_hopper() -> Iterator[tuple[str, Variant]]:
-    """The walk back in Gluon, and what comes before it."""
-    from adjoint.ops.gated_delta.rule_backward_launch import forward_tuning, tuning, variant
-    from adjoint.ops.gated_delta.rule_hopper import natural
-    from adjoint.ops.gated_delta.rule_shape import Shape
-
-    for dtype, K, V in ((torch.bfloat16, 128, 128), (torch.float16, 64, 192), (torch.float16, 128, 64)):
-        shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, 16, 32, K, V)
-        for key in (("turn", True, False), *(("walk_back_hopper", natural(shape), g, g) for g in (False, True))):
-            described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
-            yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described

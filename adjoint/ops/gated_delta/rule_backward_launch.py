@@ -21,7 +21,7 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 APART, INLINE = 2, 1
 """How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
 
-KERNELS = ("turn", "walk_back", "walk_back_hopper", "matrices", "gradients", "gate_gradients", "unnormalize")
+KERNELS = ("turn", "walk_back", "matrices", "gradients", "gate_gradients", "unnormalize")
 """Those of the backward alone, as keys name them."""
 
 _UNNORMALIZED_ROWS = 16
@@ -44,7 +44,7 @@ class Tuning(NamedTuple):
     turn_keys: int = 128
     turn_values: int = 128
     turn_warps: int = 4
-    turn_stages: int = 3
+    turn_stages: int = 2
     matrix_values: int = 32
     matrix_warps: int = 4
     matrix_stages: int = 3
@@ -87,17 +87,15 @@ def is_apart(shape: Shape, tuned: Tuning | None = None) -> bool:
     return key_blocks(shape, tuned or tuning(shape)) > 1
 
 
-def regions(
-    shape: Shape, tuned: Tuning, need: int, normalize: bool = False, scaled: bool = True
-) -> dict[str, tuple[torch.dtype, int]]:
+def regions(shape: Shape, tuned: Tuning, need: int, normalize: bool = False) -> dict[str, tuple[torch.dtype, int]]:
     """The workspace besides the forward's.
 
-    Y and local [chunks, H, V, 64], scaled [chunks, H, 64, V] where it is wanted, dstates [chunks, H, V, K],
-    W [chunks, H, 64, K], M, M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k
-    their factors, and, where rows are cut, the gradients of what was normalised, in float32.
+    Y and local [chunks, H, V, 64], dstates [chunks, H, V, K], W [chunks, H, 64, K], M, M_turned and E
+    [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where rows are cut, the
+    gradients of what was normalised, in float32.
     """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
-    held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")[: 2 + scaled]}
+    held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
     if need & (NEED_Q | NEED_K):
         held |= {name: (shape.element, lanes * CHUNK * CHUNK) for name in ("M", "M_turned", "E")}
@@ -117,7 +115,7 @@ def regions(
 
 # ------------------------------------------------------------------------------------------------ variants
 
-_MATRICES = ("T", "W", "local", "scaled", "M", "M_turned", "E", "states", "dstates", "new", "Y")
+_MATRICES = ("T", "W", "local", "M", "M_turned", "E", "states", "dstates", "new", "Y")
 _ELEMENTS = frozenset(("x", "out", "q", "k", "v", "do", "dq", "dk", "dv", *_MATRICES))
 _FLOATS = frozenset(
     (
@@ -173,10 +171,6 @@ def describe(
 def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Variant:
     """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
     name, *options = key
-    if name == "walk_back_hopper":
-        from adjoint.ops.gated_delta import rule_walk_back_hopper
-
-        return rule_walk_back_hopper.variant(shape, key[1:])
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),
@@ -194,7 +188,6 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
             "V_BLOCK": min(tuned.turn_values, power(shape.V)),
             "STAGES": tuned.turn_stages,
             "UPSTREAM": options[0],
-            "SCALED": options[1],
         }
         return describe("rule_turn", shape, constants, tuned.turn_warps, tuned.turn_stages, _ALIGNED)
     if name == "unnormalize":
@@ -278,14 +271,13 @@ class Launches(rule_launch.Launches):
 def turn(
     launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, do: Walkable | None, scale: float
 ) -> None:
-    """W, local and, where there is memory for it, scaled of every chunk and value head; W alone without do."""
-    shape, absent = launch.shape, memory["gates"]
+    """W and local of every chunk and value head; W alone without do."""
+    shape = launch.shape
     upstream = do or q
     launch(
-        ("turn", do is not None, "scaled" in memory), shape.chunks * shape.key_heads, q.start, k.start,
-        upstream.start, memory["gates"], memory["places"], memory["T"], memory["W"], memory["local"],
-        memory.get("scaled", absent), shape.key_heads, scale, q.token_stride, q.head_stride, k.token_stride,
-        k.head_stride, upstream.token_stride, upstream.head_stride,
+        ("turn", do is not None), shape.chunks * shape.key_heads, q.start, k.start, upstream.start, memory["gates"],
+        memory["places"], memory["T"], memory["W"], memory["local"], shape.key_heads, scale, q.token_stride,
+        q.head_stride, k.token_stride, k.head_stride, upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
 
 
@@ -294,7 +286,8 @@ def walk_back(
     memory: Mapping[str, Any],
     q: Walkable,
     k: Walkable,
-    upstream: bool,
+    do: Walkable | None,
+    scale: float,
     dfinal_state: Tensor | None,
     dinitial_state: Tensor | None,
 ) -> None:
@@ -302,12 +295,14 @@ def walk_back(
     shape = launch.shape
     absent = memory["gates"]  # stands for a pointer that no variant reads
     blocks = -(-padded(shape.V) // min(launch.backward.walk_block, power(shape.V)))
-    key = ("walk_back", upstream, dfinal_state is not None, dinitial_state is not None)
+    upstream = do or q
+    key = ("walk_back", do is not None, dfinal_state is not None, dinitial_state is not None)
     launch(
         (*key, is_aligned(dfinal_state, dinitial_state)), shape.sequences * shape.heads * blocks, q.start, k.start,
-        memory["gates"], memory["W"], memory["local"], memory["scaled"], memory["begins"], memory["firsts"],
+        upstream.start, memory["gates"], memory["W"], memory["local"], memory["begins"], memory["firsts"],
         absent if dfinal_state is None else dfinal_state, absent if dinitial_state is None else dinitial_state,
-        memory["Y"], memory["dstates"], shape.heads, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
+        memory["Y"], memory["dstates"], shape.heads, scale, q.token_stride, q.head_stride, k.token_stride,
+        k.head_stride, upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
 
 
