@@ -271,5 +271,26 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 _CHUNKED_BACKWARD = _on_kernels("triton.chunked", "rule_walk_back", "rule_backward", refuse, _kernel_backward_guarantee)
 
+
+def _refuse_hopper_backward(problem: Problem) -> str:
+    """Why the walk back in Gluon cannot serve a problem."""
+    if not problem.sizes[9]:
+        return "takes a gradient of the outputs, there is none"
+    return _refuse_hopper(problem)
+
+
+_FUSED_BACKWARD = _on_kernels(
+    "gluon.fused",
+    "rule_walk_back_hopper",
+    "rule_backward",
+    _refuse_hopper_backward,
+    _kernel_backward_guarantee,
+    fused=True,
+)
+
 RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
-RULE_BACKWARD = (_CHUNKED_BACKWARD, eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks))
+RULE_BACKWARD = (
+    _FUSED_BACKWARD,
+    _CHUNKED_BACKWARD,
+    eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks),
+)

@@ -33,8 +33,8 @@ _OF_KEYS = NEED_Q | NEED_K | NEED_G | NEED_BETA
 _OF_TOKENS = _OF_KEYS | NEED_V
 
 
-def regions(problem: Problem) -> Regions:
-    """The workspace of a backward."""
+def regions(problem: Problem, fused: bool = False) -> Regions:
+    """The workspace of a backward; `fused` is the one for Hopper, which needs as much."""
     shape = Shape.of(problem)
     if shape.is_empty:
         return Regions()
@@ -49,7 +49,7 @@ def regions(problem: Problem) -> Regions:
     )
 
 
-def keys(problem: Problem) -> list[tuple[Any, ...]]:
+def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     """Every kernel a backward may launch."""
     shape = Shape.of(problem)
     _, normalize, need = problem.options
@@ -57,15 +57,21 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     listed: list[tuple[Any, ...]] = []
     for size in (CHUNK, SEGMENT):
         listed += [("bounds", False, size), ("places", size)]
-    listed += [("gates", False), ("prepare",), ("turn", upstream)]
-    listed += [("normalize", True)] * normalize
+    listed += [("gates", False), ("prepare",)]
+    listed += [("turn", upstream)] * (not fused) + [("normalize", True)] * normalize
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, aligned))
-        listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
+        if not fused:
+            listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
         if need & _OF_TOKENS:
             listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
         if need & _OF_KEYS:
             listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
+    if fused:
+        from adjoint.ops.gated_delta.rule_hopper import natural
+
+        strides = natural(shape)
+        listed += [("turn_hopper", strides), ("walk_back_hopper", strides, final, bool(need & NEED_STATE))]
     if need & (NEED_G | NEED_BETA):
         listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
@@ -76,21 +82,27 @@ def keys(problem: Problem) -> list[tuple[Any, ...]]:
     return listed
 
 
-def prepare(plan: Plan) -> None:
+def prepare(plan: Plan, fused: bool = False) -> None:
     """Compiles every kernel the plan may launch."""
     status_word(plan.problem.device)
     shape = Shape.of(plan.problem)
     if shape.is_empty:
         return
     launches = Launches(shape, plan.problem.device, memo=plan.memo)
-    for key in keys(plan.problem):
+    for key in keys(plan.problem, fused):
         launches.prepare(key)
 
 
-def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+def run(
+    plan: Plan,
+    arguments: tuple[Any, ...],
+    outputs: tuple[Tensor, ...],
+    workspace: Tensor | None,
+    fused: bool = False,
+) -> None:
     """The gradients that `need` asks for."""
     q, k, v, g, beta, do, dfinal_state, initial_state, cu_seqlens, saved, scale, normalize, need = arguments
-    shape, held = Shape.of(plan.problem), regions(plan.problem)
+    shape, held = Shape.of(plan.problem), regions(plan.problem, fused)
     if shape.is_empty:
         _leave(outputs, dfinal_state, need)
         return
@@ -125,8 +137,17 @@ def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], wor
         launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept)
 
     def back() -> None:
-        backward_launch.turn(launches, memory, queries, keys, upstream, scale)
-        backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
+        if fused:
+            from adjoint.ops.gated_delta import rule_walk_back_hopper
+
+            assert upstream is not None  # or the plan refused
+            rule_walk_back_hopper.turn(launches, memory, queries, keys, upstream, scale)
+            rule_walk_back_hopper.walk_back(
+                launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial
+            )  # fmt: skip
+        else:
+            backward_launch.turn(launches, memory, queries, keys, upstream, scale)
+            backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
 
     # Neither needs the other, and going back leaves most of the card idle where sequences are few.
     side_by_side(plan.problem.device, forward_again, back, shape.is_large)

@@ -42,3 +42,18 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
             if described not in listed:
                 listed.add(described)
                 yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described
+    if target == "sm_90":
+        yield from _for_hopper()
+
+
+def _for_hopper() -> Iterator[tuple[str, Variant]]:
+    """The walk back in Gluon, and what comes before it."""
+    from adjoint.ops.gated_delta.rule_hopper import natural
+    from adjoint.ops.gated_delta.rule_shape import Shape
+    from adjoint.ops.gated_delta.rule_walk_back_hopper import variant
+
+    for dtype, K, V in ((torch.bfloat16, 128, 128), (torch.float16, 64, 192), (torch.float16, 128, 64)):
+        shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, 16, 32, K, V)
+        for name, *options in (("turn_hopper",), ("walk_back_hopper", False, False), ("walk_back_hopper", True, True)):
+            key = (name, natural(shape), *options)
+            yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", variant(shape, key, 1)

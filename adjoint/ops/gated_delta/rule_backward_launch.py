@@ -21,7 +21,9 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 APART, INLINE = 2, 1
 """How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
 
-KERNELS = ("turn", "walk_back", "matrices", "gradients", "gate_gradients", "unnormalize")
+_ON_HOPPER = ("turn_hopper", "walk_back_hopper")
+
+KERNELS = ("turn", "walk_back", *_ON_HOPPER, "matrices", "gradients", "gate_gradients", "unnormalize")
 """Those of the backward alone, as keys name them."""
 
 _UNNORMALIZED_ROWS = 16
@@ -171,6 +173,10 @@ def describe(
 def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Variant:
     """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
     name, *options = key
+    if name in _ON_HOPPER:
+        from adjoint.ops.gated_delta import rule_walk_back_hopper
+
+        return rule_walk_back_hopper.variant(shape, key, parts)
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),
