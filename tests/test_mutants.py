@@ -76,7 +76,10 @@ MODULES = {
 }
 """Every module with kernels, under the first family that uses it."""
 
-IN_GLUON = tuple(f"adjoint.ops.gated_delta.rule_{part}hopper_kernels" for part in ("", "prepare_", "gradients_"))
+IN_GLUON = tuple(
+    f"adjoint.ops.gated_delta.rule_{part}hopper_kernels"
+    for part in ("", "prepare_", "turn_", "walk_back_", "gradients_")
+)
 """Which has no interpreter."""
 
 _SWAPS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}

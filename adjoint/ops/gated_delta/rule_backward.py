@@ -35,7 +35,7 @@ _OF_TOKENS = _OF_KEYS | NEED_V
 
 
 def regions(problem: Problem, fused: bool = False) -> Regions:
-    """The workspace of a backward."""
+    """The workspace of a backward; `fused` is the one for Hopper."""
     shape = Shape.of(problem)
     if shape.is_empty:
         return Regions()
@@ -56,20 +56,24 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     _, normalize, need = problem.options
     initial, final, upstream = (bool(given) for given in problem.sizes[7:])
     apart = 0 if fused else need
+    walks = backward_launch.walks_back_in_gluon(shape, fused)
     listed = launch.table_keys(shape.ids is not None, False, (True,))
-    listed += [launch.prepare_key(shape, fused), ("turn", upstream)]
-    listed += [("normalize", True)] * normalize
+    listed += [launch.prepare_key(shape, fused)]
+    listed += [("turn", upstream)] * (not fused) + [("normalize", True)] * normalize
     for aligned in (True, False):
         listed.append(("walk", True, initial, False, False, aligned))
-        listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
+        if not walks:
+            listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
         if apart & _OF_TOKENS:
             listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
         if apart & _OF_KEYS:
             listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
     if fused:
-        from adjoint.ops.gated_delta.rule_gradients_hopper import natural
+        from adjoint.ops.gated_delta.rule_hopper import natural
 
-        listed.append(("gradients_hopper", natural(shape), normalize))
+        listed.append(("turn_hopper", natural(shape)))
+        listed += [("walk_back_hopper", natural(shape), final, bool(need & NEED_STATE))] * walks
+        listed.append(("gradients_hopper", natural(shape, 2), normalize))
     if apart & (NEED_G | NEED_BETA):
         listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
@@ -134,8 +138,17 @@ def run(
         launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept)
 
     def back() -> None:
-        backward_launch.turn(launches, memory, queries, keys, upstream, scale)
-        backward_launch.walk_back(launches, memory, queries, keys, upstream is not None, dfinal_state, dinitial)
+        if not fused:
+            backward_launch.turn(launches, memory, queries, keys, upstream, scale)
+        else:
+            from adjoint.ops.gated_delta import rule_walk_back_hopper as hopper
+
+            assert upstream is not None  # or the plan refused
+            hopper.turn(launches, memory, queries, keys, upstream, scale)
+            if backward_launch.walks_back_in_gluon(shape, fused):
+                hopper.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
+                return
+        backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
 
     # Neither needs the other, and going back leaves most of the card idle where sequences are few.
     side_by_side(plan.problem.device, forward_again, back, shape.is_large)

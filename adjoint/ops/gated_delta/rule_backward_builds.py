@@ -51,13 +51,18 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
 
 
 def _for_hopper() -> Iterator[tuple[str, Variant]]:
-    """The kernel of all gradients in Gluon."""
+    """The kernels in Gluon: what comes before the walk back, the walk, and all gradients."""
     from adjoint.ops.gated_delta.rule_backward_launch import forward_tuning, tuning, variant
-    from adjoint.ops.gated_delta.rule_gradients_hopper import natural
+    from adjoint.ops.gated_delta.rule_hopper import natural
     from adjoint.ops.gated_delta.rule_shape import Shape
 
+    listed: set[Variant] = set()
     for dtype, key_heads, K, V, normalize in _HOPPER:
         shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, key_heads, 32, K, V)
-        key = ("gradients_hopper", natural(shape), normalize)
-        described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
-        yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described
+        strides = natural(shape)
+        walks = [("walk_back_hopper", strides, given, given) for given in (False, True)]
+        for key in (("turn_hopper", strides), *walks, ("gradients_hopper", natural(shape, 2), normalize)):
+            described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
+            if described not in listed:
+                listed.add(described)
+                yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described

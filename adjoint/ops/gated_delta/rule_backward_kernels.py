@@ -1,22 +1,23 @@
 """Triton kernels of the gated delta rule's adjoint; notation and layouts of `rule_kernels.py`, P = scale·(q kᵀ ⊙ D).
 
-    turn             W = Tᵀ (e^{Γ−G} ⊙ k),  Tᵀ Pᵀ do,  scale·e^G ⊙ do      one program per chunk and key head
+    turn             W = Tᵀ (e^{Γ−G} ⊙ k),  Tᵀ Pᵀ do                       one program per chunk and key head
     walk_back        Y = Tᵀ Pᵀ do + W dS⁺                                  one per sequence, value head and block of V
                      dS = e^Γ dS⁺ + qᵀ (scale·e^G ⊙ do) − kᵀ (β e^G ⊙ Y)
     matrices         M, Mᵀ, E + Eᵀ and dv                                  one per chunk and value head
     gradients        dq, dk and the parts of dβ and dg                     two per chunk, key head and block of K
     gate_gradients   dβ and dg from their parts                            one per chunk and value head
 
-Only the walk goes from chunk to chunk, last to first, so it is two products, one after the other, and one beside them.
+Only the walk goes from chunk to chunk, last to first, so it is two products, one after the other, and two beside them.
 It holds dSᵀ, as the forward's walk holds Sᵀ: what a product gives becomes the left operand of the next where it is, in
 registers. It leaves Yᵀ [chunks, H, V, 64] and dS⁺ᵀ [chunks, H, V, K]. A forward cannot put T before the state like
 this, as w and u do, because v − k S cancels; nothing does here. Elsewhere a tile's transposed copy is made by the way
 it is read, or is the right operand: never `tl.dot(tl.trans(a), b)`, which compilers for Hopper have got wrong in just
 this place.
 
-Rounded to the storage type, where that is not float32: W, Tᵀ Pᵀ do, scale·e^G·do; dS⁺ and β·e^G·Y before their
-products; M and E; and what one kernel leaves in memory for the next, S, v', Y and dS⁺. Sums are float32. One element
-has one writer, and every sum an order that K, V and the types fix.
+Rounded to the storage type, where that is not float32: W, Tᵀ Pᵀ do; dS⁺ and β·e^G·Y before their products; M and E; and
+what one kernel leaves in memory for the next, S, v', Y and dS⁺. scale·e^G·do meets q in two parts: rounded, it would be
+nine tenths of the error of the initial states' gradient. Sums are float32. One element has one writer, and every sum an
+order that K, V and the types fix.
 """
 
 import triton
@@ -108,14 +109,14 @@ def _products(left, right, rows, left_stride, right_stride, K: tl.constexpr, K_B
 
 @triton.jit
 def rule_turn(
-    q, k, do, gates, places, T, W, local, scaled, key_heads, scale,
+    q, k, do, gates, places, T, W, local, key_heads, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What of Y does not go from chunk to chunk, for every value head of a key head.
 
-        W = Tᵀ (e^{Γ−G} ⊙ k) [64, K],  local = Tᵀ Pᵀ do, transposed [V, 64],  scaled = scale·e^G ⊙ do [64, V]
+        W = Tᵀ (e^{Γ−G} ⊙ k) [64, K],  local = Tᵀ Pᵀ do, transposed [V, 64]
 
     Matrices of the chunk, T, P and P T, are two numbers of the storage type each.
     """
@@ -138,7 +139,6 @@ def rule_turn(
     T += lane * (PARTS * CHUNK * CHUNK)
     W += lane * (CHUNK * K)
     local += lane * (V * CHUNK)
-    scaled += lane * (V * CHUNK)
     if UPSTREAM:
         qk = _products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION) * scale
     if K <= K_BLOCK:
@@ -179,7 +179,6 @@ def rule_turn(
                 both += tl.dot(high, tl.load(own_T + CHUNK * CHUNK + (i * CHUNK + j)), input_precision=PRECISION)
             high = both.to(kind)
             rest = (both - high.to(tl.float32)).to(kind)
-            factor = (tl.load(own_gates + 3 * CHUNK + token) * scale)[None, :]
             for begin in tl.static_range(0, V, V_BLOCK):
                 column = begin + tl.arange(0, V_BLOCK)[:, None]
                 place = do + member * do_head_stride + (j * do_token_stride.to(tl.int32) + column)
@@ -189,8 +188,6 @@ def rule_turn(
                     found += tl.dot(upstream, rest, input_precision=PRECISION)
                 there = (column < V) & (j < CHUNK)
                 tl.store(local + member * (V * CHUNK) + (column * CHUNK + j), found.to(kind), there)
-                grown = (upstream.to(tl.float32) * factor).to(kind)
-                tl.store(scaled + member * (V * CHUNK) + (j * V + column), grown, there)
 
 
 # ------------------------------------------------------------------------------------------ the walk back
@@ -198,8 +195,8 @@ def rule_turn(
 
 @triton.jit
 def rule_walk_back(
-    q, k, gates, W, local, scaled, begins, firsts, dfinal_state, dinitial_state, Y, dstates, heads,
-    q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    q, k, do, gates, W, local, begins, firsts, dfinal_state, dinitial_state, Y, dstates, heads, scale,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -223,28 +220,28 @@ def rule_walk_back(
     row = tl.arange(0, CHUNK)
     kind = k.dtype.element_ty
 
-    in_state = (k_column < K_SIZE)[None, :] & (v_row < V_SIZE)[:, None]
     state_place = (sequence * heads + head) * (K_SIZE * V_SIZE)
-    state_offset = k_column[None, :] * V_SIZE + v_row[:, None]
     dS = tl.zeros([V_BLOCK, K_BLOCK], tl.float32)
     if FINAL:
-        dS = tl.load(dfinal_state + state_place + state_offset, in_state, other=0.0)
+        in_state = (k_column < K_SIZE)[:, None] & (v_row < V_SIZE)[None, :]
+        given = dfinal_state + state_place + (k_column[:, None] * V_SIZE + v_row[None, :])
+        dS = tl.trans(tl.load(given, in_state, other=0.0))
 
     # Bases move from chunk to chunk, and offsets stay: 32 bits each.
     token = first + last.to(tl.int64) * CHUNK
     q += token * q_token_stride + (head // GROUP).to(tl.int64) * q_head_stride
     k += token * k_token_stride + (head // GROUP).to(tl.int64) * k_head_stride
+    do += token * do_token_stride + head.to(tl.int64) * do_head_stride
     lane = (tl.load(firsts + sequence) + last).to(tl.int64) * heads + head
     gates += lane * (5 * CHUNK)
     W += lane * (CHUNK * K)
     local += lane * (V * CHUNK)
-    scaled += lane * (V * CHUNK)
     Y += lane * (V * CHUNK)
     dstates += lane * (V * K)
     q_offset = row[:, None] * q_token_stride.to(tl.int32) + k_column[None, :]
     k_offset = row[:, None] * k_token_stride.to(tl.int32) + k_column[None, :]
     W_offset = row[:, None] * K + k_column[None, :]
-    scaled_offset = row[None, :] * V + v_row[:, None]
+    do_offset = row[None, :] * do_token_stride.to(tl.int32) + v_row[:, None]
     values_offset = v_row[:, None] * CHUNK + row[None, :]
     dstates_offset = v_row[:, None] * K + k_column[None, :]
     # Masks for what is there always cost registers: none where blocks divide sizes.
@@ -253,7 +250,7 @@ def rule_walk_back(
     in_values = (v_row < V)[:, None]
     rows = count - last * CHUNK
     over = tl.load(gates + 4 * CHUNK - 1, mask=count > 0, other=0.0)
-    for step in tl.range(0, chunks, num_stages=STAGES):
+    for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         narrow = dS.to(kind)
         if EVEN:
             tl.store(dstates + dstates_offset, narrow)
@@ -270,13 +267,17 @@ def rule_walk_back(
         if UPSTREAM:
             if EVEN:
                 found += tl.load(local + values_offset).to(tl.float32)
-                upstream = tl.load(scaled + scaled_offset)
+                upstream = tl.load(do + do_offset, (row < rows)[None, :], other=0)
                 queries = tl.load(q + q_offset, (row < rows)[:, None], other=0)
             else:
                 found += tl.load(local + values_offset, in_values & (row < CHUNK)[None, :], other=0).to(tl.float32)
-                upstream = tl.load(scaled + scaled_offset, in_values & (row < CHUNK)[None, :], other=0)
+                upstream = tl.load(do + do_offset, in_values & (row < rows)[None, :], other=0)
                 queries = tl.load(q + q_offset, (row < rows)[:, None] & in_keys, other=0)
-            dS += tl.dot(upstream, queries, input_precision=PRECISION)
+            grown = upstream.to(tl.float32) * (from_start * scale)[None, :]
+            high = grown.to(kind)
+            if kind != tl.float32:
+                dS = tl.dot((grown - high.to(tl.float32)).to(kind), queries, dS, input_precision=PRECISION)
+            dS = tl.dot(high, queries, dS, input_precision=PRECISION)
         if EVEN:
             tl.store(Y + values_offset, found.to(kind))
         else:
@@ -288,13 +289,16 @@ def rule_walk_back(
         gates -= heads * (5 * CHUNK)
         W -= heads * (CHUNK * K)
         local -= heads * (V * CHUNK)
-        scaled -= heads * (V * CHUNK)
+        do -= CHUNK * do_token_stride
         Y -= heads * (V * CHUNK)
         dstates -= heads * (V * K)
         # A chunk ahead, because the next product would wait for it.
         over = tl.load(gates + 4 * CHUNK - 1, mask=step + 1 < chunks, other=0.0)
     if INITIAL:
-        tl.store(dinitial_state + state_place + state_offset, dS, in_state)
+        # 0, and known after the loop alone: or the places would be kept in registers through it.
+        place = dinitial_state + state_place + tl.minimum(rows, 0)
+        in_state = (k_column < K_SIZE)[None, :] & (v_row < V_SIZE)[:, None]
+        tl.store(place + (k_column[None, :] * V_SIZE + v_row[:, None]), dS, in_state)
 
 
 # ------------------------------------------------------------------------------------------- the gradients

@@ -21,7 +21,18 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 APART, INLINE = 2, 1
 """How the gradient passes through the norms of q and k: in a kernel of its own, or in the one that has whole rows."""
 
-KERNELS = ("turn", "walk_back", "matrices", "gradients", "gradients_hopper", "gate_gradients", "unnormalize")
+_WALKS_ON_HOPPER = ("turn_hopper", "walk_back_hopper")
+
+KERNELS = (
+    "turn",
+    "walk_back",
+    "matrices",
+    "gradients",
+    "gate_gradients",
+    "unnormalize",
+    *_WALKS_ON_HOPPER,
+    "gradients_hopper",
+)
 """Those of the backward alone, as keys name them."""
 
 _UNNORMALIZED_ROWS = 16
@@ -44,7 +55,7 @@ class Tuning(NamedTuple):
     turn_keys: int = 128
     turn_values: int = 128
     turn_warps: int = 4
-    turn_stages: int = 3
+    turn_stages: int = 2
     matrix_values: int = 32
     matrix_warps: int = 4
     matrix_stages: int = 3
@@ -56,6 +67,11 @@ class Tuning(NamedTuple):
 
 _FEW_HEADS = 8
 """Of so few, the walk back cuts V finer: blocks of 16 columns fill the card, and each step takes less."""
+
+
+def walks_back_in_gluon(shape: Shape, fused: bool) -> bool:
+    """Whether a plan for Hopper walks back in Gluon: its blocks of 64 columns of V leave few heads most of the card."""
+    return fused and shape.heads > _FEW_HEADS
 
 
 def tuning(shape: Shape) -> Tuning:
@@ -92,13 +108,13 @@ def regions(
 ) -> dict[str, tuple[torch.dtype, int]]:
     """The workspace besides the forward's.
 
-    Y and local [chunks, H, V, 64], scaled [chunks, H, 64, V], dstates [chunks, H, V, K], W [chunks, H, 64, K], M,
-    M_turned and E [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where
-    rows are cut, the gradients of what was normalised, in float32. `fused` is the kernel that keeps all between Y and
-    the gradients to itself.
+    Y and local [chunks, H, V, 64], dstates [chunks, H, V, K], W [chunks, H, 64, K], M, M_turned and E
+    [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where rows are cut, the
+    gradients of what was normalised, in float32. `fused` is the kernel that keeps all between Y and the gradients to
+    itself.
     """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
-    held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local", "scaled")}
+    held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
     if need & (NEED_Q | NEED_K) and not fused:
         held |= {name: (shape.element, lanes * CHUNK * CHUNK) for name in ("M", "M_turned", "E")}
@@ -118,7 +134,7 @@ def regions(
 
 # ------------------------------------------------------------------------------------------------ variants
 
-_MATRICES = ("T", "W", "local", "scaled", "M", "M_turned", "E", "states", "dstates", "new", "Y")
+_MATRICES = ("T", "W", "local", "M", "M_turned", "E", "states", "dstates", "new", "Y")
 _ELEMENTS = frozenset(("x", "out", "q", "k", "v", "do", "dq", "dk", "dv", *_MATRICES))
 _FLOATS = frozenset(
     (
@@ -178,6 +194,10 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         from adjoint.ops.gated_delta import rule_gradients_hopper
 
         return rule_gradients_hopper.variant(shape, key[1:])
+    if name in _WALKS_ON_HOPPER:
+        from adjoint.ops.gated_delta import rule_walk_back_hopper
+
+        return rule_walk_back_hopper.variant(shape, key, parts)
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),
@@ -278,14 +298,13 @@ class Launches(rule_launch.Launches):
 def turn(
     launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, do: Walkable | None, scale: float
 ) -> None:
-    """W, local and scaled of every chunk and value head; W alone without do."""
+    """W and local of every chunk and value head; W alone without do."""
     shape = launch.shape
     upstream = do or q
     launch(
         ("turn", do is not None), shape.chunks * shape.key_heads, q.start, k.start, upstream.start, memory["gates"],
-        memory["places"], memory["T"], memory["W"], memory["local"], memory["scaled"], shape.key_heads,
-        scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride, upstream.token_stride,
-        upstream.head_stride,
+        memory["places"], memory["T"], memory["W"], memory["local"], shape.key_heads, scale, q.token_stride,
+        q.head_stride, k.token_stride, k.head_stride, upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
 
 
@@ -294,7 +313,8 @@ def walk_back(
     memory: Mapping[str, Any],
     q: Walkable,
     k: Walkable,
-    upstream: bool,
+    do: Walkable | None,
+    scale: float,
     dfinal_state: Tensor | None,
     dinitial_state: Tensor | None,
 ) -> None:
@@ -302,12 +322,14 @@ def walk_back(
     shape = launch.shape
     absent = memory["gates"]  # stands for a pointer that no variant reads
     blocks = -(-padded(shape.V) // min(launch.backward.walk_block, power(shape.V)))
-    key = ("walk_back", upstream, dfinal_state is not None, dinitial_state is not None)
+    upstream = do or q
+    key = ("walk_back", do is not None, dfinal_state is not None, dinitial_state is not None)
     launch(
         (*key, is_aligned(dfinal_state, dinitial_state)), shape.sequences * shape.heads * blocks, q.start, k.start,
-        memory["gates"], memory["W"], memory["local"], memory["scaled"], memory["begins"], memory["firsts"],
+        upstream.start, memory["gates"], memory["W"], memory["local"], memory["begins"], memory["firsts"],
         absent if dfinal_state is None else dfinal_state, absent if dinitial_state is None else dinitial_state,
-        memory["Y"], memory["dstates"], shape.heads, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
+        memory["Y"], memory["dstates"], shape.heads, scale, q.token_stride, q.head_stride, k.token_stride,
+        k.head_stride, upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
 
 

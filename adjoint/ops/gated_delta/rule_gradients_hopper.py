@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import TRITON_TYPES, Variant, registered
 from adjoint.ops.gated_delta import rule_gradients_hopper_kernels as _kernels  # noqa: F401  (registers them)
+from adjoint.ops.gated_delta.rule_hopper import strides
 from adjoint.ops.gated_delta.rule_launch import Launches, is_aligned
 from adjoint.ops.gated_delta.rule_shape import Shape, Walkable
 
@@ -17,7 +18,7 @@ _ELEMENTS = frozenset(("q", "k", "v", "do", "states", "dstates", "new", "Y", "dq
 
 def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
     """The kernel for strides and options; strides are constants, so that an address is a sum with a constant."""
-    strides, normalize = key
+    (q_stride, q_head, k_stride, k_head, v_stride, v_head, do_stride, do_head), normalize = key
     kernel = registered()["rule_gradients_hopper"]
     types = {}
     for name in kernel.parameters:
@@ -29,7 +30,6 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
             types[name] = f"*{TRITON_TYPES[shape.gate if name == 'dg' else shape.strength]}"
         elif not name.isupper():
             types[name] = "*fp32"
-    q_stride, q_head, k_stride, k_head, v_stride, v_head, do_stride, do_head = strides
     constants = {
         "KEY_HEADS": shape.key_heads,
         "Q_STRIDE": q_stride,
@@ -47,18 +47,6 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
     }
     promised = [name for name in types if name == "gates" or name in _ELEMENTS]
     return kernel.variant(types, constants, promised, num_warps=8, num_stages=1)
-
-
-def natural(shape: Shape) -> tuple[int, ...]:
-    """The strides of tokens and heads in contiguous q, k, v and do."""
-    keys, values = (shape.key_heads * shape.K, shape.K), (shape.heads * shape.V, shape.V)
-    return (*keys, *keys, *values, *values)
-
-
-def _strides(shape: Shape, *tokens: Walkable) -> tuple[int, ...]:
-    """Those of q, k, v and do; where there is one token or one head, as if they were contiguous."""
-    given = [stride for x in tokens for stride in (x.token_stride, x.head_stride)]
-    return tuple(stride or usual for stride, usual in zip(given, natural(shape), strict=True))
 
 
 @cache
@@ -84,7 +72,7 @@ def gradients(
     shape, absent = launch.shape, memory["gates"]  # stands for a pointer that no variant reads
     items = shape.chunks * shape.key_heads
     launch(
-        ("gradients_hopper", _strides(shape, q, k, v, do), normalize),
+        ("gradients_hopper", strides(shape, q, k, v, do), normalize),
         min(items, programs(launch.device)), q.start, k.start, v.start, do.start, memory["gates"], memory["places"],
         *(memory[name] for name in ("states", "dstates", "new", "Y")), *given,
         *(memory.get(name, absent) for name in ("q_factors", "k_factors")), items, scale,

@@ -75,6 +75,15 @@ def test_either_gradient_may_be_absent(device: torch.device, given: str) -> None
 
 
 @pytest.mark.kernels
+def test_upstream_gradients_reach_the_initial_state_in_two_parts(device: torch.device) -> None:
+    """Rounded to bfloat16 they would cost that state's gradient 1.6e-3."""
+    inputs = drawn(device, (1, 70, 1, 2, 16, 16), torch.bfloat16)
+    do, dfinal = upstream_of(inputs)
+    found, expected = backward(inputs, do, dfinal, need=32)[5], exact(inputs, do, dfinal)[5]
+    assert (found.double() - expected).norm() <= 6e-4 * expected.norm()
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("keys", (_nearly_equal, _orthogonal), ids=("nearly equal keys", "orthogonal keys"))
 def test_keys(device: torch.device, dtype: torch.dtype, keys: Any) -> None:
@@ -203,7 +212,7 @@ def test_what_is_kept_and_what_is_computed_again() -> None:
     if adjoint.core.kernels.triton_missing():
         pytest.skip("regions are counted by a module that imports Triton")
     each = candidate.workspace_bytes(problem) / (32768 * 32)
-    assert 2850 <= each <= 2860, each
+    assert 2595 <= each <= 2605, each
 
 
 def test_eager_stays_for_float64() -> None:
