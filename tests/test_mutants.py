@@ -68,6 +68,7 @@ MODULES = {
         "adjoint.ops.gated_delta.rule_table_kernels",
         "adjoint.ops.gated_delta.rule_kernels",
         "adjoint.ops.gated_delta.rule_backward_kernels",
+        "adjoint.ops.gated_delta.rule_closing_kernels",
         "adjoint.ops.gated_delta.step_kernels",
         "adjoint.ops.gated_delta.step_backward_kernels",
         "adjoint.ops.gated_delta.w_u_kernels",
