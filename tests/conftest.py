@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adjoint.core import kernels
-from adjoint.verify.interpreter import correct_bfloat16, remember_lookups, replace_sorts
+from adjoint.verify.interpreter import correct_bfloat16, remember_lookups, remember_shapes, replace_sorts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
         correct_bfloat16()
         replace_sorts()
         remember_lookups()
+        remember_shapes()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
