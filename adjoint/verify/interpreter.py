@@ -12,7 +12,8 @@ Before every launch, and every call of one function by another, the interpreter 
 `triton.language` for those it must replace, a third of the time that small kernels take; for every value it writes
 down anew which type of numpy stands for which of Triton's. `remember_lookups()` lets it remember both. For every value
 it also makes, and checks, the shape of its block again, and the tuple that shows it: a quarter of the time of kernels
-with many small operations. `remember_shapes()` has each made once.
+with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
+overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` leaves them to it.
 """
 
 from typing import Any
@@ -186,3 +187,19 @@ def remember_shapes() -> None:
 
     remembering_block.remembers = True  # type: ignore[attr-defined]
     block.__init__, value.__init__ = remembering_block, remembering_value
+
+
+def skip_unreported_checks() -> None:
+    """Overflow of integers is checked where the outcome is reported: with the option `debug`, which is off here."""
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+    if getattr(check, "skipped", False):
+        return
+
+    def reported(self: Any, *arguments: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *arguments)
+
+    reported.skipped = True  # type: ignore[attr-defined]
+    TritonSemantic.binary_op_sanitize_overflow_impl = reported

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,3 +146,18 @@ assert str(before) == str(after) == str(again), f"{before}\\n{after}"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("debug", (True, False))
+def test_overflow_is_checked_where_it_is_reported(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.language.semantic import TritonSemantic
+
+    checked = []
+    name = "binary_op_sanitize_overflow_impl"
+    monkeypatch.setattr(TritonSemantic, name, lambda self, *operands: checked.append(operands))
+    interpreter.skip_unreported_checks()
+    once = getattr(TritonSemantic, name)
+    interpreter.skip_unreported_checks()
+    assert getattr(TritonSemantic, name) is once
+    once(SimpleNamespace(builder=SimpleNamespace(options=SimpleNamespace(debug=debug))), 1, 2, "add")
+    assert checked == ([(1, 2, "add")] if debug else [])
