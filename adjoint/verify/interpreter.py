@@ -13,7 +13,8 @@ Before every launch, and every call of one function by another, the interpreter 
 down anew which type of numpy stands for which of Triton's. `remember_lookups()` lets it remember both. For every value
 it also makes, and checks, the shape of its block again, and the tuple that shows it: a quarter of the time of kernels
 with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
-overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` leaves them to it.
+overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` skips them
+elsewhere.
 """
 
 from typing import Any
