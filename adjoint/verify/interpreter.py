@@ -157,6 +157,7 @@ def remember_lookups() -> None:
 def remember_shapes() -> None:
     """The shape of a block, its number of elements, and both as a value shows them, are made once for each shape."""
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
 
     block, value = tl.block_type, tl.tensor
     make_block, make_value = block.__init__, value.__init__
@@ -186,8 +187,18 @@ def remember_shapes() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = type.shown if type.is_block() else (scalar.shape, scalar.numel)
 
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, left: Any, right: Any) -> Any:
+        """Blocks of one shape, and two scalars, are what they would be broadcast to."""
+        own, other = left.type, right.type
+        if own.shape is other.shape if own.is_block() and other.is_block() else own.is_block() == other.is_block():
+            return left, right
+        return broadcast(self, left, right)
+
     remembering_block.remembers = True  # type: ignore[attr-defined]
     block.__init__, value.__init__ = remembering_block, remembering_value
+    TritonSemantic.broadcast_impl_value = broadcast_others
 
 
 def skip_unreported_checks() -> None:
