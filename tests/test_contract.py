@@ -20,13 +20,13 @@ COVERED_ONCE = frozenset(
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
 
-LONG = frozenset(("gated_delta_rule", "gated_delta_rule[normalize_qk]"))
-"""Subjects whose calls take the interpreter seconds."""
-
-OF_ANY_KERNEL = frozenset(
-    ("upstream layouts", "recompilation", "compilation", "registration", "modes", "repeats", "device invariance")
-)
-"""Checks of what plans and operators have in common, which shorter subjects run; long ones with `--all`."""
+LONGEST = frozenset(("upstream layouts", "recompilation", "repeats"))
+LONG = {
+    "gated_delta_rule": LONGEST,
+    "gated_delta_rule[normalize_qk]": LONGEST | {"compilation", "registration", "modes", "device invariance"},
+}
+"""Checks of what plans and operators have in common, by subjects whose calls take the interpreter seconds: shorter ones
+run them; long ones with `--all`."""
 
 
 def _parameters() -> list[object]:
@@ -44,7 +44,7 @@ def test_check(job: Job, everything: bool) -> None:
             pytest.skip("the ordinary process runs this")
         if job.check in COVERED_ONCE and job.dtype != "bfloat16":
             pytest.skip("covered for bfloat16; all dtypes with --all")
-        if job.op in LONG and job.check in OF_ANY_KERNEL:
+        if job.check in LONG.get(job.op, ()):
             pytest.skip("seconds a call: shorter subjects run this; with --all")
         if job.check == "gradients":
             pytest.skip(
