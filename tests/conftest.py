@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adjoint.core import kernels
-from adjoint.verify.interpreter import correct_bfloat16, remember_lookups, replace_sorts
+from adjoint.verify import interpreter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,9 +17,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if kernels.interpreting():
-        correct_bfloat16()
-        replace_sorts()
-        remember_lookups()
+        interpreter.correct_bfloat16()
+        interpreter.replace_sorts()
+        interpreter.remember_lookups()
+        interpreter.remember_shapes()
+        interpreter.skip_unreported_checks()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -68,6 +68,7 @@ MODULES = {
         "adjoint.ops.gated_delta.rule_table_kernels",
         "adjoint.ops.gated_delta.rule_kernels",
         "adjoint.ops.gated_delta.rule_backward_kernels",
+        "adjoint.ops.gated_delta.rule_closing_kernels",
         "adjoint.ops.gated_delta.step_kernels",
         "adjoint.ops.gated_delta.step_backward_kernels",
         "adjoint.ops.gated_delta.w_u_kernels",
@@ -365,7 +366,7 @@ def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
     if ".step_" in mutant.module:
         step_calls.shrink()
         return step_calls.noticed()
-    if "backward" in mutant.module:
+    if mutant.module.endswith(("rule_backward_kernels", "rule_closing_kernels")):
         return rule_backward_calls.noticed()
     return rule_calls.noticed()
 

@@ -10,7 +10,11 @@ Sorts give the right order, but after half a second for 256 integers: `replace_s
 
 Before every launch, and every call of one function by another, the interpreter looks through all names of
 `triton.language` for those it must replace, a third of the time that small kernels take; for every value it writes
-down anew which type of numpy stands for which of Triton's. `remember_lookups()` lets it remember both.
+down anew which type of numpy stands for which of Triton's. `remember_lookups()` lets it remember both. For every value
+it also makes, and checks, the shape of its block again, and the tuple that shows it: a quarter of the time of kernels
+with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
+overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` skips them
+elsewhere.
 """
 
 from typing import Any
@@ -148,3 +152,55 @@ def remember_lookups() -> None:
         return found
 
     interpreter._get_np_dtype = numpy_type
+
+
+def remember_shapes() -> None:
+    """The shape of a block, its number of elements, and both as a value shows them, are made once for each shape."""
+    import triton.language as tl
+
+    block, value = tl.block_type, tl.tensor
+    make_block, make_value = block.__init__, value.__init__
+    of_block, of_value = {"element_ty", "shape", "numel", "name"}, {"handle", "shape", "numel", "type", "dtype"}
+    scalar, pair = value(None, tl.int32), block(tl.int32, [2])
+    if getattr(make_block, "remembers", False) or vars(scalar).keys() != of_value or vars(pair).keys() != of_block:
+        return  # done; or a version that makes what is not known here
+    shapes: dict[tuple[Any, ...], tuple[Any, int, str, Any, Any]] = {}
+
+    def plain(size: Any) -> Any:
+        size = tl.core._unwrap_if_constexpr(size)
+        return size if type(size) is int else repr(size)  # 2.0 is not 2, and an error
+
+    def remembering_block(self: Any, element: Any, shape: Any) -> None:
+        sizes = tuple([size if type(size) is int else plain(size) for size in shape])
+        found = shapes.get(sizes)
+        if found is None:
+            make_block(self, element, shape)
+            shown: Any = value.__new__(value)
+            make_value(shown, None, self)
+            found = shapes[sizes] = self.shape, self.numel, str(self.shape), shown.shape, shown.numel
+        self.element_ty, self.shape, self.numel = element, found[0], found[1]
+        self.name = f"<{found[2]}, {element}>"
+        self.shown = found[3:]
+
+    def remembering_value(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.shown if type.is_block() else (scalar.shape, scalar.numel)
+
+    remembering_block.remembers = True  # type: ignore[attr-defined]
+    block.__init__, value.__init__ = remembering_block, remembering_value
+
+
+def skip_unreported_checks() -> None:
+    """Overflow of integers is checked where the outcome is reported: with the option `debug`, which is off here."""
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+    if getattr(check, "skipped", False):
+        return
+
+    def reported(self: Any, *arguments: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *arguments)
+
+    reported.skipped = True  # type: ignore[attr-defined]
+    TritonSemantic.binary_op_sanitize_overflow_impl = reported

@@ -1,5 +1,9 @@
 """The corrections to the interpreter: bfloat16 against torch's own conversions, sorts, and what it remembers."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -103,3 +107,57 @@ def test_numpy_types_are_those_the_interpreter_looks_up() -> None:
         expected = {"int1": "bool", "bf16": "uint16", "fp32": "float32"}.get(kind.name, kind.name)
         expected = "uint64" if kind.name.startswith("pointer") else expected
         assert theirs._get_np_dtype(kind) == theirs._get_np_dtype(block) == np.dtype(expected)
+
+
+def test_blocks_and_values_are_those_that_triton_makes() -> None:
+    """And so are their errors; in a process of its own, where nothing is remembered yet."""
+    code = """
+import triton.language as tl
+from adjoint.verify.interpreter import remember_shapes
+
+def made():
+    kinds = (tl.int32, tl.bfloat16, tl.pointer_type(tl.float32))
+    blocks = [tl.block_type(kind, shape) for shape in ([4], [2], [4, 8], [tl.constexpr(2), 1]) for kind in kinds] * 2
+    values = [tl.tensor(None, kind) for kind in (*blocks, *kinds)]
+    wrong = []
+    for shape in ([3], [], [2.0], [2**21]):
+        try:
+            tl.block_type(tl.int32, shape)
+        except Exception as error:
+            wrong.append((type(error), str(error)))
+    names = ("element_ty", "shape", "numel", "name", "scalar")
+    show = lambda x: (type(x), str(x), [type(i) for i in x] if isinstance(x, tl.core.tuple) else "")
+    return (
+        [[show(getattr(x, name)) for name in names] for x in blocks],
+        [[show(getattr(x, name)) for name in ("shape", "numel", "dtype", "type")] for x in values],
+        wrong,
+    )
+
+before = made()
+make = tl.block_type.__init__
+remember_shapes()
+assert tl.block_type.__init__ is not make, "this version is not known"
+remembering = tl.block_type.__init__
+remember_shapes()
+assert tl.block_type.__init__ is remembering
+after, again = made(), made()
+assert len(before[2]) == 4
+assert str(before) == str(after) == str(again), f"{before}\\n{after}"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("debug", (True, False))
+def test_overflow_is_checked_where_it_is_reported(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.language.semantic import TritonSemantic
+
+    checked = []
+    name = "binary_op_sanitize_overflow_impl"
+    monkeypatch.setattr(TritonSemantic, name, lambda self, *operands: checked.append(operands))
+    interpreter.skip_unreported_checks()
+    once = getattr(TritonSemantic, name)
+    interpreter.skip_unreported_checks()
+    assert getattr(TritonSemantic, name) is once
+    once(SimpleNamespace(builder=SimpleNamespace(options=SimpleNamespace(debug=debug))), 1, 2, "add")
+    assert checked == ([(1, 2, "add")] if debug else [])

@@ -178,7 +178,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         *tensors, scale, normalize_qk, output_final_state = given
         ctx.set_materialize_grads(False)  # an output nobody used costs nothing
         ctx.save_for_backward(*tensors, saved)
-        ctx.options, ctx.preference = (scale, normalize_qk), preference
+        ctx.options, ctx.preference, ctx.has_final = (scale, normalize_qk), preference, output_final_state
         if not output_final_state:
             ctx.mark_non_differentiable(final_state)
         return o, final_state
@@ -187,6 +187,8 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise second_derivative(_OP)
+        if not ctx.has_final:  # a compiler makes zeros of a gradient that nobody gave
+            dfinal = None
         if do is None and dfinal is None:
             return (None,) * 11
         q, k, v, g, beta, initial_state, cu_seqlens, saved = ctx.saved_tensors

@@ -214,6 +214,22 @@ def test_compiled_with_packed_sequences() -> None:
     torch._dynamo.reset()
 
 
+def test_compiled_without_a_final_state() -> None:
+    """Its gradient, which a compiler makes zeros of, is not one."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *x: adjoint.gated_delta_rule(*x)[0], fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for time in (5, 70):
+        inputs = leaves(drawn((1, time, 1, 2, 4, 4), state=False))[:5]
+        found = torch.autograd.grad(compiled(*inputs).sum(), inputs)
+        for got, right in zip(
+            found, torch.autograd.grad(adjoint.gated_delta_rule(*inputs)[0].sum(), inputs), strict=True
+        ):
+            assert torch.equal(got, right)
+    torch._dynamo.reset()
+
+
 def test_a_plan_from_shapes_alone() -> None:
     tokens = [x.to("meta") for x in drawn((1, 5, 1, 2, 4, 4), torch.bfloat16)[:5]]
     with torch.autocast("cpu", dtype=torch.float16):
