@@ -249,9 +249,18 @@ def test_inverses_on_hopper(dtype: torch.dtype, key_heads: int, heads: int, K: i
         T = memory["T"].view(shape.chunks, heads, 2, 64, 64)
         assert T[~used].isnan().all() and not T[used].isnan().any()
         found.append(T[used].double().sum(2))
-    assert launch.prepare_key(shape, True) == ("prepare_hopper",)
+    assert launch.prepare_key(shape, True) == ("prepare_hopper", False)
     assert (found[1] - found[0]).norm() <= 2**-13 * found[0].norm()
     assert not found[1].triu().any()
+    run = launch.Launches(shape, device)
+    held = Regions(P=chunk_regions(shape, run.tuned, score_parts=1)["P"])
+    apart, together = (memory | held.tensors(held.allocate(device).fill_(0xFF)) for _ in range(2))
+    launch.scores(run, apart, walkable(q), walkable(k), 0.5)
+    launch.prepare_and_scores(run, together, walkable(q), walkable(k), 0.5)
+    P, expected = (x["P"].view(shape.chunks, heads, 64, 64) for x in (together, apart))
+    assert P[~used].isnan().all() and torch.equal(P[used], expected[used])
+    T = together["T"][: used.numel() * heads * 4096].view(-1, heads, 64, 64)[used].double()
+    assert (T - found[1]).norm() <= 2**-8 * found[1].norm()
 
 
 # ---------------------------------------------------------------------------------------- what lies where
