@@ -366,7 +366,7 @@ def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
     if ".step_" in mutant.module:
         step_calls.shrink()
         return step_calls.noticed()
-    if "backward" in mutant.module:
+    if mutant.module.endswith(("rule_backward_kernels", "rule_closing_kernels")):
         return rule_backward_calls.noticed()
     return rule_calls.noticed()
 

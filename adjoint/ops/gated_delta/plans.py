@@ -291,9 +291,6 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     }
 
 
-_ALL_OF_TOKENS = eager.NEED_Q | eager.NEED_K | eager.NEED_V | eager.NEED_G | eager.NEED_BETA
-
-
 def _refuse_fused_backward(problem: Problem) -> str:
     """Why the kernel of all gradients in Gluon cannot serve a problem."""
     shape = Shape.of(problem)
@@ -301,8 +298,6 @@ def _refuse_fused_backward(problem: Problem) -> str:
         return refusal
     if shape.K not in (64, 128) or shape.V not in (64, 128):
         return f"takes K and V of 64 or 128, these are {shape.K} and {shape.V}"
-    if problem.options[2] & _ALL_OF_TOKENS != _ALL_OF_TOKENS:
-        return "computes the gradients of q, k, v, g and beta together, and not all are wanted"
     if not problem.sizes[9]:
         return "takes a gradient of the outputs, and there is none"
     return refuse(problem)

@@ -8,6 +8,7 @@ On Hopper (`fused`), one kernel has the place of the last three.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adjoint.core.errors import status_word
@@ -33,6 +34,14 @@ from adjoint.ops.gated_delta.rule_shape import (
 _OF_KEYS = NEED_Q | NEED_K | NEED_G | NEED_BETA
 _OF_TOKENS = _OF_KEYS | NEED_V
 
+OF_TOKENS = ("dq", "dk", "dv", "dg", "dbeta")
+"""Gradients with a row for each token, in the order of their bits in `need`."""
+
+
+def _kinds(shape: Shape) -> tuple[torch.dtype, ...]:
+    """The types of the gradients of tokens."""
+    return (shape.element, shape.element, shape.element, shape.gate, shape.strength)
+
 
 def regions(problem: Problem, fused: bool = False) -> Regions:
     """The workspace of a backward; `fused` is the one for Hopper."""
@@ -45,6 +54,11 @@ def regions(problem: Problem, fused: bool = False) -> Regions:
     if normalize:
         held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
     held |= backward_launch.regions(shape, backward_launch.tuning(shape), need, normalize, fused)
+    if fused and need & _OF_TOKENS:  # which one kernel computes, all of them
+        widths = (shape.key_heads * shape.K, shape.key_heads * shape.K, shape.heads * shape.V, shape.heads, shape.heads)
+        for bit, (name, kind, width) in enumerate(zip(OF_TOKENS, _kinds(shape), widths, strict=True)):
+            if not need >> bit & 1:
+                held[f"unwanted_{name}"] = (kind, shape.tokens * width)
     return Regions(
         **table_regions(shape, segments=True), **chunk_regions(shape, backward_launch.forward_tuning(shape)), **held
     )
@@ -73,14 +87,13 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
 
         listed.append(("turn_hopper", natural(shape)))
         listed += [("walk_back_hopper", natural(shape), final, bool(need & NEED_STATE))] * walks
-        listed.append(("gradients_hopper", natural(shape, 2), normalize))
+        listed += [("gradients_hopper", natural(shape, 2), normalize)] * bool(need & _OF_TOKENS)
     if apart & (NEED_G | NEED_BETA):
         listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
     if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
         listed.append(("unnormalize",))
     if shape.ids is not None:
-        kinds = (shape.element, shape.element, shape.element, shape.gate, shape.strength)
-        listed += sorted({("clear", kind) for bit, kind in enumerate(kinds) if need >> bit & 1}, key=str)
+        listed += sorted({("clear", kind) for bit, kind in enumerate(_kinds(shape)) if need >> bit & 1}, key=str)
     return listed
 
 
@@ -153,13 +166,15 @@ def run(
     # Neither needs the other, and going back leaves most of the card idle where sequences are few.
     side_by_side(plan.problem.device, forward_again, back, shape.is_large)
     dq, dk, dv, dg, dbeta, _ = outputs
-    if fused:
+    if fused and need & _OF_TOKENS:
         from adjoint.ops.gated_delta import rule_gradients_hopper
 
         assert upstream is not None
-        rule_gradients_hopper.gradients(
-            launches, memory, queries, keys, values, upstream, outputs[:5], scale, normalize
-        )  # fmt: skip
+        results = tuple(
+            out if need >> bit & 1 else held.tensor(workspace, f"unwanted_{name}")
+            for bit, (name, out) in enumerate(zip(OF_TOKENS, outputs, strict=False))
+        )
+        rule_gradients_hopper.gradients(launches, memory, queries, keys, values, upstream, results, scale, normalize)
     apart = 0 if fused else need
     if apart & _OF_TOKENS:
         backward_launch.matrices(launches, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)

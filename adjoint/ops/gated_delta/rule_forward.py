@@ -9,7 +9,6 @@ from adjoint.core.errors import check, report, status_word
 from adjoint.core.kernels import compile_together
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
-from adjoint.core.streams import side_by_side
 from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_launch as launch
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
@@ -54,7 +53,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
         from adjoint.ops.gated_delta.rule_hopper import natural
     initial = bool(problem.sizes[7])
     listed = launch.table_keys(shape.ids is not None, True, (False, True) if shape.may_split else (False,))
-    listed.append(launch.prepare_key(shape, fused))
+    listed.append(launch.prepare_key(shape, fused, scores=True))
     listed += [("compose", initial)] * shape.may_split
     for split in (False, True) if shape.may_split else (False,):
         for aligned in (True, False):
@@ -63,7 +62,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
             else:
                 listed.append(("walk", split, initial, save and not split, final, aligned))
     if fused:
-        listed.append(("scores", 1))
+        listed += [("scores", 1)] * (("prepare",) in listed)
         listed += [("hopper", natural(shape), True, False, False, True, True)] * shape.may_split
     else:
         listed += [("output", aligned) for aligned in (True, False)] + [("transition",)] * shape.may_split
@@ -124,12 +123,7 @@ def run(
     if fused:
         from adjoint.ops.gated_delta import rule_hopper
 
-        side_by_side(
-            plan.problem.device,
-            lambda: launch.prepare(launches, memory, keys, hopper=True),
-            lambda: launch.scores(launches, memory, queries, keys, scale),
-            shape.is_large,
-        )
+        launch.prepare_and_scores(launches, memory, queries, keys, scale)
         if shape.is_split:
             rule_hopper.transitions(launches, memory, keys, values)
             launch.compose(launches, memory, initial_state, between)

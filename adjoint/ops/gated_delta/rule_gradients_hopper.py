@@ -72,7 +72,7 @@ def gradients(
     shape, absent = launch.shape, memory["gates"]  # stands for a pointer that no variant reads
     items = shape.chunks * shape.key_heads
     launch(
-        ("gradients_hopper", strides(shape, q, k, v, do), normalize),
+        ("gradients_hopper", strides(q, k, v, do), normalize),
         min(items, programs(launch.device)), q.start, k.start, v.start, do.start, memory["gates"], memory["places"],
         *(memory[name] for name in ("states", "dstates", "new", "Y")), *given,
         *(memory.get(name, absent) for name in ("q_factors", "k_factors")), items, scale,

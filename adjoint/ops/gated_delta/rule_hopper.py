@@ -64,10 +64,9 @@ def natural(shape: Shape, of_values: int = 1) -> tuple[int, ...]:
     return (*keys, *keys, *(values * of_values))
 
 
-def strides(shape: Shape, *tokens: Walkable) -> tuple[int, ...]:
-    """Those of q, k and of tensors like v; where there is one token or one head, as if they were contiguous."""
-    given = [stride for x in tokens for stride in (x.token_stride, x.head_stride)]
-    return tuple(stride or usual for stride, usual in zip(given, natural(shape, len(tokens) - 2), strict=True))
+def strides(*tokens: Walkable) -> tuple[int, ...]:
+    """Those of q, k and of tensors like v."""
+    return tuple(stride for x in tokens for stride in (x.token_stride, x.head_stride))
 
 
 def forward(
@@ -89,7 +88,7 @@ def forward(
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     options = (segmented, initial_state is not None, final_state is not None, False, is_aligned(out))
     launch(
-        ("hopper", strides(shape, q, k, v), *options),
+        ("hopper", strides(q, k, v), *options),
         (shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // V_BLOCK),
         q.start, k.start, v.start, memory["gates"], memory["T"], memory["P"],
         memory["segment_places"] if segmented else memory["begins"], memory["begins"], memory["firsts"],
@@ -103,7 +102,7 @@ def transitions(launch: Launches, memory: Mapping[str, Any], k: Walkable, v: Wal
     """What every segment makes of a state, M S + B: Mᵀ and Bᵀ into memory["transitions"], [segments, H, K + V, K]."""
     shape, absent = launch.shape, memory["gates"]
     launch(
-        ("hopper", strides(shape, k, k, v), True, False, False, True, True),
+        ("hopper", strides(k, k, v), True, False, False, True, True),
         shape.segments * shape.heads * ((shape.K + shape.V) // V_BLOCK),
         k.start, k.start, v.start, memory["gates"], memory["T"], memory["T"], memory["segment_places"],
         memory["begins"], memory["firsts"], absent, absent, memory["transitions"], k.start, 1.0, NEVER,

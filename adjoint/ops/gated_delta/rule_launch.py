@@ -22,6 +22,7 @@ from torch import Tensor
 from adjoint.core import kernels
 from adjoint.core.errors import status_word
 from adjoint.core.kernels import TRITON_TYPES, Variant
+from adjoint.core.streams import side_by_side
 from adjoint.ops.gated_delta import rule_kernels as _kernels  # noqa: F401  (registers them)
 from adjoint.ops.gated_delta import rule_table_kernels as _table_kernels  # noqa: F401
 from adjoint.ops.gated_delta.eager import EPSILON
@@ -142,7 +143,8 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     if name == "prepare_hopper":
         from adjoint.ops.gated_delta import rule_prepare_hopper_kernels as _  # noqa: F401  (registers it)
 
-        return describe("rule_prepare_hopper", shape, sizes | {"HEADS": shape.heads}, 4, 1, _ALIGNED)
+        constants = sizes | {"HEADS": shape.heads, "SCORES": options[0]}
+        return describe("rule_prepare_hopper", shape, constants, 4, 1, _ALIGNED)
     if name == "scores":
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
     walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT}
@@ -176,11 +178,11 @@ def takes_from_shared(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def prepare_key(shape: Shape, hopper: bool = False) -> tuple[Any, ...]:
+def prepare_key(shape: Shape, hopper: bool = False, scores: bool = False) -> tuple[Any, ...]:
     """The kernel that inverts the matrices of chunks; in plans for Hopper, whose 16-bit types and K it needs, the one
-    in Gluon, which takes pairs of value heads."""
+    in Gluon, which takes pairs of value heads and gives `scores` too."""
     fits = shape.element in (torch.bfloat16, torch.float16) and shape.K in (64, 128) and shape.heads % 2 == 0
-    return ("prepare_hopper",) if hopper and fits else ("prepare",)
+    return ("prepare_hopper", scores) if hopper and fits else ("prepare",)
 
 
 class Launches:
@@ -295,10 +297,30 @@ def prepare(launch: Launches, memory: Mapping[str, Any], k: Walkable, hopper: bo
             shape.key_heads, k.token_stride, k.head_stride,
         )  # fmt: skip
     else:
-        launch(
-            key, shape.chunks * (shape.heads // 2), k.start, memory["gates"], memory["places"], memory["T"],
-            k.token_stride, k.head_stride,
-        )  # fmt: skip
+        _prepare_hopper(launch, memory, k, k, 1.0, memory["T"], scores=False)
+
+
+def _prepare_hopper(
+    launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, P: Any, scores: bool
+) -> None:
+    shape = launch.shape
+    launch(
+        ("prepare_hopper", scores), shape.chunks * (shape.heads // 2), q.start, k.start, memory["gates"],
+        memory["places"], memory["T"], P, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
+    )  # fmt: skip
+
+
+def prepare_and_scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float) -> None:
+    """T − I and P of every chunk and value head, in plans for Hopper: one launch, or two side by side."""
+    if prepare_key(launch.shape, True) == ("prepare",):
+        side_by_side(
+            launch.device,
+            lambda: prepare(launch, memory, k),
+            lambda: scores(launch, memory, q, k, scale),
+            launch.shape.is_large,
+        )
+    else:
+        _prepare_hopper(launch, memory, q, k, scale, memory["P"], scores=True)
 
 
 def scores(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, scale: float, parts: int = 1) -> None:

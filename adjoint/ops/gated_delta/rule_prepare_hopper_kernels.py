@@ -1,9 +1,11 @@
 """The inverse of each chunk's matrix for Hopper, in Gluon: what `rule_prepare` computes, two value heads a program.
 
-k kᵀ                         one product of the warpgroup, in float32
-Aᵀ = (β ⊙ k kᵀ ⊙ D°)ᵀ        of both heads, into shared memory
-the inverses of size 32      by substitution, in float32: a warp for each of the four, a column a thread
-−T₁ (A₁₀ T₀)                 between them, as products of 16-bit parts
+With SCORES also what `rule_scores` does, in one part: both read k, and both need the decays within a chunk.
+
+    k kᵀ, k qᵀ                   products of the warpgroup, in float32
+    Aᵀ = (β ⊙ k kᵀ ⊙ D°)ᵀ        of both heads, into shared memory
+    the inverses of size 32      by substitution, in float32: a warp for each of the four, a column a thread
+    −T₁ (A₁₀ T₀)                 between them, as products of 16-bit parts
 """
 
 from triton.experimental import gluon
@@ -55,19 +57,23 @@ def _exp(x):
 
 
 @gluon.jit
-def _gram(keys, GRAM: gl.constexpr):
-    gram = gl.zeros([64, 64], gl.float32, GRAM)
-    gram = warpgroup_mma(keys, keys.permute((1, 0)), gram, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[gram])
+def _started(left, right, MMA: gl.constexpr):
+    """left·rightᵀ of rows in shared memory; to be waited for."""
+    nothing = gl.zeros([64, 64], gl.float32, MMA)
+    return warpgroup_mma(left, right.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _columns(gram, gates, i, j):
+def _decay(gates, i, j):
+    """e^{G_i − G_j}, of which only i ≥ j is used."""
+    return _exp(gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None])
+
+
+@gluon.jit
+def _columns(gram, decay, gates, i, j):
     """Columns of −A, from k kᵀ: [block, column, row] of the blocks on its diagonal, and of what is right of row 31."""
-    past = i[None, :] > j[:, None]
-    between = gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None]
     strength = -gl.load(gates + 128 + i)[None, :]
-    A = gl.where(past, strength * (gram * _exp(between)), 0.0)
+    A = gl.where(i[None, :] > j[:, None], strength * (gram * decay), 0.0)
     first, second = gl.split(gl.permute(A.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
     half = gl.zeros_like(A).to(gl.int1) | (j < 32)[:, None]
     upper, _ = gl.split(gl.permute(half.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
@@ -76,10 +82,10 @@ def _columns(gram, gates, i, j):
 
 @gluon.jit
 def rule_prepare_hopper(
-    k, gates, places, T, k_token_stride, k_head_stride,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr,
+    q, k, gates, places, T, P, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """T − I of two value heads of a chunk."""
+    """T − I of two value heads of a chunk; with SCORES also P = scale·(q kᵀ) ⊙ D, 0 above the diagonal."""
     CHUNK: gl.constexpr = 64
     HALF: gl.constexpr = 32
     kind: gl.constexpr = k.dtype.element_ty
@@ -95,6 +101,7 @@ def rule_prepare_hopper(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     pairs: gl.constexpr = HEADS // 2
     keyed: gl.constexpr = 1 if GROUP % 2 == 0 else 2
@@ -108,27 +115,55 @@ def rule_prepare_hopper(
     lane = slot * HEADS + head
     gates += lane * (5 * CHUNK)
     T += lane * (PARTS * CHUNK * CHUNK)
-    k += first * k_token_stride
+    P += lane * (CHUNK * CHUNK)
 
     keys = gl.allocate_shared_memory(kind, [keyed, CHUNK, K], TILE)
+    queries = keys
+    if SCORES:
+        queries = gl.allocate_shared_memory(kind, [keyed, CHUNK, K], TILE)
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE_ROWS))
     column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
     inside = (row < count)[:, None] & (column < K)[None, :]
-    place = k + row.to(gl.int64)[:, None] * k_token_stride + column.to(gl.int64)[None, :]
+    token = (first + row)[:, None]
     for which in gl.static_range(keyed):
         key_head = ((head + which) // GROUP).to(gl.int64)
-        async_copy.async_copy_global_to_shared(keys.index(which), place + key_head * k_head_stride, mask=inside)
+        place = k + (token * k_token_stride + key_head * k_head_stride) + column.to(gl.int64)[None, :]
+        async_copy.async_copy_global_to_shared(keys.index(which), place, mask=inside)
+        if SCORES:
+            place = q + (token * q_token_stride + key_head * q_head_stride) + column.to(gl.int64)[None, :]
+            async_copy.async_copy_global_to_shared(queries.index(which), place, mask=inside)
     async_copy.commit_group()
 
+    # Everything is transposed: rows are the keys of a product, columns its queries.
     j = gl.arange(0, CHUNK, gl.SliceLayout(1, GRAM))
     i = gl.arange(0, CHUNK, gl.SliceLayout(0, GRAM))
+    decay_0 = _decay(gates, i, j)
+    decay_1 = _decay(gates + 5 * CHUNK, i, j)
     async_copy.wait_group(0)
     fence_async_shared()
-    gram = _gram(keys.index(0), GRAM)
-    near_0, far_0 = _columns(gram, gates, i, j)
+    gram = _started(keys.index(0), keys.index(0), GRAM)
+    if SCORES:
+        seen = _started(keys.index(0), queries.index(0), GRAM)
+        gram, seen = warpgroup_mma_wait(0, deps=[gram, seen])
+        seen = seen * scale
+        here = i[None, :] >= j[:, None]
+        score_0 = gl.where(here, seen * decay_0, 0.0).to(kind)
+    else:
+        gram = warpgroup_mma_wait(0, deps=[gram])
+    near_0, far_0 = _columns(gram, decay_0, gates, i, j)
     if keyed == 2:
-        gram = _gram(keys.index(1), GRAM)
-    near_1, far_1 = _columns(gram, gates + 5 * CHUNK, i, j)
+        gram = _started(keys.index(1), keys.index(1), GRAM)
+        if SCORES:
+            seen = _started(keys.index(1), queries.index(1), GRAM)
+            gram, seen = warpgroup_mma_wait(0, deps=[gram, seen])
+            seen = seen * scale
+        else:
+            gram = warpgroup_mma_wait(0, deps=[gram])
+    near_1, far_1 = _columns(gram, decay_1, gates + 5 * CHUNK, i, j)
+    if SCORES:
+        scores = gl.allocate_shared_memory(kind, [2, CHUNK, CHUNK], TILE)
+        scores.index(0).permute((1, 0)).store(score_0)
+        scores.index(1).permute((1, 0)).store(gl.where(here, seen * decay_1, 0.0).to(kind))
     # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
     near = gl.permute(gl.join(near_0, near_1), (1, 3, 0, 2)).reshape([HALF, 4, HALF])
     on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -137,6 +172,13 @@ def rule_prepare_hopper(
     far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
     far.index(0).store(far_0)
     far.index(1).store(far_1)
+
+    if SCORES:
+        row = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
+        column = gl.arange(0, CHUNK, gl.SliceLayout(0, ROWS))
+        offset = (row * CHUNK)[:, None] + column[None, :]
+        gl.store(P + offset, scores.index(0).load(ROWS))
+        gl.store(P + CHUNK * CHUNK + offset, scores.index(1).load(ROWS))
 
     # The inverses of the blocks of size 32: [row, head and block, column]; a thread has a column.
     row = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]

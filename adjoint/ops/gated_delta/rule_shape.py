@@ -222,7 +222,7 @@ def is_walkable(x: Tensor) -> bool:
     batch, token, head, column = x.stride()
     return (
         (column == 1 or size == 1)
-        and (token % 16 == 0 or time == 1)
+        and (token % 16 == 0 or rows * time == 1)
         and token < 2**24  # 128 tokens are apart by less than 2^31
         and (head % 16 == 0 or heads == 1)
         and (batch == time * token or rows == 1)
@@ -232,7 +232,7 @@ def is_walkable(x: Tensor) -> bool:
 def walkable(x: Tensor, copy: Tensor | None = None) -> Walkable:
     """Tokens for the kernels: where they lie, or copied into memory for [B, T, heads, padded size]."""
     if copy is None and x.data_ptr() % 16 == 0:
-        return Walkable(x, x.stride(1) if x.shape[1] > 1 else 0, x.stride(2) if x.shape[2] > 1 else 0)
+        return Walkable(x, *_apart(x))
     rows, time, heads, size = x.shape
     if copy is None:  # memory that torch did not allocate
         copy = x.new_empty(rows * time * heads * padded(size))
@@ -241,6 +241,13 @@ def walkable(x: Tensor, copy: Tensor | None = None) -> Walkable:
     if size < padded(size):
         wide[..., size:].zero_()
     return Walkable(copy, heads * padded(size), padded(size))
+
+
+def _apart(x: Tensor) -> tuple[int, int]:
+    """How far the tokens of all rows and their heads are apart; where there is one, as if there were more."""
+    rows, time, heads, size = x.shape
+    token = x.stride(1) if time > 1 else x.stride(0) if rows > 1 else heads * size
+    return token, x.stride(2) if heads > 1 else size
 
 
 def copies(problem: Problem, tokens: Mapping[str, int]) -> dict[str, tuple[torch.dtype, int]]:

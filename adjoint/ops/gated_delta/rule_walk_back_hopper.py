@@ -60,7 +60,7 @@ def turn(launch: Launches, memory: Mapping[str, Any], q: Walkable, k: Walkable, 
     """W and local of every chunk and value head."""
     shape = launch.shape
     launch(
-        ("turn_hopper", strides(shape, q, k, do)), shape.chunks * shape.key_heads, q.start, k.start, do.start,
+        ("turn_hopper", strides(q, k, do)), shape.chunks * shape.key_heads, q.start, k.start, do.start,
         memory["gates"], memory["places"], memory["T"], memory["W"], memory["local"], scale,
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def walk_back(
     """Y and dstates of every chunk, and the gradient of the initial states where it is wanted."""
     shape, absent = launch.shape, memory["gates"]
     launch(
-        ("walk_back_hopper", strides(shape, q, k, do), dfinal_state is not None, dinitial_state is not None),
+        ("walk_back_hopper", strides(q, k, do), dfinal_state is not None, dinitial_state is not None),
         shape.sequences * shape.heads * (shape.V // V_BLOCK),
         q.start, k.start, do.start, memory["gates"], memory["W"], memory["local"], memory["begins"], memory["firsts"],
         absent if dfinal_state is None else dfinal_state, absent if dinitial_state is None else dinitial_state,

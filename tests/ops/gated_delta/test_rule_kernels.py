@@ -14,7 +14,7 @@ from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import plans, reference, rule_shape
 from adjoint.ops.gated_delta.packing import SEGMENT
 from adjoint.ops.gated_delta.rule_cases import _nearly_equal, _orthogonal, tokens
-from adjoint.ops.gated_delta.rule_shape import Shape, is_walkable, padded, tuning
+from adjoint.ops.gated_delta.rule_shape import Shape, is_walkable, padded, tuning, walkable
 
 KERNELS = Preference(plan="triton.chunked")
 
@@ -68,8 +68,9 @@ def test_packed_sequences_are_separate_ones(device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-def test_a_row_of_a_batch_is_the_row_alone(device: torch.device) -> None:
-    inputs = drawn(device, (3, 70, 1, 2, 16, 16))
+@pytest.mark.parametrize("time", (1, 70))
+def test_a_row_of_a_batch_is_the_row_alone(device: torch.device, time: int) -> None:
+    inputs = drawn(device, (3, time, 1, 2, 16, 16))
     o, final = rule(inputs)
     for row in range(3):
         alone, last = rule((*(x[row : row + 1] for x in inputs[:6]), None))
@@ -178,7 +179,7 @@ def test_segments_walked_alone_have_the_same_bits(device: torch.device) -> None:
     """What the backward computes again from saved states is what the forward had."""
     from adjoint.core.workspace import Regions
     from adjoint.ops.gated_delta import rule_launch as launch
-    from adjoint.ops.gated_delta.rule_shape import chunk_regions, describe, table_regions, walkable
+    from adjoint.ops.gated_delta.rule_shape import chunk_regions, describe, table_regions
 
     bounds = (0, 5, SEGMENT + 80)
     q, k, v, g, beta, state, cu_seqlens = drawn(device, (1, bounds[-1], 1, 1, 16, 16), decay=0.05, cu_seqlens=bounds)
@@ -226,7 +227,7 @@ def test_inverses_on_hopper(dtype: torch.dtype, key_heads: int, heads: int, K: i
     """T in two parts, of `rule_prepare_hopper` as of `rule_prepare`, to 2^-13; slots without tokens are left alone."""
     from adjoint.core.workspace import Regions
     from adjoint.ops.gated_delta import rule_launch as launch
-    from adjoint.ops.gated_delta.rule_shape import chunk_regions, describe, table_regions, walkable
+    from adjoint.ops.gated_delta.rule_shape import chunk_regions, describe, table_regions
 
     device = torch.device("cuda", 0)
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
@@ -248,9 +249,18 @@ def test_inverses_on_hopper(dtype: torch.dtype, key_heads: int, heads: int, K: i
         T = memory["T"].view(shape.chunks, heads, 2, 64, 64)
         assert T[~used].isnan().all() and not T[used].isnan().any()
         found.append(T[used].double().sum(2))
-    assert launch.prepare_key(shape, True) == ("prepare_hopper",)
+    assert launch.prepare_key(shape, True) == ("prepare_hopper", False)
     assert (found[1] - found[0]).norm() <= 2**-13 * found[0].norm()
     assert not found[1].triu().any()
+    run = launch.Launches(shape, device)
+    held = Regions(P=chunk_regions(shape, run.tuned, score_parts=1)["P"])
+    apart, together = (memory | held.tensors(held.allocate(device).fill_(0xFF)) for _ in range(2))
+    launch.scores(run, apart, walkable(q), walkable(k), 0.5)
+    launch.prepare_and_scores(run, together, walkable(q), walkable(k), 0.5)
+    P, expected = (x["P"].view(shape.chunks, heads, 64, 64) for x in (together, apart))
+    assert P[~used].isnan().all() and torch.equal(P[used], expected[used])
+    T = together["T"][: used.numel() * heads * 4096].view(-1, heads, 64, 64)[used].double()
+    assert (T - found[1]).norm() <= 2**-8 * found[1].norm()
 
 
 # ---------------------------------------------------------------------------------------- what lies where
@@ -410,6 +420,22 @@ def test_what_can_be_read_where_it_lies() -> None:
     assert not is_walkable(x[..., 8:24].to(torch.bfloat16)[..., 1:])  # 15 columns
     assert not is_walkable(x[..., 1:17]) and not is_walkable(x[:, 1:]) and not is_walkable(x.transpose(2, 3))
     assert (padded(1), padded(16), padded(17), padded(256)) == (16, 16, 32, 256)
+
+
+def test_how_far_tokens_and_heads_are_apart() -> None:
+    """As they lie, 0 where they are one expanded; one alone as if there were more, so that nothing else is compiled."""
+    x = torch.empty(2, 9, 3, 32)
+    cases: tuple[tuple[Tensor, tuple[int, int]], ...] = (
+        (x, (96, 32)),
+        (x[:1, ::2], (192, 32)),
+        (x[:1, :1].expand(1, 9, 3, 32), (0, 32)),
+        (x[:1, :, :1].expand(1, 9, 3, 32), (96, 0)),
+        (torch.empty(2, 1, 3, 32), (96, 32)),
+        (torch.empty(1, 1, 3, 32), (96, 32)),
+        (torch.empty(2, 9, 1, 32), (32, 32)),
+    )
+    for given, expected in cases:
+        assert is_walkable(given) and walkable(given)[1:] == expected, (given.shape, given.stride())
 
 
 def test_how_a_problem_is_cut_depends_on_its_own_size_alone() -> None:
