@@ -83,6 +83,8 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((1, 70, 1, 1, 12, 5), normalize=True)
     yield Sequences((1, 270, 1, 2, 20, 24), options={"cu_seqlens": (0, 0, 10, 270), "decay": 0.05})
     yield Sequences((2, 260, 1, 2, 16, 16), options={"state": False, "decay": 0.05})
+    # The second place of saved states is nobody's: the second sequence, which begins in the first, ends before it.
+    yield Sequences((1, 300, 1, 1, 16, 16), options={"cu_seqlens": (0, 100, 300), "decay": 0.05})
 
 
 class Chunks:
