@@ -292,6 +292,12 @@ def _share(measured: str) -> float | None:
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to time; all by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Only workloads with this in their name; may be repeated.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this peer, such as FLA; may be repeated.")
+    ] = None,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile as well.")] = True,
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Time the host cost of a call on a small tensor instead.")
@@ -320,7 +326,14 @@ def bench(
                 except OSError as error:
                     _refuse(f"cannot save results in {results}: {error}")
             passed = command.times(
-                console, ops or [], target, compile=compile, folder=results if save else None, plot=plot
+                console,
+                ops or [],
+                target,
+                rows=rows or (),
+                peers=peer,
+                compile=compile,
+                folder=results if save else None,
+                plot=plot,
             )
         if readme:
             command.readme(console, Path("README.md"), results)

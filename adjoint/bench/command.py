@@ -16,13 +16,16 @@ def times(
     ops: Sequence[str],
     device: torch.device,
     *,
+    rows: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
     compile: bool = True,
     folder: Path | None = None,
     plot: Path | None = None,
 ) -> bool:
     """Times and prints; saves where a folder is given. Whether every result was right."""
-    selected = run.select(ops)
-    options = ["--no-compile"] * (not compile) + ["--save"] * (folder is not None)
+    selected = run.select(ops, rows)
+    options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
+    options += ["--no-compile"] * (not compile) + ["--save"] * (folder is not None)
     command = " ".join(["adjoint bench", *ops, *options])
 
     def progress(result: run.Result) -> None:
@@ -38,7 +41,7 @@ def times(
         if folder is not None:
             results.save(result, command, folder)
 
-    result = run.run(selected, device, compile=compile, report=progress)
+    result = run.run(selected, device, compile=compile, peers=peers, report=progress)
     name = environment.device_name(device)
     console.print(tables.times(result, name))
     if folder is not None:

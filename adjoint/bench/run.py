@@ -112,8 +112,8 @@ class Result:
         return all(row.ok for row in self.rows)
 
 
-def select(ops: Sequence[str]) -> list[tuple[str, Workload]]:
-    """Each workload of the named ops, or of all, with its family."""
+def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
+    """Each workload of the named ops, or of all, with its family; of `rows` those whose name has one of the texts."""
     every = [
         (family, workload) for family in FAMILIES for workload in import_module(f"adjoint.ops.{family}.cases").WORKLOADS
     ]
@@ -123,7 +123,12 @@ def select(ops: Sequence[str]) -> list[tuple[str, Workload]]:
         raise ArgumentError(
             f"bench: unknown op {', '.join(unknown)}; ops with workloads are {', '.join(sorted(known))}"
         )
-    return [(family, workload) for family, workload in every if not ops or set(ops) & _names(workload)]
+    chosen = [(family, workload) for family, workload in every if not ops or set(ops) & _names(workload)]
+    names = [workload.name for _, workload in chosen]
+    for text in rows:
+        if not any(text in name for name in names):
+            raise ArgumentError(f"bench: no workload has {text!r} in its name; there are {'; '.join(names)}")
+    return [row for row, name in zip(chosen, names, strict=True) if not rows or any(text in name for text in rows)]
 
 
 def _names(workload: Workload) -> set[str]:
@@ -135,6 +140,7 @@ def run(
     device: torch.device,
     *,
     compile: bool = True,
+    peers: Sequence[str] | None = None,
     rounds: int = ROUNDS,
     report: Callable[[Result], None] = lambda result: None,
 ) -> Result:
@@ -143,14 +149,18 @@ def run(
     Args:
         selected: families and workloads, from `select`.
         compile: whether `torch.compile` takes part.
+        peers: the labels of the peers that do; None for all.
         rounds: how often each contender is timed.
         report: called after each workload with what is known so far.
     """
     rows: tuple[Row, ...] = ()
+    labels = sorted({peer.label for peer in PEERS.values()})
+    if unknown := sorted(set(peers or ()) - set(labels)):
+        raise ArgumentError(f"bench: unknown peer {', '.join(unknown)}; peers are {', '.join(labels)}")
     ceiling = copy_ceiling(device)
     product = matrix_ceiling(device) if any(workload.operations for _, workload in selected) else None
     for family, workload in selected:
-        rows += tuple(measure(family, workload, device, compile=compile, rounds=rounds))
+        rows += tuple(measure(family, workload, device, compile=compile, peers=peers, rounds=rounds))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -161,7 +171,13 @@ def run(
 
 
 def measure(
-    family: str, workload: Workload, device: torch.device, *, compile: bool = True, rounds: int = ROUNDS
+    family: str,
+    workload: Workload,
+    device: torch.device,
+    *,
+    compile: bool = True,
+    peers: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
 ) -> Iterator[Row]:
     """The rows of one workload, by direction."""
     source, subject = torch.Generator().manual_seed(0), workload.subject
@@ -179,7 +195,7 @@ def measure(
         task = Task(workload, direction, inputs, upstream)
         blank = Row(family, name, direction, "", OK, round(_bytes(workload, direction) * share))
         blank = replace(blank, operations=round(workload.operations * share) * _TIMES[direction])
-        builders = _builders(workload, direction, compile and workload.compile)
+        builders = _builders(workload, direction, compile and workload.compile, peers)
         yield from _with_ratios(
             [_Entry(replace(blank, contender=label), task, b) for label, b in builders.items()], rounds
         )
@@ -194,7 +210,7 @@ _TIMES = {FORWARD: 1, BACKWARD: 2, STEP: 3}
 """The operations of a direction over those of the forward."""
 
 
-def _builders(workload: Workload, direction: str, compile: bool) -> dict[str, Builder]:
+def _builders(workload: Workload, direction: str, compile: bool, peers: Sequence[str] | None) -> dict[str, Builder]:
     """Who takes part, by label: ours first."""
     builders: dict[str, Builder] = {OURS: ours}
     if workload.baseline is not None:
@@ -205,7 +221,8 @@ def _builders(workload: Workload, direction: str, compile: bool) -> dict[str, Bu
         if workload.deterministic:
             builders[DETERMINISTIC] = deterministic
         builders |= {label: gradients_by(function) for label, function in workload.others.items()}
-    return builders | {PEERS[peer].label: PEERS[peer].build for peer in workload.peers}
+    others = {PEERS[peer].label: PEERS[peer].build for peer in workload.peers}
+    return builders | {label: build for label, build in others.items() if peers is None or label in peers}
 
 
 def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inputs, float, str]:

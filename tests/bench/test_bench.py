@@ -245,6 +245,26 @@ def test_selection() -> None:
     assert [workload for _, workload in run.select([])] == every
     with pytest.raises(ArgumentError, match=r"unknown op relu.*silu"):
         run.select(["relu"])
+    chosen = [workload.name for _, workload in run.select(["gated_delta_rule"], ["8192 tokens", "2 and 8"])]
+    assert chosen == [
+        "gated_delta_rule 8192 tokens, 16 and 32 heads",
+        "gated_delta_rule 32768 tokens, 2 and 8 heads",
+    ]
+    with pytest.raises(ArgumentError, match=r"no workload has '77 tokens' in its name; there are gated_delta_rule"):
+        run.select(["gated_delta_rule"], ["8192 tokens", "77 tokens"])
+
+
+def test_peers_can_be_chosen(only: Callable[[Workload], None]) -> None:
+    workload = small(peers=("liger_swiglu", "fla_gated_delta_rule"))
+
+    def labels(peers: list[str] | None) -> set[str]:
+        rows = run.measure("activation", workload, torch.device("cpu"), compile=False, peers=peers, rounds=1)
+        return {row.contender for row in rows}
+
+    assert labels(None) - labels([]) == {"Liger", "FLA"} and labels(["FLA"]) - labels([]) == {"FLA"}
+    only(workload)
+    done = bench("--peer", "Ligre")
+    assert done.exit_code == 2 and "unknown peer Ligre; peers are FLA, FlashQLA, Liger" in done.stderr
 
 
 # ------------------------------------------------------------------------------------ saved results
