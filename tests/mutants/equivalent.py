@@ -176,6 +176,63 @@ EQUIVALENT = {
         )
     },
     ("_write_own_place", "row * each + number -> row * each - number (2)"): "the first segment of a row has number 0",
+    **{
+        (
+            kernel,
+            f"{index} < CHUNK -> {index} <= CHUNK{number}",
+        ): "a chunk has no row CHUNK: true of every row, as before"
+        for kernel, index, number in (
+            ("rule_turn", "i", ""),
+            ("rule_turn", "j", ""),
+            ("rule_walk_back", "row", " (2)"),
+            ("rule_walk_back", "row", " (3)"),
+            ("rule_gates", "row", ""),
+        )
+    },
+    **{
+        (kernel, f"{size} + {block} - 1 -> {size} + {block} - 2"): "padded sizes and blocks are multiples of 16"
+        for kernel, size, block in (
+            ("rule_walk", "LINES", "V_BLOCK"),
+            ("rule_output", "V", "V_BLOCK"),
+            ("rule_walk_back", "V", "V_BLOCK"),
+            ("rule_gradients", "K", "K_BLOCK"),
+        )
+    },
+    **{
+        (kernel, change): "what is read of a chunk that is not there is not used"
+        for kernel, change in (
+            ("rule_walk", "count > 0 -> count >= 0"),
+            ("rule_walk", "count > CHUNK -> count >= CHUNK"),
+            ("rule_walk_back", "count > 0 -> count >= 0"),
+            ("rule_walk_back", "0.0 -> 1.0 (2)"),
+            ("rule_walk_back", "0.0 -> 1.0 (3)"),
+        )
+    },
+    **{
+        (kernel, change): "what is above the diagonal, or on it, is left out afterwards"
+        for kernel, change in (
+            ("_matrix", "i > j -> i >= j"),
+            ("_matrix", "0.0 -> 1.0 (1)"),
+            ("rule_scores", "0.0 -> 1.0 (1)"),
+            ("rule_output", "0.0 -> 1.0 (1)"),
+            ("rule_matrices", "i > j -> i >= j"),
+            ("rule_matrices", "0.0 -> 1.0"),
+        )
+    },
+    ("rule_prepare", "block_row > block_column -> block_row >= block_column"): "equal ones were taken before",
+    ("rule_walk", "next_over + 0.0 -> next_over - 0.0"): "plus or minus 0, which is there for the pipeline",
+    ("rule_turn", "K > K_BLOCK -> K >= K_BLOCK"): "keys that are there are read once more",
+    ("rule_gradients", "program % 2 == 0 -> program % 2 != 0"): "dk by the first of two programs and dq by the second",
+    ("rule_bounds", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
+    ("rule_clear", "first >= begin -> first > begin"): "a program with nothing to clear ends early or clears nothing",
+    ("rule_clear", "tl.minimum(first + ROWS, tokens) -> tl.maximum(first + ROWS, tokens)"): (
+        "a program with nothing to clear ends early or clears nothing"
+    ),
+    (
+        "_products",
+        "left.dtype.element_ty == tl.float32 -> left.dtype.element_ty != tl.float32",
+    ): "a loop, rolled or not",
+    ("_passing", "kind == tl.float32 -> kind != tl.float32"): "sums along rows by a scan or by a product",
     # gated_delta.recompute_w_u
     ("gated_delta_bounds", "bounds + one -> bounds - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_bounds", "bounds + count + 1 + one -> bounds + count + 1 - one"): (

@@ -4,6 +4,7 @@ Gradients are compared with autograd over the recurrence in float64, closely, ea
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 import adjoint
 from adjoint import Preference
 from adjoint.core.inputs import widened
-from adjoint.ops.gated_delta import packing, reference, rule_backward, rule_launch, rule_shape
+from adjoint.ops.gated_delta import packing, reference, rule_backward, rule_backward_launch, rule_launch, rule_shape
+from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule_cases import gradients, tokens
 from tests.mutants.calls import at_the_edge
+from tests.mutants.rule_calls import fall
 
 CLOSE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
 """Of the norm of a gradient: several times what rounding gives."""
@@ -32,12 +35,19 @@ class Sequences:
     normalize: bool = False
     of_output: bool = True
     of_state: bool = True
+    in_two_parts: bool = False
+    falls: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def wrong_result(self) -> bool:
         """Whether kernels give anything but the gradients of the recurrence."""
         source = torch.Generator().manual_seed(5)
         inputs = tokens(self.shape, **self.options)(self.dtype, torch.device("cpu"), source)
+        if self.falls:
+            fall(inputs[3])
+        if self.normalize:  # of lengths that tell rows apart
+            stretched = [x * (torch.rand(*x.shape[:-1], 1, generator=source) + 0.5).to(x.dtype) for x in inputs[:2]]
+            inputs = (*stretched, *inputs[2:])
         *given, state, cu_seqlens = inputs
         rule, back = (adjoint.gated_delta_rule.__globals__[name] for name in ("_rule", "_rule_backward"))
         o, final, saved = rule.launch((*inputs, 0.5, self.normalize, True, True), _FORWARD)
@@ -45,7 +55,8 @@ class Sequences:
         upstream = (do if self.of_output else None, dfinal if self.of_state else None)
         edged = [None if x is None else at_the_edge(x) for x in (*given, *upstream, state, cu_seqlens)]
         need = 31 if state is None else 63
-        found = back.launch((*edged, saved, 0.5, self.normalize, need), _KERNELS)
+        with _two_parts() if self.in_two_parts else nullcontext():
+            found = back.launch((*edged, saved, 0.5, self.normalize, need), _KERNELS)
         slopes = gradients(lambda *x: reference.gated_delta_rule(*x, scale=0.5, normalize_qk=self.normalize))
         wide = [torch.zeros_like(x, dtype=torch.float64) for x in (o, final)]
         for place, part in enumerate(upstream):
@@ -59,12 +70,36 @@ class Sequences:
         return not bool(error <= CLOSE[self.dtype] * exact.norm().clamp_min(1e-6))
 
 
+@contextmanager
+def _two_parts() -> Iterator[None]:
+    """T in two parts, all of it in the second, where a part that is not added is missed most."""
+    prepare, tuning = rule_launch.prepare, rule_backward_launch.forward_tuning
+
+    def second_part_alone(launches: Any, memory: Any, k: Any, hopper: bool = False) -> None:
+        prepare(launches, memory, k, hopper)
+        parts = memory["T"].view(-1, 2, CHUNK * CHUNK)
+        parts[:, 1] = parts[:, 0]
+        parts[:, 0] = 0
+
+    rule_launch.prepare = second_part_alone
+    rule_backward_launch.forward_tuning = lambda shape: tuning(shape)._replace(parts=2)
+    try:
+        yield
+    finally:
+        rule_launch.prepare, rule_backward_launch.forward_tuning = prepare, tuning
+
+
 def calls() -> Iterator[Sequences]:
     yield Sequences((1, 200, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 200), "decay": 0.3})
     yield Sequences((2, 70, 2, 2, 40, 16), of_state=False, options={"state": False, "decay": 0.3})
     yield Sequences((1, 70, 1, 1, 40, 5), normalize=True, options={"decay": 0.3})
     yield Sequences((1, 70, 1, 1, 16, 16), torch.bfloat16, options={"decay": 0.3})
     yield Sequences((1, 70, 1, 1, 16, 16), of_output=False, options={"decay": 0.1})
+    yield Sequences((1, 70, 2, 2, 16, 16), normalize=True, options={"cu_seqlens": (0, 3, 70), "decay": 0.3})
+    yield Sequences((1, 70, 1, 2, 40, 40), torch.bfloat16, options={"decay": 0.3})
+    yield Sequences((1, 70, 1, 2, 16, 16), in_two_parts=True, options={"decay": 0.3})
+    yield Sequences((1, 128, 1, 1, 16, 16), falls=True, options={"decay": 0.05})
+    yield Sequences((1, 20, 1, 9, 16, 40), torch.bfloat16, options={"decay": 0.3})
 
 
 def noticed() -> bool:

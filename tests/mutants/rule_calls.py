@@ -17,6 +17,7 @@ from adjoint import Preference
 from adjoint.core.inputs import widened
 from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import packing, reference, rule_forward, rule_launch, rule_shape
+from adjoint.ops.gated_delta.eager import EPSILON
 from adjoint.ops.gated_delta.rule_cases import _nearly_equal, tokens
 from tests.mutants.calls import at_the_edge
 
@@ -33,11 +34,14 @@ class Sequences:
     shape: tuple[int, int, int, int, int, int]
     dtype: torch.dtype = torch.float32
     normalize: bool = False
+    falls: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def wrong_result(self) -> bool:
         """Whether kernels give anything but the recurrence's results."""
         inputs = tokens(self.shape, **self.options)(self.dtype, torch.device("cpu"), torch.Generator().manual_seed(3))
+        if self.falls:
+            fall(inputs[3])
         given = tuple(x if x is None else at_the_edge(x, front=x.dtype == torch.int64) for x in inputs)
         forward = adjoint.gated_delta_rule.__globals__["_rule"]
         o, final, saved = forward.launch((*given, 0.5, self.normalize, True, True), _KERNELS)
@@ -45,6 +49,11 @@ class Sequences:
         if any(_far(got, right, self.dtype) for got, right in zip((o, final), exact, strict=True)):
             return True
         return _far(saved, _saved(widened(inputs), self.normalize), self.dtype)
+
+
+def fall(g: Tensor) -> None:
+    """The first token decays so much that sums of g lose in float32 what later ones add to them."""
+    g[:, 0] = -3000.0
 
 
 def _far(got: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
@@ -85,13 +94,23 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((2, 260, 1, 2, 16, 16), options={"state": False, "decay": 0.05})
     # The second place of saved states is nobody's: the second sequence, which begins in the first, ends before it.
     yield Sequences((1, 300, 1, 1, 16, 16), options={"cu_seqlens": (0, 100, 300), "decay": 0.05})
+    yield Sequences((1, 70, 1, 1, 16, 16), falls=True, options={"decay": 0.05})
+    yield Sequences((1, 20, 1, 1, 16, 16), options={"decay": None})
 
 
 class Chunks:
     """The kernels one by one, on memory of their own."""
 
-    def __init__(self, dtype: torch.dtype, time: int, bounds: tuple[int, ...] | None, parts: int) -> None:
-        drawn = tokens((1, time, 1, 2, 16, 16), keys=_nearly_equal, decay=0.01, strength=(0.9, 1.0), cu_seqlens=bounds)
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        time: int,
+        bounds: tuple[int, ...] | None,
+        parts: int,
+        heads: tuple[int, int] = (1, 2),
+    ) -> None:
+        options: dict[str, Any] = {"keys": _nearly_equal, "decay": 0.01, "strength": (0.9, 1.0), "cu_seqlens": bounds}
+        drawn = tokens((1, time, *heads, 16, 16), **options)
         made = drawn(dtype, torch.device("cpu"), torch.Generator().manual_seed(4))
         self.q, self.k, self.v, self.g, self.beta, self.state, self.cu_seqlens = made
         named = {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "beta": self.beta}
@@ -118,21 +137,22 @@ class Chunks:
 
 def wrong_matrices() -> bool:
     """Whether T in two parts is further from the inverse than its parts allow, or P from the scores."""
-    for dtype, close in ((torch.bfloat16, 1e-4), (torch.float32, 1e-6)):
-        own = Chunks(dtype, 100, None, 2)
+    for dtype, close, key_heads, heads in ((torch.bfloat16, 1e-4, 2, 4), (torch.float32, 1e-6, 1, 2)):
+        own = Chunks(dtype, 100, None, 2, (key_heads, heads))
         rule_launch.scores(own.run, own.memory, own.queries, own.keys, 0.5, 2)
-        T, P = (own.memory[name].view(2, 2, 2, 64, 64).double().sum(2) for name in ("T", "P"))
+        T, P = (own.memory[name].view(2, heads, 2, 64, 64).double().sum(2) for name in ("T", "P"))
         for chunk, size in ((0, 64), (1, 36)):
             here = slice(64 * chunk, 64 * chunk + size)
-            for head in range(2):
+            for head in range(heads):
                 G = own.g[0, here, head].double().cumsum(0)
                 decay = (G[:, None] - G[None]).exp().tril()
-                rows = own.k[0, here, 0].double()
+                key_head = head * key_heads // heads
+                rows = own.k[0, here, key_head].double()
                 A = (own.beta[0, here, head].double()[:, None] * (rows @ rows.T) * decay).tril(-1)
                 inverse = torch.eye(64, dtype=torch.float64)
                 inverse[:size, :size] = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + A)
                 score = torch.zeros(64, 64, dtype=torch.float64)
-                score[:size, :size] = 0.5 * (own.q[0, here, 0].double() @ rows.T) * decay
+                score[:size, :size] = 0.5 * (own.q[0, here, key_head].double() @ rows.T) * decay
                 if (T[chunk, head] + torch.eye(64) - inverse).norm() > close * inverse.norm():
                     return True
                 if (P[chunk, head] - score).norm() > close * score.norm():
@@ -196,6 +216,53 @@ def wrong_clearing() -> bool:
     return not torch.equal(out, right)
 
 
+def wrong_clearing_of_states() -> bool:
+    """Whether anything but the places of saved states that no sequence has becomes zero."""
+    for bounds in ((0, 100, 300, 300, 700), (0, 0, 600, 700), (0, 130, 260, 390, 700), (0, 700)):
+        own = Chunks(torch.float32, 700, bounds, 1)
+        saved = torch.ones(packing.saved_states(700), 2, 16, 16)
+        right = torch.zeros_like(saved)
+        for begin, end in pairwise(bounds):
+            first = begin // packing.SEGMENT
+            right[first : first + max(0, -(-(end - begin) // packing.SEGMENT) - 1)] = 1
+        given = at_the_edge(saved)
+        rule_launch.clear_saved(own.run, own.memory, given)
+        if not torch.equal(given, right):
+            return True
+    return False
+
+
+def wrong_norms() -> bool:
+    """Whether rows of unlike lengths, some of them tiny, or what divides them, are not what they should be."""
+    source = torch.Generator().manual_seed(6)
+    x = torch.randn(2, 9, 3, 24, generator=source)[..., ::2] * torch.rand(2, 9, 3, 1, generator=source) ** 20
+    gates = torch.zeros(2, 9, 3)
+    named = {"q": x, "k": x, "v": x, "g": gates, "beta": gates}
+    shape = rule_shape.Shape.of(rule_shape.describe("rule", named, {}, None, ()))
+    out, factors = torch.full((2 * 9 * 3 + 1, 16), torch.nan), torch.full((2 * 9 * 3 + 1,), torch.nan)
+    rule_launch.normalize(rule_launch.Launches(shape, x.device), x, out, factors)
+    factor = (x.double().square().sum(-1) + EPSILON).rsqrt()
+    right = torch.zeros(2, 9, 3, 16, dtype=torch.float64)
+    right[..., :12] = x.double() * factor[..., None]
+    if not (out[-1].isnan().all() and factors[-1].isnan()):
+        return True
+    norms = (factors[:-1].double() / factor.flatten() - 1).abs().max()
+    return not bool(norms < 1e-6) or _far(out[:-1], right.flatten(0, 2), torch.float32)
+
+
+def wrong_fault() -> bool:
+    """Whether a positive g is reported at another place, or as another number, than plain PyTorch reports it."""
+    inputs = tokens((2, 70, 1, 3, 16, 16))(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(7))
+    inputs[3][1, 67, 2] = 5.0
+    forward, said = adjoint.gated_delta_rule.__globals__["_rule"], []
+    for plan in (_KERNELS, Preference(plan="eager.chunked").text):
+        try:
+            forward.launch((*inputs, 0.5, False, True, True), plan)
+        except adjoint.ArgumentError as error:
+            said.append(str(error))
+    return len(said) != 2 or said[0] != said[1]
+
+
 def noticed() -> bool:
     """Whether any call does not give what it should."""
     shrink()
@@ -203,6 +270,9 @@ def noticed() -> bool:
         return (
             wrong_tables()
             or wrong_clearing()
+            or wrong_clearing_of_states()
+            or wrong_norms()
+            or wrong_fault()
             or wrong_matrices()
             or any(call.wrong_result() for call in calls())
             or wrong_walks()
