@@ -76,11 +76,13 @@ def test_either_gradient_may_be_absent(device: torch.device, given: str) -> None
 
 @pytest.mark.kernels
 def test_upstream_gradients_reach_the_initial_state_in_two_parts(device: torch.device) -> None:
-    """Rounded to bfloat16 they would cost that state's gradient 1.6e-3."""
+    """The gradient of that state is closer than an exact one of upstream gradients that are rounded once more."""
     inputs = drawn(device, (1, 70, 1, 2, 16, 16), torch.bfloat16)
     do, dfinal = upstream_of(inputs)
+    rounded = (do.double() * 0.7).to(do.dtype).double() / 0.7
     found, expected = backward(inputs, do, dfinal, need=32)[5], exact(inputs, do, dfinal)[5]
-    assert (found.double() - expected).norm() <= 6e-4 * expected.norm()
+    further = exact(inputs, rounded, dfinal)[5]
+    assert (found.double() - expected).norm() < (further - expected).norm() / 2
 
 
 @pytest.mark.kernels
