@@ -3,9 +3,7 @@
 A program takes a tile [K, columns] of one row's and one value head's state through all its tokens, in registers: a
 state is read once and written once, which is nearly all there is to move. With `a = e^g`, a token is
 
-    u = β·(v − a·Sᵀk),   o = scale·(a·Sᵀq + (k·q)·u),   S ← a·S + k ⊗ u
-
-so that both sums over K are of the state as it was: neither waits for the other, nor for the update.
+    u = β·(v − a·Sᵀk),   S ← a·S + k ⊗ u,   o = scale·Sᵀq
 
 Sums over K add the second half to the first until one row is left, whatever the layout of threads: `tl.sum` over more
 than two would add in the order of the layout, which differs with the tile, the number of warps and the alignment.
@@ -126,10 +124,10 @@ def gated_delta_step_tiles(
             kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
             tl.store(states_at + t * states_token + (key * V + across), kept, in_tile)
     if IN_PLACE:
-        tl.store(tile, S.to(state.dtype.element_ty), in_state, eviction_policy=POLICY)
+        tl.store(tile, S.to(state.dtype.element_ty), in_state)
     elif not ALL_STATES:
         kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-        tl.store(states_at + (key * V + across), kept, in_tile, eviction_policy=POLICY)
+        tl.store(states_at + (key * V + across), kept, in_tile)
 
 
 KERNELS = (kernels.register(gated_delta_step_tiles, budget=Budget(registers=255, shared_bytes=4096)),)

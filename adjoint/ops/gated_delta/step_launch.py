@@ -30,8 +30,9 @@ ELEMENTS = 128
 """Numbers of a state that a thread holds at most."""
 
 
-POLICY = "evict_first"
-"""How the cache treats states: nobody reads one again before it has long been evicted."""
+READ_POLICY = {2: "evict_first"}
+"""How the cache treats states it reads, by the bytes of a number: on an H200 a token of 256 × 32 heads of 128 × 128
+took 295 µs with "evict_first" and 272 without in float32, 193 with it and 211 without in bfloat16."""
 
 
 class Kinds(NamedTuple):
@@ -98,8 +99,8 @@ def variant(kinds: Kinds, schedule: dict[str, int], one_token: bool, aligned: bo
         "K": kinds.K, "V": kinds.V, "HIGH": rows // low, "HIGH_LEVELS": (rows // low).bit_length() - 1,
         "GROUPS": groups, "LOW": low, "LOW_LEVELS": low.bit_length() - 1, "COLUMNS": columns,
         "INDEXED": kinds.indices is not None, "NORMALIZE": kinds.normalize, "ALL_STATES": kinds.all_states,
-        "IN_PLACE": kinds.in_place, "ONE_TOKEN": one_token, "ADJACENT": aligned, "POLICY": POLICY,
-        "DOUBLE": kinds.element == torch.float64,
+        "IN_PLACE": kinds.in_place, "ONE_TOKEN": one_token, "ADJACENT": aligned,
+        "POLICY": READ_POLICY.get(kinds.state.itemsize, ""), "DOUBLE": kinds.element == torch.float64,
     }  # fmt: skip
     return described.variant(types, constants, _ALIGNED if aligned else (), num_warps=groups, num_stages=1)
 
