@@ -23,8 +23,9 @@ def _second(device: torch.device) -> torch.cuda.Stream:
 def side_by_side(device: torch.device, first: Callable[[], Any], second: Callable[[], Any], worthwhile: bool) -> None:
     """Launches two pieces of work that do not depend on each other; what follows waits for both.
 
-    On a GPU, where that is worthwhile, the first goes to a stream of its own: neither fills the card alone. It is
-    joined even when the second raises, so memory of the current stream may be used freely. Graphs capture it.
+    On a GPU, where that is worthwhile, the second goes to a stream of its own: neither fills the card alone, and the
+    first has the choice of its places. It is joined even when one raises, so memory of the current stream may be used
+    freely. Graphs capture it.
 
     Args:
         device: where both run.
@@ -38,9 +39,9 @@ def side_by_side(device: torch.device, first: Callable[[], Any], second: Callabl
     main, side = torch.cuda.current_stream(device), _second(device)
     side.wait_stream(main)
     try:
+        first()
         with torch.cuda.stream(side):
-            first()
-        second()
+            second()
     finally:
         main.wait_stream(side)
 

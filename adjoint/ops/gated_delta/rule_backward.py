@@ -151,20 +151,21 @@ def run(
         launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept)
 
     def back() -> None:
-        if not fused:
-            backward_launch.turn(launches, memory, queries, keys, upstream, scale)
+        if backward_launch.walks_back_in_gluon(shape, fused):
+            hopper.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
         else:
-            from adjoint.ops.gated_delta import rule_walk_back_hopper as hopper
+            backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
 
-            assert upstream is not None  # or the plan refused
-            hopper.turn(launches, memory, queries, keys, upstream, scale)
-            if backward_launch.walks_back_in_gluon(shape, fused):
-                hopper.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
-                return
-        backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
+    if fused:
+        from adjoint.ops.gated_delta import rule_walk_back_hopper as hopper
 
-    # Neither needs the other, and going back leaves most of the card idle where sequences are few.
-    side_by_side(plan.problem.device, forward_again, back, shape.is_large)
+        assert upstream is not None  # or the plan refused
+        hopper.turn(launches, memory, queries, keys, upstream, scale)
+    else:
+        backward_launch.turn(launches, memory, queries, keys, upstream, scale)
+    # Neither needs the other, and going back leaves most of the card idle where sequences are few. It goes first: its
+    # programs need a whole SM each, and would find none after those of the other.
+    side_by_side(plan.problem.device, back, forward_again, shape.is_large)
     dq, dk, dv, dg, dbeta, _ = outputs
     if fused and need & _OF_TOKENS:
         from adjoint.ops.gated_delta import rule_gradients_hopper

@@ -87,8 +87,11 @@ def tuning(shape: Shape) -> Tuning:
 
 
 def forward_tuning(shape: Shape) -> rule_shape.Tuning:
-    """Of the forward's kernels that run again: over segments the walk has programs enough for wider blocks."""
+    """Of the forward's kernels that run again. T has two parts: dg and dβ of nearly equal keys need them. Over segments the
+    walk has programs enough for wider blocks."""
     tuned = rule_shape.tuning(shape)
+    if not shape.is_wide:
+        tuned = tuned._replace(parts=2)
     if shape.is_wide or shape.K > 128 or shape.V <= 64:
         return tuned
     return tuned._replace(walk_block=64, walk_warps=4, walk_stages=3)
@@ -198,7 +201,7 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
     if name in _WALKS_ON_HOPPER:
         from adjoint.ops.gated_delta import rule_walk_back_hopper
 
-        return rule_walk_back_hopper.variant(shape, key, parts)
+        return rule_walk_back_hopper.variant(shape, key)
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),

@@ -21,7 +21,7 @@ from adjoint.core.kernels import Budget
 
 @gluon.jit
 def _fetch(
-    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, stage, left, v_left,
+    q, k, v, T, gates, qs, ks, vs, Ts, strengths, starts, ends, stage, left, v_left,
     Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
     WIDE_ROWS: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr, TRANSITION: gl.constexpr,
 ):  # fmt: skip
@@ -41,12 +41,19 @@ def _fetch(
     async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
     offset = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(Ts.index(stage), T + offset)
-    if not TRANSITION:
-        async_copy.async_copy_global_to_shared(Ps.index(stage), P + offset)
     lane = gl.arange(0, 64, GATES)
     async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
     async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
     async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _fetch_scores(P, Ps, ROWS: gl.constexpr):
+    """Starts the copy of a chunk's decayed scores."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    async_copy.async_copy_global_to_shared(Ps, P + (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :])
     async_copy.commit_group()
 
 
@@ -140,10 +147,12 @@ def rule_forward_hopper(
     ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
     vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V_BLOCK], TILE)
     Ts = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
-    qs, Ps = ks, Ts
+    qs = ks
+    Ps = Ts.index(0)
     if not TRANSITION:
         qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
-        Ps = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+        # Of one chunk, being needed last: with two there would be one program to an SM, not two.
+        Ps = gl.allocate_shared_memory(kind, [CHUNK, CHUNK], TILE)
     strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
@@ -156,13 +165,15 @@ def rule_forward_hopper(
     if count > 0:
         over = gl.load(gates + 4 * CHUNK - 1)
         _fetch(
-            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, 0,
+            q, k, v, T, gates, qs, ks, vs, Ts, strengths, starts, ends, 0,
             count, count * valued, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES, TRANSITION,
         )  # fmt: skip
+        if not TRANSITION:
+            _fetch_scores(P, Ps, ROWS)
     for chunk in range(chunks):
         narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
         stage = chunk % STAGES
-        async_copy.wait_group(0)
+        async_copy.wait_group(0 if TRANSITION else 1)  # all but the scores
         fence_async_shared()
         nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
         known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -179,7 +190,7 @@ def rule_forward_hopper(
         k += CHUNK * K_STRIDE
         v += CHUNK * V_STRIDE
         _fetch(
-            q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, (chunk + 1) % STAGES,
+            q, k, v, T, gates, qs, ks, vs, Ts, strengths, starts, ends, (chunk + 1) % STAGES,
             left, left * valued, Q_STRIDE, K_STRIDE, V_STRIDE, K, WIDE_ROWS, ROWS, GATES, TRANSITION,
         )  # fmt: skip
         coming = gl.load(gates + 4 * CHUNK - 1)
@@ -203,7 +214,9 @@ def rule_forward_hopper(
         else:
             high = found.to(kind)
             seen = warpgroup_mma_wait(1, deps=[seen])
-            scores = Ps.index(stage).permute((1, 0))
+            async_copy.wait_group(1)  # the scores; not what is for the next chunk
+            fence_async_shared()
+            scores = Ps.permute((1, 0))
             total = warpgroup_mma(
                 gl.convert_layout(high, BY_CHUNK), scores, seen * (from_start * scale)[None, :], is_async=True
             )
@@ -211,6 +224,7 @@ def rule_forward_hopper(
                 low = gl.convert_layout((found - high.to(gl.float32)).to(kind), BY_CHUNK)
                 total = warpgroup_mma(low, scores, total, is_async=True)
             S, total = warpgroup_mma_wait(0, deps=[S, total])
+            _fetch_scores(P, Ps, ROWS)
             vs.index(stage).permute((1, 0)).store(total.to(kind))
         if SEGMENTED:
             if FINAL:

@@ -3,8 +3,8 @@
 One warpgroup per chunk and key head, and one value head of it after the other: while one is worked on, T, do and the
 gates of the next are copied into shared memory. A matrix that is the left operand of a product is so in registers.
 
-    W = Tᵀ (e^{Γ−G} ⊙ k)      Tᵀ, in two parts, from shared memory, where T lies for the next product
-    P T, P = scale·(q kᵀ ⊙ D)  P in two parts; so is what it gives, as a right operand, through shared memory
+    W = Tᵀ (e^{Γ−G} ⊙ k)       Tᵀ, in two parts, from shared memory, where T lies for the next product
+    P T, P = scale·(q kᵀ ⊙ D)  P in two parts; so is what it gives, as a right operand, where T lay
     (Tᵀ Pᵀ do)ᵀ = doᵀ (P T)    64 columns of V at a time
 """
 
@@ -15,21 +15,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from adjoint.core import kernels
 from adjoint.core.kernels import Budget
-from adjoint.ops.gated_delta.rule_walk_back_hopper_kernels import _rounded
+from adjoint.ops.gated_delta.rule_walk_back_hopper_kernels import _rounded, _together
 
 
 @gluon.jit
 def _fetch(
     T, do, gates, Ts, dos, sums, ends, buffer, left,
-    DO_STRIDE: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
+    DO_STRIDE: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a value head: `left` rows, and zeros for the others; nothing where it is 0."""
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
     there = (row * 0 < left)[:, None] & (column < 64)[None, :]
     of_T = T + (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
-    for part in gl.static_range(PARTS):
-        async_copy.async_copy_global_to_shared(Ts.index(buffer * PARTS + part), of_T + part * 4096, mask=there)
+    for part in gl.static_range(2):
+        async_copy.async_copy_global_to_shared(Ts.index(buffer * 2 + part), of_T + part * 4096, mask=there)
     inside = (row < left)[:, None] & (column < 64)[None, :]
     of_do = do + (row.to(gl.int64) * DO_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     for block in gl.static_range(V // 64):
@@ -46,11 +46,11 @@ def rule_turn_hopper(
     q, k, do, gates, places, T, W, local, scale,
     KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, PARTS: gl.constexpr,
+    V: gl.constexpr,
 ):  # fmt: skip
     """W [64, K] and local = Tᵀ Pᵀ do, transposed [V, 64], of a chunk and every value head of a key head.
 
-    For 16-bit types, K of 64 or 128 and V a multiple of 64. T is PARTS numbers of the storage type each.
+    For 16-bit types, K of 64 or 128 and V a multiple of 64. T is two numbers of the storage type each.
     """
     CHUNK: gl.constexpr = 64
     BLOCKS: gl.constexpr = V // 64
@@ -78,17 +78,16 @@ def rule_turn_hopper(
     do += at * DO_STRIDE + key_head * (GROUP * DO_HEAD)
     lane = (slot * KEY_HEADS + key_head) * GROUP
     gates += lane * (5 * CHUNK)
-    T += lane * (PARTS * CHUNK * CHUNK)
+    T += lane * (2 * CHUNK * CHUNK)
     W += lane * (CHUNK * K)
     local += lane * (V * CHUNK)
 
     qs = gl.allocate_shared_memory(kind, [CHUNK, K], TILE)
     ks = gl.allocate_shared_memory(kind, [CHUNK, K], TILE)
-    Ts = gl.allocate_shared_memory(kind, [2 * PARTS, CHUNK, CHUNK], TILE)
+    Ts = gl.allocate_shared_memory(kind, [4, CHUNK, CHUNK], TILE)
     dos = gl.allocate_shared_memory(kind, [2 * BLOCKS, CHUNK, CHUNK], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     ends = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-    boths = gl.allocate_shared_memory(kind, [2, CHUNK, CHUNK], TILE)
     locals = gl.allocate_shared_memory(kind, [CHUNK, CHUNK], TILE)
 
     # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
@@ -100,7 +99,7 @@ def rule_turn_hopper(
     of_q = q + (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(ks, of_k, mask=inside)
     async_copy.async_copy_global_to_shared(qs, of_q, mask=inside)
-    _fetch(T, do, gates, Ts, dos, sums, ends, 0, rows, DO_STRIDE, V, PARTS, ROWS, GATES)
+    _fetch(T, do, gates, Ts, dos, sums, ends, 0, rows, DO_STRIDE, V, ROWS, GATES)
     value = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
     token = gl.arange(0, CHUNK, gl.SliceLayout(0, ROWS))
     of_local = (value.to(gl.int64) * CHUNK)[:, None] + token.to(gl.int64)[None, :]
@@ -117,16 +116,16 @@ def rule_turn_hopper(
         if member > 0:
             async_copy.wait_group(0)
             fence_async_shared()
-        T += PARTS * CHUNK * CHUNK
+        T += 2 * CHUNK * CHUNK
         do += DO_HEAD
         gates += 5 * CHUNK
         left = gl.where(member + 1 < GROUP, rows, 0)
-        _fetch(T, do, gates, Ts, dos, sums, ends, 1 - buffer, left, DO_STRIDE, V, PARTS, ROWS, GATES)
-        solve = Ts.index(buffer * PARTS)
+        _fetch(T, do, gates, Ts, dos, sums, ends, 1 - buffer, left, DO_STRIDE, V, ROWS, GATES)
+        solve = Ts.index(buffer * 2)
+        solve_rest = Ts.index(buffer * 2 + 1)
 
         turned = solve.permute((1, 0)).load(VALUES).to(gl.float32)
-        if PARTS == 2:
-            turned += Ts.index(buffer * PARTS + 1).permute((1, 0)).load(VALUES).to(gl.float32)
+        turned += solve_rest.permute((1, 0)).load(VALUES).to(gl.float32)
         turned = gl.where(i == j, 1.0, turned) * ends.index(buffer).load(COLUMNS)[None, :]
         high = _rounded(turned, kind)
         low = gl.convert_layout(_rounded(turned - high.to(gl.float32), kind), BY_KEYS)
@@ -141,19 +140,19 @@ def rule_turn_hopper(
         left_operand = gl.convert_layout(high, BY_CHUNK)
         both = warpgroup_mma(left_operand, solve, P, is_async=True)
         both = warpgroup_mma(low, solve, both, is_async=True)
-        if PARTS == 2:
-            both = warpgroup_mma(left_operand, Ts.index(buffer * PARTS + 1), both, is_async=True)
-        of_keys = warpgroup_mma_wait(1 + PARTS, deps=[of_keys])
+        both = warpgroup_mma(left_operand, solve_rest, both, is_async=True)
+        of_keys = warpgroup_mma_wait(3, deps=[of_keys])
         qs.store(of_keys.to(kind))
         both = warpgroup_mma_wait(0, deps=[both])
         high = _rounded(both, kind)
-        boths.index(0).store(high)
-        boths.index(1).store(_rounded(both - high.to(gl.float32), kind))
+        _together()  # T has been read by all
+        solve.store(high)
+        solve_rest.store(_rounded(both - high.to(gl.float32), kind))
         fence_async_shared()
         for block in gl.static_range(BLOCKS):
             upstream = dos.index(buffer * BLOCKS + block).permute((1, 0))
-            found = warpgroup_mma(upstream, boths.index(0), nothing, use_acc=False, is_async=True)
-            found = warpgroup_mma(upstream, boths.index(1), found, is_async=True)
+            found = warpgroup_mma(upstream, solve, nothing, use_acc=False, is_async=True)
+            found = warpgroup_mma(upstream, solve_rest, found, is_async=True)
             if block == 0:
                 gl.store(W + of_W, qs.load(WIDE_ROWS))
             found = warpgroup_mma_wait(0, deps=[found])

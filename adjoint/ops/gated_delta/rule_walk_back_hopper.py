@@ -21,7 +21,7 @@ STAGES = 3
 _ELEMENTS = frozenset(("q", "k", "do", "T", "W", "local", "Y", "dstates"))
 
 
-def variant(shape: Shape, key: tuple[Any, ...], parts: int) -> Variant:
+def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
     """The kernel for strides and options; strides are constants, so that an address is a sum with a constant."""
     name, (q_stride, q_head, k_stride, k_head, do_stride, do_head), *options = key
     kernel = registered()[f"rule_{name}"]
@@ -46,7 +46,6 @@ def variant(shape: Shape, key: tuple[Any, ...], parts: int) -> Variant:
         "GROUP": shape.group,
         "K": shape.K,
         "V": shape.V,
-        "PARTS": parts,
         "STAGES": STAGES,
         "FINAL": final,
         "INITIAL": initial,

@@ -5,8 +5,8 @@ Tᵀ Pᵀ do and the gates of the chunks to come into shared memory; one has dS�
 and as their left operand too, rounded in registers; one takes Yᵀ and dS⁺ᵀ from shared memory to where they belong.
 A warp that copies is held up by what was copied before, and would hold up the products.
 
-    found = dS⁺ᵀ Wᵀ                         beside it: dS⁺ᵀ goes to shared memory
-    dSᵀ = e^Γ dS⁺ᵀ + (scale·e^G ⊙ do)ᵀ q    in two parts; beside them: Y = found + Tᵀ Pᵀ do
+    found = dS⁺ᵀ Wᵀ                         in two parts; beside them: dS⁺ᵀ goes to shared memory
+    dSᵀ = e^Γ dS⁺ᵀ + (scale·e^G ⊙ do)ᵀ q    likewise; beside them: Y = found + Tᵀ Pᵀ do
     dSᵀ −= (β e^G ⊙ Y)ᵀ k                   beside it: Yᵀ goes to shared memory
 """
 
@@ -140,13 +140,15 @@ def _walk(
     phase = 0
     out_phase = 1
     for _ in range(chunks):
-        rounded = dS.to(kind)
+        rounded = _rounded(dS, kind)
+        rest = gl.convert_layout(_rounded(dS - rounded.to(gl.float32), kind), BY_CHUNK)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
         mbarrier.wait(full.index(stage), phase)
         fence_async_shared()
-        found = warpgroup_mma(narrow, Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        found = warpgroup_mma(rest, Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        found = warpgroup_mma(narrow, Ws.index(stage).permute((1, 0)), found, is_async=True)
         # Waits for nothing: without it the next product would be preceded by a wait for this one.
-        dS = warpgroup_mma_wait(1, deps=[dS])
+        dS = warpgroup_mma_wait(2, deps=[dS])
         from_start = starts.index(stage).load(COLUMNS)
         over = starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))
         upstream = dos.index(stage).permute((1, 0)).load(VALUES).to(gl.float32) * (from_start * scale)[None, :]
