@@ -152,6 +152,7 @@ def run(
 
     def back() -> None:
         if backward_launch.walks_back_in_gluon(shape, fused):
+            assert upstream is not None
             hopper.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
         else:
             backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)

@@ -87,8 +87,11 @@ def tuning(shape: Shape) -> Tuning:
 
 
 def forward_tuning(shape: Shape) -> rule_shape.Tuning:
-    """Of the forward's kernels that run again. T has two parts: dg and dβ of nearly equal keys need them. Over segments the
-    walk has programs enough for wider blocks."""
+    """Of the forward's kernels that run again.
+
+    T has two parts: dg and dβ of nearly equal keys need them. Over segments the walk has programs enough for wider
+    blocks.
+    """
     tuned = rule_shape.tuning(shape)
     if not shape.is_wide:
         tuned = tuned._replace(parts=2)

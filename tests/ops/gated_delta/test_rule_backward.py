@@ -214,7 +214,7 @@ def test_what_is_kept_and_what_is_computed_again() -> None:
     if adjoint.core.kernels.triton_missing():
         pytest.skip("regions are counted by a module that imports Triton")
     each = candidate.workspace_bytes(problem) / (32768 * 32)
-    assert 2595 <= each <= 2605, each
+    assert 2723 <= each <= 2733, each
 
 
 def test_eager_stays_for_float64() -> None:
