@@ -137,40 +137,41 @@ def rule_prepare_hopper(
     # Everything is transposed: rows are the keys of a product, columns its queries.
     j = gl.arange(0, CHUNK, gl.SliceLayout(1, GRAM))
     i = gl.arange(0, CHUNK, gl.SliceLayout(0, GRAM))
-    decay = _decay(gates, i, j)
+    decay_0 = _decay(gates, i, j)
+    decay_1 = _decay(gates + 5 * CHUNK, i, j)
     async_copy.wait_group(0)
     fence_async_shared()
     gram = _started(keys.index(0), keys.index(0), GRAM)
-    seen = gram
     if SCORES:
         seen = _started(keys.index(0), queries.index(0), GRAM)
         gram, seen = warpgroup_mma_wait(0, deps=[gram, seen])
+        seen = seen * scale
+        here = i[None, :] >= j[:, None]
+        score_0 = gl.where(here, seen * decay_0, 0.0).to(kind)
     else:
         gram = warpgroup_mma_wait(0, deps=[gram])
-    # A head is done with before the next: what both need at once decides how many programs an SM has registers for.
-    # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
-    on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
-    far_columns = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
-    scores = keys
+    near_0, far_0 = _columns(gram, decay_0, gates, i, j)
+    if keyed == 2:
+        gram = _started(keys.index(1), keys.index(1), GRAM)
+        if SCORES:
+            seen = _started(keys.index(1), queries.index(1), GRAM)
+            gram, seen = warpgroup_mma_wait(0, deps=[gram, seen])
+            seen = seen * scale
+        else:
+            gram = warpgroup_mma_wait(0, deps=[gram])
+    near_1, far_1 = _columns(gram, decay_1, gates + 5 * CHUNK, i, j)
     if SCORES:
         scores = gl.allocate_shared_memory(kind, [2, CHUNK, CHUNK], TILE)
-    for which in gl.static_range(2):
-        if which == 1:
-            decay = _decay(gates + 5 * CHUNK, i, j)
-            if keyed == 2:
-                gram = _started(keys.index(1), keys.index(1), GRAM)
-                if SCORES:
-                    seen = _started(keys.index(1), queries.index(1), GRAM)
-                    gram, seen = warpgroup_mma_wait(0, deps=[gram, seen])
-                else:
-                    gram = warpgroup_mma_wait(0, deps=[gram])
-        if SCORES:
-            score = gl.where(i[None, :] >= j[:, None], (seen * scale) * decay, 0.0)
-            scores.index(which).permute((1, 0)).store(score.to(kind))
-        near, far = _columns(gram, decay, gates + which * (5 * CHUNK), i, j)
-        on_diagonal.slice(2 * which, 2, 1).store(gl.permute(near, (1, 0, 2)))
-        far_columns.index(which).store(far)
+        scores.index(0).permute((1, 0)).store(score_0)
+        scores.index(1).permute((1, 0)).store(gl.where(here, seen * decay_1, 0.0).to(kind))
+    # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
+    near = gl.permute(gl.join(near_0, near_1), (1, 3, 0, 2)).reshape([HALF, 4, HALF])
+    on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
+    on_diagonal.store(near)
+    far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
+    far.index(0).store(far_0)
+    far.index(1).store(far_1)
 
     if SCORES:
         row = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
