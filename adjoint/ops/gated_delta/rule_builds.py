@@ -54,9 +54,9 @@ def _for_hopper() -> Iterator[tuple[str, Variant]]:
 
     for dtype, K, V in ((torch.bfloat16, 128, 128), (torch.float16, 64, 192)):
         shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, 16, 32, K, V)
-        whole = [(False, given, given, False, aligned) for given in (False, True) for aligned in (False, True)]
-        for options in (*whole, (True, True, True, False, True), (True, False, False, True, True)):
-            key = ("hopper", natural(shape), *options)
+        whole = [(False, given, given, aligned) for given in (False, True) for aligned in (False, True)]
+        walks = [("forward_hopper", natural(shape), *options) for options in (*whole, (True, True, True, True))]
+        for key in (*walks, ("transition_hopper", natural(shape))):
             yield f"{' '.join(map(str, key))} {dtype} {K} {V}", variant(key, shape, tuning(shape))
         for key_heads in (16, 32):
             own = shape._replace(key_heads=key_heads)

@@ -58,12 +58,12 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     for split in (False, True) if shape.may_split else (False,):
         for aligned in (True, False):
             if fused:
-                listed.append(("hopper", natural(shape), split, initial, final, False, aligned))
+                listed.append(("forward_hopper", natural(shape), split, initial, final, aligned))
             else:
                 listed.append(("walk", split, initial, save and not split, final, aligned))
     if fused:
         listed += [("scores", 1)] * (("prepare",) in listed)
-        listed += [("hopper", natural(shape), True, False, False, True, True)] * shape.may_split
+        listed += [("transition_hopper", natural(shape))] * shape.may_split
     else:
         listed += [("output", aligned) for aligned in (True, False)] + [("transition",)] * shape.may_split
     listed += [("normalize", False)] * normalize + [("clear_saved",)] * save

@@ -7,35 +7,37 @@ import torch
 from torch import Tensor
 
 from adjoint.core.kernels import TRITON_TYPES, Variant, registered
-from adjoint.ops.gated_delta import rule_hopper_kernels as _kernels  # noqa: F401  (registers them)
+from adjoint.ops.gated_delta import rule_forward_hopper_kernels as _forward  # noqa: F401  (registers them)
+from adjoint.ops.gated_delta import rule_transition_hopper_kernels as _transition  # noqa: F401
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from adjoint.ops.gated_delta.rule_launch import Launches, is_aligned
 from adjoint.ops.gated_delta.rule_shape import Shape, Walkable
 
-HALVES = 2
-"""Parts of v' in its product with the scores: one alone would cost o a third of its error with nearly equal keys."""
-
 V_BLOCK = 64
+
+STAGES = 3
+"""Chunks in shared memory."""
 
 NEVER = 2**30
 """More chunks than a sequence has."""
 
 _ELEMENTS = frozenset(("q", "k", "v", "T", "P", "out"))
+_INTEGERS = frozenset(("spans", "begins", "firsts"))
+_SCALARS = {"scale": "fp32", "save_every": "i32"}
 
 
 def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
     """The kernel for strides and options; strides are constants, so that an address is a sum with a constant."""
-    (q_stride, q_head, k_stride, k_head, v_stride, v_head), segmented, initial, final, transition, aligned = key
-    kernel = registered()["rule_forward_hopper"]
-    names = [name for name in kernel.parameters if not name.isupper() or name in ("T", "P")]
+    name, (q_stride, q_head, k_stride, k_head, v_stride, v_head), *options = key
+    segmented, initial, final, aligned = options or (True, False, False, True)
+    kernel = registered()[f"rule_{name}"]
     types = {}
-    for name in names:
-        integer = name in ("spans", "begins", "firsts")
-        types[name] = (
-            {"scale": "fp32", "save_every": "i32"}[name]
-            if name in ("scale", "save_every")
-            else f"*{TRITON_TYPES[shape.element if name in _ELEMENTS else torch.int32 if integer else torch.float32]}"
-        )
+    for parameter in kernel.parameters:
+        if parameter in _ELEMENTS:
+            types[parameter] = f"*{TRITON_TYPES[shape.element]}"
+        elif not parameter.isupper():
+            pointer = f"*{TRITON_TYPES[torch.int32 if parameter in _INTEGERS else torch.float32]}"
+            types[parameter] = _SCALARS.get(parameter, pointer)
     constants = {
         "HEADS": shape.heads,
         "Q_STRIDE": q_stride,
@@ -47,15 +49,19 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
         "GROUP": shape.group,
         "K": shape.K,
         "V": shape.V,
+        "STAGES": STAGES,
         "SEGMENTED": segmented,
         "INITIAL": initial,
         "FINAL": final,
         "SEGMENT": SEGMENT,
-        "HALVES": HALVES,
-        "TRANSITION": transition,
     }
-    promised = [name for name in names if (name in _ELEMENTS and (aligned or name != "out")) or name == "gates"]
-    return kernel.variant(types, constants, promised, num_warps=4, num_stages=1)
+    wanted = {parameter: constants[parameter] for parameter in kernel.parameters if parameter not in types}
+    promised = [
+        parameter
+        for parameter in types
+        if (parameter in _ELEMENTS and (aligned or parameter != "out")) or parameter == "gates"
+    ]
+    return kernel.variant(types, wanted, promised, num_warps=4, num_stages=1)
 
 
 def natural(shape: Shape, of_values: int = 1) -> tuple[int, ...]:
@@ -86,9 +92,9 @@ def forward(
     shape, absent = launch.shape, memory["gates"]
     if final_state is not None and shape.ids is not None:  # for sequences without tokens, which no program walks
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
-    options = (segmented, initial_state is not None, final_state is not None, False, is_aligned(out))
+    options = (segmented, initial_state is not None, final_state is not None, is_aligned(out))
     launch(
-        ("hopper", strides(q, k, v), *options),
+        ("forward_hopper", strides(q, k, v), *options),
         (shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // V_BLOCK),
         q.start, k.start, v.start, memory["gates"], memory["T"], memory["P"],
         memory["segment_places"] if segmented else memory["begins"], memory["begins"], memory["firsts"],
@@ -100,10 +106,9 @@ def forward(
 
 def transitions(launch: Launches, memory: Mapping[str, Any], k: Walkable, v: Walkable) -> None:
     """What every segment makes of a state, M S + B: Mᵀ and Bᵀ into memory["transitions"], [segments, H, K + V, K]."""
-    shape, absent = launch.shape, memory["gates"]
+    shape = launch.shape
     launch(
-        ("hopper", strides(k, k, v), True, False, False, True, True),
-        shape.segments * shape.heads * ((shape.K + shape.V) // V_BLOCK),
-        k.start, k.start, v.start, memory["gates"], memory["T"], memory["T"], memory["segment_places"],
-        memory["begins"], memory["firsts"], absent, absent, memory["transitions"], k.start, 1.0, NEVER,
+        ("transition_hopper", strides(k, k, v)), shape.segments * shape.heads * ((shape.K + shape.V) // V_BLOCK),
+        k.start, v.start, memory["gates"], memory["T"], memory["segment_places"], memory["begins"], memory["firsts"],
+        memory["transitions"],
     )  # fmt: skip

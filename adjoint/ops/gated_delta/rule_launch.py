@@ -100,10 +100,10 @@ def _blocks(shape: Shape, block: int) -> int:
 def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     """What is compiled for a key: the name of a kernel without `rule_`, and its options."""
     name, *options = key
-    if name == "hopper":
+    if name in ("forward_hopper", "transition_hopper"):
         from adjoint.ops.gated_delta import rule_hopper
 
-        return rule_hopper.variant(shape, key[1:])
+        return rule_hopper.variant(shape, key)
     sizes = {
         "GROUP": shape.group,
         "K": padded(shape.K),

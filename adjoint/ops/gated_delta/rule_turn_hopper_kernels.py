@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from adjoint.core import kernels
 from adjoint.core.kernels import Budget
-from adjoint.ops.gated_delta.rule_walk_back_hopper_kernels import _rounded, _together
+from adjoint.ops.gated_delta.hopper_pieces import rounded_to, together
 
 
 @gluon.jit
@@ -127,16 +127,16 @@ def rule_turn_hopper(
         turned = solve.permute((1, 0)).load(VALUES).to(gl.float32)
         turned += solve_rest.permute((1, 0)).load(VALUES).to(gl.float32)
         turned = gl.where(i == j, 1.0, turned) * ends.index(buffer).load(COLUMNS)[None, :]
-        high = _rounded(turned, kind)
-        low = gl.convert_layout(_rounded(turned - high.to(gl.float32), kind), BY_KEYS)
+        high = rounded_to(turned, kind)
+        low = gl.convert_layout(rounded_to(turned - high.to(gl.float32), kind), BY_KEYS)
         of_keys = warpgroup_mma(gl.convert_layout(high, BY_KEYS), ks, empty, use_acc=False, is_async=True)
         of_keys = warpgroup_mma(low, ks, of_keys, is_async=True)
 
         between = sums.index(buffer).load(LINES)[:, None] - sums.index(buffer).load(COLUMNS)[None, :]
         scores = warpgroup_mma_wait(2, deps=[scores])  # waits for nothing, and the next product not for those before
         P = scores * gl.exp(gl.where(i >= j, between, float("-inf")))
-        high = _rounded(P, kind)
-        low = gl.convert_layout(_rounded(P - high.to(gl.float32), kind), BY_CHUNK)
+        high = rounded_to(P, kind)
+        low = gl.convert_layout(rounded_to(P - high.to(gl.float32), kind), BY_CHUNK)
         left_operand = gl.convert_layout(high, BY_CHUNK)
         both = warpgroup_mma(left_operand, solve, P, is_async=True)
         both = warpgroup_mma(low, solve, both, is_async=True)
@@ -144,10 +144,10 @@ def rule_turn_hopper(
         of_keys = warpgroup_mma_wait(3, deps=[of_keys])
         qs.store(of_keys.to(kind))
         both = warpgroup_mma_wait(0, deps=[both])
-        high = _rounded(both, kind)
-        _together()  # T has been read by all
+        high = rounded_to(both, kind)
+        together()  # T has been read by all
         solve.store(high)
-        solve_rest.store(_rounded(both - high.to(gl.float32), kind))
+        solve_rest.store(rounded_to(both - high.to(gl.float32), kind))
         fence_async_shared()
         for block in gl.static_range(BLOCKS):
             upstream = dos.index(buffer * BLOCKS + block).permute((1, 0))

@@ -14,7 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -22,22 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adjoint.core import kernels
 from adjoint.core.kernels import Budget
-
-_together = getattr(gl, "thread_barrier", None) or gl.barrier
-"""Waits for the threads of a partition, by the name a version of Triton has for it."""
-
-
-@gluon.jit
-def _rounded(x, kind: gl.constexpr):
-    """float32 x in a 16-bit type. Two numbers an instruction: compilers take one where the result is widened again."""
-    if kind == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
-        )
+from adjoint.ops.gated_delta.hopper_pieces import rounded_to, say, together
 
 
 @gluon.jit
@@ -64,7 +48,8 @@ def _copy(
     left = count - (chunks - 1) * 64
     stage = 0
     phase = 1
-    for _ in range(chunks):
+    come = 0
+    for chunk in range(chunks):
         mbarrier.wait(empty.index(stage), phase)
         inside = (row < left)[:, None] & (column < K)[None, :]
         async_copy.async_copy_global_to_shared(Ws.index(stage), W + of_W)
@@ -75,7 +60,11 @@ def _copy(
         async_copy.async_copy_global_to_shared(locals.index(stage), local + of_local)
         async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
         async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        async_copy.commit_group()
+        if chunk > 0:
+            async_copy.wait_group(1)
+            say(full, come)
+            come = stage
         q -= 64 * Q_STRIDE
         k -= 64 * K_STRIDE
         do -= 64 * DO_STRIDE
@@ -88,6 +77,8 @@ def _copy(
             stage = 0
             phase ^= 1
     async_copy.wait_group(0)
+    if chunks > 0:
+        say(full, come)
 
 
 @gluon.jit
@@ -108,7 +99,7 @@ def _leave(
         mbarrier.wait(staged, phase)
         dS_rows = dSs.load(WIDE_ROWS)
         Y_rows = Ys.load(ROWS)
-        _together()
+        together()
         mbarrier.arrive(drained)
         gl.store(dstates + of_dS, dS_rows)
         gl.store(Y + of_Y, Y_rows)
@@ -140,11 +131,10 @@ def _walk(
     phase = 0
     out_phase = 1
     for _ in range(chunks):
-        rounded = _rounded(dS, kind)
-        rest = gl.convert_layout(_rounded(dS - rounded.to(gl.float32), kind), BY_CHUNK)
+        rounded = rounded_to(dS, kind)
+        rest = gl.convert_layout(rounded_to(dS - rounded.to(gl.float32), kind), BY_CHUNK)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
         mbarrier.wait(full.index(stage), phase)
-        fence_async_shared()
         found = warpgroup_mma(rest, Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         found = warpgroup_mma(narrow, Ws.index(stage).permute((1, 0)), found, is_async=True)
         # Waits for nothing: without it the next product would be preceded by a wait for this one.
@@ -152,8 +142,8 @@ def _walk(
         from_start = starts.index(stage).load(COLUMNS)
         over = starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))
         upstream = dos.index(stage).permute((1, 0)).load(VALUES).to(gl.float32) * (from_start * scale)[None, :]
-        high = _rounded(upstream, kind)
-        low = gl.convert_layout(_rounded(upstream - high.to(gl.float32), kind), BY_KEYS)
+        high = rounded_to(upstream, kind)
+        low = gl.convert_layout(rounded_to(upstream - high.to(gl.float32), kind), BY_KEYS)
         high = gl.convert_layout(high, BY_KEYS)
         dS = warpgroup_mma(low, qs.index(stage), dS * over[None, :], is_async=True)
         dS = warpgroup_mma(high, qs.index(stage), dS, is_async=True)
@@ -166,10 +156,10 @@ def _walk(
         carried = gl.convert_layout((-(found * factor[None, :])).to(kind), BY_KEYS)
         dS = warpgroup_mma(carried, ks.index(stage), dS, is_async=True)
         Ys.store(found.to(kind))
-        _together()
+        together()
         mbarrier.arrive(staged)
         dS = warpgroup_mma_wait(0, deps=[dS])
-        _together()
+        together()
         mbarrier.arrive(empty.index(stage))
         out_phase ^= 1
         stage += 1
@@ -236,7 +226,7 @@ def rule_walk_back_hopper(
     staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=128)  # each thread that copies says when its copies have come
+        mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     mbarrier.init(staged, count=1)
     mbarrier.init(drained, count=1)
