@@ -75,7 +75,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     listed += [launch.prepare_key(shape, fused)]
     listed += [("turn", upstream)] * (not fused) + [("normalize", True)] * normalize
     for aligned in (True, False):
-        listed.append(("walk", True, initial, False, False, aligned))
+        listed += [("walk", True, initial, False, False, aligned)] * (not fused)
         if not walks:
             listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
         if apart & _OF_TOKENS:
@@ -85,7 +85,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     if fused:
         from adjoint.ops.gated_delta.rule_hopper import natural
 
-        listed.append(("turn_hopper", natural(shape)))
+        listed += [("turn_hopper", natural(shape)), ("walk_hopper", natural(shape)[2:], initial)]
         listed += [("walk_back_hopper", natural(shape), final, bool(need & NEED_STATE))] * walks
         listed += [("gradients_hopper", natural(shape, 2), normalize)] * bool(need & _OF_TOKENS)
     if apart & (NEED_G | NEED_BETA):
@@ -148,7 +148,12 @@ def run(
     dinitial = outputs[5] if need & NEED_STATE else None
 
     def forward_again() -> None:
-        launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept)
+        if fused:
+            from adjoint.ops.gated_delta import rule_walk_hopper
+
+            rule_walk_hopper.walk(launches, memory, keys, values, initial_state, kept)
+        else:
+            launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept)
 
     def back() -> None:
         if backward_launch.walks_back_in_gluon(shape, fused):
