@@ -115,9 +115,15 @@ def eager_candidate(
     guarantee: Callable[[Problem], dict[str, Guarantee]],
     compute: Compute,
     numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
+    waits: Callable[[Problem], bool] = lambda problem: False,
 ) -> Candidate:
     """A candidate in plain PyTorch, for every problem and layout."""
-    return in_pytorch(name, guarantee, without_autocast(compute), numeric)
+    return in_pytorch(name, guarantee, without_autocast(compute), numeric, waits)
+
+
+def _is_packed(problem: Problem) -> bool:
+    """Whether there is `cu_seqlens`, whose chunks plain PyTorch has to count."""
+    return len(problem.dtypes) > 3
 
 
 def _chunks(problem: Problem) -> dict[str, Any]:
@@ -314,9 +320,9 @@ _FUSED_BACKWARD = _on_kernels(
 
 _CHUNKED_BACKWARD = _on_kernels("triton.chunked", "rule_walk_back", "rule_backward", refuse, _kernel_backward_guarantee)
 
-RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks))
+RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks, _is_packed))
 RULE_BACKWARD = (
     _FUSED_BACKWARD,
     _CHUNKED_BACKWARD,
-    eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks),
+    eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks, _is_packed),
 )

@@ -153,5 +153,9 @@ def _step_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> N
 
 
 STEP = (_TILES, eager_candidate("eager.tokens", _guarantee, _step))
-STEP_IN_PLACE = (_TILES, eager_candidate("eager.tokens", _guarantee, _step_in_place))
+STEP_IN_PLACE = (
+    _TILES,
+    # With state_indices, which rows are skipped is data.
+    eager_candidate("eager.tokens", _guarantee, _step_in_place, waits=lambda problem: len(problem.dtypes) > 4),
+)
 STEP_BACKWARD = (_TILES_BACKWARD, eager_candidate("eager.tokens", _backward_guarantee, _step_backward))
