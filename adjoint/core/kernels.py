@@ -126,7 +126,6 @@ class Kernel:
         *,
         num_warps: int = 4,
         num_stages: int = 3,
-        max_registers: int | None = None,
     ) -> "Variant":
         """A description of what to compile.
 
@@ -136,13 +135,10 @@ class Kernel:
             aligned: parameters that are multiples of 16 in every launch (bytes for pointers).
             num_warps: warps a program.
             num_stages: the depth of software pipelining.
-            max_registers: registers a thread begins with, at most, where warps pass theirs on to each other; without it
-                a program begins with all that an SM has.
         """
         if (*types, *constants) != self.parameters:
             raise TypeError(f"{self.name} takes {self.parameters}, described as {(*types, *constants)}")
-        described = tuple(types.items()), tuple(constants.items()), tuple(aligned)
-        return Variant(self.name, *described, num_warps, num_stages, max_registers)
+        return Variant(self.name, tuple(types.items()), tuple(constants.items()), tuple(aligned), num_warps, num_stages)
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,6 @@ class Variant:
     aligned: tuple[str, ...]
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
 
     def prepare(self, device: torch.device) -> Callable[..., None]:
         """Compiles for a device unless that was done, and returns `launcher(grid, *arguments)`."""
@@ -218,8 +213,6 @@ class Variant:
             # Contraction would make bits depend on how a compiler happened to pair operations.
             "enable_fp_fusion": False,
         }
-        if self.max_registers is not None:
-            options["maxnreg"] = self.max_registers
         return triton.compile(source, target=target, options=options)
 
 

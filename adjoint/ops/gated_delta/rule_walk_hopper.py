@@ -1,7 +1,7 @@
 """Launches the walk over segments on Hopper."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,15 +15,8 @@ from adjoint.ops.gated_delta.rule_shape import Shape, Walkable
 _ELEMENTS = frozenset(("k", "v", "T", "states", "new"))
 _INTEGERS = frozenset(("spans", "begins", "firsts"))
 
-
-class Cut(NamedTuple):
-    columns: int = 64
-    stages: int = 2
-    apart: bool = False
-    registers: int | None = 128
-
-
-CUT = Cut()
+STAGES = 2
+"""Chunks in shared memory."""
 
 
 def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
@@ -36,7 +29,6 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
             types[parameter] = f"*{TRITON_TYPES[shape.element]}"
         elif not parameter.isupper():
             types[parameter] = "*i32" if parameter in _INTEGERS else "*fp32"
-    columns = min(CUT.columns, shape.V)
     constants = {
         "HEADS": shape.heads,
         "K_STRIDE": k_stride,
@@ -46,16 +38,12 @@ def variant(shape: Shape, key: tuple[Any, ...]) -> Variant:
         "GROUP": shape.group,
         "K": shape.K,
         "V": shape.V,
-        "V_BLOCK": columns,
-        "STAGES": CUT.stages,
+        "STAGES": STAGES,
         "INITIAL": initial,
         "SEGMENT": SEGMENT,
-        "APART": CUT.apart,
     }
     promised = [parameter for parameter in types if parameter in _ELEMENTS or parameter == "gates"]
-    return kernel.variant(
-        types, constants, promised, num_warps=columns // 16, num_stages=1, max_registers=CUT.registers
-    )
+    return kernel.variant(types, constants, promised, num_warps=shape.V // 16, num_stages=1)
 
 
 def walk(
@@ -65,12 +53,13 @@ def walk(
     v: Walkable,
     initial_state: Tensor | None,
     saved: Tensor,
+    starts: bool = True,
 ) -> None:
-    """states and new of every chunk, over segments from the states that were saved."""
+    """states and new of every chunk, over segments from the states that were saved; without `starts`, compiled only."""
     shape, absent = launch.shape, memory["gates"]
     launch(
         ("walk_hopper", strides(k, v), initial_state is not None),
-        shape.segments * shape.heads * (shape.V // min(CUT.columns, shape.V)),
+        shape.segments * shape.heads * starts,
         k.start, v.start, memory["gates"], memory["T"], memory["segment_places"], memory["begins"], memory["firsts"],
         absent if initial_state is None else initial_state, saved, memory["states"], memory["new"],
     )  # fmt: skip

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from adjoint import Preference
 from adjoint.core.inputs import Inputs
+from adjoint.core.kernels import triton_missing
+from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import plans
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import _describe_backward, _rule
@@ -89,6 +91,37 @@ def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
         new.append(strength[:, None] * (value - torch.einsum("hkv,hk->hv", S, key)))
         S = S + torch.einsum("hk,hv->hkv", key, new[-1])
     return torch.stack(states), torch.stack(new, -1)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "V", "chosen"),
+    (
+        (1, 32, 128, False),
+        (2, 32, 64, False),
+        (2, 32, 128, True),
+        (3, 32, 64, True),
+        (1, 48, 128, True),
+        (1, 8, 128, True),
+    ),
+)
+def test_which_walk_is_chosen(sequences: int, heads: int, V: int, chosen: bool) -> None:
+    """By the programs of a walk back in Gluon; and of so many heads both are compiled, whatever is chosen."""
+    if triton_missing():
+        pytest.skip("kernels are chosen by a module that imports Triton")
+    from adjoint.ops.gated_delta import rule_backward
+    from adjoint.ops.gated_delta.rule_shape import Shape
+
+    sizes = (sequences, 4096, sequences, heads // 2, heads, 128, V, 0, 0, 1)
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, (1.0, False, 31))
+    assert rule_backward._walks_in_gluon(Shape.of(problem), fused=True) is chosen
+    assert not rule_backward._walks_in_gluon(Shape.of(problem), fused=False)
+    names = {key[0] for key in rule_backward.keys(problem, fused=True)}
+    assert {"walk", "walk_hopper"} & names == ({"walk_hopper"} if heads <= 8 else {"walk", "walk_hopper"})
+    assert "walk_hopper" not in {key[0] for key in rule_backward.keys(problem)}
+
+
+# ---------------------------------------------------------------------------------------------- on Hopper
 
 
 @hopper
