@@ -3,7 +3,7 @@
 table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients →
 gate_gradients
 
-On Hopper (`fused`), one kernel has the place of the last three.
+On Hopper (`fused`), one kernel has the place of the last three, and those before have others of their own.
 """
 
 from typing import Any
@@ -36,6 +36,26 @@ _OF_TOKENS = _OF_KEYS | NEED_V
 
 OF_TOKENS = ("dq", "dk", "dv", "dg", "dbeta")
 """Gradients with a row for each token, in the order of their bits in `need`."""
+
+
+_FEW_PROGRAMS = 64
+"""Of a walk back in Gluon, which are all that one sequence of 32 heads has with V = 128."""
+
+
+def _walks_in_gluon(shape: Shape, fused: bool) -> bool:
+    """Whether a plan for Hopper walks over segments in Gluon. It has the bits of the walk in Triton, and is faster.
+
+    Not beside a walk back of few programs, which it slows down by more than it saves: on an H200 the backward of one
+    sequence of 32768 tokens, 32 heads and K = V = 128 took 2551 µs with it (with a third chunk in shared memory), and
+    2450 without.
+    """
+    few = shape.sequences * shape.heads * (shape.V // 64) <= _FEW_PROGRAMS
+    return fused and not (few and backward_launch.walks_back_in_gluon(shape, fused))
+
+
+def _walks_in_triton(shape: Shape, fused: bool) -> bool:
+    """Whether any number of sequences is walked in Triton."""
+    return not fused or backward_launch.walks_back_in_gluon(shape, fused)
 
 
 def _kinds(shape: Shape) -> tuple[torch.dtype, ...]:
@@ -75,7 +95,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     listed += [launch.prepare_key(shape, fused)]
     listed += [("turn", upstream)] * (not fused) + [("normalize", True)] * normalize
     for aligned in (True, False):
-        listed.append(("walk", True, initial, False, False, aligned))
+        listed += [("walk", True, initial, False, False, aligned)] * _walks_in_triton(shape, fused)
         if not walks:
             listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
         if apart & _OF_TOKENS:
@@ -85,7 +105,7 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
     if fused:
         from adjoint.ops.gated_delta.rule_hopper import natural
 
-        listed.append(("turn_hopper", natural(shape)))
+        listed += [("turn_hopper", natural(shape)), ("walk_hopper", natural(shape)[2:], initial)]
         listed += [("walk_back_hopper", natural(shape), final, bool(need & NEED_STATE))] * walks
         listed += [("gradients_hopper", natural(shape, 2), normalize)] * bool(need & _OF_TOKENS)
     if apart & (NEED_G | NEED_BETA):
@@ -148,7 +168,13 @@ def run(
     dinitial = outputs[5] if need & NEED_STATE else None
 
     def forward_again() -> None:
-        launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept)
+        gluon = _walks_in_gluon(shape, fused)
+        if fused:
+            from adjoint.ops.gated_delta import rule_walk_hopper
+
+            rule_walk_hopper.walk(launches, memory, keys, values, initial_state, kept, starts=gluon)
+        if _walks_in_triton(shape, fused):  # compiled with either, or another number of sequences would compile it
+            launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept, starts=not gluon)
 
     def back() -> None:
         if backward_launch.walks_back_in_gluon(shape, fused):

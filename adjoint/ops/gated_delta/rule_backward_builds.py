@@ -1,6 +1,7 @@
 """The kernel variants of the gated delta rule's backward, as they are compiled for a GPU."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
 
 
 def _for_hopper() -> Iterator[tuple[str, Variant]]:
-    """The kernels in Gluon: what comes before the walk back, the walk, and all gradients."""
+    """The kernels in Gluon: what comes before the walk back, both walks, and all gradients."""
     from adjoint.ops.gated_delta.rule_backward_launch import forward_tuning, tuning, variant
     from adjoint.ops.gated_delta.rule_hopper import natural
     from adjoint.ops.gated_delta.rule_shape import Shape
@@ -60,7 +61,8 @@ def _for_hopper() -> Iterator[tuple[str, Variant]]:
     for dtype, key_heads, K, V, normalize in _HOPPER:
         shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, key_heads, 32, K, V)
         strides = natural(shape)
-        walks = [("walk_back_hopper", strides, given, given) for given in (False, True)]
+        walks: list[tuple[Any, ...]] = [("walk_back_hopper", strides, given, given) for given in (False, True)]
+        walks += [("walk_hopper", strides[2:], given) for given in (False, True)]
         for key in (("turn_hopper", strides), *walks, ("gradients_hopper", natural(shape, 2), normalize)):
             described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
             if described not in listed:

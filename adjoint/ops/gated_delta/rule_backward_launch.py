@@ -32,6 +32,7 @@ KERNELS = (
     "gate_gradients",
     "unnormalize",
     *_WALKS_ON_HOPPER,
+    "walk_hopper",
     "gradients_hopper",
 )
 """Those of the backward alone, as keys name them."""
@@ -201,6 +202,10 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         from adjoint.ops.gated_delta import rule_gradients_hopper
 
         return rule_gradients_hopper.variant(shape, key[1:])
+    if name == "walk_hopper":
+        from adjoint.ops.gated_delta import rule_walk_hopper
+
+        return rule_walk_hopper.variant(shape, key)
     if name in _WALKS_ON_HOPPER:
         from adjoint.ops.gated_delta import rule_walk_back_hopper
 

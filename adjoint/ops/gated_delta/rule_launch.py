@@ -342,10 +342,12 @@ def walk(
     segmented: bool = False,
     saved: Tensor | None = None,
     final_state: Tensor | None = None,
+    starts: bool = True,
 ) -> None:
     """states and new of every chunk; over whole sequences, or over segments from the states that were saved.
 
-    Over whole sequences `saved` is written, where given, and over segments it is read.
+    Over whole sequences `saved` is written, where given, and over segments it is read. Without `starts` it is compiled
+    and no more.
     """
     shape = launch.shape
     if segmented and final_state is not None and shape.ids is not None:  # for sequences without a segment
@@ -355,7 +357,7 @@ def walk(
     key = ("walk", segmented, initial_state is not None, saved is not None and not segmented, final_state is not None)
     aligned = is_aligned(initial_state, saved, final_state)
     launch(
-        (*key, aligned), spans * shape.heads * _blocks(shape, launch.tuned.walk_block), k.start, v.start,
+        (*key, aligned), spans * shape.heads * _blocks(shape, launch.tuned.walk_block) * starts, k.start, v.start,
         memory["gates"], memory["T"], memory["segment_places"] if segmented else memory["begins"], memory["begins"],
         memory["firsts"], absent if initial_state is None else initial_state, absent if saved is None else saved,
         memory["states"], memory["new"], absent if final_state is None else final_state, shape.heads,
