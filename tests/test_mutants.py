@@ -69,6 +69,7 @@ MODULES = {
         "adjoint.ops.gated_delta.rule_kernels",
         "adjoint.ops.gated_delta.rule_backward_kernels",
         "adjoint.ops.gated_delta.rule_closing_kernels",
+        "adjoint.ops.gated_delta.rule_compose_back_kernels",
         "adjoint.ops.gated_delta.step_kernels",
         "adjoint.ops.gated_delta.step_backward_kernels",
         "adjoint.ops.gated_delta.w_u_kernels",
@@ -366,7 +367,7 @@ def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
     if ".step_" in mutant.module:
         step_calls.shrink()
         return step_calls.noticed()
-    if mutant.module.endswith(("rule_backward_kernels", "rule_closing_kernels")):
+    if mutant.module.endswith(("rule_backward_kernels", "rule_closing_kernels", "rule_compose_back_kernels")):
         return rule_backward_calls.noticed()
     return rule_calls.noticed()
 

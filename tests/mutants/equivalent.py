@@ -161,6 +161,19 @@ EQUIVALENT = {
     ("rule_compose", "count <= SEGMENT -> count < SEGMENT"): (
         "a sequence of exactly one segment has none after its first: the loop over those has no steps"
     ),
+    ("rule_walk_back", "count <= WHOLE -> count < WHOLE"): (
+        "a sequence that is walked whole is then walked twice, to one result"
+    ),
+    ("rule_compose_back", "count <= WHOLE -> count < WHOLE"): (
+        "what is composed of a sequence that is walked whole is nobody's"
+    ),
+    ("rule_compose_back", "k_column < K -> k_column <= K (2)"): (
+        "a row past the last gives a column past the last, which meets zeros of M and is not stored"
+    ),
+    **{
+        ("rule_compose_back", f"0.0 -> 1.0 ({load})"): "columns past the last meet zeros of M, and are not stored"
+        for load in (1, 3)
+    },
     ("rule_compose", "V + V_BLOCK - 1 -> V + V_BLOCK - 2"): (
         "V is padded to a multiple of V_BLOCK, 16: rounding up changes nothing"
     ),

@@ -14,7 +14,7 @@ from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem, short
 from adjoint.ops.gated_delta import eager
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
-from adjoint.ops.gated_delta.rule_shape import FEW_HEADS, Shape, tuning
+from adjoint.ops.gated_delta.rule_shape import BACK_SEGMENT, FEW_HEADS, WHOLE_BACK, Shape, tuning
 
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 
@@ -155,7 +155,7 @@ def refuse(problem: Problem) -> str:
         return f"numbers up to {MAX_TOKENS} tokens, these are {shape.tokens}"
     if shape.heads > MAX_HEADS:
         return f"takes up to {MAX_HEADS} value heads, these are {shape.heads}"
-    blocks = -(-shape.V // 16)
+    blocks = -(-(shape.V + shape.K * shape.may_split) // 16)
     if (shape.chunks + shape.sequences) * shape.heads * blocks > MAX_PROGRAMS:
         return f"there may be {shape.chunks} chunks of {shape.heads} heads, more programs than a launch has"
     return why_not_triton(problem.device)
@@ -278,10 +278,18 @@ _BACKWARD_ROUNDINGS = {"dq": 7, "dk": 8, "dv": 8, "dg": 8, "dbeta": 8, "dinitial
 W, Tᵀ Pᵀ do, dS⁺, β·e^G·Y, Y; M or E; and the gradient itself."""
 
 
+_THROUGH_M = 3
+"""More on the way of what depends on dS, where it passes through the M of a segment: S, the residual and v'."""
+
+
 def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    dtype = problem.dtypes[0]
+    dtype, shape = problem.dtypes[0], Shape.of(problem)
     narrow = dtype != torch.float32
     products = "" if narrow else ", in IEEE float32 or as three of TF32 parts"
+    order = _CHUNKS_OF_A_SEQUENCE + products
+    if shape.may_split:
+        order += f"; up to {FEW_HEADS} value heads, sequences of more than {WHOLE_BACK} tokens are segments of "
+        order += f"{BACK_SEGMENT} that end with Mᵀ dS + B of the gradient dS after"
     limits = "; new values, states and their gradients stay below 65504" if dtype == torch.float16 else ""
     return {
         name: Guarantee(
@@ -289,9 +297,9 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             batch_invariant="sequence",
             device_invariant=False,
             accumulator="float32",
-            roundings=roundings if narrow else 0,
+            roundings=roundings + _THROUGH_M * (shape.may_split and name != "dq") if narrow else 0,
             error=Empirical(BACKWARD_CEILINGS[dtype], _KERNEL_CASES, _FLOORS.get(dtype, 0.0)),
-            domain=f"{domain_of(name)}{limits}; {_CHUNKS_OF_A_SEQUENCE}{products}",
+            domain=f"{domain_of(name)}{limits}; {order}",
         )
         for name, roundings in _BACKWARD_ROUNDINGS.items()
     }

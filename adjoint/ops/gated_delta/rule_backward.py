@@ -3,7 +3,8 @@
 table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients →
 gate_gradients
 
-On Hopper (`fused`), one kernel has the place of the last three, and those before have others of their own.
+On Hopper (`fused`), one kernel has the place of the last three, and those before have others of their own. Of few
+heads, walk_back is split: see `rule_compose_back_kernels.py`.
 """
 
 from typing import Any
@@ -98,10 +99,14 @@ def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
         listed += [("walk", True, initial, False, False, aligned)] * _walks_in_triton(shape, fused)
         if not walks:
             listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
+        if shape.may_split:
+            listed.append(("transition_back", upstream, final, False, aligned))
+            listed.append(("segment_back", upstream, final, bool(need & NEED_STATE), aligned))
         if apart & _OF_TOKENS:
             listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
         if apart & _OF_KEYS:
             listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
+    listed += [("transition_alone",), ("compose_back",)] * shape.may_split
     if fused:
         from adjoint.ops.gated_delta.rule_hopper import natural
 
@@ -176,12 +181,27 @@ def run(
         if _walks_in_triton(shape, fused):  # compiled with either, or another number of sequences would compile it
             launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept, starts=not gluon)
 
-    def back() -> None:
+    def whole() -> None:
         if backward_launch.walks_back_in_gluon(shape, fused):
             assert upstream is not None
             hopper.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
         else:
             backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
+
+    def from_zero() -> None:
+        backward_launch.transitions_back(launches, memory, queries, keys, upstream, scale, dfinal_state)
+
+    def whole_and_transitions() -> None:
+        if shape.is_split_back:  # of what is packed with the long ones
+            whole()
+        launch.transitions_alone(launches, memory, keys)
+
+    def back() -> None:
+        if not shape.is_split_back:
+            whole()
+        if shape.may_split:
+            backward_launch.compose_back(launches, memory)
+            backward_launch.segments_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
 
     if fused:
         from adjoint.ops.gated_delta import rule_walk_back_hopper as hopper
@@ -190,9 +210,22 @@ def run(
         hopper.turn(launches, memory, queries, keys, upstream, scale)
     else:
         backward_launch.turn(launches, memory, queries, keys, upstream, scale)
-    # Neither needs the other, and going back leaves most of the card idle where sequences are few. It goes first: its
-    # programs need a whole SM each, and would find none after those of the other.
-    side_by_side(plan.problem.device, back, forward_again, shape.is_large)
+    # Neither of two needs the other, and going back leaves most of the card idle where sequences are few. It goes
+    # first: its programs need a whole SM each, and would find none after those of the walk. What no sequence is long
+    # enough for is compiled, and not launched.
+    device, large = plan.problem.device, shape.is_large
+    if shape.is_split_back and shape.ids is not None and shape.sequences > 1:  # most of them may be walked whole
+
+        def from_zero_and_forward_again() -> None:
+            from_zero()
+            forward_again()
+
+        side_by_side(device, whole_and_transitions, from_zero_and_forward_again, large)
+        back()
+    else:
+        if shape.may_split:
+            side_by_side(device, from_zero, whole_and_transitions, large and shape.is_split_back)
+        side_by_side(device, back, forward_again, large)
     dq, dk, dv, dg, dbeta, _ = outputs
     if fused and need & _OF_TOKENS:
         from adjoint.ops.gated_delta import rule_gradients_hopper

@@ -8,8 +8,20 @@ import torch
 from adjoint.core.kernels import Variant
 from adjoint.core.problem import Problem
 
-_LAYERS = ((torch.bfloat16, 128, 128), (torch.bfloat16, 256, 256), (torch.float16, 128, 64), (torch.float32, 256, 256))
-"""Element type, K and V; the first also without alignment, and each with normalised q and k or without."""
+_LAYERS = (
+    (torch.bfloat16, 32, 128, 128),
+    (torch.bfloat16, 32, 256, 256),
+    (torch.float16, 32, 128, 64),
+    (torch.float32, 32, 256, 256),
+    (torch.bfloat16, 8, 128, 128),
+    (torch.float16, 4, 64, 64),
+    (torch.float32, 8, 128, 128),
+)
+"""Element type, value heads, K and V; each with normalised q and k or without. Few heads are split, and have walks of
+their own."""
+
+_UNALIGNED = (0, 4)
+"""Layers that are listed without alignment, too."""
 
 _HOPPER = (
     (torch.bfloat16, 16, 128, 128, False),
@@ -24,29 +36,33 @@ _EVERYTHING = 63
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
-    """Every kernel that is the backward's own, and the walk over segments as it cuts it."""
+    """Every kernel that is the backward's own, and the walks over segments as it cuts them."""
     from adjoint.ops.gated_delta import rule_launch
     from adjoint.ops.gated_delta.rule_backward import keys
     from adjoint.ops.gated_delta.rule_backward_launch import KERNELS, forward_tuning, tuning, variant
     from adjoint.ops.gated_delta.rule_shape import Shape
 
     listed: set[Variant] = set()
-    for number, (dtype, K, V) in enumerate(_LAYERS):
-        sizes = (1, 32768, 4, 16, 32, K, V, 1, 1, 1)
+    again = ("walk", "transition_alone")
+    walks = ("walk_back", "segment_back", "transition_back", "transition_alone", "compose_back")
+    for number, (dtype, heads, K, V) in enumerate(_LAYERS):
+        sizes = (1, 32768, 4, heads // 2, heads, K, V, 1, 1, 1)
         dtypes = (dtype, torch.float32, torch.float32, torch.int64)
         options = (1.0, number % 2 == 1, _EVERYTHING)
         problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, options)
         shape = Shape.of(problem)
+        wanted = walks if shape.may_split else (*KERNELS, "walk")
         for key in keys(problem):
-            if key[0] not in (*KERNELS, "walk") or not (number == 0 or key[-1] is not False):
+            if key[0] not in wanted or not (number in _UNALIGNED or key[-1] is not False):
                 continue
-            if key[0] == "walk":
+            if key[0] in again:
                 described = rule_launch.variant(key, shape, forward_tuning(shape))
             else:
-                described = variant(key, shape, forward_tuning(shape).parts, tuning(shape))
+                tuned = tuning(shape, target in ("sm_90", "sm_100"))
+                described = variant(key, shape, forward_tuning(shape).parts, tuned)
             if described not in listed:
                 listed.add(described)
-                yield f"backward {' '.join(map(str, key))} {dtype} {K} {V}", described
+                yield f"backward {' '.join(map(str, key))} {dtype} {heads} {K} {V}", described
     if target == "sm_90":
         yield from _for_hopper()
 

@@ -1,23 +1,23 @@
 """Triton kernels of the gated delta rule's adjoint; notation and layouts of `rule_kernels.py`, P = scale·(q kᵀ ⊙ D).
 
     turn             W = Tᵀ (e^{Γ−G} ⊙ k),  Tᵀ Pᵀ do                       one program per chunk and key head
-    walk_back        Y = Tᵀ Pᵀ do + W dS⁺                                  one per sequence, value head and block of V
-                     dS = e^Γ dS⁺ + qᵀ (scale·e^G ⊙ do) − kᵀ (β e^G ⊙ Y)
+    walk_back        Y = Tᵀ Pᵀ do + W dS⁺                                  one per sequence or segment, value head and
+                     dS = e^Γ dS⁺ + qᵀ (scale·e^G ⊙ do) − kᵀ (β e^G ⊙ Y)   block of V
     matrices         M, Mᵀ, E + Eᵀ and dv                                  one per chunk and value head
     gradients        dq, dk and the parts of dβ and dg                     two per chunk, key head and block of K
     gate_gradients   dβ and dg from their parts                            one per chunk and value head
 
 Only the walk goes from chunk to chunk, last to first, so it is two products, one after the other, and two beside them.
 It holds dSᵀ, as the forward's walk holds Sᵀ: what a product gives becomes the left operand of the next where it is, in
-registers. It leaves Yᵀ [chunks, H, V, 64] and dS⁺ᵀ [chunks, H, V, K]. A forward cannot put T before the state like
-this, as w and u do, because v − k S cancels; nothing does here. Elsewhere a tile's transposed copy is made by the way
-it is read, or is the right operand: never `tl.dot(tl.trans(a), b)`, which compilers for Hopper have got wrong in just
-this place.
+registers. It leaves Yᵀ [chunks, H, V, 64] and dS⁺ᵀ [chunks, H, V, K]; where a forward walks segments of a sequence at
+once, so does this, see `rule_compose_back_kernels.py`. A forward cannot put T before the state like this, as w and u
+do, because v − k S cancels; nothing does here. Elsewhere a tile's transposed copy is made by the way it is read, or is
+the right operand: never `tl.dot(tl.trans(a), b)`, which compilers for Hopper have got wrong in just this place.
 
-Rounded to the storage type, where that is not float32: W, Tᵀ Pᵀ do; dS⁺ and β·e^G·Y before their products; M and E; and
-what one kernel leaves in memory for the next, S, v', Y and dS⁺. scale·e^G·do meets q in two parts: rounded, it would be
-nine tenths of the error of the initial states' gradient. Sums are float32. One element has one writer, and every sum an
-order that K, V and the types fix.
+Rounded to the storage type, where that is not float32: W, Tᵀ Pᵀ do; β·e^G·Y before its product; M and E; and what one
+kernel leaves in memory for the next, S, v', Y and dS⁺. scale·e^G·do meets q in two parts: rounded, it would be nine
+tenths of the error of the initial states' gradient. So does dS⁺ meet W, for dv and dβ where the gradient of the final
+state is large. Sums are float32. One element has one writer, and every sum an order that K, V and the types fix.
 """
 
 import triton
@@ -195,24 +195,53 @@ def rule_turn(
 
 @triton.jit
 def rule_walk_back(
-    q, k, do, gates, W, local, begins, firsts, dfinal_state, dinitial_state, Y, dstates, heads, scale,
+    q, k, do, gates, W, local, spans, begins, firsts, dfinal_state, dinitial_state, dstarts, Y, dstates, heads, scale,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, do_token_stride, do_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, STAGES: tl.constexpr, UPSTREAM: tl.constexpr, FINAL: tl.constexpr,
-    INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, TRANSITION: tl.constexpr, SEGMENT: tl.constexpr,
+    BACK: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Y and dS⁺ of every chunk of one sequence and value head, for V_BLOCK columns of V and all of K; transposed.
+    """Y and dS⁺ of every chunk of one span and value head, for V_BLOCK columns of V and all of K; transposed.
 
+    A span is a whole sequence, of up to WHOLE tokens where that is not 0, or (SEGMENTED) a segment of BACK tokens of a
+    longer one: the last ends with the gradient of the final state, any other with what `dstarts`, [places, H, V, K] in
+    float32, has of the segment after it. With TRANSITION the others end with 0, and what every segment but the first
+    then begins with is all that is stored: in `dstarts`. `spans` are of SEGMENT tokens.
     UPSTREAM, FINAL: whether there is a gradient of the outputs, of the final state. INITIAL: whether that of the
     initial state is wanted.
     """
     CHUNK: tl.constexpr = 64
     blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0)
-    sequence = (program // (heads * blocks)).to(tl.int64)
+    span = (program // (heads * blocks)).to(tl.int64)
     head = (program // blocks) % heads
-    first = tl.load(begins + sequence).to(tl.int64)
-    count = tl.load(begins + sequence + 1) - tl.load(begins + sequence)
+    if SEGMENTED:
+        if tl.load(spans + span * 4 + 1) == 0:
+            return
+        sequence = tl.load(spans + span * 4 + 2).to(tl.int64)
+        index = tl.load(spans + span * 4 + 3)
+        begin = tl.load(begins + sequence)
+        count = tl.load(begins + sequence + 1) - begin
+        if (count <= WHOLE) | (index % (BACK // SEGMENT) != 0):
+            return
+        if TRANSITION:  # noqa: SIM102  (a constant, and what only the GPU knows)
+            if index == 0:
+                return
+        first = (begin + index * SEGMENT).to(tl.int64)
+        ends_here = count - index * SEGMENT <= BACK
+        count = tl.minimum(count - index * SEGMENT, BACK)
+        slot = tl.load(firsts + sequence) + index * (SEGMENT // CHUNK)
+        # A sequence has a place for each of its segments but the first, and no two meet: see `saved_states`.
+        after = (begin // BACK + index // (BACK // SEGMENT)).to(tl.int64)
+    else:
+        sequence = span
+        first = tl.load(begins + span).to(tl.int64)
+        count = tl.load(begins + span + 1) - tl.load(begins + span)
+        slot = tl.load(firsts + span)
+        if WHOLE > 0:  # noqa: SIM102
+            if count > WHOLE:
+                return
     chunks = tl.cdiv(count, CHUNK)
     last = tl.maximum(chunks - 1, 0)
     v_row = (program % blocks) * V_BLOCK + tl.arange(0, V_BLOCK)
@@ -224,15 +253,22 @@ def rule_walk_back(
     dS = tl.zeros([V_BLOCK, K_BLOCK], tl.float32)
     if FINAL:
         in_state = (k_column < K_SIZE)[:, None] & (v_row < V_SIZE)[None, :]
+        if SEGMENTED:
+            in_state &= ends_here
         given = dfinal_state + state_place + (k_column[:, None] * V_SIZE + v_row[None, :])
         dS = tl.trans(tl.load(given, in_state, other=0.0))
+    if SEGMENTED and not TRANSITION:  # noqa: SIM102
+        if not ends_here:
+            end = dstarts + (after * heads + head) * (V * K)
+            there = (v_row < V)[:, None] & (k_column < K)[None, :]
+            dS = tl.load(end + (v_row[:, None] * K + k_column[None, :]), there, other=0.0)
 
     # Bases move from chunk to chunk, and offsets stay: 32 bits each.
     token = first + last.to(tl.int64) * CHUNK
     q += token * q_token_stride + (head // GROUP).to(tl.int64) * q_head_stride
     k += token * k_token_stride + (head // GROUP).to(tl.int64) * k_head_stride
     do += token * do_token_stride + head.to(tl.int64) * do_head_stride
-    lane = (tl.load(firsts + sequence) + last).to(tl.int64) * heads + head
+    lane = (slot + last).to(tl.int64) * heads + head
     gates += lane * (5 * CHUNK)
     W += lane * (CHUNK * K)
     local += lane * (V * CHUNK)
@@ -253,16 +289,21 @@ def rule_walk_back(
     for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         narrow = dS.to(kind)
         if EVEN:
-            tl.store(dstates + dstates_offset, narrow)
+            if not TRANSITION:
+                tl.store(dstates + dstates_offset, narrow)
             turned = tl.load(W + W_offset)
             keys = tl.load(k + k_offset, (row < rows)[:, None], other=0)
         else:
-            tl.store(dstates + dstates_offset, narrow, in_values & in_keys)
+            if not TRANSITION:
+                tl.store(dstates + dstates_offset, narrow, in_values & in_keys)
             turned = tl.load(W + W_offset, (row < CHUNK)[:, None] & in_keys, other=0)
             keys = tl.load(k + k_offset, (row < rows)[:, None] & in_keys, other=0)
         strength = tl.load(gates + 2 * CHUNK + row)
         from_start = tl.load(gates + 3 * CHUNK + row)
-        found = tl.dot(narrow, tl.trans(turned), input_precision=PRECISION)
+        found = tl.zeros([V_BLOCK, CHUNK], tl.float32)
+        if kind != tl.float32:
+            found = tl.dot((dS - narrow.to(tl.float32)).to(kind), tl.trans(turned), input_precision=PRECISION)
+        found = tl.dot(narrow, tl.trans(turned), found, input_precision=PRECISION)
         dS *= over
         if UPSTREAM:
             if EVEN:
@@ -278,7 +319,9 @@ def rule_walk_back(
             if kind != tl.float32:
                 dS = tl.dot((grown - high.to(tl.float32)).to(kind), queries, dS, input_precision=PRECISION)
             dS = tl.dot(high, queries, dS, input_precision=PRECISION)
-        if EVEN:
+        if TRANSITION:
+            pass
+        elif EVEN:
             tl.store(Y + values_offset, found.to(kind))
         else:
             tl.store(Y + values_offset, found.to(kind), in_values & (row < CHUNK)[None, :])
@@ -294,10 +337,16 @@ def rule_walk_back(
         dstates -= heads * (V * K)
         # A chunk ahead, because the next product would wait for it.
         over = tl.load(gates + 4 * CHUNK - 1, mask=step + 1 < chunks, other=0.0)
-    if INITIAL:
-        # 0, and known after the loop alone: or the places would be kept in registers through it.
-        place = dinitial_state + state_place + tl.minimum(rows, 0)
+    # 0, and known after the loop alone: or places would be kept in registers through it.
+    later = tl.minimum(rows, 0)
+    if TRANSITION:
+        place = dstarts + ((after - 1) * heads + head) * (V * K) + later
+        tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS, (v_row < V)[:, None] & (k_column < K)[None, :])
+    elif INITIAL:
+        place = dinitial_state + state_place + later
         in_state = (k_column < K_SIZE)[None, :] & (v_row < V_SIZE)[:, None]
+        if SEGMENTED:
+            in_state &= index == 0
         tl.store(place + (k_column[None, :] * V_SIZE + v_row[:, None]), dS, in_state)
 
 

@@ -1,6 +1,8 @@
 """Launches the kernels of the gated delta rule's adjoint, after those that compute the forward's chunks again.
 
 table → gates → prepare → walk, over segments from the saved states → turn → walk_back → gradients → gate_gradients
+
+Where long sequences of few heads are split, walk_back is three: over segments from 0, compose_back, over segments.
 """
 
 from collections.abc import Mapping
@@ -13,9 +15,10 @@ from adjoint.core import kernels
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.ops.gated_delta import rule_backward_kernels as _kernels  # noqa: F401  (registers them)
 from adjoint.ops.gated_delta import rule_closing_kernels as _closing_kernels  # noqa: F401
+from adjoint.ops.gated_delta import rule_compose_back_kernels as _compose_back_kernels  # noqa: F401
 from adjoint.ops.gated_delta import rule_launch, rule_shape
 from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_V
-from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from adjoint.ops.gated_delta.rule_launch import is_aligned
 from adjoint.ops.gated_delta.rule_shape import Shape, Walkable, padded, power
 
@@ -27,6 +30,9 @@ _WALKS_ON_HOPPER = ("turn_hopper", "walk_back_hopper")
 KERNELS = (
     "turn",
     "walk_back",
+    "transition_back",
+    "segment_back",
+    "compose_back",
     "matrices",
     "gradients",
     "gate_gradients",
@@ -38,6 +44,8 @@ KERNELS = (
 """Those of the backward alone, as keys name them."""
 
 _UNNORMALIZED_ROWS = 16
+_COMPOSED = 16
+"""Columns of V that a program takes from segment to segment: what sizes are padded to, and the fewest of a product."""
 
 PARTS = 3
 """Rows of what the gradients leave for those of the gates."""
@@ -51,9 +59,14 @@ class Tuning(NamedTuple):
     By the dtype, K, V and the number of heads alone, because bits may depend on it.
     """
 
-    walk_block: int = 64
+    walk_block: int = 32
     walk_warps: int = 4
-    walk_stages: int = 3
+    walk_stages: int = 2
+    segment_block: int = 128
+    segment_warps: int = 8
+    segment_stages: int = 2
+    compose_warps: int = 8
+    compose_stages: int = 3
     turn_keys: int = 128
     turn_values: int = 128
     turn_warps: int = 4
@@ -67,24 +80,39 @@ class Tuning(NamedTuple):
     stages: int = 3
 
 
-_FEW_HEADS = 8
-"""Of so few, the walk back cuts V finer: blocks of 16 columns fill the card, and each step takes less."""
-
-
 def walks_back_in_gluon(shape: Shape, fused: bool) -> bool:
-    """Whether a plan for Hopper walks back in Gluon: its blocks of 64 columns of V leave few heads most of the card."""
-    return fused and shape.heads > _FEW_HEADS
+    """Whether a plan for Hopper walks back in Gluon: its walk goes over whole sequences, so not those of few heads."""
+    return fused and not shape.may_split
 
 
-def tuning(shape: Shape) -> Tuning:
-    """The cut of a problem."""
+def tuning(shape: Shape, from_shared: bool = True) -> Tuning:
+    """The cut of a problem.
+
+    Args:
+        from_shared: whether products take operands from shared memory, as on Hopper; elsewhere they take registers, and
+            walks have more warps.
+    """
     if shape.is_wide:
-        return Tuning(16, 8, 1, 32, 32, 8, 1, 16, 8, 1, 32, 16, 8, 1)
+        return Tuning(
+            walk_block=16, walk_warps=8, walk_stages=1, segment_block=16, segment_warps=8, segment_stages=1,
+            turn_keys=32, turn_values=32, turn_warps=8, turn_stages=1,
+            matrix_values=16, matrix_warps=8, matrix_stages=1,
+            key_block=32, value_block=16, warps=8, stages=1,
+        )  # fmt: skip
     # A third stage of the matrices has registers enough in bfloat16 alone.
     matrix_stages = 3 if shape.element == torch.bfloat16 and shape.K <= 128 else 2
     if shape.K > 128:
-        return Tuning(32, 8, 1, 64, 64, turn_stages=1, matrix_stages=matrix_stages)
-    return Tuning(16 if shape.heads <= _FEW_HEADS else 64, matrix_stages=matrix_stages)
+        return Tuning(
+            walk_block=32, walk_warps=8, walk_stages=1, turn_keys=64, turn_values=64, turn_stages=1,
+            matrix_stages=matrix_stages,
+        )  # fmt: skip
+    tuned = Tuning(matrix_stages=matrix_stages)
+    if not from_shared:
+        tuned = tuned._replace(segment_block=64, walk_block=64, walk_warps=8)
+    if shape.V <= 64:
+        tuned = tuned._replace(segment_block=32, segment_warps=4, segment_stages=3 if from_shared else 2)
+    # Few heads fill more of a card where the walk cuts V finer, and each step takes less.
+    return tuned._replace(walk_block=16, walk_warps=4, walk_stages=3) if shape.may_split else tuned
 
 
 def forward_tuning(shape: Shape) -> rule_shape.Tuning:
@@ -119,11 +147,17 @@ def regions(
     Y and local [chunks, H, V, 64], dstates [chunks, H, V, K], W [chunks, H, 64, K], M, M_turned and E
     [chunks, H, 64, 64], what dg and dβ are made of; for normalised q and k their factors, and, where rows are cut, the
     gradients of what was normalised, in float32. `fused` is the kernel that keeps all between Y and the gradients to
-    itself.
+    itself. Where sequences may be split: transitions [places, H, K, K] and dstarts [places, H, V, K], in float32.
     """
     lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
     held = {name: (shape.element, lanes * CHUNK * V) for name in ("Y", "local")}
     held |= {"dstates": (shape.element, lanes * V * K), "W": (shape.element, lanes * CHUNK * K)}
+    if shape.is_split_back:  # places as those of saved states, of other segments: see `saved_states`
+        places = (shape.tokens - 1) // rule_shape.BACK_SEGMENT
+        held |= {
+            name: (torch.float32, places * shape.heads * lines * K)
+            for name, lines in (("transitions", K), ("dstarts", V))
+        }
     if need & (NEED_Q | NEED_K) and not fused:
         held |= {name: (shape.element, lanes * CHUNK * CHUNK) for name in ("M", "M_turned", "E")}
     if need & (NEED_G | NEED_BETA) and not fused:
@@ -149,6 +183,8 @@ _FLOATS = frozenset(
         "gates",
         "dfinal_state",
         "dinitial_state",
+        "dstarts",
+        "transitions",
         "parts",
         "kept",
         "passing",
@@ -160,7 +196,7 @@ _FLOATS = frozenset(
     )
 )
 _STRIDES = frozenset(f"{name}_{of}_stride" for name in ("q", "k", "v", "do") for of in ("token", "head"))
-_ALIGNED = frozenset(("q", "k", "v", "do", "gates", *_MATRICES)) | _STRIDES
+_ALIGNED = frozenset(("q", "k", "v", "do", "gates", "dstarts", "transitions", *_MATRICES)) | _STRIDES
 _CALLERS = frozenset(("dfinal_state", "dinitial_state", "dq", "dk", "dv"))
 """Pointers that are multiples of 16 unless a caller brings memory of its own that is not."""
 
@@ -178,7 +214,7 @@ def describe(
             types[name] = f"*{TRITON_TYPES[shape.element]}"
         elif name in _FLOATS:
             types[name] = "*fp32"
-        elif name in ("begins", "firsts", "places"):
+        elif name in ("begins", "firsts", "places", "spans"):
             types[name] = "*i32"
         elif name in ("dg", "dbeta"):
             types[name] = f"*{TRITON_TYPES[shape.gate if name == 'dg' else shape.strength]}"
@@ -241,18 +277,33 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
             "NEED_BETA": bool(need & NEED_BETA),
         }
         return describe("rule_gate_gradients", shape, constants, 2, 1, frozenset())
-    aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
-    if name == "walk_back":
-        upstream, final, initial = options
+    if name == "compose_back":
         constants = sizes | {
-            "V_BLOCK": min(tuned.walk_block, power(shape.V)),
-            "STAGES": tuned.walk_stages,
+            "V_BLOCK": _COMPOSED,
+            "STAGES": tuned.compose_stages,
+            "BACK": rule_shape.BACK_SEGMENT,
+            "WHOLE": shape.whole_back,
+            "PRECISION": "tf32x3",
+        }
+        return describe("rule_compose_back", shape, constants, tuned.compose_warps, tuned.compose_stages, _ALIGNED)
+    aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
+    if name in ("walk_back", "transition_back", "segment_back"):
+        upstream, final, initial = options
+        block, warps, stages = _walk(tuned, name)
+        constants = sizes | {
+            "V_BLOCK": min(block, power(shape.V)),
+            "STAGES": stages,
             "PRECISION": "ieee" if shape.is_wide else "tf32",
             "UPSTREAM": upstream,
             "FINAL": final,
             "INITIAL": initial,
+            "SEGMENTED": name != "walk_back",
+            "TRANSITION": name == "transition_back",
+            "SEGMENT": SEGMENT,
+            "BACK": rule_shape.BACK_SEGMENT,
+            "WHOLE": shape.whole_back,
         }
-        return describe("rule_walk_back", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
+        return describe("rule_walk_back", shape, constants, warps, stages, aligned)
     if name == "matrices":
         upstream, need = options
         constants = sizes | {
@@ -280,6 +331,13 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
     return describe("rule_gradients", shape, constants, tuned.warps, tuned.stages, aligned)
 
 
+def _walk(tuned: Tuning, kernel: str) -> tuple[int, int, int]:
+    """Columns of V, warps and stages of a walk back, by its name in keys."""
+    if kernel == "walk_back":
+        return tuned.walk_block, tuned.walk_warps, tuned.walk_stages
+    return tuned.segment_block, tuned.segment_warps, tuned.segment_stages
+
+
 class Launches(rule_launch.Launches):
     """Starts the kernels of both files by their keys."""
 
@@ -292,7 +350,7 @@ class Launches(rule_launch.Launches):
         memo: dict[Any, Any] | None = None,
     ) -> None:
         super().__init__(shape, device, tuned or forward_tuning(shape), memo)
-        self.backward = backward or tuning(shape)
+        self.backward = backward or tuning(shape, rule_launch.takes_from_shared(device))
 
     def prepare(self, key: tuple[Any, ...]) -> Any:
         if key[0] not in KERNELS:
@@ -330,18 +388,76 @@ def walk_back(
     dfinal_state: Tensor | None,
     dinitial_state: Tensor | None,
 ) -> None:
-    """Y and dstates of every chunk, and the gradient of the initial states where it is wanted."""
+    """Y and dstates of every chunk, and the gradient of the initial states where it is wanted; but for sequences that
+    are split."""
+    shape = launch.shape
+    spans = 0 if shape.is_split_back and shape.ids is None else shape.sequences
+    _go_back("walk_back", spans, launch, memory, q, k, do, scale, dfinal_state, dinitial_state)
+
+
+def transitions_back(
+    launch: Launches,
+    memory: Mapping[str, Any],
+    q: Walkable,
+    k: Walkable,
+    do: Walkable | None,
+    scale: float,
+    dfinal_state: Tensor | None,
+) -> None:
+    """What segments make of a gradient 0 of the state they end with, the last of the final state's, into dstarts."""
+    spans = launch.shape.segments if launch.shape.is_split_back else 0
+    _go_back("transition_back", spans, launch, memory, q, k, do, scale, dfinal_state, None)
+
+
+def compose_back(launch: Launches, memory: Mapping[str, Any]) -> None:
+    """The gradient of the state that every segment but a sequence's first begins with, in dstarts."""
+    shape, absent = launch.shape, memory["gates"]
+    programs = shape.sequences * shape.heads * (padded(shape.V) // _COMPOSED)
+    launch(
+        ("compose_back",), programs if shape.is_split_back else 0, memory.get("transitions", absent),
+        memory["begins"], memory.get("dstarts", absent), shape.heads,
+    )  # fmt: skip
+
+
+def segments_back(
+    launch: Launches,
+    memory: Mapping[str, Any],
+    q: Walkable,
+    k: Walkable,
+    do: Walkable | None,
+    scale: float,
+    dfinal_state: Tensor | None,
+    dinitial_state: Tensor | None,
+) -> None:
+    """What `walk_back` gives, of the sequences that are split, all segments at once."""
+    spans = launch.shape.segments if launch.shape.is_split_back else 0
+    _go_back("segment_back", spans, launch, memory, q, k, do, scale, dfinal_state, dinitial_state)
+
+
+def _go_back(
+    kernel: str,
+    spans: int,
+    launch: Launches,
+    memory: Mapping[str, Any],
+    q: Walkable,
+    k: Walkable,
+    do: Walkable | None,
+    scale: float,
+    dfinal_state: Tensor | None,
+    dinitial_state: Tensor | None,
+) -> None:
     shape = launch.shape
     absent = memory["gates"]  # stands for a pointer that no variant reads
-    blocks = -(-padded(shape.V) // min(launch.backward.walk_block, power(shape.V)))
+    blocks = -(-padded(shape.V) // min(_walk(launch.backward, kernel)[0], power(shape.V)))
     upstream = do or q
-    key = ("walk_back", do is not None, dfinal_state is not None, dinitial_state is not None)
+    key = (kernel, do is not None, dfinal_state is not None, dinitial_state is not None)
     launch(
-        (*key, is_aligned(dfinal_state, dinitial_state)), shape.sequences * shape.heads * blocks, q.start, k.start,
-        upstream.start, memory["gates"], memory["W"], memory["local"], memory["begins"], memory["firsts"],
-        absent if dfinal_state is None else dfinal_state, absent if dinitial_state is None else dinitial_state,
-        memory["Y"], memory["dstates"], shape.heads, scale, q.token_stride, q.head_stride, k.token_stride,
-        k.head_stride, upstream.token_stride, upstream.head_stride,
+        (*key, is_aligned(dfinal_state, dinitial_state)), spans * shape.heads * blocks, q.start, k.start,
+        upstream.start, memory["gates"], memory["W"], memory["local"], memory["segment_places"], memory["begins"],
+        memory["firsts"], absent if dfinal_state is None else dfinal_state,
+        absent if dinitial_state is None else dinitial_state, memory.get("dstarts", absent), memory["Y"],
+        memory["dstates"], shape.heads, scale, q.token_stride, q.head_stride, k.token_stride, k.head_stride,
+        upstream.token_stride, upstream.head_stride,
     )  # fmt: skip
 
 

@@ -192,14 +192,16 @@ def rule_walk(
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTED: tl.constexpr, INITIAL: tl.constexpr,
-    SAVE: tl.constexpr, FINAL: tl.constexpr, TRANSITION: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE: tl.constexpr, FINAL: tl.constexpr, TRANSITION: tl.constexpr, SEGMENT: tl.constexpr, BACK: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state at the start of every chunk, and v' of every chunk, of one span; both transposed, [V, ...].
 
     A span is a whole sequence, or (SEGMENTED) a segment of one, which begins with a saved state unless it is the first.
     With TRANSITION it is what a segment makes of any state, M S + B: the columns of M, from those of the identity and
     without values, then those of B, from 0. Their transposes, [K + V, K] in float32, are all that is stored: in the
-    place of final states.
+    place of final states. With V = 0 there is M alone, for the way back: of segments of BACK tokens of sequences of
+    more than WHOLE, but for the first and the last of each.
     K and V are the widths of rows in memory, K_SIZE and V_SIZE those of states.
     """
     CHUNK: tl.constexpr = 64
@@ -215,6 +217,12 @@ def rule_walk(
         first = tl.load(spans + span * 4).to(tl.int64)
         sequence = tl.load(spans + span * 4 + 2).to(tl.int64)
         index = tl.load(spans + span * 4 + 3)
+        if TRANSITION and V == 0:
+            whole = tl.load(begins + sequence + 1) - tl.load(begins + sequence)
+            is_between = (index > 0) & (whole - index * SEGMENT > BACK)
+            if (whole <= WHOLE) | (index % (BACK // SEGMENT) != 0) | (not is_between):
+                return
+            count *= BACK // SEGMENT  # from SEGMENT: BACK, which a loop that knows it would be unrolled for
     else:
         sequence = span
         first = tl.load(begins + span).to(tl.int64)
@@ -222,6 +230,8 @@ def rule_walk(
         index = 0
     slot = (tl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(tl.int64)
     kept = (tl.load(begins + sequence) // SEGMENT + index).to(tl.int64) - 1  # where the state at its start is saved
+    if TRANSITION and V == 0:
+        kept = (tl.load(begins + sequence) // BACK + index // (BACK // SEGMENT)).to(tl.int64) - 1
     v_row = (program % blocks) * V_BLOCK + tl.arange(0, V_BLOCK)
     k_column = tl.arange(0, K_BLOCK)
     row = tl.arange(0, CHUNK)
@@ -301,7 +311,7 @@ def rule_walk(
         over = next_over + 0.0  # an operation: loops that pass a value on as it is are not pipelined
         next_over = tl.load(gates + heads * (5 * CHUNK) + 4 * CHUNK - 1, mask=left > 2 * CHUNK)
     if TRANSITION:
-        line = final_state + (span * heads + head) * (LINES * K)
+        line = final_state + ((kept if V == 0 else span) * heads + head) * (LINES * K)
         tl.store(
             line + v_row[:, None] * K + k_column[None, :], S, _fits(v_row, LINES, V_BLOCK)[:, None] & in_keys[None, :]
         )

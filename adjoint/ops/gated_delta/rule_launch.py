@@ -24,6 +24,7 @@ from adjoint.core.errors import status_word
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.core.streams import side_by_side
 from adjoint.ops.gated_delta import rule_kernels as _kernels  # noqa: F401  (registers them)
+from adjoint.ops.gated_delta import rule_shape
 from adjoint.ops.gated_delta import rule_table_kernels as _table_kernels  # noqa: F401
 from adjoint.ops.gated_delta.eager import EPSILON
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE, SEQUENCES_OUT_OF_ORDER
@@ -147,13 +148,16 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         return describe("rule_prepare_hopper", shape, constants, 4, 1, _ALIGNED)
     if name == "scores":
         return describe("rule_scores", shape, sizes | {"SCORE_PARTS": options[0]}, 4, 1, _ALIGNED)
-    walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT}
+    walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT, "BACK": 0, "WHOLE": 0}
     if name == "compose":
         narrow = {"V_BLOCK": 16, "SEGMENT": SEGMENT, "INITIAL": options[0], "PRECISION": "tf32x3"}
         return describe("rule_compose", shape, sizes | narrow, 8, 1, frozenset(("transitions",)))
-    if name == "transition":
+    if name in ("transition", "transition_alone"):
         nothing = dict.fromkeys(("INITIAL", "SAVE", "FINAL"), False)
         constants = sizes | walk | nothing | {"SEGMENTED": True, "TRANSITION": True}
+        if name == "transition_alone":
+            constants |= {"V": 0, "V_BLOCK": min(tuned.walk_block, power(shape.K))}
+            constants |= {"BACK": rule_shape.BACK_SEGMENT, "WHOLE": shape.whole_back}
         aligned = _ALIGNED | {"final_state"}
         return describe("rule_walk", shape, constants, tuned.walk_warps, tuned.walk_stages, aligned)
     aligned = _ALIGNED | _CALLERS if options.pop() else _ALIGNED
@@ -374,6 +378,19 @@ def transitions(launch: Launches, memory: Mapping[str, Any], k: Walkable, v: Wal
         ("transition",), shape.segments * shape.heads * -(-lines // block), k.start, v.start, memory["gates"],
         memory["T"], memory["segment_places"], memory["begins"], memory["firsts"], absent, absent, memory["T"],
         memory["T"], memory["transitions"], shape.heads, k.token_stride, k.head_stride, v.token_stride, v.head_stride,
+    )  # fmt: skip
+
+
+def transitions_alone(launch: Launches, memory: Mapping[str, Any], k: Walkable) -> None:
+    """Mᵀ of the segments that gradients pass through into memory["transitions"], [places, H, K, K]: of those that are
+    neither the first nor the last of a sequence that is split on the way back."""
+    shape, absent = launch.shape, memory["gates"]
+    blocks = -(-padded(shape.K) // min(launch.tuned.walk_block, power(shape.K)))
+    launch(
+        ("transition_alone",), shape.segments * shape.heads * blocks * shape.is_split_back, k.start, k.start,
+        memory["gates"], memory["T"], memory["segment_places"], memory["begins"], memory["firsts"], absent, absent,
+        memory["T"], memory["T"], memory.get("transitions", absent), shape.heads, k.token_stride, k.head_stride,
+        k.token_stride, k.head_stride,
     )  # fmt: skip
 
 

@@ -16,6 +16,13 @@ LARGE = 2**17
 """Tokens times value heads from which kernels that do not depend on each other run side by side."""
 
 
+BACK_SEGMENT = 2048
+"""Tokens of a segment on the way back, counted from the start of a sequence: a multiple of SEGMENT."""
+
+WHOLE_BACK = 16384
+"""Tokens up to which a sequence is walked back whole where longer ones are split: that is more than twice the work,
+which only an idle card does in less time, and shorter ones are packed with others. At least those of a segment."""
+
 FEW_HEADS = 8
 """Value heads up to which one long sequence is split: more of them keep a card busy."""
 
@@ -94,6 +101,16 @@ class Shape(NamedTuple):
     def is_split(self) -> bool:
         """Whether there may be such a sequence."""
         return self.may_split and self.time > SEGMENT
+
+    @property
+    def whole_back(self) -> int:
+        """Tokens up to which a sequence is walked back whole; 0 where all are."""
+        return WHOLE_BACK if self.may_split else 0
+
+    @property
+    def is_split_back(self) -> bool:
+        """Whether there may be a longer one."""
+        return self.may_split and self.time > self.whole_back
 
     @property
     def is_wide(self) -> bool:

@@ -29,8 +29,8 @@ from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 pytestmark = pytest.mark.gpu
 
 BFLOAT16 = torch.bfloat16
-MANY, FEW, ODD = (8, 16), (2, 4), (1, 3)
-"""Key heads and value heads: walked from end to end, split over the card, and not in pairs."""
+MANY, FEW, ODD, EIGHT = (8, 16), (2, 4), (1, 3), (2, 8)
+"""Key heads and value heads: walked from end to end, split over the card, not in pairs, and as many as are split."""
 
 SMALLER: dict[str, Any] = {"sizes": (64, 128), "dtype": torch.float16}
 
@@ -314,6 +314,25 @@ def test_packed_sequences_are_separate_ones(device: torch.device, name: str, hea
 
 
 @every_plan
+@pytest.mark.parametrize("heads", (FEW, EIGHT), ids=("4 heads", "8 heads"))
+def test_gradients_pass_through_segments(device: torch.device, name: str, heads: tuple[int, int]) -> None:
+    """Weak tokens that hardly decay, so that most of a state, and of its gradient, passes through thousands of them:
+    within what is stated, and each sequence as if alone, those that are split and those that are not."""
+    bounds = (0, 700, 700, 17800, 21896, 30088, 30189)
+    given = drawn(device, bounds[-1], heads, bounds=bounds, decay=2e-5)
+    given = given._replace(beta=given.beta * 0.01)
+    plan = plan_of(name, given)
+    found, exact = results(preference_for(name), given), named(exact_results(given))
+    passed = exact["dinitial_state"][2].norm() / given.dfinal[2].norm()
+    assert passed > 0.1, "the gradient of the longest initial state has much of the final state's"
+    inside(plan, named(found), exact)
+    assert torch.equal(named(found)["dinitial_state"][1], given.dfinal[1])
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        alone = results(preference_for(name), given.of(begin, end, number))
+        assert same(alone, of_sequence(found, number, begin, end)), (begin, end)
+
+
+@every_plan
 @both_walks
 def test_a_row_of_a_batch_is_the_row_alone(device: torch.device, name: str, heads: tuple[int, int]) -> None:
     given = drawn(device, 1500, heads, rows=3)
@@ -461,7 +480,7 @@ def test_no_length_compiles_anything_new(device: torch.device, name: str, heads:
     plan_of(name, first)
     results(preference_for(name), first)
     before = kernels.compilations()
-    for bounds in ((0, 1), (0, 64, 65, 65, 500), (0, 2100), (0, 1, 2, 3, 4, 1500), tuple(range(301))):
+    for bounds in ((0, 1), (0, 64, 65, 65, 500), (0, 2100), (0, 3, 17000), (0, 1, 2, 3, 4, 1500), tuple(range(301))):
         results(preference_for(name), drawn(device, bounds[-1], heads, bounds=bounds))
     assert kernels.compilations() == before
 
