@@ -16,11 +16,12 @@ _LAYERS = (
     (torch.bfloat16, 8, 128, 128),
     (torch.float16, 4, 64, 64),
     (torch.float32, 8, 128, 128),
+    (torch.bfloat16, 32, 128, 128),
 )
-"""Element type, value heads, K and V; each with normalised q and k or without. Few heads are split, and have walks of
+"""Element type, value heads, K and V; every second with normalised q and k. Few heads are split, and have walks of
 their own."""
 
-_UNALIGNED = (0, 4)
+_UNALIGNED = (0, 4, 7)
 """Layers that are listed without alignment, too."""
 
 _HOPPER = (

@@ -343,10 +343,15 @@ def rule_walk_back(
         place = dstarts + ((after - 1) * heads + head) * (V * K) + later
         tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS, (v_row < V)[:, None] & (k_column < K)[None, :])
     elif INITIAL:
-        place = dinitial_state + state_place + later
+        program += later
+        head = (program // blocks) % heads
+        sequence = (program // (heads * blocks)).to(tl.int64)
         in_state = (k_column < K_SIZE)[None, :] & (v_row < V_SIZE)[:, None]
         if SEGMENTED:
-            in_state &= index == 0
+            span = sequence
+            sequence = tl.load(spans + span * 4 + 2).to(tl.int64)
+            in_state &= tl.load(spans + span * 4 + 3) == 0
+        place = dinitial_state + (sequence * heads + head) * (K_SIZE * V_SIZE)
         tl.store(place + (k_column[None, :] * V_SIZE + v_row[:, None]), dS, in_state)
 
 
@@ -489,12 +494,14 @@ def _store_gradient(
     NORMALIZED: tl.constexpr, K: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rounds and stores the gradient of a chunk's q or k, taken back through their normalisation where there is one."""
-    token = tl.arange(0, 64)
+    # 0, and no constant: what has it is found here, not kept in registers since the caller had the same places.
+    nothing = tl.minimum(rows, 0)
+    token = tl.arange(0, 64) + nothing
     if NORMALIZED == 1:
         place = factors + at.to(tl.int64) * key_heads + key_head + token * key_heads
         x += at.to(tl.int64) * token_stride + key_head.to(tl.int64) * head_stride
         factor = tl.load(place, token < rows, other=0)
-        gradient = _unnormalized(x, gradient, factor, first_key, rows, token_stride, K, K_BLOCK)
+        gradient = _unnormalized(x, gradient, factor, first_key + nothing, rows, token_stride, K, K_BLOCK)
     key = first_key + tl.arange(0, K_BLOCK)[None, :]
     place = out + (at.to(tl.int64) * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
     tl.store(place, gradient.to(out.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))

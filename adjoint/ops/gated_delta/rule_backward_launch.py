@@ -73,7 +73,7 @@ class Tuning(NamedTuple):
     turn_stages: int = 2
     matrix_values: int = 32
     matrix_warps: int = 4
-    matrix_stages: int = 3
+    matrix_stages: int = 2
     key_block: int = 128
     value_block: int = 32
     warps: int = 4
@@ -99,14 +99,12 @@ def tuning(shape: Shape, from_shared: bool = True) -> Tuning:
             matrix_values=16, matrix_warps=8, matrix_stages=1,
             key_block=32, value_block=16, warps=8, stages=1,
         )  # fmt: skip
-    # A third stage of the matrices has registers enough in bfloat16 alone.
-    matrix_stages = 3 if shape.element == torch.bfloat16 and shape.K <= 128 else 2
     if shape.K > 128:
         return Tuning(
-            walk_block=32, walk_warps=8, walk_stages=1, turn_keys=64, turn_values=64, turn_stages=1,
-            matrix_stages=matrix_stages,
+            walk_block=32, walk_warps=8, walk_stages=1, turn_keys=64, turn_values=64, turn_stages=1, value_block=16,
+            stages=2,
         )  # fmt: skip
-    tuned = Tuning(matrix_stages=matrix_stages)
+    tuned = Tuning()
     if not from_shared:
         tuned = tuned._replace(segment_block=64, walk_block=64, walk_warps=8)
     if shape.V <= 64:
@@ -318,17 +316,21 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         return describe("rule_matrices", shape, constants, tuned.matrix_warps, tuned.matrix_stages, aligned)
     assert name == "gradients", name
     upstream, normalize, need = options
+    normalized = (APART if is_apart(shape, tuned) else INLINE) if normalize else 0
+    stages = tuned.stages
+    if normalized == INLINE:  # which leaves few registers, and places without alignment take more of them
+        stages = min(stages, 2 if aligned > _ALIGNED else 1)
     constants = sizes | {
-        "NORMALIZED": (APART if is_apart(shape, tuned) else INLINE) if normalize else 0,
+        "NORMALIZED": normalized,
         "K_BLOCK": min(tuned.key_block, power(shape.K)),
         "V_BLOCK": min(tuned.value_block, power(shape.V)),
-        "STAGES": tuned.stages,
+        "STAGES": stages,
         "UPSTREAM": upstream,
         "NEED_Q": bool(need & NEED_Q),
         "NEED_K": bool(need & NEED_K),
         "NEED_GATES": bool(need & (NEED_G | NEED_BETA)),
     }
-    return describe("rule_gradients", shape, constants, tuned.warps, tuned.stages, aligned)
+    return describe("rule_gradients", shape, constants, tuned.warps, stages, aligned)
 
 
 def _walk(tuned: Tuning, kernel: str) -> tuple[int, int, int]:
