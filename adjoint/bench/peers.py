@@ -4,6 +4,7 @@ To add one: a function from a `Task` to a `Contender` that calls the peer's own 
 `PEERS`.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -77,6 +78,7 @@ def _delta_rule(function: Callable[..., Any]) -> Builder:
 
 
 def _fla_gated_delta_rule(task: Task) -> Contender:
+    os.environ["FLA_FLASH_QLA"] = "0"  # or it runs FlashQLA's kernels in the place of its own, where they are there
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
