@@ -4,11 +4,16 @@ Tests marked `kernels` execute Triton kernels: they need the interpreter or a GP
 elsewhere. Where the interpreter is on, nothing but them is worth running again.
 """
 
+import os
+
 import pytest
 import torch
 
 from adjoint.core import kernels
 from adjoint.verify import interpreter
+
+# Some virtual machines say that they have AMX and trap on it: torch's own bfloat16 products then end the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

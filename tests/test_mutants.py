@@ -79,8 +79,8 @@ MODULES = {
 """Every module with kernels, under the first family that uses it."""
 
 IN_GLUON = tuple(
-    f"adjoint.ops.gated_delta.rule_{part}hopper_kernels"
-    for part in ("", "prepare_", "turn_", "walk_back_", "gradients_")
+    f"adjoint.ops.gated_delta.rule_{part}_hopper_kernels"
+    for part in ("forward", "prepare", "transition", "turn", "walk", "walk_back", "gradients")
 )
 """Which has no interpreter."""
 
@@ -515,6 +515,6 @@ def test_mutants_are_found() -> None:
     for modules in MODULES.values():
         for module in modules:
             found = mutants(module)
-            assert len(found) > 50
+            assert len(found) > 40
             changes |= {(mutant.function, mutant.change) for mutant in found} | {("*", m.everywhere) for m in found}
     assert not set(EQUIVALENT) - changes, "equivalent mutants are gone"
