@@ -49,13 +49,23 @@ TARGETS = {
 }
 """Targets kernels are built for ahead of time: backend, architecture and threads per warp."""
 
+NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
+
+TUNED = "sm_90"
+"""Where kernels are tuned, and timed."""
+
 
 @dataclass(frozen=True)
 class Budget:
-    """What a build may use per thread and per program. Spills are never in the budget."""
+    """What a build may use per thread and per program.
+
+    Attributes:
+        spilled_elsewhere: the bytes it may spill where kernels are not tuned; where they are, none does.
+    """
 
     registers: int
     shared_bytes: int = 0
+    spilled_elsewhere: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,13 @@ def why_not_triton(device: torch.device) -> str:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than sm_80"
     return ""
+
+
+def why_not_on_nvidia(device: torch.device) -> str:
+    """Why kernels that are for NVIDIA's GPUs alone cannot run on a device; empty when they can."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "its kernels are for NVIDIA GPUs"
+    return why_not_triton(device)
 
 
 _kernels: dict[str, "Kernel"] = {}

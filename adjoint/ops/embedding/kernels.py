@@ -11,6 +11,8 @@ of that level: of all tiles that begin in a window of 2^b places, at most one is
 at most one is not, so slots need no counting. What a level must sum is found from the slot in turn.
 """
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
@@ -248,6 +250,6 @@ KERNELS = (
     kernels.register(embedding_gather, budget=_COPY),
     kernels.register(embedding_sum_tiles, budget=_SUM),
     kernels.register(embedding_sum_partials, budget=_SUM),
-    kernels.register(embedding_write_groups, budget=_SUM),
+    kernels.register(embedding_write_groups, budget=replace(_SUM, spilled_elsewhere=16)),
     kernels.register(embedding_write_zeros, budget=_COPY),
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.kernels import why_not_triton
+from adjoint.core.kernels import why_not_on_nvidia
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem, short
 from adjoint.ops.gated_delta import eager
@@ -158,7 +158,7 @@ def refuse(problem: Problem) -> str:
     blocks = -(-(shape.V + shape.K * shape.may_split) // 16)
     if (shape.chunks + shape.sequences) * shape.heads * blocks > MAX_PROGRAMS:
         return f"there may be {shape.chunks} chunks of {shape.heads} heads, more programs than a launch has"
-    return why_not_triton(problem.device)
+    return why_not_on_nvidia(problem.device)
 
 
 CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}

@@ -633,9 +633,13 @@ def rule_gradients(
             )  # fmt: skip
 
 
-KERNELS = (
-    kernels.register(rule_turn, budget=Budget(registers=255, shared_bytes=232448)),
-    kernels.register(rule_walk_back, budget=Budget(registers=255, shared_bytes=232448)),
-    kernels.register(rule_matrices, budget=Budget(registers=255, shared_bytes=232448)),
-    kernels.register(rule_gradients, budget=Budget(registers=255, shared_bytes=232448)),
+_SPILLED_ELSEWHERE = {rule_turn: 1280, rule_walk_back: 64, rule_matrices: 384, rule_gradients: 128}
+
+KERNELS = tuple(
+    kernels.register(
+        kernel,
+        budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=spilled),
+        targets=kernels.NVIDIA,
+    )
+    for kernel, spilled in _SPILLED_ELSEWHERE.items()
 )

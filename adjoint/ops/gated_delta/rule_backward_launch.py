@@ -253,7 +253,7 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         "K_BLOCK": power(shape.K),
         "PARTS": parts,
         "WIDE": shape.is_wide,
-        "PRECISION": "tf32x3" if shape.is_wide else "tf32",  # 16-bit operands know neither
+        "PRECISION": "tf32x3" if shape.is_wide else "ieee",  # which 16-bit operands do not know
     }
     if name == "turn":
         constants = sizes | {
@@ -291,7 +291,7 @@ def variant(key: tuple[Any, ...], shape: Shape, parts: int, tuned: Tuning) -> Va
         constants = sizes | {
             "V_BLOCK": min(block, power(shape.V)),
             "STAGES": stages,
-            "PRECISION": "ieee" if shape.is_wide else "tf32",
+            "PRECISION": "ieee",
             "UPSTREAM": upstream,
             "FINAL": final,
             "INITIAL": initial,

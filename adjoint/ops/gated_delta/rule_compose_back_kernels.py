@@ -60,4 +60,6 @@ def rule_compose_back(
         transitions -= heads * (K * K)
 
 
-KERNELS = (kernels.register(rule_compose_back, budget=Budget(registers=255, shared_bytes=232448)),)
+KERNELS = (
+    kernels.register(rule_compose_back, budget=Budget(registers=255, shared_bytes=232448), targets=kernels.NVIDIA),
+)

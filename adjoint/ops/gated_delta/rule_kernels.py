@@ -19,6 +19,8 @@ end of a sequence as 0, its β as 0 and its T as I.
 A dot adds its terms in an order that is fixed by its instruction; nothing else here adds along an axis.
 """
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
@@ -455,10 +457,13 @@ def rule_output(
         out += V_SIZE
 
 
+_SMALL = Budget(registers=255, shared_bytes=98304)
+_LARGE = Budget(registers=255, shared_bytes=232448)
+
 KERNELS = (
-    kernels.register(rule_prepare, budget=Budget(registers=255, shared_bytes=98304)),
-    kernels.register(rule_scores, budget=Budget(registers=255, shared_bytes=98304)),
-    kernels.register(rule_walk, budget=Budget(registers=255, shared_bytes=232448)),
-    kernels.register(rule_compose, budget=Budget(registers=255, shared_bytes=98304)),
-    kernels.register(rule_output, budget=Budget(registers=255, shared_bytes=232448)),
+    kernels.register(rule_prepare, budget=_SMALL, targets=kernels.NVIDIA),
+    kernels.register(rule_scores, budget=_SMALL, targets=kernels.NVIDIA),
+    kernels.register(rule_walk, budget=replace(_LARGE, spilled_elsewhere=64), targets=kernels.NVIDIA),
+    kernels.register(rule_compose, budget=_SMALL, targets=kernels.NVIDIA),
+    kernels.register(rule_output, budget=_LARGE, targets=kernels.NVIDIA),
 )

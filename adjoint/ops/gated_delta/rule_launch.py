@@ -114,7 +114,7 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
         "K_BLOCK": power(shape.K),
         "PARTS": tuned.parts,
         "WIDE": shape.is_wide,
-        "PRECISION": "ieee" if shape.is_wide else "tf32",  # 16-bit operands know neither
+        "PRECISION": "ieee",
     }
     if name == "bounds":
         raises, span = options

@@ -310,6 +310,6 @@ def rule_normalize(
 _SMALL = Budget(registers=168, shared_bytes=16384)
 
 KERNELS = tuple(
-    kernels.register(kernel, budget=_SMALL)
+    kernels.register(kernel, budget=_SMALL, targets=kernels.NVIDIA)
     for kernel in (rule_bounds, rule_places, rule_table, rule_gates, rule_clear, rule_clear_saved, rule_normalize)
 )

@@ -325,11 +325,16 @@ def gated_delta_w_u_backward_keys(
     store_tile(dk, own, place, key_heads * K, column, total, (place < tokens)[:, None] & (column < K))
 
 
-_PRODUCT = Budget(registers=255, shared_bytes=166_912)
+_SPILLED_ELSEWHERE = {gated_delta_w_u: 1024, gated_delta_w_u_backward: 2048, gated_delta_w_u_backward_keys: 4096}
 
 KERNELS = (
-    kernels.register(gated_delta_bounds, budget=Budget(registers=128, shared_bytes=4096)),
-    kernels.register(gated_delta_w_u, budget=_PRODUCT),
-    kernels.register(gated_delta_w_u_backward, budget=_PRODUCT),
-    kernels.register(gated_delta_w_u_backward_keys, budget=_PRODUCT),
+    kernels.register(gated_delta_bounds, budget=Budget(registers=128, shared_bytes=4096), targets=kernels.NVIDIA),
+    *(
+        kernels.register(
+            kernel,
+            budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=spilled),
+            targets=kernels.NVIDIA,
+        )
+        for kernel, spilled in _SPILLED_ELSEWHERE.items()
+    ),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.core.candidates import writing
 from adjoint.core.guarantee import Derived, Guarantee
-from adjoint.core.kernels import why_not_triton
+from adjoint.core.kernels import why_not_on_nvidia
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
@@ -91,7 +91,7 @@ def _refuse(problem: Problem, narrow: bool) -> str:
     programs = (batch * time // chunk + batch + bounds + 2) * max(1, heads)
     if programs > MAX_TOKENS:
         return f"numbers up to {MAX_TOKENS} chunks of heads, these are {programs}"
-    return why_not_triton(problem.device)
+    return why_not_on_nvidia(problem.device)
 
 
 # ------------------------------------------------------------------------------------------- guarantee

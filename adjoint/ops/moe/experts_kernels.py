@@ -82,7 +82,7 @@ def tile_of_program(column_tiles, GROUP: tl.constexpr):
 def moe_experts_up(
     x, gate_up, tokens, tile_expert, tile_begin, tile_end, gu, h,
     D: tl.constexpr, INNER: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """g and u, rounded, side by side in gu (where KEEP), and h = silu(g)·u of the rounded ones."""
     slot, column_tile = tile_of_program(tl.cdiv(INNER, COLUMNS), GROUP)
@@ -107,7 +107,7 @@ def moe_experts_up(
         else:
             a = tl.load(left, (depth < D - start)[None, :], other=0)
             b = tl.load(right, (depth < D - start)[:, None], other=0)
-        both = tl.dot(a, b, both, input_precision=PRECISION, out_dtype=both.dtype)
+        both = tl.dot(a, b, both, input_precision="ieee", out_dtype=both.dtype)
         left += DEPTH
         right += DEPTH
     g, u = halves(both)
@@ -129,7 +129,7 @@ def moe_experts_up(
 def moe_experts_product(
     rows, weight, tile_expert, tile_begin, tile_end, out, chunk,
     K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BY_COLUMN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[row, c] = Σ_k rows[row, k] · weight[e][k, chunk·WIDTH + c], for WIDTH columns of N.
 
@@ -170,7 +170,7 @@ def moe_experts_product(
             else:
                 b = tl.load(right, (depth < K - start)[:, None] & (column < N)[None, :], other=0)
             right += DEPTH * N
-        total = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
+        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
         left += DEPTH
     mask = (row < end)[:, None] & ((inner < WIDTH) & (column < N))[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * WIDTH + inner[None, :], total.to(out.dtype.element_ty), mask)
@@ -214,7 +214,6 @@ def moe_experts_down_adjoint(
     dy, down, gu, tokens, row_weights, tile_expert, tile_begin, tile_end, dgu, scaled, partials, count,
     D: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr,
     LEVELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dh = dy[token] · down[e], and from it, with g and u as saved and w the row's weight:
 
@@ -245,7 +244,7 @@ def moe_experts_down_adjoint(
                 b = tl.load(right)
             else:
                 b = tl.load(right, (depth < D - start)[:, None] & (column < INNER)[None, :], other=0)
-            dh = tl.dot(a, b, dh, input_precision=PRECISION, out_dtype=dh.dtype)
+            dh = tl.dot(a, b, dh, input_precision="ieee", out_dtype=dh.dtype)
             left += DEPTH
             right += DEPTH * INNER
     # A quarter of the columns at a time: together, g, u and what follows from them would not fit in registers.
@@ -273,7 +272,7 @@ def moe_experts_down_adjoint(
 def moe_experts_outer(
     left, right, tokens, offsets, out,
     M: tl.constexpr, N: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, RIGHT_BY_TOKEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[e] = Σ left[row, :]ᵀ · right[row, :] over the expert's rows, in their order; zeros where it has none."""
     row_tiles: tl.constexpr = (M + ROWS - 1) // ROWS
@@ -306,7 +305,7 @@ def moe_experts_outer(
             in_right = in_right & (n < N)[None, :]
         a = tl.load(left + from_left.to(tl.int64)[None, :] * M + m[:, None], in_left, other=0)
         b = tl.load(right + from_right.to(tl.int64)[:, None] * N + n[None, :], in_right, other=0)
-        total = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
+        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
         token = tl.load(tokens + place + DEPTH, place + DEPTH < end, other=0)
     target = out + expert.to(tl.int64) * (M * N) + (m * N)[:, None] + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])

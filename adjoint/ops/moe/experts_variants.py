@@ -48,14 +48,7 @@ class Tile(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        precision = "tf32" if self.depth == DEPTH[torch.bfloat16] else "ieee"  # 16-bit operands know neither
-        return {
-            "ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "DEPTH": self.depth,
-            "GROUP": self.group,
-            "PRECISION": precision,
-        }
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth, "GROUP": self.group}
 
 
 _WIDE_ROWS = {torch.float64: 32, torch.float32: 64}

@@ -9,7 +9,7 @@ from torch import Tensor
 import adjoint
 from adjoint.core.inputs import leaves
 from adjoint.ops.gated_delta import packing, reference
-from adjoint.ops.gated_delta.plans import BACKWARD, FORWARD
+from adjoint.ops.gated_delta.plans import BACKWARD, FORWARD, RULE
 from adjoint.ops.gated_delta.rule_cases import _nearly_equal, _orthogonal
 from tests.ops.gated_delta.sequences import (
     BACKWARD_64,
@@ -236,6 +236,15 @@ def test_a_plan_from_shapes_alone() -> None:
         plan = adjoint.plan(adjoint.gated_delta_rule, *tokens, device="cpu")
     assert (plan.name, plan.adjoint.name) == ("eager.chunked", "eager.chunked")
     assert plan.guarantee["o"].repeatable and not plan.guarantee["o"].batch_invariant
+
+
+def test_kernels_are_refused_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = [torch.empty(1, 64, 2, 32, device="meta") for _ in range(3)]
+    gates = [torch.empty(1, 64, 2, device="meta") for _ in range(2)]
+    problem = adjoint.plan(adjoint.gated_delta_rule, *meta, *gates).problem._replace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    reasons = [plan.refuse(problem) for plan in RULE if plan.backend == "triton"]
+    assert reasons and all("NVIDIA" in reason for reason in reasons)
 
 
 def test_outputs_and_gradients_into_given_memory() -> None:
