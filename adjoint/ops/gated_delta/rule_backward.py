@@ -171,6 +171,7 @@ def run(
     launch.prepare(launches, memory, keys, hopper=fused)
     kept = saved.contiguous()
     dinitial = outputs[5] if need & NEED_STATE else None
+    way = backward_launch.WayBack(queries, keys, upstream, dfinal_state, scale)
 
     def forward_again() -> None:
         gluon = _walks_in_gluon(shape, fused)
@@ -186,10 +187,10 @@ def run(
             assert upstream is not None
             hopper.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
         else:
-            backward_launch.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
+            backward_launch.walk_back(launches, memory, way, dinitial)
 
     def from_zero() -> None:
-        backward_launch.transitions_back(launches, memory, queries, keys, upstream, scale, dfinal_state)
+        backward_launch.transitions_back(launches, memory, way)
 
     def whole_and_transitions() -> None:
         if shape.is_split_back:  # of what is packed with the long ones
@@ -201,7 +202,7 @@ def run(
             whole()
         if shape.may_split:
             backward_launch.compose_back(launches, memory)
-            backward_launch.segments_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
+            backward_launch.segments_back(launches, memory, way, dinitial)
 
     if fused:
         from adjoint.ops.gated_delta import rule_walk_back_hopper as hopper

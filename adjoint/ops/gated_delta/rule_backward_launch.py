@@ -380,35 +380,28 @@ def turn(
     )  # fmt: skip
 
 
-def walk_back(
-    launch: Launches,
-    memory: Mapping[str, Any],
-    q: Walkable,
-    k: Walkable,
-    do: Walkable | None,
-    scale: float,
-    dfinal_state: Tensor | None,
-    dinitial_state: Tensor | None,
-) -> None:
+class WayBack(NamedTuple):
+    """What every walk back reads: tokens, and the gradients of what came of them; None where there is none."""
+
+    q: Walkable
+    k: Walkable
+    do: Walkable | None
+    dfinal_state: Tensor | None
+    scale: float
+
+
+def walk_back(launch: Launches, memory: Mapping[str, Any], way: WayBack, dinitial_state: Tensor | None) -> None:
     """Y and dstates of every chunk, and the gradient of the initial states where it is wanted; but for sequences that
     are split."""
     shape = launch.shape
     spans = 0 if shape.is_split_back and shape.ids is None else shape.sequences
-    _go_back("walk_back", spans, launch, memory, q, k, do, scale, dfinal_state, dinitial_state)
+    _go_back("walk_back", spans, launch, memory, way, dinitial_state)
 
 
-def transitions_back(
-    launch: Launches,
-    memory: Mapping[str, Any],
-    q: Walkable,
-    k: Walkable,
-    do: Walkable | None,
-    scale: float,
-    dfinal_state: Tensor | None,
-) -> None:
+def transitions_back(launch: Launches, memory: Mapping[str, Any], way: WayBack) -> None:
     """What segments make of a gradient 0 of the state they end with, the last of the final state's, into dstarts."""
     spans = launch.shape.segments if launch.shape.is_split_back else 0
-    _go_back("transition_back", spans, launch, memory, q, k, do, scale, dfinal_state, None)
+    _go_back("transition_back", spans, launch, memory, way, None)
 
 
 def compose_back(launch: Launches, memory: Mapping[str, Any]) -> None:
@@ -421,34 +414,16 @@ def compose_back(launch: Launches, memory: Mapping[str, Any]) -> None:
     )  # fmt: skip
 
 
-def segments_back(
-    launch: Launches,
-    memory: Mapping[str, Any],
-    q: Walkable,
-    k: Walkable,
-    do: Walkable | None,
-    scale: float,
-    dfinal_state: Tensor | None,
-    dinitial_state: Tensor | None,
-) -> None:
+def segments_back(launch: Launches, memory: Mapping[str, Any], way: WayBack, dinitial_state: Tensor | None) -> None:
     """What `walk_back` gives, of the sequences that are split, all segments at once."""
     spans = launch.shape.segments if launch.shape.is_split_back else 0
-    _go_back("segment_back", spans, launch, memory, q, k, do, scale, dfinal_state, dinitial_state)
+    _go_back("segment_back", spans, launch, memory, way, dinitial_state)
 
 
 def _go_back(
-    kernel: str,
-    spans: int,
-    launch: Launches,
-    memory: Mapping[str, Any],
-    q: Walkable,
-    k: Walkable,
-    do: Walkable | None,
-    scale: float,
-    dfinal_state: Tensor | None,
-    dinitial_state: Tensor | None,
+    kernel: str, spans: int, launch: Launches, memory: Mapping[str, Any], way: WayBack, dinitial_state: Tensor | None
 ) -> None:
-    shape = launch.shape
+    shape, (q, k, do, dfinal_state, scale) = launch.shape, way
     absent = memory["gates"]  # stands for a pointer that no variant reads
     blocks = -(-padded(shape.V) // min(_walk(launch.backward, kernel)[0], power(shape.V)))
     upstream = do or q
