@@ -102,9 +102,9 @@ def _two_parts() -> Iterator[None]:
 def calls() -> Iterator[Sequences]:
     slow: dict[str, Any] = {"decay": 0.001, "strength": (0.0, 0.1)}  # much of a gradient passes through a segment
     yield Sequences((1, 200, 1, 3, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 200), "decay": 0.3})
-    # No tokens, some, as many as are walked whole, and four segments.
+    # No tokens, some, as many as are walked whole, and four segments; four with keys that do not fill a block.
     yield Sequences((1, 650, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 10, 138, 650), **slow})
-    yield Sequences((2, 300, 2, 2, 40, 16), of_state=False, options={"state": False, **slow})
+    yield Sequences((2, 450, 2, 2, 40, 16), of_state=False, options={"state": False, **slow})
     yield Sequences((2, 70, 2, 2, 40, 16), of_state=False, options={"state": False, "decay": 0.3})
     yield Sequences((1, 70, 1, 1, 40, 5), normalize=True, options={"decay": 0.3})
     yield Sequences((1, 70, 1, 1, 16, 16), torch.bfloat16, options={"decay": 0.3})
