@@ -251,6 +251,12 @@ EQUIVALENT = {
     ("gated_delta_bounds", "bounds + count + 1 + one -> bounds + count + 1 - one"): (
         "plus or minus 0, which is there for its shape"
     ),
+    # gated_delta.gate
+    ("sigmoid_of", "t >= 0 -> t > 0"): "both branches agree at 0, where e^{−|t|} = 1",
+    **{
+        ("softplus_of", change): "the eighth term: a tenth of the last bit, where it is largest"
+        for change in ("1.0 -> 1.5 (2)", "15.0 -> 22.5")
+    },
     # gated_delta_step
     ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",

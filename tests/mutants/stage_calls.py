@@ -112,10 +112,13 @@ def _out_of_order(front: bool) -> bool:
 def _gate(shape: tuple[int, ...], dtype: torch.dtype, lay: str = "") -> Noticed:
     def noticed(front: bool) -> bool:
         a, b, A_log, dt_bias = _gates(shape)(dtype, CPU, torch.Generator().manual_seed(0))
+        b.view(-1)[:2] = torch.tensor([100.0, -100.0])  # whose exponentials are infinite
         a, b, A_log, dt_bias = (at_the_edge(x, front) for x in (a, b, A_log, dt_bias))
-        if lay:
+        if lay == "two axes":
             both = at_the_edge(torch.stack((a, b), -2), front)
             a, b = both[..., 0, :], both[..., 1, :]
+        elif lay == "rows left out":
+            a, b = (at_the_edge(torch.cat((x, x[:, :1]), 1), front)[:, : shape[1]] for x in (a, b))
         subject = next(x for x in _subjects() if x.name == "gate")
         if _is_wrong(
             subject.function, subject.reference, subject.reference_backward, (a, b, A_log, dt_bias), {}, front
@@ -129,6 +132,14 @@ def _gate(shape: tuple[int, ...], dtype: torch.dtype, lay: str = "") -> Noticed:
         return not torch.equal(ddt_bias, _by_halves(da.reshape(-1, shape[-1])))
 
     return noticed
+
+
+def _softplus_near_zero(front: bool) -> bool:
+    """Whether log(1 + e^t) is wrong by a tenth of its last bit on average, where its series has most to add: the bound
+    leaves room for exponentials, and so for more than its last terms."""
+    t, nothing = torch.linspace(-0.05, 0.05, 4096).view(64, 64), torch.zeros(64)
+    g, _ = adjoint.gated_delta.gate(t, t, nothing, nothing, preference=Preference(backend="triton"))
+    return bool((g.double() + torch.nn.functional.softplus(t.double())).mean().abs() > 0.1 * 2**-24)
 
 
 def _by_halves(terms: Tensor, run: int = 64) -> Tensor:
@@ -173,6 +184,8 @@ def _calls(module: str) -> Iterator[Noticed]:
     else:
         yield _gate((2, 35, 3), single)
         yield _gate((2, 3, 4), half, "two axes")
+        yield _gate((3, 4, 2), single, "rows left out")
+        yield _softplus_near_zero
         yield _gate((2, 130), single)
         yield _normalize(single, 6)
         yield _normalize(half, 19, "rows apart")
