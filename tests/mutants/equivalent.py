@@ -251,6 +251,36 @@ EQUIVALENT = {
     ("gated_delta_bounds", "bounds + count + 1 + one -> bounds + count + 1 - one"): (
         "plus or minus 0, which is there for its shape"
     ),
+    **{
+        ("chunk_of_slot", change): "plus or minus 0, which is there for its 64 bits"
+        for change in (
+            "slot + time * 0 -> slot - time * 0",
+            "slot % row_chunks * CHUNK + time * 0 -> slot % row_chunks * CHUNK - time * 0",
+        )
+    },
+    **{
+        (function, change): "what lies past the last never fits, and the search has steps enough for two more"
+        for function, change in (
+            ("chunk_of_slot", "stretches - 1 -> stretches + 1 (1)"),
+            ("chunk_of_slot", "low + high + 1 -> low + high + 2"),
+            ("rule_clear_saved", "sequences - 1 -> sequences + 1"),
+            ("rule_clear_saved", "low + high + 1 -> low + high + 2"),
+        )
+    },
+    **{
+        (kernel, "tokens <= 0 -> tokens < 0"): "of no tokens, nothing is inside, and nothing stored"
+        for kernel in ("gated_delta_w_u", "gated_delta_w_u_backward", "gated_delta_w_u_backward_keys")
+    },
+    (
+        "rule_clear_saved",
+        "tl.load(begins + middle) < (place + 1) * SEGMENT -> tl.load(begins + middle) <= (place + 1) * SEGMENT",
+    ): "a sequence that begins where the tokens of a place end does not have it, nor does the one that ends there",
+    ("rule_clear_saved", "segment > 0 -> segment >= 0"): (
+        "0 only before a first sequence that does not begin with the tokens, which is reported, and saves nothing"
+    ),
+    ("rule_normalize", "column < PADDED -> column <= PADDED"): (
+        "the number after a row is the next one's first, which the interpreter stores later"
+    ),
     # gated_delta.gate
     ("sigmoid_of", "t >= 0 -> t > 0"): "both branches agree at 0, where e^{−|t|} = 1",
     **{
@@ -258,6 +288,22 @@ EQUIVALENT = {
         for change in ("1.0 -> 1.5 (2)", "15.0 -> 22.5")
     },
     # gated_delta_step
+    ("gated_delta_step_backward_places", "offset < size -> offset <= size (1)"): (
+        "the number after a row's last is read, and not stored"
+    ),
+    **{
+        ("gated_delta_step_backward_tiles", f"0.0 -> 1.0 ({load})"): (
+            "columns past the last, and keys past theirs, meet zeros of what they are multiplied by"
+        )
+        for load in (2, 4, 9, 13)
+    },
+    **{
+        (
+            "gated_delta_step_backward_tokens",
+            f"0.0 -> 1.0 ({load})",
+        ): "keys past the last meet zeros, and are not stored"
+        for load in (1, 2)
+    },
     ("gated_delta_step_tiles", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_step_tiles", "place + one -> place - one"): "plus or minus 0, which is there for its shape",
     (

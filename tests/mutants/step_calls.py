@@ -41,6 +41,8 @@ class Step:
     positive: int = -1
     """Where a gate is above 0."""
     gradients: bool = True
+    spoiled: bool = False
+    """Whether rows that are skipped hold no numbers."""
 
     def wrong_result(self) -> bool:
         """Whether kernels give anything but the recurrence's results."""
@@ -51,6 +53,9 @@ class Step:
         g.view(-1)[0] = 0  # no decay, and no fault
         if self.positive >= 0:
             g.view(-1)[self.positive] = 0.25
+        for row, index in enumerate(self.indices or ()):
+            if self.spoiled and not 0 <= index < self.states:
+                q[row], k[row], v[row] = (float("nan"),) * 3
         lay = LAYOUTS[self.layout]
         given = leaves([lay(x) for x in (q, k, v, g, beta, state)])
         indices = None if self.indices is None else lay(torch.tensor(self.indices))
@@ -91,16 +96,16 @@ class Step:
     def _recurrence(self, own: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Outputs and states, and the pool after a step in place."""
         q, k, v, g, beta, state = own
-        if self.normalize:
-            q, k = reference.normalized(q), reference.normalized(k)
         outs, states, pool = [], [], state.detach().clone()
         for row in range(q.shape[0]):
             place = row if self.indices is None else self.indices[row]
             skipped = not 0 <= place < len(state)
             start = state[0 if skipped else place]
-            o, after = reference.recurrence(q[row], k[row], v[row], g[row], beta[row], start, 0.7)
-            outs.append(o * (not skipped))
-            states.append((after if self.every else after[-1]) * (not skipped))
+            keys = (reference.normalized(x[row]) if self.normalize else x[row] for x in (q, k))
+            o, after = reference.recurrence(*keys, v[row], g[row], beta[row], start, 0.7)
+            kept = after if self.every else after[-1]
+            outs.append(torch.zeros_like(o) if skipped else o)
+            states.append(torch.zeros_like(kept) if skipped else kept)
             if not skipped:
                 pool[place] = after[-1].detach()
         return (torch.stack(outs), torch.stack(states)), pool
@@ -118,6 +123,7 @@ def calls() -> Iterator[Step]:
     yield Step((1, 3, 2, 4, 4, 3), every=True)
     yield Step((3, 1, 1, 1, 2, 2), (1, 1, -1), 2, upstream=(True, False))
     yield Step((2, 1, 1, 2, 8, 5), layout="every other", normalize=True, every=True)
+    yield Step((3, 2, 2, 4, 5, 3), (2, 0, -1), 3, normalize=True, spoiled=True)
     yield Step((1, 1, 1, 1, 1, 1), alone=True)
     yield Step((2, 2, 1, 2, 3, 4), kind=torch.bfloat16, upstream=(False, True))
 
@@ -125,7 +131,10 @@ def calls() -> Iterator[Step]:
 WIDE = Step((1, 1, 1, 1, 16, 16), gradients=False)
 """Aligned; with all its columns in one tile, a thread has several keys of each."""
 
-WRONG = (Step((3, 1, 1, 1, 2, 2), (2, 0, 1), 2), Step((3, 2, 1, 2, 2, 2), (-2, 1, 0), 2, positive=7))
+WRONG = (
+    Step((3, 1, 1, 1, 2, 2), (2, 0, 1), 2, normalize=True, spoiled=True),
+    Step((3, 2, 1, 2, 2, 2), (-2, 1, 0), 2, positive=7),
+)
 """Indices and gates that must be recorded, with their position."""
 SAID = ("got 2 at position 0", "got -2 at position 0", "a positive number at position 7")
 

@@ -90,8 +90,8 @@ def chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK: tl.co
 def times(matrix, operand, PARTS: tl.constexpr):
     """matrix · operand in float32.
 
-    PARTS 0: both have 16 bits. 1: float32 products, each as three of TF32. 2, 3: the matrix, in float32, as the sum of
-    so many bfloat16 numbers, each with a product of its own, the smallest first.
+    PARTS 0: both have 16 bits. 1: float32 products, each as three of TF32. 2: the matrix, in float32, as the sum of two
+    bfloat16 numbers, each with a product of its own, the smaller first.
     """
     if PARTS == 0:
         total = tl.dot(matrix, operand)
@@ -99,13 +99,8 @@ def times(matrix, operand, PARTS: tl.constexpr):
         total = tl.dot(matrix.to(tl.float32), operand.to(tl.float32), input_precision="tf32x3")
     else:
         high = matrix.to(tl.bfloat16)
-        rest = matrix - high.to(tl.float32)
-        low = rest.to(tl.bfloat16)
-        total = tl.dot(low, operand)
-        if PARTS == 3:
-            lowest = (rest - low.to(tl.float32)).to(tl.bfloat16)
-            total = tl.dot(lowest, operand) + total
-        total = tl.dot(high, operand) + total
+        low = (matrix - high.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(high, operand) + tl.dot(low, operand)
     return total
 
 

@@ -104,7 +104,6 @@ _T = {
     0: "T as it is given",
     1: "float32 numbers as the sums of two TF32 numbers, 2⁻¹⁹ of each product",
     2: "T as the sum of two bfloat16 numbers, 2⁻¹⁷ of it",
-    3: "T as the sum of three bfloat16 numbers, all of its bits",
 }
 
 
@@ -114,7 +113,7 @@ def _share(parts: int, terms: int) -> float:
     Matrix instructions cut what they add where others round, so an addition costs 2·u.
     """
     steps = max(1, parts) * terms + 16
-    return 2 * U * steps / (1 - 2 * U * steps) + {0: 0.0, 1: 2.0**-19, 2: 2.0**-17, 3: 0.0}[parts]
+    return 2 * U * steps / (1 - 2 * U * steps) + {0: 0.0, 1: 2.0**-19, 2: 2.0**-17}[parts]
 
 
 def _decayed(m: Magnitudes) -> Tensor:
