@@ -100,7 +100,8 @@ def times(matrix, operand, PARTS: tl.constexpr):
     else:
         high = matrix.to(tl.bfloat16)
         low = (matrix - high.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(high, operand) + tl.dot(low, operand)
+        total = tl.dot(low, operand)
+        total = tl.dot(high, operand) + total
     return total
 
 
