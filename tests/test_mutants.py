@@ -369,7 +369,7 @@ def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
         return step_calls.noticed()
     if mutant.module.endswith(("rule_backward_kernels", "rule_closing_kernels", "rule_compose_back_kernels")):
         return rule_backward_calls.noticed()
-    return rule_calls.noticed()
+    return rule_calls.noticed() or (mutant.function == "rule_walk" and rule_backward_calls.noticed())
 
 
 # ---------------------------------------------------------------------------------------------- tests

