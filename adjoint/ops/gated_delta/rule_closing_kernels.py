@@ -66,6 +66,6 @@ def rule_unnormalize(
 
 
 KERNELS = (
-    kernels.register(rule_unnormalize, budget=Budget(registers=128, shared_bytes=16384), targets=kernels.NVIDIA),
+    kernels.register(rule_unnormalize, budget=Budget(registers=168, shared_bytes=16384), targets=kernels.NVIDIA),
     kernels.register(rule_gate_gradients, budget=Budget(registers=128, shared_bytes=16384), targets=kernels.NVIDIA),
 )

@@ -131,11 +131,14 @@ def variant(kernel: str, kinds: Kinds, schedule: Mapping[str, int], part: str, a
         values["BLOCK"] = schedule[f"{part}_block"]
     runtime = [name for name in described.parameters if not name.isupper()]
     multiples = _MULTIPLES if access == "aligned" else ()
+    warps = schedule[f"{part}_warps"]
+    if part == "few" and access == "strided":  # each element has an address of its own
+        warps *= 2
     return described.variant(
         {name: _type(name, kinds) for name in runtime},
         {name: values[name] for name in described.parameters if name.isupper()},
         [name for name in runtime if name in multiples],
-        num_warps=schedule[f"{part}_warps"],
+        num_warps=warps,
         num_stages=1,
     )
 
