@@ -78,7 +78,7 @@ def _delta_rule(function: Callable[..., Any]) -> Builder:
 
 
 def _fla_gated_delta_rule(task: Task) -> Contender:
-    os.environ["FLA_FLASH_QLA"] = "0"  # or it runs FlashQLA's kernels in the place of its own, where they are there
+    os.environ["FLA_FLASH_QLA"] = "0"  # or, with FlashQLA installed, it would run that one's kernels
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
