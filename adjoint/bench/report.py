@@ -23,11 +23,12 @@ def markdown(content: dict[str, Any], family: str) -> str:
     for row in rows:
         groups.setdefault((row["workload"], row["direction"]), {})[row["contender"]] = row
     products = any(row.get("tf_per_s") for row in rows)
+    graphs = any(row.get("recorded") for row in rows)
     heads = ["workload", "direction", *contenders, "GB/s", "of copy", *(["TF/s", "of matmul"] if products else [])]
     lines = [_line(heads), _line(["---", "---", *["---:"] * (len(heads) - 2)])]
     for (workload, direction), group in groups.items():
         times = [row["microseconds"] for row in group.values() if row["status"] == OK]
-        cells = [_cell(group.get(name), min(times, default=None)) for name in contenders]
+        cells = [_cell(group.get(name), min(times, default=None), graphs) for name in contenders]
         rates = _rates(group.get(OURS), content["runs"]) if products else ()
         lines.append(_line([workload, direction, *cells, *_speed(group.get(OURS)), *rates]))
     used = sorted({row["run"] for row in rows})
@@ -49,6 +50,8 @@ def markdown(content: dict[str, Any], family: str) -> str:
         )
     if any(row.get("kept_bytes") is not None for row in rows):
         legend += " MiB: what the forward keeps for the backward, beside the inputs."
+    if graphs:
+        legend += " Times are of CUDA graphs, replayed; “no graph” marks calls that were launched one by one."
     return "\n".join([*lines, "", legend, "", *conditions])
 
 
@@ -56,7 +59,7 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(row: dict[str, Any] | None, best: float | None) -> str:
+def _cell(row: dict[str, Any] | None, best: float | None, graphs: bool) -> str:
     if row is None:
         return "–"
     if row["status"] not in TIMED:
@@ -66,10 +69,12 @@ def _cell(row: dict[str, Any] | None, best: float | None) -> str:
     shown = f"**{time}**" if accurate and row["microseconds"] == best else time
     ratio = "" if row["contender"] == OURS or row["ratio"] is None else f" ({row['ratio']:.2f}×)"
     peak = row.get("peak_bytes")
-    memory = f", {peak / 2**30:.2f} GiB" if peak else ""
+    details = f", {peak / 2**30:.2f} GiB" if peak else ""
     if (kept := row.get("kept_bytes")) is not None:
-        memory += f", keeps {kept / 2**20:.0f} MiB"
-    return shown + ratio + memory + ("" if accurate else f", error {row['error']:.2g}")
+        details += f", keeps {kept / 2**20:.0f} MiB"
+    if graphs and not row.get("recorded"):
+        details += ", no graph"
+    return shown + ratio + details + ("" if accurate else f", error {row['error']:.2g}")
 
 
 def _rates(row: dict[str, Any] | None, runs: list[dict[str, Any]]) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from adjoint.bench.contenders import (
     ours,
 )
 from adjoint.bench.peers import PEERS
-from adjoint.bench.timing import copy_ceiling, matrix_ceiling, time_on
+from adjoint.bench.timing import Action, copy_ceiling, matrix_ceiling, own_stream, recorded, time_on
 from adjoint.core.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.inputs import Inputs
@@ -57,11 +57,13 @@ class Row:
         ratio: its time over ours, in the same run: above 1, ours is faster.
         error: norm-relative, against float64.
         guarantee: the error in the terms of the guarantee, for ours.
-        note: what went wrong, or how far off an inaccurate result is.
+        note: what went wrong, how far off an inaccurate result is, or why a call could not be recorded.
         operations: the floating-point operations of its matrix products; 0 where they are not counted.
         peak_bytes: the most memory a step took beyond what was there before it, without the gradients of inputs
             that all items share, which every contender must have.
         kept_bytes: what its forward keeps for its backward, beside the inputs; where the workload asks for it.
+        recorded: whether the time is of a CUDA graph's replays; where the workload asks for it and the call can be
+            recorded.
     """
 
     family: str
@@ -78,6 +80,7 @@ class Row:
     operations: int = 0
     peak_bytes: int | None = None
     kept_bytes: int | None = None
+    recorded: bool = False
 
     @property
     def gigabytes_per_second(self) -> float | None:
@@ -196,9 +199,10 @@ def measure(
         blank = Row(family, name, direction, "", OK, round(_bytes(workload, direction) * share))
         blank = replace(blank, operations=round(workload.operations * share) * _TIMES[direction])
         builders = _builders(workload, direction, compile and workload.compile, peers)
-        yield from _with_ratios(
-            [_Entry(replace(blank, contender=label), task, b) for label, b in builders.items()], rounds
-        )
+        with own_stream(device):
+            entries = [_Entry(replace(blank, contender=label), task, build) for label, build in builders.items()]
+            rows = _with_ratios(entries, rounds)
+        yield from rows
 
 
 def _bytes(workload: Workload, direction: str) -> int:
@@ -253,6 +257,7 @@ class _Entry:
         self.times: list[float] = []
         self.contender: Contender | None = None
         self._last: tuple[Tensor, ...] = ()
+        self._timed: Action | None = None
         try:
             contender = build(task)
             poison(contender)
@@ -285,16 +290,31 @@ class _Entry:
         self.row = replace(self.row, status=status, error=verdict.error, guarantee=verdict.guarantee, note=note)
 
     def time(self) -> None:
+        assert self.contender is not None
+        if self._timed is None:
+            self._timed = self._prepare()
+        try:
+            self.times.append(time_on(self.task.device, self._timed, self.contender.restore) * 1e3)
+        except Exception as error:
+            self.row = replace(self.row, status=ERROR, note=first_line(error))
+
+    def _prepare(self) -> Action:
+        """What is timed: the call, or the replay of a CUDA graph of it."""
         contender = self.contender
         assert contender is not None
 
         def run() -> None:
             self._last = contender.run()
 
-        try:
-            self.times.append(time_on(self.task.device, run, contender.restore) * 1e3)
-        except Exception as error:
-            self.row = replace(self.row, status=ERROR, note=first_line(error))
+        if self.task.workload.recorded and self.task.device.type == "cuda":
+            try:
+                replay = recorded(run)
+            except Exception as error:
+                self.row = replace(self.row, note=f"no graph: {first_line(error)}")
+            else:
+                self.row = replace(self.row, recorded=True)
+                return replay
+        return run
 
     def finish(self) -> None:
         """Checks what the last timed run left behind, and only then states a time."""

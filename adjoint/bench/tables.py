@@ -49,7 +49,7 @@ def _cells(row: Row, ceiling: float, counted: bool = False) -> Iterable[str]:
     ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
     if row.ratio is not None and row.ratio < 1:
         ratio = f"[yellow]{ratio}[/yellow]"
-    error = escape(f"{row.error:.1e}" + (f", {row.guarantee}" if row.guarantee else ""))
+    error = escape(", ".join(filter(None, (f"{row.error:.1e}", row.guarantee, row.note))))
     if row.status == INACCURATE:
         error = f"[yellow]INACCURATE: {escape(row.note)}[/yellow]"
     products = (

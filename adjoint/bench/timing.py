@@ -1,7 +1,8 @@
 """Clocks: GPU time with a cold cache, CPU time, and the copy that sets the memory ceiling."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -72,6 +73,36 @@ def _head_start(function: Action, restore: Action | None) -> int:
     seconds = perf_counter() - begin
     torch.cuda.synchronize()
     return max(HEAD_START_CYCLES, int(1.5 * seconds * _CYCLES_PER_SECOND))
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, a stream that is not the default one: autograd goes back on the stream it came on, and the default one
+    cannot be recorded."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+    torch.cuda.synchronize(device)
+
+
+def recorded(function: Action) -> Action:
+    """Replays a CUDA graph of what a call launches; raises where that cannot be recorded. Within `own_stream`."""
+    function()  # compiles, and fills caches
+    torch.cuda.synchronize()
+    # A wait for the device that is found while recording would leave torch's allocator and generators recording.
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        function()
+    return graph.replay
 
 
 def time_cpu(function: Action, restore: Action | None = None) -> float:

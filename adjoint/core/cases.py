@@ -193,6 +193,7 @@ class Workload:
         compile: whether torch.compile of the baseline takes part.
         deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` does.
         kept: whether the memory that contenders keep from their forward for their backward is measured.
+        recorded: whether a call is timed as the replay of a CUDA graph, without the gaps between its kernels.
         others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
             one per floating input.
     """
@@ -211,4 +212,5 @@ class Workload:
     compile: bool = True
     deterministic: bool = False
     kept: bool = False
+    recorded: bool = False
     others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -230,6 +230,61 @@ def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahe
     done.clear()
     assert timing.time_gpu(lambda: done.append("run")) == 0.5
     assert done == ["run", *measured, "idle", "run"]
+
+
+def test_a_recorded_workload_is_timed_by_replays_and_one_that_waits_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def record(function: Any) -> Any:
+        function()
+        if "recorded" in done:
+            raise RuntimeError("called a synchronizing operation\nand more")
+        done.append("recorded")
+        return lambda: done.append("replayed")
+
+    workload = SimpleNamespace(recorded=True, kept=False)
+    task = SimpleNamespace(workload=workload, device=torch.device("cuda"), direction="")
+    contender = Contender(lambda: (torch.ones(1),))
+    monkeypatch.setattr(run, "recorded", record)
+    monkeypatch.setattr(run, "synchronize", lambda device: None)
+    monkeypatch.setattr(run, "time_on", lambda device, function, restore: function() or 1.0)
+    monkeypatch.setattr(run, "check", lambda *arguments: checking.Verdict(error=0.0))
+    blank = run.Row("f", "w", "forward", "", run.OK, 1)
+    first, second = (run._with_ratios([run._Entry(blank, cast(Any, task), lambda task: contender)], 3)[0] for _ in "ab")
+    assert first.recorded and not first.note and first.microseconds == 1000
+    assert done == ["recorded", *["replayed"] * 3]
+    assert not second.recorded and second.note == "no graph: RuntimeError: called a synchronizing operation"
+    assert second.status == run.OK and second.microseconds == 1000
+    table = "".join(tables._cells(second, 1.0))
+    assert "no graph" in table
+    task.device = CPU
+    assert not run._with_ratios([run._Entry(blank, cast(Any, task), lambda task: contender)], 1)[0].recorded
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+def test_a_recorded_call_is_replayed_and_a_call_that_waits_refused() -> None:
+    device = torch.device("cuda")
+    source, target = torch.arange(4.0, device=device, requires_grad=True), torch.zeros(4, device=device)
+    with timing.own_stream(device):
+        out = source * source
+        replay = timing.recorded(
+            lambda: target.copy_(torch.autograd.grad(out, source, torch.ones_like(out), retain_graph=True)[0])
+        )
+        target.zero_()
+        replay()
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            timing.recorded(lambda: target.tolist())
+    assert target.tolist() == [0, 2, 4, 6]
+    torch.randn(3, device=device)  # nothing is left recording
+
+
+def test_the_readme_says_which_times_are_of_graphs(tmp_path: Path, gpu: None) -> None:
+    rows = tuple(
+        run.Row("activation", "w", "forward", name, run.OK, 100, 2.0, 1.0, 1e-3, recorded=name == run.OURS)
+        for name in (run.OURS, "Liger")
+    )
+    table = report.markdown(results.load(results.save(run.Result(CPU, 10.0, rows), "c", tmp_path)), "activation")
+    assert "| **2.0** | **2.0** (1.00×), no graph |" in table and "CUDA graphs, replayed" in table
 
 
 def test_workloads_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def _workloads() -> Iterator[Workload]:
             devices=("cuda",),
             operations=2 * tokens * heads * products,
             kept=True,
+            recorded=True,
         )
 
 

@@ -61,6 +61,7 @@ def _workload(batch: int, states: torch.dtype) -> Workload:
         peers=("fla_gated_delta_step",) if states == torch.float32 else (),
         directions=("forward",),
         devices=("cuda",),
+        recorded=True,
     )
 
 

@@ -88,6 +88,7 @@ def _workloads() -> Iterator[Workload]:
                 devices=("cuda",),
                 directions=(direction,),
                 compile=False,
+                recorded=True,
             )
 
 
