@@ -9,6 +9,7 @@ from adjoint.core.errors import check, report, status_word
 from adjoint.core.kernels import compile_together
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
+from adjoint.core.streams import side_by_side
 from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import rule_launch as launch
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
@@ -120,7 +121,8 @@ def run(
     queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
     between = saved if save else held.tensor(workspace, "saved") if shape.is_split else None
     final = final_state if output_final_state else None
-    if fused:
+
+    def in_gluon() -> None:
         from adjoint.ops.gated_delta import rule_hopper
 
         launch.prepare_and_scores(launches, memory, queries, keys, scale)
@@ -130,7 +132,8 @@ def run(
         rule_hopper.forward(
             launches, memory, queries, keys, values, scale, initial_state, between, final, out, shape.is_split
         )  # fmt: skip
-    else:
+
+    def in_triton() -> None:
         launch.prepare(launches, memory, keys)
         if shape.is_split:
             launch.transitions(launches, memory, keys, values)
@@ -139,10 +142,17 @@ def run(
             launches, memory, keys, values, initial_state, segmented=shape.is_split, saved=between, final_state=final
         )  # fmt: skip
         launch.output(launches, memory, queries, keys, scale, out)
-    if cu_seqlens is not None:
-        launch.clear(launches, memory, out)
-    if save:
-        launch.clear_saved(launches, memory, saved)
+
+    def clear() -> None:
+        if cu_seqlens is not None:
+            launch.clear(launches, memory, out)
+        if save:
+            launch.clear_saved(launches, memory, saved)
+
+    # What no sequence has is written by none of the others.
+    side_by_side(
+        plan.problem.device, in_gluon if fused else in_triton, clear, shape.is_large and cu_seqlens is not None
+    )  # fmt: skip
 
 
 def _leave(device: torch.device, outputs: tuple[Tensor, ...], initial_state: Tensor | None) -> None:

@@ -327,7 +327,8 @@ def rule_walk(
 def rule_compose(
     transitions, begins, segment_firsts, initial_state, saved, heads,
     K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr, INITIAL: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+    V_BLOCK: tl.constexpr, INITIAL: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state at the start of every segment but the first: S ← M S + B, in float32.
 
@@ -357,7 +358,7 @@ def rule_compose(
     saved += ((begin // SEGMENT).to(tl.int64) * heads + head) * size
     M_offset = k_column[:, None] * K + k_column[None, :]
     B_offset = (K + v_row)[:, None] * K + k_column[None, :]
-    for _ in range(tl.cdiv(count, SEGMENT) - 1):
+    for _ in tl.range(0, tl.cdiv(count, SEGMENT) - 1, num_stages=STAGES):
         M = tl.load(transitions + M_offset, in_keys[:, None] & in_keys[None, :], other=0.0)
         B = tl.load(transitions + B_offset, _fits(v_row, V, V_BLOCK)[:, None] & in_keys[None, :], other=0.0)
         S = tl.dot(S, M, B, input_precision=PRECISION)
@@ -464,6 +465,6 @@ KERNELS = (
     kernels.register(rule_prepare, budget=_SMALL, targets=kernels.NVIDIA),
     kernels.register(rule_scores, budget=_SMALL, targets=kernels.NVIDIA),
     kernels.register(rule_walk, budget=replace(_LARGE, spilled_elsewhere=64), targets=kernels.NVIDIA),
-    kernels.register(rule_compose, budget=_SMALL, targets=kernels.NVIDIA),
+    kernels.register(rule_compose, budget=_LARGE, targets=kernels.NVIDIA),
     kernels.register(rule_output, budget=_LARGE, targets=kernels.NVIDIA),
 )

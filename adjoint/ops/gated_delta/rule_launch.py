@@ -151,7 +151,8 @@ def variant(key: tuple[Any, ...], shape: Shape, tuned: Tuning) -> Variant:
     walk = {"V_BLOCK": min(tuned.walk_block, power(shape.V)), "SEGMENT": SEGMENT, "BACK": 0, "WHOLE": 0}
     if name == "compose":
         narrow = {"V_BLOCK": 16, "SEGMENT": SEGMENT, "INITIAL": options[0], "PRECISION": "tf32x3"}
-        return describe("rule_compose", shape, sizes | narrow, 8, 1, frozenset(("transitions",)))
+        narrow |= {"STAGES": tuned.compose_stages}
+        return describe("rule_compose", shape, sizes | narrow, 8, tuned.compose_stages, frozenset(("transitions",)))
     if name in ("transition", "transition_alone"):
         nothing = dict.fromkeys(("INITIAL", "SAVE", "FINAL"), False)
         constants = sizes | walk | nothing | {"SEGMENTED": True, "TRANSITION": True}

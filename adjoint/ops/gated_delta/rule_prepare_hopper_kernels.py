@@ -137,48 +137,48 @@ def rule_prepare_hopper(
     # Everything is transposed: rows are the keys of a product, columns its queries.
     j = gl.arange(0, CHUNK, gl.SliceLayout(1, GRAM))
     i = gl.arange(0, CHUNK, gl.SliceLayout(0, GRAM))
-    decay_0 = _decay(gates, i, j)
-    decay_1 = _decay(gates + 5 * CHUNK, i, j)
+    # Registers and shared memory decide how many programs an SM has, so nothing is kept that can be had again: scores
+    # before A, one head after the other, every result to shared memory at once, where products read their operands.
     async_copy.wait_group(0)
     fence_async_shared()
-    gram = _started(keys.index(0), keys.index(0), GRAM)
+    seen = gl.zeros([CHUNK, CHUNK], gl.float32, GRAM)
     if SCORES:
-        seen = _started(keys.index(0), queries.index(0), GRAM)
-        gram, seen = warpgroup_mma_wait(0, deps=[gram, seen])
-        seen = seen * scale
-        here = i[None, :] >= j[:, None]
-        score_0 = gl.where(here, seen * decay_0, 0.0).to(kind)
-    else:
-        gram = warpgroup_mma_wait(0, deps=[gram])
-    near_0, far_0 = _columns(gram, decay_0, gates, i, j)
-    if keyed == 2:
-        gram = _started(keys.index(1), keys.index(1), GRAM)
-        if SCORES:
-            seen = _started(keys.index(1), queries.index(1), GRAM)
-            gram, seen = warpgroup_mma_wait(0, deps=[gram, seen])
-            seen = seen * scale
-        else:
-            gram = warpgroup_mma_wait(0, deps=[gram])
-    near_1, far_1 = _columns(gram, decay_1, gates + 5 * CHUNK, i, j)
-    if SCORES:
-        scores = gl.allocate_shared_memory(kind, [2, CHUNK, CHUNK], TILE)
-        scores.index(0).permute((1, 0)).store(score_0)
-        scores.index(1).permute((1, 0)).store(gl.where(here, seen * decay_1, 0.0).to(kind))
-    # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
-    near = gl.permute(gl.join(near_0, near_1), (1, 3, 0, 2)).reshape([HALF, 4, HALF])
-    on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
-    on_diagonal.store(near)
-    far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
-    far.index(0).store(far_0)
-    far.index(1).store(far_1)
-
-    if SCORES:
+        scores = keys
+        for which in gl.static_range(2):
+            if which < keyed:
+                seen = _started(keys.index(which), queries.index(which), GRAM)
+            decay = _decay(gates + which * (5 * CHUNK), i, j)
+            if which < keyed:
+                seen = warpgroup_mma_wait(0, deps=[seen])
+            if which == 0:
+                scores = gl.allocate_shared_memory(kind, [2, CHUNK, CHUNK], TILE)
+            score = gl.where(i[None, :] >= j[:, None], (seen * scale) * decay, 0.0)
+            scores.index(which).permute((1, 0)).store(score.to(kind))
         row = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
         column = gl.arange(0, CHUNK, gl.SliceLayout(0, ROWS))
         offset = (row * CHUNK)[:, None] + column[None, :]
         gl.store(P + offset, scores.index(0).load(ROWS))
         gl.store(P + CHUNK * CHUNK + offset, scores.index(1).load(ROWS))
+    # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
+    gram = seen
+    on_diagonal = keys
+    between = keys
+    far = keys
+    for which in gl.static_range(2):
+        own = gates + which * (5 * CHUNK)
+        if which < keyed:
+            gram = _started(keys.index(which), keys.index(which), GRAM)
+        decay = _decay(own, i, j)
+        if which < keyed:
+            gram = warpgroup_mma_wait(0, deps=[gram])
+        if which == 0:
+            FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+            on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], FLAT)
+            between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
+            far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
+        near, beyond = _columns(gram, decay, own, i, j)
+        on_diagonal.slice(2 * which, 2, dim=1).store(gl.permute(near, (1, 0, 2)))
+        far.index(which).store(beyond)
 
     # The inverses of the blocks of size 32: [row, head and block, column]; a thread has a column.
     row = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]
@@ -198,10 +198,11 @@ def rule_prepare_hopper(
         factor = line.slice(16, 16).load(gl.SliceLayout(2, COLUMN))
         lower = gl.where(row + 16 > step, gl.fma(factor[:, :, None], pivot, lower), lower)
     # Their parts, by columns; then the product between them, −T₁ (A T₀).
-    highs = gl.allocate_shared_memory(gl.bfloat16, [4, HALF, HALF], PARTS_OF)
-    lows = gl.allocate_shared_memory(gl.bfloat16, [4, HALF, HALF], PARTS_OF)
-    high_columns = highs._reinterpret(gl.bfloat16, [4, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
-    low_columns = lows._reinterpret(gl.bfloat16, [4, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
+    # All first parts and all second ones, [part, head and block, column, row], where A was.
+    parts = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF)
+    columns = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
+    high_columns = columns.slice(0, 4, dim=1)
+    low_columns = columns.slice(4, 4, dim=1)
     high, low = _split(upper)
     high_columns.slice(0, 16).store(high)
     low_columns.slice(0, 16).store(low)
@@ -212,48 +213,45 @@ def rule_prepare_hopper(
     x_lows = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, HALF], TILE_32)
     for which in gl.static_range(2):
         A = _split(between.index(2 * which).permute((1, 0)).load(LEFT))
-        high = highs.index(2 * which).permute((1, 0))
-        low = lows.index(2 * which).permute((1, 0))
+        high = parts.index(2 * which).permute((1, 0))
+        low = parts.index(4 + 2 * which).permute((1, 0))
         high, low = _split(_product(A, (high.load(RIGHT), low.load(RIGHT)), MMA))
         x_highs.index(which).store(high)
         x_lows.index(which).store(low)
-    # T − I as it is stored: of each head and part the two blocks on the diagonal, and the one between them.
-    outs = gl.allocate_shared_memory(kind, [6 * PARTS, HALF, HALF], TILE_32)
+    # T − I as it is stored: of each head the two blocks on the diagonal and the one between them, of each part.
     row = gl.arange(0, HALF, gl.SliceLayout(1, MMA))
     column = gl.arange(0, HALF, gl.SliceLayout(0, MMA))
     is_one = row[:, None] == column[None, :]
-    for which in gl.static_range(2):
-        high = highs.index(2 * which + 1).permute((1, 0))
-        low = lows.index(2 * which + 1).permute((1, 0))
-        right = (x_highs.index(which).load(RIGHT), x_lows.index(which).load(RIGHT))
-        corner = _product((high.load(LEFT), low.load(LEFT)), right, MMA)
-        outs.index(3 * which + 2).store(corner.to(kind))
-        if PARTS == 2:
-            outs.index(3 * which + 8).store((corner - corner.to(kind).to(gl.float32)).to(kind))
-        for block in gl.static_range(2):
-            high = highs.index(2 * which + block).permute((1, 0)).load(MMA)
-            if kind == gl.bfloat16:
-                rounded = high
-                if PARTS == 2:
-                    rest = lows.index(2 * which + block).permute((1, 0)).load(MMA)
-                    outs.index(3 * which + block + 6).store(rest)
-            else:
-                low = lows.index(2 * which + block).permute((1, 0)).load(MMA)
-                whole = high.to(gl.float32) + low.to(gl.float32)
-                rounded = whole.to(kind)
-                if PARTS == 2:
-                    outs.index(3 * which + block + 6).store((whole - rounded.to(gl.float32)).to(kind))
-            outs.index(3 * which + block).store(gl.where(is_one, gl.zeros_like(rounded), rounded))
-
     row = gl.arange(0, HALF, gl.SliceLayout(1, OUT))
     column = gl.arange(0, HALF, gl.SliceLayout(0, OUT))
     offset = (row * CHUNK)[:, None] + column[None, :]
     for which in gl.static_range(2):
+        outs = gl.allocate_shared_memory(kind, [3 * PARTS, HALF, HALF], TILE_32)
+        high = parts.index(2 * which + 1).permute((1, 0))
+        low = parts.index(4 + 2 * which + 1).permute((1, 0))
+        right = (x_highs.index(which).load(RIGHT), x_lows.index(which).load(RIGHT))
+        corner = _product((high.load(LEFT), low.load(LEFT)), right, MMA)
+        outs.index(2).store(corner.to(kind))
+        if PARTS == 2:
+            outs.index(5).store((corner - corner.to(kind).to(gl.float32)).to(kind))
+        for block in gl.static_range(2):
+            high = parts.index(2 * which + block).permute((1, 0)).load(MMA)
+            if kind == gl.bfloat16:
+                rounded = high
+                if PARTS == 2:
+                    outs.index(3 + block).store(parts.index(4 + 2 * which + block).permute((1, 0)).load(MMA))
+            else:
+                low = parts.index(4 + 2 * which + block).permute((1, 0)).load(MMA)
+                whole = high.to(gl.float32) + low.to(gl.float32)
+                rounded = whole.to(kind)
+                if PARTS == 2:
+                    outs.index(3 + block).store((whole - rounded.to(gl.float32)).to(kind))
+            outs.index(block).store(gl.where(is_one, gl.zeros_like(rounded), rounded))
         for part in gl.static_range(PARTS):
             out = T + (which * PARTS + part) * (CHUNK * CHUNK) + offset
-            gl.store(out, outs.index(6 * part + 3 * which).load(OUT))
-            gl.store(out + (HALF * CHUNK + HALF), outs.index(6 * part + 3 * which + 1).load(OUT))
-            gl.store(out + HALF * CHUNK, outs.index(6 * part + 3 * which + 2).load(OUT))
+            gl.store(out, outs.index(3 * part).load(OUT))
+            gl.store(out + (HALF * CHUNK + HALF), outs.index(3 * part + 1).load(OUT))
+            gl.store(out + HALF * CHUNK, outs.index(3 * part + 2).load(OUT))
             gl.store(out + HALF, gl.zeros([HALF, HALF], kind, OUT))
 
 

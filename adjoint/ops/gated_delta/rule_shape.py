@@ -131,6 +131,7 @@ class Tuning(NamedTuple):
     output_block: int = 64
     output_warps: int = 4
     output_stages: int = 1
+    compose_stages: int = 3
     parts: int = 1
 
 
@@ -139,12 +140,15 @@ def tuning(shape: Shape, from_shared: bool = True) -> Tuning:
 
     Args:
         from_shared: whether products take operands from shared memory, as on Hopper and Blackwell's data-centre GPUs;
-            elsewhere they take registers, and outputs are cut smaller.
+            elsewhere they take registers, outputs are cut smaller, and there may be no room for two of M.
     """
     if shape.is_wide:
-        return Tuning(8, 16, 8 if shape.K > 128 else 4, 1, 32, 8, 1)
-    tuned = Tuning(4, 32, 8, 1) if shape.K > 128 else Tuning()
-    return tuned if from_shared else tuned._replace(output_block=32, output_warps=8)
+        tuned = Tuning(8, 16, 8 if shape.K > 128 else 4, 1, 32, 8, 1)
+    else:
+        tuned = Tuning(4, 32, 8, 1) if shape.K > 128 else Tuning()
+        if not from_shared:
+            tuned = tuned._replace(output_block=32, output_warps=8)
+    return tuned if from_shared else tuned._replace(compose_stages=1)
 
 
 # ------------------------------------------------------------------------------------------------ memory
