@@ -68,6 +68,7 @@ MODULES = {
         "adjoint.ops.gated_delta.rule_table_kernels",
         "adjoint.ops.gated_delta.rule_kernels",
         "adjoint.ops.gated_delta.rule_backward_kernels",
+        "adjoint.ops.gated_delta.rule_gradients_kernels",
         "adjoint.ops.gated_delta.rule_closing_kernels",
         "adjoint.ops.gated_delta.rule_compose_back_kernels",
         "adjoint.ops.gated_delta.step_kernels",
@@ -367,7 +368,8 @@ def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
     if ".step_" in mutant.module:
         step_calls.shrink()
         return step_calls.noticed()
-    if mutant.module.endswith(("rule_backward_kernels", "rule_closing_kernels", "rule_compose_back_kernels")):
+    way_back = ("rule_backward_kernels", "rule_gradients_kernels", "rule_closing_kernels", "rule_compose_back_kernels")
+    if mutant.module.endswith(way_back):
         return rule_backward_calls.noticed()
     return rule_calls.noticed() or (mutant.function == "rule_walk" and rule_backward_calls.noticed())
 

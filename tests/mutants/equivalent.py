@@ -295,7 +295,7 @@ EQUIVALENT = {
         "a program with nothing to clear ends early or clears nothing"
     ),
     (
-        "_products",
+        "products",
         "left.dtype.element_ty == tl.float32 -> left.dtype.element_ty != tl.float32",
     ): "a loop, rolled or not",
     ("_passing", "kind == tl.float32 -> kind != tl.float32"): "sums along rows by a scan or by a product",

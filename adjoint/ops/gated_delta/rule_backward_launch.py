@@ -16,6 +16,7 @@ from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.ops.gated_delta import rule_backward_kernels as _kernels  # noqa: F401  (registers them)
 from adjoint.ops.gated_delta import rule_closing_kernels as _closing_kernels  # noqa: F401
 from adjoint.ops.gated_delta import rule_compose_back_kernels as _compose_back_kernels  # noqa: F401
+from adjoint.ops.gated_delta import rule_gradients_kernels as _gradients_kernels  # noqa: F401
 from adjoint.ops.gated_delta import rule_launch, rule_shape
 from adjoint.ops.gated_delta.eager import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_V
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
