@@ -179,7 +179,15 @@ EQUIVALENT = {
             ("rule_walk_back", "k_column < K -> k_column <= K (1)"),
         )
     },
-    ("rule_walk", "tl.full([1, CHUNK], 1, tl.int1) -> tl.full([1, CHUNK], 2, tl.int1)"): "true, as any number but 0",
+    **{
+        (kernel, "tl.full([1, CHUNK], 1, tl.int1) -> tl.full([1, CHUNK], 2, tl.int1)"): "true, as any number but 0"
+        for kernel in ("rule_walk", "rule_output")
+    },
+    (
+        "rule_prepare",
+        "tl.static_range(1, 4) -> tl.static_range(1, 5)",
+    ): "nothing lies between blocks of 16 in one of 16",
+    ("rule_output", "K_STEP == K_BLOCK -> K_STEP != K_BLOCK (1)"): "one product, or a loop of steps, to one sum",
     **{
         (kernel, change): "what a row stores past its end is another's, which the interpreter stores later"
         for kernel, change in (
@@ -224,7 +232,8 @@ EQUIVALENT = {
         "a row past the last gives a column past the last, which meets zeros of M and is not stored"
     ),
     **{
-        ("rule_compose_back", f"0.0 -> 1.0 ({load})"): "columns past the last meet zeros of M, and are not stored"
+        (kernel, f"0.0 -> 1.0 ({load})"): "columns past the last meet zeros of M, and are not stored"
+        for kernel in ("rule_compose", "rule_compose_back")
         for load in (1, 3)
     },
     ("rule_compose", "V + V_BLOCK - 1 -> V + V_BLOCK - 2"): (

@@ -90,12 +90,12 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((2, 128, 2, 2, 40, 16), options={"state": False})
     yield Sequences((1, 70, 1, 3, 40, 40), torch.bfloat16)
     yield Sequences((1, 70, 1, 1, 12, 5), normalize=True)
-    yield Sequences((1, 270, 1, 2, 20, 24), options={"cu_seqlens": (0, 0, 10, 270), "decay": 0.05})
+    yield Sequences((1, 270, 1, 2, 36, 24), options={"cu_seqlens": (0, 0, 10, 270), "decay": 0.05})
     yield Sequences((2, 260, 1, 2, 16, 16), options={"state": False, "decay": 0.05})
     # The second place of saved states is nobody's: the second sequence, which begins in the first, ends before it.
     yield Sequences((1, 300, 1, 1, 16, 16), options={"cu_seqlens": (0, 100, 300), "decay": 0.05})
     yield Sequences((1, 70, 1, 1, 16, 16), falls=True, options={"decay": 0.05})
-    yield Sequences((1, 20, 1, 1, 16, 16), options={"decay": None})
+    yield Sequences((1, 20, 1, 1, 64, 16), options={"decay": None})
 
 
 class Chunks:
