@@ -211,6 +211,14 @@ EQUIVALENT = {
         "dstarts + ((after - 1) * heads + head) * (V * K) - later",
     ): "plus or minus 0",
     ("rule_walk_back", "V % V_BLOCK -> V // V_BLOCK"): "masks for what is there always",
+    **{
+        (tile, change): "masks for what is there always, and where they are missing what is read meets zeros"
+        for tile, change in (
+            ("_tile", "ROWS % ROW_BLOCK -> ROWS // ROW_BLOCK"),
+            ("_tile", "COLUMNS % COLUMN_BLOCK -> COLUMNS // COLUMN_BLOCK"),
+            ("_turned_tile", "ROWS % ROW_BLOCK -> ROWS // ROW_BLOCK"),
+        )
+    },
     ("rule_walk_back", "kind != tl.float32 -> kind == tl.float32 (1)"): (
         "the second part of dS is 0 in float32, and in 16 bits less than other roundings but in long sequences"
     ),
