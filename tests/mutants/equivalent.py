@@ -183,6 +183,7 @@ EQUIVALENT = {
         (kernel, "tl.full([1, CHUNK], 1, tl.int1) -> tl.full([1, CHUNK], 2, tl.int1)"): "true, as any number but 0"
         for kernel in ("rule_walk", "rule_output")
     },
+    ("_fits", "tl.full(index.shape, 1, tl.int1) -> tl.full(index.shape, 2, tl.int1)"): "true, as any number but 0",
     (
         "rule_prepare",
         "tl.static_range(1, 4) -> tl.static_range(1, 5)",
