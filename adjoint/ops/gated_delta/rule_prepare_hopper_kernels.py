@@ -97,6 +97,7 @@ def rule_prepare_hopper(
     PARTS_OF_ALL: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     SWIZZLED_ALL: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     COLUMN: gl.constexpr = gl.BlockedLayout([16, 1, 1], [1, 1, 32], [1, 4, 1], [0, 2, 1])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -138,12 +139,11 @@ def rule_prepare_hopper(
     j = gl.arange(0, CHUNK, gl.SliceLayout(1, GRAM))
     i = gl.arange(0, CHUNK, gl.SliceLayout(0, GRAM))
     # Registers and shared memory decide how many programs an SM has, so nothing is kept that can be had again: scores
-    # before A, one head after the other, every result to shared memory at once, where products read their operands.
+    # before A, one head after the other, every result to shared memory at once. That is allocated when a product has
+    # read its operands, and so has their place.
     async_copy.wait_group(0)
     fence_async_shared()
-    seen = gl.zeros([CHUNK, CHUNK], gl.float32, GRAM)
     if SCORES:
-        scores = keys
         for which in gl.static_range(2):
             if which < keyed:
                 seen = _started(keys.index(which), queries.index(which), GRAM)
@@ -160,10 +160,6 @@ def rule_prepare_hopper(
         gl.store(P + offset, scores.index(0).load(ROWS))
         gl.store(P + CHUNK * CHUNK + offset, scores.index(1).load(ROWS))
     # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
-    gram = seen
-    on_diagonal = keys
-    between = keys
-    far = keys
     for which in gl.static_range(2):
         own = gates + which * (5 * CHUNK)
         if which < keyed:
@@ -172,7 +168,6 @@ def rule_prepare_hopper(
         if which < keyed:
             gram = warpgroup_mma_wait(0, deps=[gram])
         if which == 0:
-            FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
             on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], FLAT)
             between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
             far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
@@ -197,8 +192,7 @@ def rule_prepare_hopper(
             pivot = _line(lower, row, step - 16)
         factor = line.slice(16, 16).load(gl.SliceLayout(2, COLUMN))
         lower = gl.where(row + 16 > step, gl.fma(factor[:, :, None], pivot, lower), lower)
-    # Their parts, by columns; then the product between them, −T₁ (A T₀).
-    # All first parts and all second ones, [part, head and block, column, row], where A was.
+    # Their parts, by columns, [part, head and block, column, row], where A was; then the product between them, −T₁ (A T₀).
     parts = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF)
     columns = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
     high_columns = columns.slice(0, 4, dim=1)
