@@ -70,6 +70,7 @@ def builds(target: str) -> Iterator[tuple[str, Variant]]:
 
 def _for_hopper() -> Iterator[tuple[str, Variant]]:
     """The kernels in Gluon: what comes before the walk back, both walks, and all gradients."""
+    from adjoint.ops.gated_delta import rule_launch
     from adjoint.ops.gated_delta.rule_backward_launch import forward_tuning, tuning, variant
     from adjoint.ops.gated_delta.rule_hopper import natural
     from adjoint.ops.gated_delta.rule_shape import Shape
@@ -78,6 +79,10 @@ def _for_hopper() -> Iterator[tuple[str, Variant]]:
     for dtype, key_heads, K, V, normalize in _HOPPER:
         shape = Shape(dtype, torch.float32, torch.float32, None, 1, 32768, 1, key_heads, 32, K, V)
         strides = natural(shape)
+        inverses = rule_launch.variant(("prepare_hopper", False), shape, forward_tuning(shape))
+        if inverses not in listed:
+            listed.add(inverses)
+            yield f"backward prepare_hopper {dtype} {K} {key_heads}", inverses
         walks: list[tuple[Any, ...]] = [("walk_back_hopper", strides, given, given) for given in (False, True)]
         walks += [("walk_hopper", strides[2:], given) for given in (False, True)]
         for key in (("turn_hopper", strides), *walks, ("gradients_hopper", natural(shape, 2), normalize)):

@@ -192,7 +192,7 @@ def rule_prepare_hopper(
             pivot = _line(lower, row, step - 16)
         factor = line.slice(16, 16).load(gl.SliceLayout(2, COLUMN))
         lower = gl.where(row + 16 > step, gl.fma(factor[:, :, None], pivot, lower), lower)
-    # Their parts, by columns, [part, head and block, column, row], where A was; then the product between them, −T₁ (A T₀).
+    # Their parts by columns, [part, head and block, column, row], where A was; the product between them is −T₁ (A T₀).
     parts = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF)
     columns = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
     high_columns = columns.slice(0, 4, dim=1)
