@@ -313,6 +313,7 @@ class _Entry:
                 self.row = replace(self.row, note=f"no graph: {first_line(error)}")
             else:
                 self.row = replace(self.row, recorded=True)
+                poison(contender)  # what is checked after the timing must be of the replays
                 return replay
         return run
 

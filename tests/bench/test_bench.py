@@ -232,6 +232,25 @@ def test_gpu_times_are_medians_of_do_bench_with_inputs_restored_and_the_host_ahe
     assert done == ["run", *measured, "idle", "run"]
 
 
+def on_a_pretended_gpu(
+    monkeypatch: pytest.MonkeyPatch, record: Callable[..., Any], check: Callable[..., checking.Verdict]
+) -> Callable[..., run.Row]:
+    """What times a contender of a recorded workload, three times, each of one millisecond."""
+    monkeypatch.setattr(run, "recorded", record)
+    monkeypatch.setattr(run, "synchronize", lambda device: None)
+    monkeypatch.setattr(run, "time_on", lambda device, function, restore: function() or 1.0)
+    monkeypatch.setattr(run, "check", check)
+
+    def timed(contender: Contender, device: str = "cuda") -> run.Row:
+        workload = SimpleNamespace(recorded=True, kept=False)
+        task = SimpleNamespace(workload=workload, device=torch.device(device), direction="")
+        blank = run.Row("f", "w", "forward", "", run.OK, 1)
+        (row,) = run._with_ratios([run._Entry(blank, cast(Any, task), lambda task: contender)], 3)
+        return row
+
+    return timed
+
+
 def test_a_recorded_workload_is_timed_by_replays_and_one_that_waits_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
@@ -242,23 +261,35 @@ def test_a_recorded_workload_is_timed_by_replays_and_one_that_waits_by_calls(mon
         done.append("recorded")
         return lambda: done.append("replayed")
 
-    workload = SimpleNamespace(recorded=True, kept=False)
-    task = SimpleNamespace(workload=workload, device=torch.device("cuda"), direction="")
     contender = Contender(lambda: (torch.ones(1),))
-    monkeypatch.setattr(run, "recorded", record)
-    monkeypatch.setattr(run, "synchronize", lambda device: None)
-    monkeypatch.setattr(run, "time_on", lambda device, function, restore: function() or 1.0)
-    monkeypatch.setattr(run, "check", lambda *arguments: checking.Verdict(error=0.0))
-    blank = run.Row("f", "w", "forward", "", run.OK, 1)
-    first, second = (run._with_ratios([run._Entry(blank, cast(Any, task), lambda task: contender)], 3)[0] for _ in "ab")
+    timed = on_a_pretended_gpu(monkeypatch, record, lambda *arguments: checking.Verdict(error=0.0))
+    first, second = timed(contender), timed(contender)
     assert first.recorded and not first.note and first.microseconds == 1000
     assert done == ["recorded", *["replayed"] * 3]
     assert not second.recorded and second.note == "no graph: RuntimeError: called a synchronizing operation"
     assert second.status == run.OK and second.microseconds == 1000
     table = "".join(tables._cells(second, 1.0))
     assert "no graph" in table
-    task.device = CPU
-    assert not run._with_ratios([run._Entry(blank, cast(Any, task), lambda task: contender)], 1)[0].recorded
+    assert not timed(contender, "cpu").recorded
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_graph_that_leaves_out_what_a_call_does_has_no_time(monkeypatch: pytest.MonkeyPatch, replays: bool) -> None:
+    memory = torch.zeros(2)
+
+    def call() -> tuple[Tensor, ...]:
+        return (memory.fill_(3),)
+
+    def found(task: Any, outputs: tuple[Tensor, ...], guarantee: Any) -> checking.Verdict:
+        return checking.Verdict(error=0.0, failure="" if bool((outputs[0] == 3).all()) else "nothing was written")
+
+    def record(function: Any) -> Any:
+        function()
+        return function if replays else lambda: None
+
+    row = on_a_pretended_gpu(monkeypatch, record, found)(Contender(call, outputs=(memory,)))
+    assert (row.status, row.note) == ((run.OK, "") if replays else (run.FAILED, "nothing was written"))
+    assert (row.microseconds is not None) == replays
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
