@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Rebatch, Subject, Workload
+from adjoint.contract.cases import Answers, Case, Inputs, Rebatch, Subject, Workload
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.op import define
 from adjoint.core.plan import Call, Candidate, Plan, publish

@@ -10,22 +10,21 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 
 from adjoint.core import kernels
 from adjoint.core.kernels import TARGETS, TUNED, Variant
-from adjoint.ops import FAMILIES
+from adjoint.ops import builds
 
-SCRIPT = Path(__file__).with_name("build_family.py")
+SCRIPT = Path(__file__).with_name("build_kernels.py")
 SHARDS = 4
 AMD_REGISTERS = 256
 """Vector registers a thread of four resident waves may have; NVIDIA's are in each kernel's budget."""
 
 
-def _build(families: str, target: str, part: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _build(target: str, part: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The builds of one shard, in a process that compiles even where this one interprets."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), families, target, part]
+    command = [sys.executable, str(SCRIPT), target, part]
     return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, timeout=600)
 
 
@@ -49,10 +48,10 @@ def test_builds_are_inside_their_budget(target: str, shard: int, everything: boo
     """A shard has some kernels of every family: a process of its own for each family would mostly import torch."""
     if target != "sm_90" and not everything:
         pytest.skip("sm_90 alone, unless --all")
-    built = _build(",".join(FAMILIES), target, f"{shard}/{SHARDS}")
+    built = _build(target, f"{shard}/{SHARDS}")
     assert built.returncode == 0, "\n".join(built.stderr.splitlines()[-15:])
     reports = [json.loads(line) for line in built.stdout.splitlines()]
-    every = [name for f in FAMILIES for name, _ in import_module(f"adjoint.ops.{f}.cases").builds(target)]
+    every = [name for name, _ in builds(target)]
     assert [report["name"] for report in reports] == every[shard - 1 :: SHARDS]
     wrong = [line for report in reports for line in _over_budget(report, target)]
     assert not wrong, "\n".join(wrong)
@@ -60,13 +59,10 @@ def test_builds_are_inside_their_budget(target: str, shard: int, everything: boo
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_is_built(target: str) -> None:
-    """Those of every family, and those of the core that families share."""
-    built = set()
-    for family in FAMILIES:
-        listed = list(import_module(f"adjoint.ops.{family}.cases").builds(target))
-        built |= {variant.kernel for _, variant in listed}
-        assert len({name for name, _ in listed}) == len(listed), "two builds of one name"
-        assert len({variant for _, variant in listed}) == len(listed), "a build listed twice"
+    """Those of every op, and those that ops share."""
+    listed = list(builds(target))
+    built = {variant.kernel for _, variant in listed}
+    assert len({variant for _, variant in listed}) == len(listed), "a build listed twice"
     known = [k for k in kernels.registered().values() if k.function.__module__.startswith("adjoint.")]
     assert built == {kernel.name for kernel in known if target in kernel.targets}
 
@@ -93,10 +89,10 @@ def test_spills_are_in_the_budget_where_kernels_are_not_tuned() -> None:
 
 
 def test_a_failed_build_is_noticed() -> None:
-    unknown = _build("activation", "sm_1", "1/1000")
+    unknown = _build("sm_1", "1/1000")
     assert unknown.returncode != 0
     assert "unknown target 'sm_1'" in unknown.stderr
-    interpreted = _build("activation", "sm_90", "1/1000", TRITON_INTERPRET="1")
+    interpreted = _build("sm_90", "1/1000", TRITON_INTERPRET="1")
     assert interpreted.returncode != 0
 
 
@@ -105,14 +101,26 @@ def test_a_failed_build_is_noticed() -> None:
 compiles = pytest.mark.skipif(kernels.interpreting(), reason="the ordinary process compiles")
 
 
+def _rows_variants() -> dict[tuple[str, bool, str, bool], Variant]:
+    """The bfloat16 variants of the rows kernels: by kernel, whether there is an up, the kind of rows and alignment."""
+    listed = {}
+    for _, variant in builds("sm_90"):
+        if variant.kernel.endswith("_rows") and variant.kernel.startswith("silu") and variant.types[0][1] == "*bf16":
+            constants = dict(variant.constants)
+            rows = "one row" if constants["ONE_ROW"] else "long rows" if variant.num_warps == 8 else "short rows"
+            listed[variant.kernel, constants["HAS_UP"], rows, bool(variant.aligned)] = variant
+    return listed
+
+
+_ROWS = _rows_variants()
+
+
 def _ptx(kernel: str, has_up: bool, key: tuple[str, bool]) -> tuple[Variant, str]:
     """The bfloat16 kernel with NVIDIA's own instructions, as assembly for sm_90."""
     from triton.backends.compiler import GPUTarget
 
-    from adjoint.ops.activation.kernels import variants
-    from adjoint.ops.activation.plans import default_schedule
-
-    variant = variants(kernel, torch.bfloat16, has_up, True, default_schedule(kernel))[key]
+    rows, aligned = key
+    variant = _ROWS[kernel, has_up, rows, aligned]
     return variant, variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
 
 

@@ -65,4 +65,4 @@ def test_jobs_name_unknown_ops() -> None:
 
 
 def test_a_mode_can_be_named() -> None:
-    assert {job.op for job in jobs(["swiglu[gate_up]"])} == {"swiglu[gate_up]", "activation"}
+    assert {job.op for job in jobs(["swiglu[gate_up]"])} == {"swiglu[gate_up]", "activation.swiglu"}

@@ -9,7 +9,7 @@ import ast
 import faulthandler
 import linecache
 import os
-import pkgutil
+import re
 import signal
 import sys
 from collections import defaultdict
@@ -26,9 +26,10 @@ import pytest
 import torch
 
 import adjoint.core.plan
+from adjoint import ops
+from adjoint.contract.cases import Case, Subject
+from adjoint.contract.inputs import each
 from adjoint.core import kernels
-from adjoint.core.cases import Case, Subject
-from adjoint.core.inputs import each
 from adjoint.core.preference import Preference
 from adjoint.ops import FAMILIES
 from adjoint.verify import bits, numerics
@@ -54,7 +55,7 @@ MODULES = {
     "embedding": (
         "adjoint.ops.embedding.kernels",
         "adjoint.ops.embedding.bag_kernels",
-        "adjoint.core.grouping_kernels",
+        "adjoint.device.grouping_kernels",
     ),
     "indexing": ("adjoint.ops.indexing.kernels", "adjoint.ops.indexing.sorting_kernels"),
     "moe": (
@@ -167,13 +168,16 @@ def _found(module: str) -> Iterator[Mutant]:
             for node in ast.walk(part)
         }  # inline assembly: no interpreter runs it; the builds check its text
         parents = {child: parent for parent in ast.walk(function) for child in ast.iter_child_nodes(parent)}
+        decorators = {id(node) for decorator in function.decorator_list for node in ast.walk(decorator)}
         for statement in ast.walk(function):
+            if id(statement) in decorators:
+                continue
             for field, value in ast.iter_fields(statement):
                 children = value if isinstance(value, list) else [value]
                 for index, child in enumerate(children):
                     if not isinstance(child, ast.AST) or isinstance(child, ast.FunctionDef):
                         continue
-                    if id(child) in native:
+                    if id(child) in native or id(child) in decorators:
                         continue
                     for changed in _mutations(child):
                         place = _named(statement, child, parents)
@@ -224,7 +228,8 @@ def _load(name: str, source: str) -> None:
 
 def _activation_noticed(mutant: Mutant, device: torch.device) -> bool:
     """Whether any check fails; those most likely to fail run first, so that mutants die soon."""
-    preference, subjects = Preference(backend="triton"), import_module("adjoint.ops.activation.cases").SUBJECTS
+    preference = Preference(backend="triton")
+    subjects = [subject for module in ops.cases("activation") for subject in module.SUBJECTS]
 
     def failed(check: Callable[[], list[Row]]) -> bool:
         try:
@@ -442,7 +447,8 @@ def _parameters() -> list[object]:
     listed = []
     for family in FAMILIES if kernels.interpreting() else ():
         for module in MODULES[family]:
-            entry_points = {kernel.name for kernel in import_module(module).KERNELS}
+            loaded = import_module(module)
+            entry_points = {k.name for k in kernels.registered().values() if k.function.__module__ == loaded.__name__}
             found = mutants(module)
             for index, mutant in enumerate(found):  # counted with the equivalent ones, which come and go
                 if equivalent(mutant):
@@ -502,14 +508,13 @@ def test_the_kernels_themselves_are_not_noticed(
 
 def test_every_module_with_kernels_has_mutants() -> None:
     listed = {module for modules in MODULES.values() for module in modules}
-    packages = [adjoint.core, *(import_module(f"adjoint.ops.{family}") for family in FAMILIES)]
-    found = {
-        f"{package.__name__}.{module.name}"
-        for package in packages
-        for module in pkgutil.iter_modules(package.__path__)
-        if module.name.endswith("kernels")
-    } - {"adjoint.core.kernels", *IN_GLUON}
-    assert found == listed and set(MODULES) == set(FAMILIES)
+    root = Path(str(adjoint.__file__)).parent
+    with_kernels = {
+        ".".join(("adjoint", *file.relative_to(root).with_suffix("").parts))
+        for file in root.rglob("*.py")
+        if re.search(r"^@triton\.jit", file.read_text(encoding="utf-8"), re.MULTILINE)
+    } - {"adjoint.device.faults"}
+    assert with_kernels == listed and set(MODULES) == set(FAMILIES)
 
 
 def test_mutants_are_found() -> None:

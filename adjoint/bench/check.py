@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from adjoint.bench.contenders import Contender, Task
+from adjoint.contract.inputs import widened
+from adjoint.contract.poison import poison as fill_with_poison
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
-from adjoint.core.inputs import widened
-from adjoint.core.poison import poison as fill_with_poison
 
 OTHERS_LIMIT = 2e-2
 """The largest ‖output − exact‖ / ‖exact‖ of a contender that promises nothing and counts as accurate."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import bound
-from adjoint.core.cases import Workload
+from adjoint.contract import directions
+from adjoint.contract.cases import Workload
+from adjoint.contract.inputs import Inputs, differentiable, leaves
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.inputs import Inputs, differentiable, leaves
 from adjoint.core.plan import plan
 from adjoint.core.preference import resolve
 
@@ -106,12 +106,12 @@ def ours(task: Task) -> Contender:
         promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
         return replace(through_autograd(subject, task), guarantee=promised)
     call = subject.bind(task.inputs)
-    timed = bound.forward(call, text)
+    timed = directions.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
     if task.direction == BACKWARD:
         if call.adjoint is None:
             raise Unsupported(f"{subject.name} has no adjoint")
-        timed = bound.backward(call, task.upstream, timed.run(), text)
+        timed = directions.backward(call, task.upstream, timed.run(), text)
         names = subject.gradients(task.inputs)
     chosen = timed.plan.prepare()
     workspace = timed.workspace()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adjoint.bench.contenders import FORWARD, STEP, Contender, NotInstalled, Task, as_tuple
-from adjoint.core.inputs import differentiable, leaves
+from adjoint.contract.inputs import differentiable, leaves
 
 
 def fla_step(task: Task) -> Contender:

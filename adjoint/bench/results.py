@@ -13,7 +13,7 @@ from typing import Any
 
 from adjoint.bench import environment
 from adjoint.bench.run import LEFT_OUT, Result, Row
-from adjoint.core.cases import Workload
+from adjoint.contract.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
 

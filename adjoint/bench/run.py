@@ -4,7 +4,6 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -26,10 +25,10 @@ from adjoint.bench.contenders import (
 )
 from adjoint.bench.peers import PEERS
 from adjoint.bench.timing import Action, copy_ceiling, matrix_ceiling, own_stream, recorded, time_on
-from adjoint.core.cases import Workload
+from adjoint.contract.cases import Workload
+from adjoint.contract.inputs import Inputs
 from adjoint.core.errors import ArgumentError
-from adjoint.core.inputs import Inputs
-from adjoint.ops import FAMILIES
+from adjoint.ops import FAMILIES, cases
 
 OURS, EAGER, COMPILED, DETERMINISTIC = "adjoint", "torch eager", "torch.compile", "torch deterministic"
 
@@ -117,9 +116,7 @@ class Result:
 
 def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
     """Each workload of the named ops, or of all, with its family; of `rows` those whose name has one of the texts."""
-    every = [
-        (family, workload) for family in FAMILIES for workload in import_module(f"adjoint.ops.{family}.cases").WORKLOADS
-    ]
+    every = [(family, workload) for family in FAMILIES for module in cases(family) for workload in module.WORKLOADS]
     known = {name for _, workload in every for name in _names(workload)}
     unknown = sorted(set(ops) - known)
     if unknown:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from adjoint.bench.overhead import TARGET, Overhead
 from adjoint.bench.run import ABSENT, FAILED, INACCURATE, LEFT_OUT, OURS, TIMED, Result, Row
-from adjoint.core.cases import Workload
+from adjoint.contract.cases import Workload
 from adjoint.core.problem import short
 
 

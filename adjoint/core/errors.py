@@ -11,7 +11,7 @@ whatever order programs run:
     word[row, 0] = min(word[row, 0], position << 32 | low half of the value)
     word[row, 1] = min(word[row, 1], position << 32 | high half of the value)
 
-The device-side half is `adjoint.core.faults.record`.
+The device-side half is `adjoint.device.faults.record`.
 """
 
 import threading

@@ -1,16 +1,16 @@
-"""The registry of Triton kernels: what is compiled, for which target, and how often it was launched.
+"""Triton kernels with typed parameters: what is compiled, for which target, and how often it was launched.
 
-Kernels are compiled from explicit signatures instead of through Triton's call-time specialisation:
-a kernel's argument types, its constants and the arguments promised to be multiples of 16 are all
-stated by its family, so that what is compiled never depends on a batch's sizes or addresses by
-accident, the same description builds ahead of time for a GPU that is not there, and a launch costs
-no signature matching.
+    @kernel(budget=Budget(registers=32), schedule=("BLOCK",))
+    @triton.jit
+    def scale(x: PointerIf16.element, y: PointerIf16.element, factor: Float32, count: Int64, BLOCK: tl.constexpr):
+        ...
 
-    scale = kernels.register(_scale, budget=Budget(registers=32))      # once, in a family's kernels.py
-    variant = scale.variant(types, constants, aligned, num_warps=4)    # what to compile: a value
-    variant.prepare(device)                                            # compiles, once per device
-    variant.launch(device, (blocks,), x, y, n)
-    build(variant, "sm_90")                                            # registers, spills, shared memory
+The signature states the type of every run-time parameter, and Triton's own annotation says which are compile-time
+constants. `adjoint.core.launch` binds the constants of a kernel and launches it by the names of its parameters.
+
+Kernels are compiled from these types instead of through Triton's call-time specialisation, so that what is compiled
+never depends on a batch's sizes or addresses by accident, the same description builds ahead of time for a GPU that is
+not there, and a launch costs no signature matching.
 
 This module imports Triton only inside functions: importing the package must not.
 """
@@ -22,7 +22,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,112 @@ def why_not_triton(device: torch.device) -> str:
     return ""
 
 
+def why_not_on(device: torch.device, targets: Iterable[str]) -> str:
+    """Why kernels for some targets cannot run on a device; empty when they can.
+
+    Those for one architecture alone run nowhere else, and not in the interpreter: they are written in Gluon. Those for
+    several run on every GPU of the vendors among them.
+    """
+    targets = tuple(targets)
+    if len(targets) == 1:
+        (target,) = targets
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"is for {target} alone"
+        if torch.cuda.is_available() and architecture(device) != target:
+            return f"is for {target}, this is {torch.cuda.get_device_name(device)}"
+    elif device.type == "cuda" and torch.version.hip is not None and not set(targets) - set(NVIDIA):
+        return "its kernels are for NVIDIA GPUs"
+    return why_not_triton(device)
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture of a device, as kernels are built for it: "sm_90", "gfx942", or its type."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
 def why_not_on_nvidia(device: torch.device) -> str:
     """Why kernels that are for NVIDIA's GPUs alone cannot run on a device; empty when they can."""
     if device.type == "cuda" and torch.version.hip is not None:
         return "its kernels are for NVIDIA GPUs"
     return why_not_triton(device)
 
+
+# ------------------------------------------------------------------------------------ types of parameters
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The type of one run-time parameter of a kernel.
+
+    Attributes:
+        type: a type of Triton's ("i64"); of a pointer, a torch dtype by name, or a variable that the launch settles.
+        pointer: whether it is the address of numbers of that type.
+        multiple: whether its value is a multiple of 16 (of a pointer, in bytes): "never" says that nothing is known,
+            "always" that every launch sees to it, "aligned" that launches with `aligned=True` do.
+    """
+
+    type: str
+    pointer: bool
+    multiple: str
+    __triton_builtin__ = True  # Triton's compiler evaluates annotations, and admits few globals
+
+    @property
+    def variable(self) -> str | None:
+        """The variable that stands for the type of a pointer's numbers; None where the type itself is named."""
+        return self.type if self.pointer and self.type not in _DTYPES else None
+
+    def text(self, dtypes: Mapping[str, torch.dtype]) -> str:
+        """The type as Triton writes it, once variables are settled."""
+        if not self.pointer:
+            return self.type
+        return f"*{TRITON_TYPES[_DTYPES.get(self.type) or dtypes[self.type]]}"
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRITON_TYPES}
+
+
+class _Pointer(type):
+    """`Pointer.float32` names the type of a pointer's numbers; any other name is a variable: `Pointer.element`."""
+
+    multiple: str
+    __triton_builtin__ = True
+
+    def __getattr__(cls, name: str) -> Parameter:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Parameter(name, True, cls.multiple)
+
+
+class Pointer(metaclass=_Pointer):
+    """The address of numbers, about whose alignment nothing is known."""
+
+    multiple = "never"
+
+
+class Pointer16(metaclass=_Pointer):
+    """An address that is a multiple of 16 bytes in every launch."""
+
+    multiple = "always"
+
+
+class PointerIf16(metaclass=_Pointer):
+    """An address that is a multiple of 16 bytes in launches with `aligned=True`."""
+
+    multiple = "aligned"
+
+
+Int32, Int64 = Parameter("i32", False, "never"), Parameter("i64", False, "never")
+Int32x16, Int64x16 = Parameter("i32", False, "always"), Parameter("i64", False, "always")
+Int32If16, Int64If16 = Parameter("i32", False, "aligned"), Parameter("i64", False, "aligned")
+Float32 = Parameter("fp32", False, "never")
+
+
+# ------------------------------------------------------------------------------------------------ kernels
 
 _kernels: dict[str, "Kernel"] = {}
 _lock = threading.Lock()
@@ -126,14 +226,70 @@ _compilations = itertools.count()
 
 
 class Kernel:
-    """One Triton function, the resources its builds may use, and the targets it is for."""
+    """One Triton function, the resources its builds may use, and the targets it is for.
 
-    def __init__(self, function: Any, budget: Budget, targets: Iterable[str] = TARGETS) -> None:
+    Attributes:
+        types: the run-time parameters, in order.
+        constants: the compile-time parameters, in order.
+        variables: those that stand for types of pointers.
+        numeric: constants and variables that change bits, by the name a SKU gives them.
+        schedule: constants that change no bit, and may depend on the GPU.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        budget: Budget,
+        targets: Iterable[str] = TARGETS,
+        numeric: Mapping[str, str] | None = None,
+        schedule: Iterable[str] = (),
+    ) -> None:
+        from triton.language import constexpr
+
         self.function = function
         self.budget = budget
         self.targets = frozenset(targets)
         self.name: str = function.__name__
         self.parameters: tuple[str, ...] = tuple(function.arg_names)
+        annotations = function.fn.__annotations__
+        self.constants = tuple(name for name in self.parameters if annotations.get(name) is constexpr)
+        self.types: dict[str, Parameter] = {
+            name: annotations[name] for name in self.parameters if isinstance(annotations.get(name), Parameter)
+        }
+        self.variables = frozenset(t.variable for t in self.types.values() if t.variable)
+        self.settings = self.variables | frozenset(self.constants)
+        self.numeric, self.schedule = dict(numeric or {}), frozenset(schedule)
+
+    def require_types(self) -> None:
+        """Raises unless the signature says what every parameter is, and all that is said is about parameters."""
+        missing = [name for name in self.parameters if name not in self.types and name not in self.constants]
+        if missing:
+            raise TypeError(f"{self.name}: the signature states no type for {', '.join(missing)}")
+        if self.parameters != (*self.types, *self.constants):
+            raise TypeError(f"{self.name}: compile-time parameters come after the others")
+        unknown = (set(self.numeric.values()) | self.schedule) - self.settings
+        if unknown:
+            raise TypeError(f"{self.name}: no compile-time parameter is called {', '.join(sorted(unknown))}")
+
+    @cached_property
+    def by_name(self) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Makes `launch(grid, *, <every run-time parameter>)` of `start(grid, *arguments)`.
+
+        A generated function, so that Python itself matches names and reports wrong ones. A grid has one to three axes;
+        without programs nothing is launched.
+        """
+        names = ", ".join(self.types)
+        source = (
+            f"def by_name(start):\n"
+            f"    def launch(grid, *, {names}):\n"
+            f"        if 0 not in grid:\n"
+            f"            start((*grid, 1, 1)[:3], {names})\n"
+            f"    launch.__qualname__ = '{self.name}.launch'\n"  # what Python names in the error for a wrong argument
+            f"    return launch\n"
+        )
+        scope: dict[str, Any] = {}
+        exec(source, scope)
+        return scope["by_name"]  # type: ignore[no-any-return]
 
     def variant(
         self,
@@ -282,9 +438,39 @@ def _is_hooked(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
+def kernel(
+    *,
+    budget: Budget,
+    targets: Iterable[str] = TARGETS,
+    numeric: Iterable[str] | Mapping[str, str] = (),
+    schedule: Iterable[str] = (),
+) -> Callable[[Any], Kernel]:
+    """Registers the `@triton.jit` or `@gluon.jit` function beneath it, whose parameters are typed.
+
+    Args:
+        budget: what a build may use.
+        targets: where it is for.
+        numeric: the compile-time parameters that change bits: they stand in the SKU, under their names in lower case
+            or under those that a mapping gives them.
+        schedule: those that change none, and may depend on the GPU. All others are facts of the problem.
+    """
+    labels = numeric if isinstance(numeric, Mapping) else {name.lower(): name for name in numeric}
+
+    def decorate(function: Any) -> Kernel:
+        made = Kernel(function, budget, targets, labels, schedule)
+        made.require_types()
+        return _add(made)
+
+    return decorate
+
+
 def register(function: Any, *, budget: Budget, targets: Iterable[str] = TARGETS) -> Kernel:
     """Registers a `@triton.jit` or `@gluon.jit` function under its own name, which must be unique."""
-    kernel = Kernel(function, budget, targets)
+    return _add(Kernel(function, budget, targets))
+
+
+def _add(kernel: Kernel) -> Kernel:
+    function = kernel.function
     if kernel.name in _kernels and _kernels[kernel.name].function.__module__ != function.__module__:
         raise ValueError(f"two kernels are named {kernel.name}")
     _kernels[kernel.name] = kernel

@@ -24,11 +24,12 @@ from adjoint.core import kernels
 from adjoint.core.dispatch import listening, refuse_transforms
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.guarantee import Guarantee
+from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.core.preference import Preference, parse, resolve
 from adjoint.core.problem import Problem, short
 from adjoint.core.run_arguments import check_outputs, check_workspace
 from adjoint.core.schedules import Schedules
-from adjoint.core.sku import Sku, architecture
+from adjoint.core.sku import Sku
 from adjoint.core.streams import refuse_capture
 
 
@@ -43,11 +44,14 @@ class Candidate:
         revision: goes up when the kernel's bits change.
         refuse: why it cannot serve a problem; empty when it can.
         guarantee: what each output promises for a problem, by output name.
-        run: `run(plan, arguments, outputs, workspace)` computes and returns the outputs; where
-            `outputs` is None it allocates them (`plan.allocate`).
+        setup: of a plan on kernels: binds what it launches and the workspace, and gives what runs; see `launch.py`.
+        targets: the architectures that `setup` is for.
+        run: of a plan in plain PyTorch: `run(plan, arguments, outputs, workspace)` computes and returns the outputs;
+            where `outputs` is None it allocates them (`plan.allocate`).
         prepare: compiles whatever `run` will launch.
-        numeric: the parameters that change bits.
+        numeric: the parameters of `run` that change bits; kernels say themselves which of theirs do.
         schedules: the parameters that do not, by GPU.
+        entry: the name of a problem's parameters among the schedules; by default that of the kernel.
         workspace_bytes: scratch needed; None where a library allocates what it likes.
         any_layout: serves every layout, so a plan made for one runs the others.
         waits: whether it waits for the device, because only there it is known how much there is to compute; then no
@@ -60,13 +64,34 @@ class Candidate:
     revision: int
     refuse: Callable[[Problem], str]
     guarantee: Callable[[Problem], Mapping[str, Guarantee]]
-    run: Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
+    run: Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]] | None = None
+    setup: Callable[[Setup], Execute] | None = None
+    targets: tuple[str, ...] = tuple(kernels.TARGETS)
     prepare: Callable[["Plan"], None] = lambda plan: None
     numeric: Callable[[Problem], Mapping[str, Any]] = lambda problem: {}
     schedules: Schedules | None = None
+    entry: Callable[[Problem], str] | None = None
     workspace_bytes: Callable[[Problem], int | None] = lambda problem: 0
     any_layout: bool = False
     waits: Callable[[Problem], bool] = lambda problem: False
+
+    def schedule(self, problem: Problem, device: torch.device | None = None) -> dict[str, int]:
+        """The schedule of a problem on a device; without one, that of a GPU nobody tuned."""
+        if self.schedules is None:
+            return {}
+        return self.schedules.lookup(self.entry(problem) if self.entry else self.kernel, device)
+
+    def why_not_on(self, device: torch.device) -> str:
+        """Why its kernels cannot run on a device, whatever the problem; empty when they can."""
+        return "" if self.setup is None else kernels.why_not_on(device, self.targets)
+
+    def scratch_bytes(self, problem: Problem) -> int | None:
+        """The bytes of scratch memory a problem needs; None where a library allocates what it likes."""
+        if self.setup is None:
+            return self.workspace_bytes(problem)
+        setup = Setup(problem, self.schedule(problem, problem.device))
+        self.setup(setup)
+        return setup.regions.bytes
 
 
 @dataclass
@@ -185,7 +210,7 @@ def _objection(candidate: Candidate, problem: Problem, wanted: Preference, named
         return f"its backend is {candidate.backend}, the preference asks for {wanted.backend}"
     if wanted.plan is not None and candidate.name != named:
         return f"the preference asks for the plan {wanted.plan}"
-    if reason := candidate.refuse(problem):
+    if reason := candidate.refuse(problem) or candidate.why_not_on(problem.device):
         return reason
     for output, guarantee in candidate.guarantee(problem).items():
         for flag in ("repeatable", "batch_invariant", "device_invariant"):
@@ -193,7 +218,7 @@ def _objection(candidate: Candidate, problem: Problem, wanted: Preference, named
                 return f"{output} is not {flag}"
     limit = wanted.max_workspace_bytes
     if limit is not None:
-        needed = candidate.workspace_bytes(problem)
+        needed = candidate.scratch_bytes(problem)
         if needed is None:
             return f"its workspace is the library's affair, the preference allows {limit} bytes"
         if needed > limit:
@@ -229,13 +254,14 @@ class Plan:
 
     @cached_property
     def sku(self) -> Sku:
-        numeric = self.candidate.numeric(self.problem)
+        on_kernels = self.candidate.setup is not None
+        numeric = self._setup[0].numeric if on_kernels else self.candidate.numeric(self.problem)
         return Sku(
             self.operator.name,
             self.candidate.backend,
             self.candidate.kernel,
             self.candidate.revision,
-            architecture(self.problem.device),
+            kernels.architecture(self.problem.device),
             "+".join(short(dtype) for dtype in self.problem.dtypes),
             self.problem.layout,
             ",".join(f"{name}={value}" for name, value in numeric.items()),
@@ -250,7 +276,25 @@ class Plan:
         return self.candidate.guarantee(self.problem)
 
     @cached_property
+    def _setup(self) -> tuple[Setup, Execute]:
+        """What the plan binds, and what runs it; of a plan on kernels."""
+        assert self.candidate.setup is not None
+        setup = Setup(self.problem, self.schedule, overrides=bool(self.overrides))
+        return setup, self.candidate.setup(setup)
+
+    @cached_property
+    def _execute(self) -> Execute:
+        return self._setup[1]
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The kernels that the plan may launch; none for a plan in plain PyTorch."""
+        return [] if self.candidate.setup is None else self._setup[0].launches
+
+    @cached_property
     def workspace_bytes(self) -> int | None:
+        if self.candidate.setup is not None:
+            return self._setup[0].regions.bytes
         return self.candidate.workspace_bytes(self.problem)
 
     @cached_property
@@ -260,9 +304,7 @@ class Plan:
 
     @cached_property
     def schedule(self) -> dict[str, int]:
-        schedules = self.candidate.schedules
-        looked_up = schedules.lookup(self.candidate.kernel, self.problem.device) if schedules else {}
-        return looked_up | dict(self.overrides)
+        return self.candidate.schedule(self.problem, self.problem.device) | dict(self.overrides)
 
     def with_schedule(self, **parameters: int) -> "Plan":
         """The same plan under other schedule parameters: the same bits, another speed."""
@@ -301,7 +343,10 @@ class Plan:
 
     def prepare(self) -> "Plan":
         """Compiles everything `run` launches, here and in the adjoint; returns the plan."""
-        self.candidate.prepare(self)
+        if self.candidate.setup is None:
+            self.candidate.prepare(self)
+        else:
+            self._setup[0].prepare()
         if self.adjoint is not None:
             self.adjoint.prepare()
         return self
@@ -345,10 +390,27 @@ class Plan:
             kernels.count_launch(self._sku_text)
         if self.waits:
             self._refuse_capture()
-        return self.candidate.run(self, arguments, outputs, workspace)
+        return self.compute(arguments, outputs, workspace)
+
+    def compute(
+        self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """The plan's own work: what `execute` does besides counting."""
+        run = self.candidate.run
+        if run is not None:
+            return run(self, arguments, outputs, workspace)
+        if outputs is None:
+            outputs = self.operator.allocate(*arguments)
+        self._execute(arguments, outputs, workspace)
+        return outputs
 
     def _refuse_capture(self) -> None:
-        others = [c.name for c in self.operator.candidates() if not (c.refuse(self.problem) or c.waits(self.problem))]
+        problem = self.problem
+        others = [
+            candidate.name
+            for candidate in self.operator.candidates()
+            if not (candidate.refuse(problem) or candidate.why_not_on(problem.device) or candidate.waits(problem))
+        ]
         advice = f"plans that can be recorded: {', '.join(others)}" if others else "no plan of this problem can be"
         refuse_capture(self.problem.device, f"{self.operator.name}: the plan {self.name}", advice)
 

@@ -1,8 +1,6 @@
-"""The identity of a plan, and the name of the architecture that is part of it."""
+"""The identity of a plan."""
 
 from typing import NamedTuple
-
-import torch
 
 
 class Sku(NamedTuple):
@@ -19,13 +17,3 @@ class Sku(NamedTuple):
 
     def __str__(self) -> str:
         return "/".join((self.op, self.backend, self.kernel, f"r{self.revision}", *filter(None, self[4:])))
-
-
-def architecture(device: torch.device) -> str:
-    """The architecture of a device, as kernels are built for it: "sm_90", "gfx942", or its type."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return str(properties.gcnArchName).split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"

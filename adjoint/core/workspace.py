@@ -1,12 +1,26 @@
 """How a plan divides the one piece of scratch memory it is given."""
 
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 256
+
+
+class Memory(dict[str, Any]):
+    """The regions of one workspace as kernels take them, by name: addresses on a GPU, else tensors.
+
+    Keeps the workspace: its memory must not go to anyone else before the last kernel is launched.
+    """
+
+    def __init__(self, regions: "Regions", workspace: Tensor) -> None:
+        super().__init__(regions.pointers(workspace))
+        self.regions, self.workspace = regions, workspace
+
+    def tensor(self, name: str) -> Tensor:
+        """One region as a tensor."""
+        return self.regions.tensor(self.workspace, name)
 
 
 class Regions:
@@ -18,24 +32,27 @@ class Regions:
     """
 
     def __init__(self, **regions: tuple[torch.dtype, int]) -> None:
-        self._regions = {name: region for name, region in regions.items() if region[1]}
+        self._regions: dict[str, tuple[torch.dtype, int]] = {}
+        self._offsets: dict[str, int] = {}
+        self._end = 0
+        self.add(**regions)
 
-    @cached_property
-    def _offsets(self) -> dict[str, int]:
-        offsets, end = {}, 0
-        for name, (dtype, count) in self._regions.items():
-            offsets[name] = end
-            end += -(-dtype.itemsize * count // _ALIGNMENT) * _ALIGNMENT
-        return offsets
+    def add(self, **regions: tuple[torch.dtype, int]) -> None:
+        """Adds regions behind those that are there; one without elements takes no memory."""
+        for name, (dtype, count) in regions.items():
+            if name in self._regions:
+                raise ValueError(f"the workspace has a region {name} already")
+            if count:
+                self._regions[name], self._offsets[name] = (dtype, count), self._end
+                self._end += -(-dtype.itemsize * count // _ALIGNMENT) * _ALIGNMENT
 
-    @cached_property
+    def __contains__(self, name: str) -> bool:
+        return name in self._regions
+
+    @property
     def bytes(self) -> int:
         """The size of a workspace that holds all regions, wherever it begins."""
-        if not self._regions:
-            return 0
-        last = next(reversed(self._regions))
-        dtype, count = self._regions[last]
-        return self._offsets[last] + -(-dtype.itemsize * count // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+        return self._end + _ALIGNMENT if self._end else 0
 
     def allocate(self, device: torch.device) -> Tensor:
         return torch.empty(self.bytes, dtype=torch.uint8, device=device)
@@ -50,6 +67,10 @@ class Regions:
     def tensors(self, workspace: Tensor) -> dict[str, Tensor]:
         """All regions as tensors."""
         return {name: self.tensor(workspace, name) for name in self._regions}
+
+    def divide(self, workspace: Tensor) -> Memory:
+        """The regions of a workspace, which is kept with them."""
+        return Memory(self, workspace)
 
     def pointers(self, workspace: Tensor) -> dict[str, Any]:
         """The regions as a kernel takes them: addresses on a GPU, which cost the host nothing, else tensors."""

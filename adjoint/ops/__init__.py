@@ -1,8 +1,43 @@
-"""The operations, one folder per family.
+"""The operations, one folder per op, in a folder for each family.
 
-Every family has the same rooms: the contract (one module per op), `reference`, `eager`, `kernels`,
-`plans` and `cases`. A family listed here is verified, benchmarked and documented with the others.
+Every op has the same rooms: the contract (`__init__`), `reference`, `eager`, `kernels`, `plans` and `cases`; what the
+ops of a family share lies in the family's folder. An op listed here is verified, benchmarked and documented with the
+others.
 """
 
-FAMILIES = ("activation", "embedding", "indexing", "moe", "gated_delta")
-"""The families, by folder name."""
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from adjoint.core.kernels import Variant
+
+OPS = ("activation.silu", "activation.swiglu", "embedding", "indexing", "moe", "gated_delta")
+"""The folders of the ops."""
+
+FAMILIES = tuple(dict.fromkeys(op.partition(".")[0] for op in OPS))
+"""The folders of the families."""
+
+
+def cases(family: str | None = None) -> list[ModuleType]:
+    """The `cases` module of every op, or of those of a family."""
+    return [import_module(f"adjoint.ops.{op}.cases") for op in OPS if family in (None, op.partition(".")[0])]
+
+
+def builds(target: str) -> Iterator[tuple[str, "Variant"]]:
+    """Every kernel variant that is built ahead of time for a target, by a name of its own, each once."""
+    names: dict[str, Variant] = {}
+    for module in cases():
+        listed = module.builds(target) if hasattr(module, "builds") else _of_calls(module, target)
+        for name, variant in listed:
+            if name not in names:
+                names[name] = variant
+                yield name, variant
+
+
+def _of_calls(module: ModuleType, target: str) -> Iterator[tuple[str, "Variant"]]:
+    from adjoint.core.launch import variants
+
+    for call in module.built_calls():
+        yield from variants(call, target)

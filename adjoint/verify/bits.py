@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from adjoint.core.bound import Bound
-from adjoint.core.cases import Answers, Subject
+from adjoint.contract.cases import Answers, Subject
+from adjoint.contract.directions import Bound
+from adjoint.contract.inputs import each, is_differentiable
+from adjoint.contract.poison import poison as fill_with_poison
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.inputs import each, is_differentiable
 from adjoint.core.kernels import interpreting
-from adjoint.core.poison import poison as fill_with_poison
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify.row import Row

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from adjoint.core import bound, kernels
-from adjoint.core.cases import Case, Subject
+from adjoint.contract import directions
+from adjoint.contract.cases import Case, Subject
+from adjoint.contract.inputs import Inputs, differentiable, each, leaves
+from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
-from adjoint.core.inputs import Inputs, differentiable, each, leaves
 from adjoint.core.plan import forget
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
@@ -187,7 +188,7 @@ def _copy(targets: Inputs, sources: Inputs) -> None:
             target.copy_(source)
 
 
-def _recording_refused(side: bound.Bound) -> str:
+def _recording_refused(side: directions.Bound) -> str:
     """What is wrong where a plan that waits is recorded: it must be refused by name."""
     try:
         with warnings.catch_warnings(), torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -204,9 +205,9 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     second = evaluate(subject, _case(subject), dtype, device, preference, seed=2)
     inputs, upstream = each(Tensor.clone, first.inputs), tuple(t.clone() for t in first.upstream)
     call, text = subject.bind(inputs), resolve(preference)
-    forward = bound.forward(call, text)
+    forward = directions.forward(call, text)
     outputs = forward.plan.prepare().allocate(forward.arguments)
-    backward = bound.backward(call, upstream, outputs, text)
+    backward = directions.backward(call, upstream, outputs, text)
     gradients = backward.plan.prepare().allocate(backward.arguments)
     workspaces = forward.workspace(), backward.workspace()
     chosen = plan_of(subject, inputs, preference)

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
 
-from adjoint.core.cases import BadCall, Subject
+from adjoint.contract.bad_calls import shared
+from adjoint.contract.cases import BadCall, Subject
 from adjoint.core.errors import ArgumentError
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.preference import BACKENDS, Preference
 from adjoint.core.problem import short
-from adjoint.ops import FAMILIES
+from adjoint.ops import cases
 from adjoint.verify import bits, framework, numerics
 from adjoint.verify.row import Row
 from adjoint.verify.run import generator
@@ -38,14 +38,9 @@ class Job:
             return [Row(self.op, self.check, self.dtype, self.backend, "", "raised", False, detail)]
 
 
-def families() -> list[ModuleType]:
-    """The `cases` module of every family."""
-    return [import_module(f"adjoint.ops.{family}.cases") for family in FAMILIES]
-
-
 def subjects(ops: Sequence[str] | None = None) -> list[Subject]:
     """The subjects of the named ops, or of all; a mode may be named too ("swiglu[gate_up]")."""
-    every = [subject for family in families() for subject in family.SUBJECTS]
+    every = [subject for module in cases() for subject in module.SUBJECTS]
     if not ops:
         return every
     known = {subject.name for subject in every} | {subject.function.__name__ for subject in every}
@@ -99,11 +94,7 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
                 listed += _numerical(served, backend, device, thorough)
                 listed += _framework(served, backend, device, thorough)
         listed += [job for plan in subject.plans for job in _named_plan(subject, plan, device)]
-    names = {subject.function.__name__ for subject in chosen}
-    for family in families():
-        if names & {subject.function.__name__ for subject in family.SUBJECTS}:
-            listed += [_bad_call(bad, family.__name__.split(".")[-2], device) for bad in family.BAD_CALLS]
-    return listed
+    return listed + _bad_calls({subject.function for subject in chosen}, device)
 
 
 def _numerical(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
@@ -175,6 +166,18 @@ def _job(
 ) -> Job:
     label = f"{subject.name} {short(dtype)} {plan or backend}: {check}"
     return Job(label, subject.name, check, short(dtype), backend, body)
+
+
+def _bad_calls(functions: set[Any], device: torch.device) -> list[Job]:
+    """The calls that ops must refuse: those that every op shares, and its own."""
+    listed = []
+    for module in cases():
+        own = {subject.function: subject for subject in reversed(module.SUBJECTS)}  # the first mode of each
+        if functions & own.keys():
+            op = module.__name__.removeprefix("adjoint.ops.").removesuffix(".cases")
+            calls = [bad for subject in reversed(own.values()) for bad in shared(subject)]
+            listed += [_bad_call(bad, op, device) for bad in (*calls, *module.BAD_CALLS)]
+    return listed
 
 
 def _bad_call(bad: BadCall, family: str, device: torch.device) -> Job:

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
-from adjoint.core.cases import Answers, Case, Subject
-from adjoint.core.inputs import Inputs, each, is_differentiable
+from adjoint.contract.cases import Answers, Case, Subject
+from adjoint.contract.inputs import Inputs, each, is_differentiable
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify.row import Row

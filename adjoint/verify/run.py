@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import bound
-from adjoint.core.bound import Bound
-from adjoint.core.cases import Case, Subject
+from adjoint.contract import directions
+from adjoint.contract.cases import Case, Subject
+from adjoint.contract.directions import Bound
+from adjoint.contract.inputs import Inputs, differentiable, leaves, widened
 from adjoint.core.guarantee import Guarantee, Measurement
-from adjoint.core.inputs import Inputs, differentiable, leaves, widened
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, resolve
 
@@ -92,9 +92,9 @@ class Directions:
 def directions_of(subject: Subject, found: Evaluation, preference: Preference) -> Directions:
     """The plans an evaluation takes, whatever the layout of its upstream gradients, and their arguments."""
     call, text = subject.bind(found.inputs), resolve(preference)
-    forward = bound.forward(call, text)
+    forward = directions.forward(call, text)
     outputs = forward.run()
-    return Directions(forward, bound.backward(call, found.upstream, outputs, text), outputs)
+    return Directions(forward, directions.backward(call, found.upstream, outputs, text), outputs)
 
 
 def gradients_of(subject: Subject, inputs: Inputs, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from typer.testing import CliRunner
 
+from adjoint import ops
 from adjoint.bench import check as checking
 from adjoint.bench import contenders, overhead, peers, report, results, run, tables, timing
 from adjoint.bench.contenders import Contender, Task, kept_bytes
 from adjoint.cli import app
-from adjoint.core import batching
-from adjoint.core.cases import Workload
+from adjoint.contract import batching
+from adjoint.contract.cases import Workload
 from adjoint.core.errors import ArgumentError, Unsupported
-from adjoint.ops.activation import cases
-from adjoint.verify.jobs import families
+from adjoint.ops.activation.swiglu import cases
 
 CPU = torch.device("cpu")
 
@@ -327,7 +327,7 @@ def test_workloads_are_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_selection() -> None:
     assert {w.subject.name for _, w in run.select(["swiglu"])} >= {"swiglu", "swiglu[gate_up]"}
     assert {w.subject.name for _, w in run.select(["silu"])} == {"silu"}
-    every = [workload for family in families() for workload in family.WORKLOADS]
+    every = [workload for module in ops.cases() for workload in module.WORKLOADS]
     assert [workload for _, workload in run.select([])] == every
     with pytest.raises(ArgumentError, match=r"unknown op relu.*silu"):
         run.select(["relu"])
@@ -480,9 +480,9 @@ def test_plot_says_what_it_needs(tmp_path: Path) -> None:
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Workload], None]:
     """Makes a workload the only one, and the ceiling quick."""
     monkeypatch.setattr(run, "copy_ceiling", lambda device: 10.0)
-    for family in families():
-        if family is not cases:
-            monkeypatch.setattr(family, "WORKLOADS", ())
+    for module in ops.cases():
+        if module is not cases:
+            monkeypatch.setattr(module, "WORKLOADS", ())
     return lambda workload: monkeypatch.setattr(cases, "WORKLOADS", (workload,))
 
 

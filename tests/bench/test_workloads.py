@@ -10,7 +10,7 @@ from torch import Tensor
 import adjoint
 from adjoint.bench import contenders, run, tables, timing
 from adjoint.bench.contenders import Task
-from adjoint.core.inputs import Inputs
+from adjoint.contract.inputs import Inputs
 from tests.lookup import WORKLOAD
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from adjoint.core.faults import record
+from adjoint.device.faults import record
 
 
 @triton.jit

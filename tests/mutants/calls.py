@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 import adjoint
+from adjoint.contract.poison import poison
 from adjoint.core.plan import Plan
-from adjoint.core.poison import poison
 from adjoint.core.workspace import Regions
 from adjoint.verify.bits import same_bits
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.core import grouping
 from adjoint.core.preference import Preference
 from adjoint.core.schedules import Schedules
+from adjoint.device import grouping
 from tests.mutants.calls import LAYOUTS, Call, rewrite
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -255,7 +255,7 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
     constants = {
         "adjoint.ops.embedding.kernels": {},
         "adjoint.ops.embedding.bag_kernels": {},
-        "adjoint.core.grouping_kernels": {},
+        "adjoint.device.grouping_kernels": {},
     }
     package = "adjoint.ops.embedding"
     plans, launch, bag_plans, bag_launch = (

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.core import grouping
 from adjoint.core.preference import Preference
 from adjoint.core.schedules import Schedules
+from adjoint.device import grouping
 from tests.mutants.calls import LAYOUTS, Call, rewrite
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -133,7 +133,7 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
         DIGIT=3, BLOCKS=(8, 16), block=lambda count: 8 if count < 20 else 16, _SHARES=2,
         _counted=lambda: {"WIDTH": 4, "CHUNK": 2},
     )  # fmt: skip
-    for name in ("adjoint.core.grouping_kernels", *sources):
+    for name in ("adjoint.device.grouping_kernels", *sources):
         load(name, sources.get(name) or Path(str(import_module(name).__file__)).read_text(encoding="utf-8"))
     lookup = Schedules.lookup
 

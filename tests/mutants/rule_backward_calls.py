@@ -12,7 +12,7 @@ import torch
 
 import adjoint
 from adjoint import Preference
-from adjoint.core.inputs import widened
+from adjoint.contract.inputs import widened
 from adjoint.ops.gated_delta import packing, reference, rule_backward_launch, rule_launch, rule_shape
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule_cases import gradients, tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.core.inputs import widened
+from adjoint.contract.inputs import widened
 from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import packing, reference, rule_forward, rule_launch, rule_shape
 from adjoint.ops.gated_delta.eager import EPSILON

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import adjoint
 from adjoint import ArgumentError, Preference
-from adjoint.core import bound
-from adjoint.core.inputs import widened
+from adjoint.contract import directions
+from adjoint.contract.inputs import widened
 from adjoint.core.plan import bind
 from adjoint.ops.gated_delta import reference, w_u_launch
 from adjoint.ops.gated_delta.stage_cases import W_U, _gates, _solved, _vectors
@@ -35,13 +35,13 @@ def _is_wrong(
 ) -> bool:
     """Whether anything is outside its bound, both directions; outputs and gradients are new memory each time."""
     call = bind(function, *given, **named)
-    forward = bound.forward(call, TRITON)
+    forward = directions.forward(call, TRITON)
     if schedule:
-        forward = bound.Bound(forward.plan.with_schedule(**schedule), forward.arguments)
+        forward = directions.Bound(forward.plan.with_schedule(**schedule), forward.arguments)
     outputs = forward.run()
     generator = torch.Generator().manual_seed(1)
     upstream = tuple(at_the_edge(torch.randn(x.shape, generator=generator).to(x.dtype), front) for x in outputs)
-    backward = bound.backward(call, upstream, outputs, TRITON)
+    backward = directions.backward(call, upstream, outputs, TRITON)
     gradients = backward.run()
     inputs = widened((*given, *named.values()))
     wide = widened(upstream)
@@ -110,7 +110,9 @@ def _out_of_order(front: bool) -> bool:
             return True
         upstream = tuple(torch.ones_like(given[1][..., :1]).expand(*given[1].shape[:3], size) for size in (3, 2))
         ours, exact = (
-            bound.backward(bind(adjoint.gated_delta.recompute_w_u, *inputs, cu_seqlens=wrong), slopes, slopes, text)
+            directions.backward(
+                bind(adjoint.gated_delta.recompute_w_u, *inputs, cu_seqlens=wrong), slopes, slopes, text
+            )
             for inputs, slopes, text in ((given, upstream, TRITON), (widened(given), widened(upstream), EAGER))
         )
         inputs = (*widened(upstream), *widened(given), wrong)

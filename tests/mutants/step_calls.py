@@ -12,7 +12,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.core.inputs import differentiable, leaves
+from adjoint.contract.inputs import differentiable, leaves
 from adjoint.core.plan import forget
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import reference, step_launch, step_plans

@@ -10,7 +10,7 @@ import torch
 
 from adjoint.core.plan import operators
 from adjoint.core.preference import Preference
-from adjoint.ops.activation.cases import SILU
+from adjoint.ops.activation.silu.cases import SILU
 from adjoint.verify import Job, jobs
 from adjoint.verify import bits as checks
 from adjoint.verify.row import Row
@@ -23,7 +23,7 @@ EAGER = Preference(backend="eager")
 @pytest.fixture
 def lookup_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     family = SimpleNamespace(__name__="tests.lookup.cases", SUBJECTS=(LOOKUP,), BAD_CALLS=())
-    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "families", lambda: [family])
+    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "cases", lambda: [family])
     return [job for job in jobs(None, CPU) if job.backend == "eager"]
 
 
@@ -41,7 +41,7 @@ def test_every_check_passes_on_an_op_that_is_right(lookup_jobs: list[Job]) -> No
 def test_named_plans_have_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = replace(LOOKUP, plans=("eager.other_bits+eager", "cuda.fast+eager"))
     family = SimpleNamespace(__name__="tests.lookup.cases", SUBJECTS=(subject,), BAD_CALLS=())
-    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "families", lambda: [family])
+    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "cases", lambda: [family])
     listed = {job.label: job for job in jobs(None, CPU)}
     assert {label for label in listed if "float32 eager.other_bits" in label} == {
         f"lookup float32 eager.other_bits+eager: {check}"

@@ -1,4 +1,4 @@
-"""Triton kernels of the activations, and their launchers.
+"""Triton kernels of the activations, and what launches them.
 
 Everything runs on half exponentials: with h = e^−|x|/2 and r = 1 / (1 + h²),
 
@@ -15,19 +15,17 @@ Kernels come in three layouts. `rows`: every tensor is rows of adjacent elements
 formed: neither the tile, nor alignment, nor layout can change a bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adjoint.core import kernels
-from adjoint.core.kernels import TRITON_TYPES, Budget, Variant
+from adjoint.core.kernels import Budget, Int32, Int64, Int64If16, Kernel, Pointer, PointerIf16, kernel
+from adjoint.core.launch import Execute, Setup, is_aligned
 from adjoint.core.layout import coalesce
-from adjoint.core.plan import Plan
-from adjoint.ops.activation.plans import NEED_GATE
+from adjoint.ops.activation.plans import NEED_GATE, Views
 
 MAX_AXES = 4
 """Axes a strided kernel walks; the launcher loops over the ones outside."""
@@ -38,6 +36,9 @@ MAX_ELEMENTS = 2**30
 MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65_535
 """Programs along a grid's axes, on every GPU."""
 
+
+_ROWS = Budget(registers=168)
+_PAIRS = Budget(registers=168, shared_bytes=16384)  # gate and up change lanes through shared memory
 
 KEEP = tl.constexpr("evict_last")
 """Inputs outlive outputs in the L2 cache: measured 1.5% faster on an H200 than any other hint, or none."""
@@ -150,9 +151,11 @@ def row_and_column(ONE_ROW: tl.constexpr, BLOCK: tl.constexpr):
         return tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * BLOCK
 
 
+@kernel(budget=_ROWS, schedule=("BLOCK",))
 @triton.jit
 def silu_forward_rows(
-    gate, up, y, gate_stride, up_stride, y_stride, columns,
+    gate: PointerIf16.element, up: PointerIf16.element, y: PointerIf16.element, gate_stride: Int64If16,
+    up_stride: Int64If16, y_stride: Int64If16, columns: Int64,
     HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start = row_and_column(ONE_ROW, BLOCK)
@@ -171,10 +174,13 @@ def silu_forward_rows(
         tl.store(y + lane, forward_value(g, u, HAS_UP, NARROW, NATIVE).to(g.dtype), inside)
 
 
+@kernel(budget=_ROWS, schedule=("BLOCK",))
 @triton.jit
 def silu_backward_rows(
-    dy, gate, up, dgate, dup, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    columns, need,
+    dy: PointerIf16.element, gate: PointerIf16.element, up: PointerIf16.element, dgate: PointerIf16.element,
+    dup: PointerIf16.element, dy_stride: Int64If16, gate_stride: Int64If16, up_stride: Int64If16,
+    dgate_stride: Int64If16, dup_stride: Int64If16,
+    columns: Int64, need: Int32,
     HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start = row_and_column(ONE_ROW, BLOCK)
@@ -204,9 +210,11 @@ def silu_backward_rows(
             tl.store(dup + lane, du.to(g.dtype), inside & need_up)
 
 
+@kernel(budget=_PAIRS, schedule=("BLOCK",))
 @triton.jit
 def swiglu_forward_pairs(
-    packed, y, packed_stride, y_stride, columns,
+    packed: PointerIf16.element, y: PointerIf16.element, packed_stride: Int64If16, y_stride: Int64If16,
+    columns: Int64,
     NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start = row_and_column(ONE_ROW, BLOCK)
@@ -223,9 +231,11 @@ def swiglu_forward_pairs(
         tl.store(y + lane, forward_value(g, u, True, NARROW, NATIVE).to(g.dtype), lane < left)
 
 
+@kernel(budget=_PAIRS, schedule=("BLOCK",))
 @triton.jit
 def swiglu_backward_pairs(
-    dy, packed, dpacked, dy_stride, packed_stride, dpacked_stride, columns,
+    dy: PointerIf16.element, packed: PointerIf16.element, dpacked: PointerIf16.element, dy_stride: Int64If16,
+    packed_stride: Int64If16, dpacked_stride: Int64If16, columns: Int64,
     NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start = row_and_column(ONE_ROW, BLOCK)
@@ -255,10 +265,13 @@ def split_index(index, size_1, size_2, size_3):
     return (index // size_1).to(tl.int64), (index % size_1).to(tl.int64), i2.to(tl.int64), i3.to(tl.int64)
 
 
+@kernel(budget=_ROWS, schedule=("BLOCK",))
 @triton.jit
 def silu_forward_strided(
-    gate, up, y, total, size_1, size_2, size_3,
-    gate_0, gate_1, gate_2, gate_3, up_0, up_1, up_2, up_3, y_0, y_1, y_2, y_3,
+    gate: Pointer.element, up: Pointer.element, y: Pointer.element, total: Int32, size_1: Int32, size_2: Int32,
+    size_3: Int32,
+    gate_0: Int64, gate_1: Int64, gate_2: Int64, gate_3: Int64, up_0: Int64, up_1: Int64, up_2: Int64, up_3: Int64,
+    y_0: Int64, y_1: Int64, y_2: Int64, y_3: Int64,
     HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -270,11 +283,15 @@ def silu_forward_strided(
     tl.store(y + i0 * y_0 + i1 * y_1 + i2 * y_2 + i3 * y_3, value, inside)
 
 
+@kernel(budget=_ROWS, schedule=("BLOCK",))
 @triton.jit
 def silu_backward_strided(
-    dy, gate, up, dgate, dup, total, size_1, size_2, size_3,
-    dy_0, dy_1, dy_2, dy_3, gate_0, gate_1, gate_2, gate_3, up_0, up_1, up_2, up_3,
-    dgate_0, dgate_1, dgate_2, dgate_3, dup_0, dup_1, dup_2, dup_3, need,
+    dy: Pointer.element, gate: Pointer.element, up: Pointer.element, dgate: Pointer.element, dup: Pointer.element,
+    total: Int32, size_1: Int32, size_2: Int32, size_3: Int32,
+    dy_0: Int64, dy_1: Int64, dy_2: Int64, dy_3: Int64, gate_0: Int64, gate_1: Int64, gate_2: Int64, gate_3: Int64,
+    up_0: Int64, up_1: Int64, up_2: Int64, up_3: Int64,
+    dgate_0: Int64, dgate_1: Int64, dgate_2: Int64, dgate_3: Int64, dup_0: Int64, dup_1: Int64, dup_2: Int64,
+    dup_3: Int64, need: Int32,
     HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -291,146 +308,178 @@ def silu_backward_strided(
         tl.store(dup + i0 * dup_0 + i1 * dup_1 + i2 * dup_2 + i3 * dup_3, du.to(g.dtype), need_up)
 
 
-_ROWS = Budget(registers=168)
-_PAIRS = Budget(registers=168, shared_bytes=16384)  # gate and up change lanes through shared memory
-
-KERNELS = (
-    kernels.register(silu_forward_rows, budget=_ROWS),
-    kernels.register(silu_backward_rows, budget=_ROWS),
-    kernels.register(swiglu_forward_pairs, budget=_PAIRS),
-    kernels.register(swiglu_backward_pairs, budget=_PAIRS),
-    kernels.register(silu_forward_strided, budget=_ROWS),
-    kernels.register(silu_backward_strided, budget=_ROWS),
-)
-
-_NARROW = (torch.bfloat16, torch.float16)
+# ------------------------------------------------------------------------------------------------ launches
 
 
-def variants(
-    kernel: str, dtype: torch.dtype, has_up: bool, native: bool, schedule: dict[str, int]
-) -> dict[Any, Variant]:
-    """What a kernel compiles for a dtype, by the key its launcher looks up.
-
-    All of it is compiled together, so that no later size, address or number of rows compiles more.
-    `native` is for NVIDIA GPUs: their own instructions for 2^x and 1/x.
-    """
-    described = kernels.registered()[kernel]
-    runtime = [name for name in described.parameters if not name.isupper()]
-    pointers = [name for name in runtime if name in _POINTERS]
-    strides = [name for name in runtime if name.endswith("_stride")]
-    element = f"*{TRITON_TYPES[dtype]}"
-    types = {name: element if name in _POINTERS else _SCALARS.get(name, "i64") for name in runtime}
-
-    def variant(block: int, num_warps: int, one_row: bool, aligned: bool) -> Variant:
-        values = {
-            "HAS_UP": has_up,
-            "NARROW": dtype in _NARROW,
-            "NATIVE": native,
-            "ONE_ROW": one_row,
-            "BLOCK": block,
-        }
-        constants = {name: values[name] for name in described.parameters if name.isupper()}
-        return described.variant(
-            types, constants, [*pointers, *strides] if aligned else [], num_warps=num_warps, num_stages=1
-        )
-
-    if kernel.endswith("strided"):
-        return {"strided": variant(schedule["block"], schedule["num_warps"], False, False)}
-    shapes = {
-        "one row": (schedule["block"], schedule["num_warps"], True),
-        "long rows": (schedule["block"], schedule["num_warps"], False),
-        "short rows": (schedule["short_block"], schedule["short_num_warps"], False),
-    }
-    return {(name, aligned): variant(*shape, aligned) for name, shape in shapes.items() for aligned in (True, False)}
+def _constants(setup: Setup, **more: Any) -> dict[str, Any]:
+    """What all kernels are compiled for. NVIDIA's GPUs have instructions of their own for 2^x and 1/x (NATIVE)."""
+    (dtype,) = setup.problem.dtypes
+    return {"element": dtype, "NARROW": dtype.itemsize == 2, "NATIVE": setup.nvidia, **more}
 
 
-_POINTERS = frozenset(("dy", "gate", "up", "y", "dgate", "dup", "packed", "dpacked"))
-_SCALARS = {name: "i32" for name in ("need", "total", "size_1", "size_2", "size_3")}
+def _has_up(setup: Setup) -> bool:
+    return not setup.problem.op.startswith("silu")
 
 
-def prepare(plan: Plan) -> None:
-    """Compiles all variants of a plan's kernel, so that no later size, address or stride compiles more."""
-    for key in _variants_of(plan):
-        launcher(plan, key)
+class _Rows:
+    """The variants of a rows or pairs kernel: for one row, for several long ones and for several short ones."""
+
+    def __init__(self, setup: Setup, kernel: Kernel, **constants: Any) -> None:
+        schedule, constants = setup.schedule, _constants(setup, **constants)
+        self.block, self.short_block = schedule["block"], schedule["short_block"]
+        wide = {"BLOCK": self.block, "num_warps": schedule["num_warps"], **constants}
+        narrow = {"BLOCK": self.short_block, "num_warps": schedule["short_num_warps"], **constants}
+        self.one_row = setup.either(kernel, ONE_ROW=True, **wide)
+        self.long_rows = setup.either(kernel, ONE_ROW=False, **wide)
+        self.short_rows = setup.either(kernel, ONE_ROW=False, **narrow)
+
+    def launch(self, tensors: dict[str, Tensor], like: list[Tensor], **scalars: int) -> None:
+        """Launches the variant for the tensors' layout.
+
+        Args:
+            tensors: the kernel's tensors, by parameter; absent ones are empty.
+            like: tensors of the output's shape that lie as those present, and the output last.
+            scalars: the kernel's remaining arguments.
+        """
+        columns = like[-1].numel()
+        if columns == 0:
+            return
+        rows, strides = 1, dict.fromkeys((f"{name}_stride" for name in tensors), 0)
+        if not all([tensor.is_contiguous() for tensor in tensors.values()]):
+            axes = coalesce(like)
+            columns = axes.sizes[-1]
+            if len(axes.sizes) == 2:
+                rows = axes.sizes[0]
+                steps = iter(axes.strides)
+                strides = {f"{name}_stride": next(steps)[0] if x.numel() else 0 for name, x in tensors.items()}
+        aligned = is_aligned(*tensors.values()) and not any([step % 16 for step in strides.values()])
+        scalars |= strides | {"columns": columns}
+        tiles = -(-columns // self.block)
+
+        def from_row(row: int) -> dict[str, Tensor]:
+            return {n: _shift(x, row * strides[f"{n}_stride"]) if x.numel() else x for n, x in tensors.items()}
+
+        if rows == 1:
+            self.one_row[aligned].launch((tiles,), **tensors, **scalars)
+        elif rows > MAX_GRID_X:
+            for first in range(0, rows, MAX_GRID_X):
+                grid = (min(MAX_GRID_X, rows - first), -(-columns // self.short_block))
+                self.short_rows[aligned].launch(grid, **from_row(first), **scalars)
+        elif columns <= self.short_block:
+            self.short_rows[aligned].launch((rows,), **tensors, **scalars)
+        elif tiles <= MAX_GRID_Y:
+            self.long_rows[aligned].launch((rows, tiles), **tensors, **scalars)
+        else:
+            for row in range(rows):
+                self.one_row[aligned].launch((tiles,), **from_row(row), **scalars)
 
 
-def launcher(plan: Plan, key: Any) -> Callable[..., None]:
-    """The compiled variant of a plan's kernel under a key; the first one brings the others along.
+def forward_rows(setup: Setup, views: Views) -> Execute:
+    """y = silu(gate)·up, or silu(gate) without an up, of rows of adjacent elements."""
+    rows = _Rows(setup, silu_forward_rows, HAS_UP=_has_up(setup))
+    one_row, block = rows.one_row, rows.block
 
-    A plan with a schedule of its own, as `verify` and tuning make them, compiles what it launches.
-    """
-    compiled = plan.memo.get(key)
-    if compiled is None:
-        described = _variants_of(plan)
-        for other in (key,) if plan.overrides else described:
-            plan.memo[other] = described[other].prepare(plan.problem.device)
-        compiled = plan.memo[key]
-    return compiled
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        gate, up, y = views(arguments, outputs)
+        up = y if up is None else up
+        if gate.is_contiguous() and up.is_contiguous():  # written out: names that stand in the source cost least
+            columns = y.numel()
+            one_row[is_aligned(gate, up, y)].launch(
+                (-(-columns // block),), gate=gate, up=up, y=y, gate_stride=0, up_stride=0, y_stride=0, columns=columns
+            )
+        else:
+            rows.launch({"gate": gate, "up": up, "y": y}, [gate, up, y])
 
-
-def _variants_of(plan: Plan) -> dict[Any, Variant]:
-    device = plan.problem.device
-    has_up = not plan.operator.name.startswith("silu")
-    native = device.type == "cuda" and torch.version.hip is None
-    return variants(plan.candidate.kernel, plan.problem.dtypes[0], has_up, native, plan.schedule)
+    return execute
 
 
-def _launch_rows(plan: Plan, pointers: list[Tensor], walked: list[Tensor], *last: int) -> None:
-    """Launches a rows or pairs kernel.
+def backward_rows(setup: Setup, views: Views) -> Execute:
+    """dgate and dup, as far as needed, of rows of adjacent elements; one that is not needed is empty."""
+    rows = _Rows(setup, silu_backward_rows, HAS_UP=_has_up(setup))
 
-    Args:
-        pointers: the kernel's tensors, in its order; absent ones are empty.
-        walked: tensors of the output's shape that stand for those present, and the output last.
-        last: the kernel's remaining scalar arguments.
-    """
-    columns = walked[-1].numel()
-    if columns == 0:
-        return
-    rows, strides = 1, [0] * len(pointers)
-    if not all(tensor.is_contiguous() for tensor in pointers):
-        axes = coalesce(walked)
-        columns = axes.sizes[-1]
-        if len(axes.sizes) == 2:
-            rows = axes.sizes[0]
-            steps = iter(axes.strides)
-            strides = [next(steps)[0] if tensor.numel() else 0 for tensor in pointers]
-    block, short_block = plan.schedule["block"], plan.schedule["short_block"]
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in pointers) and all(s % 16 == 0 for s in strides)
-    if rows == 1:
-        launcher(plan, ("one row", aligned))((-(-columns // block), 1, 1), *pointers, *strides, columns, *last)
-    elif rows > MAX_GRID_X:
-        for begin in range(0, rows, MAX_GRID_X):
-            starts = [_shift(t, begin * s) if t.numel() else t for t, s in zip(pointers, strides, strict=True)]
-            grid = (min(MAX_GRID_X, rows - begin), -(-columns // short_block), 1)
-            launcher(plan, ("short rows", aligned))(grid, *starts, *strides, columns, *last)
-    elif columns <= short_block:
-        launcher(plan, ("short rows", aligned))((rows, 1, 1), *pointers, *strides, columns, *last)
-    elif columns <= block * MAX_GRID_Y:
-        launcher(plan, ("long rows", aligned))((rows, -(-columns // block), 1), *pointers, *strides, columns, *last)
-    else:
-        for row in range(rows):
-            starts = [_shift(t, row * s) if t.numel() else t for t, s in zip(pointers, strides, strict=True)]
-            grid = (-(-columns // block), 1, 1)
-            launcher(plan, ("one row", aligned))(grid, *starts, *strides, columns, *last)
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        tensors, need = _backward_tensors(*views(arguments, outputs))
+        last = tensors["dgate"] if need & NEED_GATE else tensors["dup"]
+        rows.launch(tensors, [x for x in tensors.values() if x.numel()] + [last], need=need)
+
+    return execute
 
 
-def _launch_strided(plan: Plan, pointers: list[Tensor], *last: int) -> None:
-    """Launches a strided kernel, once for each index of the axes past what it walks."""
-    present = [tensor for tensor in pointers if tensor.numel()]
-    if not present:
-        return
-    axes = coalesce(present)
-    block = plan.schedule["block"]
-    for offsets, sizes, inner in _windows(axes.sizes, axes.strides):
-        starts: list[Tensor] = []
-        steps: list[int] = []
-        position = iter(range(len(present)))
-        for tensor in pointers:
-            which = next(position) if tensor.numel() else None
-            starts.append(tensor if which is None or not offsets[which] else _shift(tensor, offsets[which]))
-            steps += [0] * MAX_AXES if which is None else inner[which]
-        total = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-        launcher(plan, "strided")((-(-total // block), 1, 1), *starts, total, *sizes[1:], *steps, *last)
+def _backward_tensors(
+    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, need: int
+) -> tuple[dict[str, Tensor], int]:
+    """A backward's tensors by parameter, and which gradients are needed; without an up, others stand in its place."""
+    up, dup = gate if up is None else up, dgate if dup is None else dup
+    return {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup}, need
+
+
+def forward_pairs(setup: Setup) -> Execute:
+    """y = silu(gate)·up, gate and up interleaved in one tensor."""
+    rows = _Rows(setup, swiglu_forward_pairs)
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        packed, (y,) = arguments[0], outputs
+        rows.launch({"packed": packed, "y": y}, [packed[..., 0::2], y])
+
+    return execute
+
+
+def backward_pairs(setup: Setup) -> Execute:
+    """The gradient of a tensor with gate and up interleaved, laid out like it, or written over it."""
+    rows = _Rows(setup, swiglu_backward_pairs)
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        dy, packed, dpacked = *arguments[:2], outputs[0] if outputs else arguments[1]
+        rows.launch({"dy": dy, "packed": packed, "dpacked": dpacked}, [dy, packed[..., 0::2], dpacked[..., 0::2]])
+
+    return execute
+
+
+class _Strided:
+    """A strided kernel, launched once for each index of the axes past those that it visits."""
+
+    def __init__(self, setup: Setup, kernel: Kernel) -> None:
+        schedule = setup.schedule
+        self.block = schedule["block"]
+        constants = _constants(setup, HAS_UP=_has_up(setup), BLOCK=self.block)
+        self.kernel = setup.kernel(kernel, num_warps=schedule["num_warps"], **constants)
+
+    def launch(self, tensors: dict[str, Tensor], **scalars: int) -> None:
+        present = [name for name, tensor in tensors.items() if tensor.numel()]
+        if not present:
+            return
+        axes = coalesce([tensors[name] for name in present])
+        for offsets, sizes, inner in _windows(axes.sizes, axes.strides):
+            total = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+            own = scalars | {f"size_{axis}": sizes[axis] for axis in range(1, MAX_AXES)}
+            own |= {f"{name}_{axis}": 0 for name in tensors for axis in range(MAX_AXES)}
+            starts = dict(tensors)
+            for name, offset, strides in zip(present, offsets, inner, strict=True):
+                starts[name] = _shift(tensors[name], offset) if offset else tensors[name]
+                own |= {f"{name}_{axis}": strides[axis] for axis in range(MAX_AXES)}
+            self.kernel.launch((-(-total // self.block),), **starts, total=total, **own)
+
+
+def forward_strided(setup: Setup, views: Views) -> Execute:
+    """As `forward_rows`, of any layout."""
+    strided = _Strided(setup, silu_forward_strided)
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        gate, up, y = views(arguments, outputs)
+        strided.launch({"gate": gate, "up": y if up is None else up, "y": y})
+
+    return execute
+
+
+def backward_strided(setup: Setup, views: Views) -> Execute:
+    """As `backward_rows`, of any layout."""
+    strided = _Strided(setup, silu_backward_strided)
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        tensors, need = _backward_tensors(*views(arguments, outputs))
+        strided.launch(tensors, need=need)
+
+    return execute
 
 
 def _shift(tensor: Tensor, elements: int) -> Tensor:
@@ -438,7 +487,9 @@ def _shift(tensor: Tensor, elements: int) -> Tensor:
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + elements)
 
 
-def _windows(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]):
+def _windows(
+    sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[list[int], list[int], list[list[int]]]]:
     """Cuts axes into pieces a strided kernel can walk.
 
     Yields, for each piece, each tensor's offset, four sizes, and each tensor's four strides.
@@ -459,35 +510,3 @@ def _windows(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]):
         piece = list(sizes)
         piece[longest] = min(step, sizes[longest] - begin)
         yield [begin * row[longest] for row in strides], piece, [list(row) for row in strides]
-
-
-def forward(plan: Plan, gate: Tensor, up: Tensor | None, y: Tensor) -> None:
-    """y = silu(gate)·up, or silu(gate) without an up."""
-    pointers = [gate, y if up is None else up, y]
-    if plan.candidate.kernel.endswith("rows"):
-        _launch_rows(plan, pointers, pointers)
-    else:
-        _launch_strided(plan, pointers)
-
-
-def backward(
-    plan: Plan, dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, need: int
-) -> None:
-    """dgate and dup, as far as needed; one that is not needed is empty."""
-    stand_in = dgate if need & NEED_GATE else dup
-    assert stand_in is not None
-    pointers = [dy, gate, gate if up is None else up, dgate, dgate if dup is None else dup]
-    if plan.candidate.kernel.endswith("rows"):
-        _launch_rows(plan, pointers, [t for t in pointers if t.numel()] + [stand_in], need)
-    else:
-        _launch_strided(plan, pointers, need)
-
-
-def forward_pairs(plan: Plan, packed: Tensor, y: Tensor) -> None:
-    """y = silu(gate)·up, gate and up interleaved in packed."""
-    _launch_rows(plan, [packed, y], [packed[..., 0::2], y])
-
-
-def backward_pairs(plan: Plan, dy: Tensor, packed: Tensor, dpacked: Tensor) -> None:
-    """dpacked, laid out like packed."""
-    _launch_rows(plan, [dy, packed, dpacked], [dy, packed[..., 0::2], dpacked[..., 0::2]])

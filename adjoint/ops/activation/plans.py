@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch
+from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
-from adjoint.core.kernels import why_not_triton
+from adjoint.core.launch import Execute, Setup
 from adjoint.core.layout import coalesce
+from adjoint.core.op import Facts
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
@@ -18,11 +19,6 @@ from adjoint.ops.activation import eager, reference
 from adjoint.ops.activation.packing import unpack
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
-
-
-def default_schedule(kernel: str) -> dict[str, int]:
-    """The schedule of a kernel on a GPU nobody tuned."""
-    return _SCHEDULES.lookup(kernel)
 
 
 # ---------------------------------------------------------------------------------------------- layout
@@ -51,6 +47,12 @@ def packed_layout_of(tensors: list[Tensor], packed: list[Tensor], order: str) ->
     strides = [row[-1] for row in axes.strides]
     alternate = strides == [2] * len(packed) + [1] * len(tensors)
     return "pairs" if len(axes.sizes) <= 2 and alternate else "strided"
+
+
+def describe_reuse(dy: Tensor, *arguments: Any) -> Facts:
+    """The facts of a backward that overwrites its inputs."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    return Facts((dy.dtype,), layout_of([dy, *tensors]))
 
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -175,91 +177,78 @@ def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
 
 # ------------------------------------------------------------------------------------------ candidates
 
+Views = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+"""The tensors of an operator from its arguments and outputs, as kernels and plain PyTorch take them alike.
 
-def _kernels() -> Any:
-    """The kernel module, imported on first use: it imports Triton."""
-    from adjoint.ops.activation import kernels
-
-    return kernels
-
-
-def _numeric(problem: Problem) -> dict[str, Any]:
-    """The order of a packed tensor is the one parameter that changes results."""
-    return {"order": problem.options[0]} if "packed" in problem.op else {}
+Of a forward gate, up and y; of a backward dy, gate, up, dgate, dup and need. Without an up, up and dup are None.
+"""
 
 
-Launch = Callable[[Any, Plan, tuple[Any, ...], tuple[Tensor, ...]], None]
-"""`launch(kernels, plan, arguments, outputs)` runs a Triton plan."""
+def _on_kernels(layout: str, direction: str, bind: Callable[[Any], Callable[[Setup], Execute]]) -> Candidate:
+    """A plan on Triton for one layout; `bind` picks its setup from the kernel module, which imports Triton."""
 
-
-def _triton(layout: str, kernel: str, launch: Launch) -> Candidate:
     def refuse(problem: Problem) -> str:
-        if problem.layout != layout:
-            return f"reads tensors laid out as {layout}, these are {problem.layout}"
-        return why_not_triton(problem.device)
+        readable = problem.layout == layout
+        return "" if readable else f"reads tensors laid out as {layout}, these are {problem.layout}"
 
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        launch(_kernels(), plan, arguments, outputs)
-        return outputs
+    def setup(setup: Setup) -> Execute:
+        from adjoint.ops.activation import kernels
+
+        if "packed" in setup.problem.op:
+            setup.number(order=setup.problem.options[0])
+        return bind(kernels)(setup)
 
     return Candidate(
         name=f"triton.{layout}",
         backend="triton",
-        kernel=kernel,
+        kernel=f"{'swiglu' if layout == 'pairs' else 'silu'}_{direction}_{layout}",
         revision=1,
         refuse=refuse,
         guarantee=lambda problem: guarantee("triton", problem),
-        run=run,
-        prepare=lambda plan: _kernels().prepare(plan),
-        numeric=_numeric,
+        setup=setup,
         schedules=_SCHEDULES,
     )
 
 
-def _eager(compute: Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]) -> Candidate:
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if outputs is None:
-            outputs = plan.allocate(arguments)
-        compute(arguments, outputs)
-        return outputs
-
-    return _eager_candidate(run)
+def _in_pytorch(run: Any) -> Candidate:
+    return in_pytorch(
+        "eager",
+        lambda problem: guarantee("eager", problem),
+        run,
+        lambda problem: {"order": problem.options[0]} if "packed" in problem.op else {},
+    )
 
 
-def _eager_forward(unpacked: Callable[[tuple[Any, ...]], tuple[Tensor, Tensor | None]]) -> Candidate:
-    """A forward in plain PyTorch; a contiguous result is rounded into its memory by the library itself."""
+def _forward(views: Views, pairs: bool = False) -> tuple[Candidate, ...]:
+    """The candidates of a forward, best first."""
 
-    def run(
-        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        gate, up = unpacked(arguments)
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Any) -> tuple[Tensor, ...]:
+        """A contiguous result is rounded into its memory by the library itself."""
+        gate, up, _ = views(arguments, outputs or (arguments[0],))
         if outputs is None and not gate.is_contiguous():
             outputs = plan.allocate(arguments)
         return (eager.forward(gate, up, None if outputs is None else outputs[0]),)
 
-    return _eager_candidate(run)
-
-
-def _eager_candidate(run: Any) -> Candidate:
-    return in_pytorch("eager", lambda problem: guarantee("eager", problem), run, _numeric)
-
-
-def _candidates(
-    direction: str, launch: Launch, in_pytorch: Candidate, pairs: Launch | None = None
-) -> tuple[Candidate, ...]:
-    """The candidates of an operator, best first."""
-    alternating = (_triton("pairs", f"swiglu_{direction}_pairs", pairs),) if pairs is not None else ()
     return (
-        _triton("rows", f"silu_{direction}_rows", launch),
-        *alternating,
-        _triton("strided", f"silu_{direction}_strided", launch),
-        in_pytorch,
+        _on_kernels("rows", "forward", lambda kernels: lambda setup: kernels.forward_rows(setup, views)),
+        *(_on_kernels("pairs", "forward", lambda kernels: kernels.forward_pairs),) * pairs,
+        _on_kernels("strided", "forward", lambda kernels: lambda setup: kernels.forward_strided(setup, views)),
+        _in_pytorch(run),
+    )
+
+
+def _backward(views: Views, pairs: bool = False) -> tuple[Candidate, ...]:
+    """The candidates of a backward, best first."""
+
+    def compute(_: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Any) -> None:
+        dy, gate, up, dgate, dup, need = views(arguments, outputs)
+        eager.backward(dy, gate, up, dgate if need & NEED_GATE else None, dup if need & NEED_UP else None)
+
+    return (
+        _on_kernels("rows", "backward", lambda kernels: lambda setup: kernels.backward_rows(setup, views)),
+        *(_on_kernels("pairs", "backward", lambda kernels: kernels.backward_pairs),) * pairs,
+        _on_kernels("strided", "backward", lambda kernels: lambda setup: kernels.backward_strided(setup, views)),
+        _in_pytorch(writing(compute)),
     )
 
 
@@ -268,57 +257,15 @@ NEED_GATE, NEED_UP = 1, 2
 
 _BOTH = NEED_GATE | NEED_UP
 
-
-def _wanted(need: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
-    dgate, dup = outputs
-    return dgate if need & NEED_GATE else None, dup if need & NEED_UP else None
-
-
-SILU = _candidates(
-    "forward",
-    lambda k, plan, a, out: k.forward(plan, a[0], None, out[0]),
-    _eager_forward(lambda a: (a[0], None)),
+SILU = _forward(lambda a, out: (a[0], None, out[0]))
+SILU_BACKWARD = _backward(lambda a, out: (*a, None, out[0], None, _BOTH))
+SILU_REUSE = _backward(lambda a, out: (*a, None, a[1], None, _BOTH))
+SWIGLU = _forward(lambda a, out: (*a, out[0]))
+SWIGLU_BACKWARD = _backward(lambda a, out: (*a[:3], *out, a[3]))
+SWIGLU_REUSE = _backward(lambda a, out: (*a[:3], a[1], a[2], a[3]))
+SWIGLU_PACKED = _forward(lambda a, out: (*unpack(*a), out[0]), pairs=True)
+SWIGLU_PACKED_BACKWARD = _backward(
+    lambda a, out: (a[0], *unpack(*a[1:]), *unpack(out[0], a[2]), _BOTH),
+    pairs=True,
 )
-SILU_BACKWARD = _candidates(
-    "backward",
-    lambda k, plan, a, out: k.backward(plan, a[0], a[1], None, out[0], None, _BOTH),
-    _eager(lambda a, out: eager.backward(a[0], a[1], None, out[0], None)),
-)
-SILU_BACKWARD_REUSE = _candidates(
-    "backward",
-    lambda k, plan, a, out: k.backward(plan, a[0], a[1], None, a[1], None, _BOTH),
-    _eager(lambda a, out: eager.backward(a[0], a[1], None, a[1], None)),
-)
-SWIGLU = _candidates(
-    "forward",
-    lambda k, plan, a, out: k.forward(plan, a[0], a[1], out[0]),
-    _eager_forward(lambda a: (a[0], a[1])),
-)
-SWIGLU_BACKWARD = _candidates(
-    "backward",
-    lambda k, plan, a, out: k.backward(plan, *a[:3], *out, a[3]),
-    _eager(lambda a, out: eager.backward(a[0], a[1], a[2], *_wanted(a[3], out))),
-)
-SWIGLU_BACKWARD_REUSE = _candidates(
-    "backward",
-    lambda k, plan, a, out: k.backward(plan, *a[:3], a[1], a[2], a[3]),
-    _eager(lambda a, out: eager.backward(a[0], a[1], a[2], *_wanted(a[3], (a[1], a[2])))),
-)
-SWIGLU_PACKED = _candidates(
-    "forward",
-    lambda k, plan, a, out: k.forward(plan, *unpack(*a), out[0]),
-    _eager_forward(lambda a: unpack(*a)),
-    lambda k, plan, a, out: k.forward_pairs(plan, a[0], out[0]),
-)
-SWIGLU_PACKED_BACKWARD = _candidates(
-    "backward",
-    lambda k, plan, a, out: k.backward(plan, a[0], *unpack(*a[1:]), *unpack(out[0], a[2]), _BOTH),
-    _eager(lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(out[0], a[2]))),
-    lambda k, plan, a, out: k.backward_pairs(plan, a[0], a[1], out[0]),
-)
-SWIGLU_PACKED_BACKWARD_REUSE = _candidates(
-    "backward",
-    lambda k, plan, a, out: k.backward(plan, a[0], *unpack(*a[1:]), *unpack(*a[1:]), _BOTH),
-    _eager(lambda a, out: eager.backward(a[0], *unpack(*a[1:]), *unpack(*a[1:]))),
-    lambda k, plan, a, out: k.backward_pairs(plan, a[0], a[1], a[1]),
-)
+SWIGLU_PACKED_REUSE = _backward(lambda a, out: (a[0], *unpack(*a[1:]), *unpack(*a[1:]), _BOTH), pairs=True)

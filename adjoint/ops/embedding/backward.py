@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import grouping
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
-from adjoint.core.sums import wide
 from adjoint.core.workspace import Regions
+from adjoint.device import grouping
+from adjoint.device.sums import wide
 from adjoint.ops.embedding.eager import group
 from adjoint.ops.embedding.launch import Kinds, Sums, level_slots, terms_of
 from adjoint.ops.embedding.plans import SEQUENTIAL

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import adjoint
-from adjoint.core.cases import BadCall
+from adjoint.contract.cases import BadCall
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.embedding.embedding import embedding
 from adjoint.ops.embedding.embedding_bag import embedding_bag

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from adjoint.core import kernels
-from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
+from adjoint.device.faults import record
 from adjoint.ops.embedding.plans import TILE_BITS
 
 SUM, MEAN, MAX = 0, 1, 2

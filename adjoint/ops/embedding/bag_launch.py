@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import grouping
 from adjoint.core.errors import check, status_word
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
-from adjoint.core.sums import wide
 from adjoint.core.workspace import Regions
+from adjoint.device import grouping
+from adjoint.device.sums import wide
 from adjoint.ops.embedding.bag_kernels import MAX, MEAN, SUM
 from adjoint.ops.embedding.bag_plans import mode_of
 from adjoint.ops.embedding.faults import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER

@@ -10,7 +10,7 @@ from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
-from adjoint.core.sums import additions, sum_bound, wide
+from adjoint.device.sums import additions, sum_bound, wide
 from adjoint.ops.embedding import eager_bag
 from adjoint.ops.embedding.plans import (
     NEED_WEIGHT,

@@ -17,7 +17,7 @@ _IDS = (torch.int64, torch.int32)
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Kernel variants, named; ids in both types where a kernel reads them."""
-    from adjoint.core import grouping
+    from adjoint.device import grouping
     from adjoint.ops.embedding.launch import ACCESSES, Kinds, variant
 
     for ids in _IDS:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.core.batching import PIECE
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.core.inputs import each
+from adjoint.contract.batching import PIECE
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.inputs import each
 from adjoint.ops.embedding import reference
 from adjoint.ops.embedding.bad_calls import BAD_CALLS
 from adjoint.ops.embedding.builds import builds

@@ -7,7 +7,7 @@ tiles of tiles likewise. All tiles are summed at once, a token of each at a time
 import torch
 from torch import Tensor
 
-from adjoint.core.sums import sum_segments, wide
+from adjoint.device.sums import sum_segments, wide
 
 
 def group(ids: Tensor, rows: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
-from adjoint.core.sums import Terms, sum_segments, wide
+from adjoint.device.sums import Terms, sum_segments, wide
 from adjoint.ops.embedding.eager import group
 from adjoint.ops.embedding.faults import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
 

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.core import grouping, kernels
+from adjoint.core import kernels
 from adjoint.core.errors import check, status_word
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.core.layout import leading_axes
 from adjoint.core.plan import Plan
-from adjoint.core.sums import wide
 from adjoint.core.workspace import Regions
+from adjoint.device import grouping
+from adjoint.device.sums import wide
 from adjoint.ops.embedding.faults import ID_OUT_OF_RANGE
 from adjoint.ops.embedding.kernels import LEVELS
 from adjoint.ops.embedding.plans import SEQUENTIAL, TILE_BITS

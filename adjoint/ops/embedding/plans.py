@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import grouping
 from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.core.sums import additions, sum_bound, wide
+from adjoint.device import grouping
+from adjoint.device.sums import additions, sum_bound, wide
 from adjoint.ops.embedding import eager
 
 SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))

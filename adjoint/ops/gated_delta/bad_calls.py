@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.core.cases import BadCall
+from adjoint.contract.cases import BadCall
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.gated_delta.rule import gated_delta_rule
 from adjoint.ops.gated_delta.step import gated_delta_step

@@ -1,6 +1,6 @@
 """What the gated delta rule is tested, verified and timed on."""
 
-from adjoint.core.cases import Workload
+from adjoint.contract.cases import Workload
 from adjoint.ops.gated_delta.bad_calls import BAD_CALLS
 from adjoint.ops.gated_delta.builds import builds
 from adjoint.ops.gated_delta.rule_cases import NORMALIZED, RULE

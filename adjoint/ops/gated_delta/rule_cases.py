@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject
-from adjoint.core.inputs import differentiable, leaves
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject
+from adjoint.contract.inputs import differentiable, leaves
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.rule import gated_delta_rule

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from adjoint.core import kernels
-from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
+from adjoint.device.faults import record
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.core.cases import Inputs, Make, Workload
+from adjoint.contract.cases import Inputs, Make, Workload
 from adjoint.ops.gated_delta import eager
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 from adjoint.ops.gated_delta.rule_cases import RULE

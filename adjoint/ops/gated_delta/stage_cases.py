@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.gates import gate, normalize

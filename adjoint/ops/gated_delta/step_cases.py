@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import batching
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject
+from adjoint.contract import batching
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.rule_cases import gradients, tokens, wrong, zeros
 from adjoint.ops.gated_delta.step import gated_delta_step

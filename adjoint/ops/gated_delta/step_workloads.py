@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Inputs, Make, Workload
+from adjoint.contract.cases import Inputs, Make, Workload
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.rule_cases import RULE, gradients, tokens
 from adjoint.ops.gated_delta.step_cases import STEPS

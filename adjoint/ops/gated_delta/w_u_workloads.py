@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Inputs, Make, Subject, Workload
+from adjoint.contract.cases import Inputs, Make, Subject, Workload
 from adjoint.ops.gated_delta.stage_cases import W_U
 
 _CHUNK = 64

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import adjoint
-from adjoint.core.cases import BadCall
+from adjoint.contract.cases import BadCall
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.indexing.take_along_axis import take_along_axis
 

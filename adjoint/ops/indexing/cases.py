@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Make, Subject, Workload
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Subject, Workload
 from adjoint.ops.indexing import reference
 from adjoint.ops.indexing.bad_calls import BAD_CALLS
 from adjoint.ops.indexing.builds import builds

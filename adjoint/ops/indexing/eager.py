@@ -1,6 +1,6 @@
 """Taking along an axis in plain PyTorch, on any device, with the bits of the kernels.
 
-The sum over the entries of an element runs in the same order as there; see `adjoint.core.sums`.
+The sum over the entries of an element runs in the same order as there; see `adjoint.device.sums`.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjoint.core.sums import sum_segments, wide
+from adjoint.device.sums import sum_segments, wide
 from adjoint.ops.indexing.walks import taken_shape
 
 

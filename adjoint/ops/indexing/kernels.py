@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from adjoint.core import kernels
-from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
+from adjoint.device.faults import record
 from adjoint.ops.indexing.plans import TILE_BITS
 
 _TILE = tl.constexpr(1 << TILE_BITS)

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.core import grouping, kernels
+from adjoint.core import kernels
 from adjoint.core.errors import check, report, status_word
 from adjoint.core.kernels import TRITON_TYPES, Variant
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
-from adjoint.core.sums import wide
 from adjoint.core.workspace import Regions
+from adjoint.device import grouping
+from adjoint.device.sums import wide
 from adjoint.ops.indexing import eager, walks
 from adjoint.ops.indexing.faults import INDEX_OUT_OF_RANGE, REPEATED_INDEX
 from adjoint.ops.indexing.plans import LARGE, MANY_AXES, MAX_FILLED, MAX_SORTED, TILE_BITS

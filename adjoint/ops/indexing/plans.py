@@ -12,7 +12,7 @@ from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.core.sums import additions, sum_bound, wide
+from adjoint.device.sums import additions, sum_bound, wide
 from adjoint.ops.indexing import eager
 from adjoint.ops.indexing.walks import taken_shape
 

@@ -1,6 +1,6 @@
 """Triton kernels of the adjoint of lines that are too long for a program.
 
-The entries of many lines are sorted by the element they belong to (`adjoint.core.grouping`). Then the entries of an
+The entries of many lines are sorted by the element they belong to (`adjoint.device.grouping`). Then the entries of an
 element stand together, in order, at places `starts[element]` to `ends[element]`. Their sum is the tree that `kernels`
 describes: where there is more than one tile, partial sums stand in `partials` at the place where a tile begins, and
 every level replaces those of the level below.

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.batching import PIECE
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.batching import PIECE
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.ops.moe import dispatch_reference as reference
 from adjoint.ops.moe.combine import combine_tensors
 from adjoint.ops.moe.dispatch import dispatch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.core.cases import BadCall
+from adjoint.contract.cases import BadCall
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.moe.combine import combine
 from adjoint.ops.moe.dispatch import dispatch

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from adjoint.core.batching import PIECE
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.core.inputs import each
+from adjoint.contract.batching import PIECE
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.inputs import each
 from adjoint.ops.moe import dispatch_reference as reference
 from adjoint.ops.moe.dispatch import dispatch
 

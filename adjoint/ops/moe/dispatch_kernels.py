@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from adjoint.core import kernels
-from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
+from adjoint.device.faults import record
 from adjoint.ops.moe.dispatch_plans import DOT_WIDTH
 
 _WIDTH = tl.constexpr(DOT_WIDTH)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.ops.moe import experts_reference as reference
 from adjoint.ops.moe.experts import experts
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import grouping, kernels
+from adjoint.core import kernels
 from adjoint.core.errors import Fault, status_word
-from adjoint.core.grouping import Launch
 from adjoint.core.kernels import TRITON_TYPES, Variant
+from adjoint.device import grouping
+from adjoint.device.grouping import Launch
 from adjoint.ops.moe.layout import Layout
 
 SPAN = 512

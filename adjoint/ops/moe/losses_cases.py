@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Answers, Case, Inputs, Make, Subject
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Subject
 from adjoint.ops.moe import losses_reference as reference
 from adjoint.ops.moe.losses import load_balancing_loss, z_loss
 from adjoint.ops.moe.route_cases import logits_of

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from adjoint.core import kernels
-from adjoint.core.faults import record
 from adjoint.core.kernels import Budget
+from adjoint.device.faults import record
 from adjoint.ops.moe.losses_plans import RUN, RUNS
 from adjoint.ops.moe.route_kernels import LANES, load_slices, row_start, warp_sum
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import adjoint
-from adjoint.core.cases import BadCall
+from adjoint.contract.cases import BadCall
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.moe.losses import load_balancing_loss, z_loss
 from adjoint.ops.moe.route import route

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import batching
-from adjoint.core.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract import batching
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.ops.moe import route_reference as reference
 from adjoint.ops.moe.route import route
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.core.cases import Subject
+from adjoint.contract.cases import Subject
 from adjoint.core.guarantee import error_in_ulp
 from adjoint.ops.activation import plans, reference
-from adjoint.ops.activation.cases import SILU, SUBJECTS, SWIGLU, every_value
+from adjoint.ops.activation.silu.cases import SILU
+from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
+from adjoint.ops.activation.values import every_value
 from adjoint.verify.run import Evaluation, differentiate, evaluate, measure, plan_of
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
@@ -24,6 +26,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NARROW = [torch.bfloat16, torch.float16]
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+SUBJECTS = (SILU, SWIGLU, *PACKED)
 
 
 def _silu(x: float) -> float:

@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint import Plan, Preference
+from adjoint import Preference, ops
+from adjoint.contract.cases import Case
 from adjoint.core import kernels as registry
-from adjoint.core.cases import Case
+from adjoint.core.kernels import Variant
+from adjoint.core.launch import variants
 from adjoint.core.layout import coalesce
-from adjoint.ops.activation.cases import PACKED, SILU, SUBJECTS, SWIGLU
-from adjoint.ops.activation.plans import default_schedule
+from adjoint.ops.activation.silu.cases import SILU
+from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.verify.run import differentiate, evaluate, plan_of
+from tests.launches import record_launches
 
+SUBJECTS = (SILU, SWIGLU, *PACKED)
 TRITON = Preference(backend="triton")
 DTYPES = SILU.dtypes
 
@@ -117,7 +121,7 @@ def test_splitting_a_strided_launch_changes_no_bit(
         whole = differentiate(subject, tensors, upstream, TRITON)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "MAX_ELEMENTS", 64)
-            launched = _record_launches(kernels, patch)
+            launched = record_launches(patch)
             pieces = differentiate(subject, tensors, upstream, TRITON)
         assert all(map(torch.equal, pieces.results, whole.results))
         assert len(launched) > 2, "nothing was split"
@@ -145,7 +149,7 @@ def test_splitting_long_rows_changes_no_bit(
     whole = differentiate(subject, tensors, upstream, TRITON)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "MAX_GRID_Y", 1)
-        launched = _record_launches(kernels, patch)
+        launched = record_launches(patch)
         pieces = differentiate(subject, tensors, upstream, TRITON)
     assert all(map(torch.equal, pieces.results, whole.results))
     assert len(launched) >= 2 * 3, "nothing was split"
@@ -167,26 +171,10 @@ def test_splitting_many_rows_changes_no_bit(
     whole = differentiate(subject, tensors, upstream, TRITON)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "MAX_GRID_X", 3)
-        launched = _record_launches(kernels, patch)
+        launched = record_launches(patch)
         pieces = differentiate(subject, tensors, upstream, TRITON)
     assert all(map(torch.equal, pieces.results, whole.results))
     assert [grid[0] for _, grid in launched] == [3, 3, 1] * 2
-
-
-def _record_launches(kernels: ModuleType, patch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[int, ...]]]:
-    """The variants launched from now on, by key, each with its grid."""
-    launched: list[tuple[Any, tuple[int, ...]]] = []
-    compiled = kernels.launcher
-
-    def launcher(plan: Plan, key: Any) -> Callable[..., None]:
-        def launch(grid: tuple[int, ...], *arguments: Any) -> None:
-            launched.append((key, grid))
-            compiled(plan, key)(grid, *arguments)
-
-        return launch
-
-    patch.setattr(kernels, "launcher", launcher)
-    return launched
 
 
 # ----------------------------------------------------------------------------------- choosing a variant
@@ -217,19 +205,21 @@ def test_the_variant_follows_rows_and_alignment(
     stride: int,
     offset: int,
     key: tuple[str, bool],
-    kernels: ModuleType,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And every variant gives the bits of contiguous, aligned memory."""
     x = _offset(shape, stride, offset, device)
+    launched = record_launches(monkeypatch)
     plan = adjoint.plan(adjoint.silu, x, preference=TRITON)
-    launched = _record_launches(kernels, monkeypatch)
     y = plan.run(x)
-    assert [k for k, _ in launched] == [key]
+    ((variant, grid),) = launched
+    constants = dict(variant.constants)
+    kind = "one row" if constants["ONE_ROW"] else "long rows" if constants["BLOCK"] == plan.schedule["block"] else ""
+    assert (kind or "short rows", bool(variant.aligned)) == key
     rows, tiles = shape[0], -(-shape[1] // plan.schedule["block"])
     expected = {"one row": (-(-rows * shape[1] // plan.schedule["block"]), 1), "short rows": (rows, 1)}
-    assert launched[0][1][:2] == expected.get(key[0], (rows, tiles))
+    assert grid[:2] == expected.get(key[0], (rows, tiles))
     plain = x.contiguous().clone()
     assert torch.equal(y, adjoint.silu(plain, preference=TRITON))
 
@@ -251,9 +241,9 @@ def test_alignment_changes_no_bit(
         for _ in subject.inputs
     ))  # fmt: skip
     base = evaluate(subject, case, dtype, device, TRITON)
+    launched = record_launches(monkeypatch)
     forward = plan_of(subject, base.inputs, TRITON)
     assert forward.adjoint is not None
-    launched = _record_launches(kernels, monkeypatch)
     for plan, tensors, expected in (
         (forward, base.inputs, base.outputs),
         (forward.adjoint, (*base.upstream, *base.inputs), base.gradients),
@@ -263,7 +253,7 @@ def test_alignment_changes_no_bit(
             results = plan.run(*(shifted(t) if i == moved else t for i, t in enumerate(tensors)))
             results = results if isinstance(results, tuple) else (results,)
             assert all(map(torch.equal, results, expected))
-        assert [key[1] for key, _ in launched] == [True] + [False] * len(tensors)
+        assert [bool(variant.aligned) for variant, _ in launched] == [True] + [False] * len(tensors)
 
 
 @pytest.mark.kernels
@@ -330,14 +320,16 @@ def test_nothing_compiles_after_prepare(subject: Any, device: torch.device) -> N
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
-def test_the_first_call_brings_every_variant(subject: Any, kernels: ModuleType, device: torch.device) -> None:
+def test_the_first_call_brings_every_variant(subject: Any, device: torch.device) -> None:
     base = evaluate(subject, subject.cases[0], torch.float32, device, TRITON)
     chosen = plan_of(subject, base.inputs, TRITON)
     assert chosen.adjoint is not None
     for plan, tensors in ((chosen, base.inputs), (chosen.adjoint, (*base.upstream, *base.inputs))):
-        fresh = replace(plan, memo={})
+        fresh = replace(plan)
         fresh.run(*tensors)
-        assert set(fresh.memo) == set(itertools.product(("one row", "long rows", "short rows"), (True, False)))
+        rows = {(dict(x.variant.constants)["ONE_ROW"], x.variant.num_warps, x.aligned) for x in fresh.launches}
+        assert len(rows) >= 4 and len(fresh.launches) == 6
+        assert all(x.launch.__qualname__ == f"{x.kernel.name}.launch" for x in fresh.launches), "not compiled"
 
 
 @pytest.mark.kernels
@@ -353,64 +345,45 @@ def test_preparing_twice_compiles_once(device: torch.device) -> None:
 # --------------------------------------------------------------------------------------------- variants
 
 
-def _described(kernels: ModuleType) -> Iterator[tuple[Any, torch.dtype, bool, bool, dict[Any, Any]]]:
-    for kernel, dtype, has_up, native in itertools.product(kernels.KERNELS, DTYPES, (False, True), (False, True)):
-        schedule = default_schedule(kernel.name)
-        yield kernel, dtype, has_up, native, kernels.variants(kernel.name, dtype, has_up, native, schedule)
+def _variants() -> list[Variant]:
+    """What is built for an NVIDIA GPU and for an AMD GPU."""
+    return [
+        variant
+        for target in ("sm_90", "gfx942")
+        for module in ops.cases("activation")
+        for call in module.built_calls()
+        for _, variant in variants(call, target)
+    ]
 
 
-def test_variants_describe_every_parameter(kernels: ModuleType) -> None:
-    for kernel, dtype, has_up, native, variants in _described(kernels):
+def test_every_kernel_is_built_for_every_dtype_and_alignment(kernels: ModuleType) -> None:
+    built = _variants()
+    own = [kernel for kernel in vars(kernels).values() if isinstance(kernel, registry.Kernel)]
+    assert len(own) == 6 and {variant.kernel for variant in built} == {kernel.name for kernel in own}
+    for kernel, dtype, native in itertools.product(own, DTYPES, (False, True)):
         element = f"*{registry.TRITON_TYPES[dtype]}"
-        for variant in variants.values():
+        same = [
+            variant
+            for variant in built
+            if variant.kernel == kernel.name
+            and variant.types[0][1] == element
+            and dict(variant.constants)["NATIVE"] == native
+        ]
+        strided = kernel.name.endswith("strided")
+        assert {bool(variant.aligned) for variant in same} == ({False} if strided else {True, False})
+        for variant in same:
             types, constants = dict(variant.types), dict(variant.constants)
-            assert (*types, *constants) == kernel.parameters
             assert set(types.values()) <= {element, "i64", "i32"}
             assert all(kind == "i64" for name, kind in types.items() if "stride" in name or name == "columns")
-            assert all(kind == "i64" for name, kind in types.items() if name[-2:] in ("_0", "_1", "_2", "_3")
-                       and not name.startswith("size"))  # fmt: skip
             assert constants["NARROW"] == (dtype.itemsize == 2)
-            assert constants["NATIVE"] == native
-            assert constants.get("HAS_UP", has_up) == has_up
-            assert variant.kernel == kernel.name
+            multiples = {n for n, kind in variant.types if kind.startswith("*") or n.endswith("_stride")}
+            assert set(variant.aligned) in (multiples, set())
 
 
-def test_variants_promise_alignment_of_all_or_nothing(kernels: ModuleType) -> None:
-    for kernel, *_, variants in _described(kernels):
-        if kernel.name.endswith("strided"):
-            assert {key: variant.aligned for key, variant in variants.items()} == {"strided": ()}
-            continue
-        assert set(variants) == set(itertools.product(("one row", "long rows", "short rows"), (True, False)))
-        for (name, aligned), variant in variants.items():
-            promised = {n for n, kind in variant.types if kind.startswith("*") or n.endswith("_stride")}
-            assert set(variant.aligned) == (promised if aligned else set())
-            assert "columns" not in variant.aligned
-            assert dict(variant.constants)["ONE_ROW"] == (name == "one row")
-            schedule = default_schedule(kernel.name)
-            prefix = "short_" if name == "short rows" else ""
-            assert dict(variant.constants)["BLOCK"] == schedule[f"{prefix}block"]
-            assert variant.num_warps == schedule[f"{prefix}num_warps"]
-
-
-def test_a_parameter_left_out_is_an_error(kernels: ModuleType) -> None:
-    kernel = kernels.KERNELS[0]
-    variant = next(
-        iter(kernels.variants(kernel.name, torch.float32, True, False, default_schedule(kernel.name)).values())
-    )
-    types, constants = dict(variant.types), dict(variant.constants)
-    with pytest.raises(TypeError, match=kernel.name):
-        kernel.variant({name: kind for name, kind in types.items() if name != "columns"}, constants)
-    with pytest.raises(TypeError, match=kernel.name):
-        kernel.variant(types, {name: value for name, value in constants.items() if name != "BLOCK"})
-
-
-def test_every_kernel_of_the_module_is_registered(kernels: ModuleType) -> None:
-    """And every plan's kernel is one of them, with a schedule."""
+def test_every_plan_is_on_a_kernel_of_the_module(kernels: ModuleType) -> None:
     from adjoint.ops.activation import plans
 
-    names = {kernel.name for kernel in kernels.KERNELS}
-    assert names <= set(registry.registered())
+    names = {kernel.name for kernel in vars(kernels).values() if isinstance(kernel, registry.Kernel)}
     operators = [value for name, value in vars(plans).items() if name.isupper() and isinstance(value, tuple)]
     used = {c.kernel for candidates in operators for c in candidates if getattr(c, "backend", "") == "triton"}
     assert used == names
-    assert all(default_schedule(name)["block"] for name in names)

@@ -9,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
-from adjoint.core.cases import Subject
-from adjoint.ops.activation.cases import PACKED, SILU, SUBJECTS, SWIGLU
+from adjoint.contract.cases import Subject
 from adjoint.ops.activation.packing import ORDERS, unpack
+from adjoint.ops.activation.silu.cases import SILU
+from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
 
@@ -28,6 +29,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 PACKED_LAYOUTS = {name: view for name, view in LAYOUTS.items() if name != "shifted by one"} | {
     "shifted by two": lambda t: t.flatten()[2:],
 }
+
+SUBJECTS = (SILU, SWIGLU, *PACKED)
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.cases import Inputs
-from adjoint.core.inputs import differentiable, leaves, widened
+from adjoint.contract.cases import Inputs
+from adjoint.contract.inputs import differentiable, leaves, widened
 from adjoint.ops.gated_delta import plans, reference
 from adjoint.ops.gated_delta.rule_cases import tokens
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
+from adjoint.contract.inputs import leaves, widened
 from adjoint.core import kernels
-from adjoint.core.inputs import leaves, widened
 from adjoint.core.plan import Plan
 from adjoint.ops.gated_delta import plans
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT

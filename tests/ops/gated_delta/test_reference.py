@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adjoint.core.inputs import leaves
+from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import reference
 from tests.ops.gated_delta.sequences import by_recurrence, drawn, relative
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.core.inputs import leaves
+from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.plans import BACKWARD, FORWARD, RULE
 from adjoint.ops.gated_delta.rule_cases import _nearly_equal, _orthogonal

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.core.inputs import Inputs, leaves, widened
+from adjoint.contract.inputs import Inputs, leaves, widened
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import eager, plans, reference
 from adjoint.ops.gated_delta.rule import _rule, _rule_backward

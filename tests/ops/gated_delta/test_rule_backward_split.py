@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.core.inputs import Inputs
+from adjoint.contract.inputs import Inputs
 from adjoint.ops.gated_delta import packing, plans, rule_shape
 from adjoint.ops.gated_delta.rule import _rule, _rule_backward
 from tests.ops.gated_delta.test_rule_backward import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint import Preference
-from adjoint.core.inputs import Inputs
+from adjoint.contract.inputs import Inputs
 from adjoint.core.kernels import triton_missing
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import plans

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.core.inputs import Inputs, each, widened
+from adjoint.contract.inputs import Inputs, each, widened
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import plans, reference, rule_shape
 from adjoint.ops.gated_delta.packing import SEGMENT

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.core.inputs import leaves
+from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.plans import FORWARD
 from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, by_recurrence, drawn, gradients_of, relative

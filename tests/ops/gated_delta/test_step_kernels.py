@@ -8,7 +8,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.core.inputs import leaves
+from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import reference, step_plans
 from adjoint.ops.gated_delta.plans import recorded
 from tests.ops.gated_delta.sequences import drawn, gradients_of, relative

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adjoint.core import batching
-from adjoint.core.inputs import differentiable, leaves, widened
-from adjoint.ops.activation.cases import SWIGLU
+from adjoint.contract import batching
+from adjoint.contract.inputs import differentiable, leaves, widened
+from adjoint.ops.activation.swiglu.cases import SWIGLU
 from tests.lookup import LOOKUP
 
 IDS, WEIGHT, UPSTREAM = torch.tensor([3, 1, 4]), torch.randn(5, 4), torch.randn(3, 4)

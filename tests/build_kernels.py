@@ -1,6 +1,6 @@
-"""Builds the kernels of families ahead of time for one target, and prints what each build uses.
+"""Builds the kernels of all ops ahead of time for one target, and prints what each build uses.
 
-    python tests/build_family.py FAMILY[,FAMILY...] TARGET [SHARD/COUNT]
+    python tests/build_kernels.py TARGET [SHARD/COUNT]
 
 One JSON object a line: name, kernel, registers, spilled_bytes, shared_bytes, seconds. Run in a process
 of its own: an intrinsic of another architecture ends the process, not the test run.
@@ -10,21 +10,22 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from importlib import import_module
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, with nothing installed
 
 from adjoint.core import kernels
+from adjoint.ops import builds
 
 
-def main(families: str, target: str, part: str = "1/1") -> None:
+def main(target: str, part: str = "1/1") -> None:
     shard, count = map(int, part.split("/"))
     if kernels.interpreting():
         raise SystemExit("Triton's interpreter is on: nothing would be compiled")
-    listed = (import_module(f"adjoint.ops.{family}.cases").builds(target) for family in families.split(","))
-    for name, variant in islice(chain.from_iterable(listed), shard - 1, None, count):
+    if target not in kernels.TARGETS:
+        raise SystemExit(f"unknown target {target!r}; known are {', '.join(kernels.TARGETS)}")
+    for name, variant in islice(builds(target), shard - 1, None, count):
         begin = time.perf_counter()
         built = asdict(kernels.build(variant, target))
         seconds = round(time.perf_counter() - begin, 3)

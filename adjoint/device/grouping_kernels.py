@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from adjoint.core import kernels
-from adjoint.core.grouping import DIGIT
 from adjoint.core.kernels import Budget
+from adjoint.device.grouping import DIGIT
 
 _BINS = tl.constexpr(1 << DIGIT)
 _LAST = tl.constexpr(0x7FFFFFFF)

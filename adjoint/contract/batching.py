@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adjoint.core.inputs import Inputs, each
+from adjoint.contract.inputs import Inputs, each
 
 Answers = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Outputs and gradients."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.core import grouping
 from adjoint.core.workspace import Regions
+from adjoint.device import grouping
 
 LAST = 2**31 - 1
 """The key of places past the end: above every other."""

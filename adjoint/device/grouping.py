@@ -101,7 +101,7 @@ def _counted() -> dict[str, int]:
 
 def variants(ids: torch.dtype) -> dict[str, Variant]:
     """What is compiled to group ids of a dtype, by the key it is launched with: `key`'s."""
-    from adjoint.core import grouping_kernels as _  # noqa: F401  (registers them)
+    from adjoint.device import grouping_kernels as _  # noqa: F401  (registers them)
 
     listed = {}
     for name, kernel in kernels.registered().items():

@@ -1,7 +1,7 @@
 """What a family says about its ops so that tests, `verify`, `bench` and docs can exercise them.
 
-A family's `cases.py` lists its `SUBJECTS`, `BAD_CALLS`, `WORKLOADS` and `builds()`. Nothing else is
-needed for a new op to go through every check: see `adjoint.verify`.
+An op's `cases.py` lists its `SUBJECTS`, `BAD_CALLS` and `WORKLOADS`, and `built_calls()`, whose kernels are built ahead
+of time. Nothing else is needed for a new op to go through every check: see `adjoint.verify`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core import batching
-from adjoint.core.batching import Answers, Rebatch
-from adjoint.core.inputs import Inputs, is_differentiable
+from adjoint.contract import batching
+from adjoint.contract.batching import Answers, Rebatch
+from adjoint.contract.inputs import Inputs, is_differentiable
 from adjoint.core.plan import Call, bind
 
-__all__ = ["Answers", "BadCall", "Case", "Inputs", "Make", "Rebatch", "Special", "Subject", "Workload"]
+__all__ = ["Answers", "BadCall", "Case", "Inputs", "Make", "Rebatch", "Special", "Subject", "Workload", "normal"]
 
 Make = Callable[[torch.dtype, torch.device, torch.Generator], Inputs]
 
@@ -24,6 +24,17 @@ Make = Callable[[torch.dtype, torch.device, torch.Generator], Inputs]
 def random_upstream(output: Tensor, generator: torch.Generator) -> Tensor:
     """A gradient like an output: normal, same dtype."""
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype).to(output.device)
+
+
+def normal(count: int, shape: tuple[int, ...]) -> Make:
+    """So many tensors of a shape, of normal values."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+        seed = int(torch.randint(2**31, (), generator=generator))
+        own = torch.Generator(device).manual_seed(seed)
+        return tuple(torch.randn(shape, dtype=dtype, device=device, generator=own) for _ in range(count))
+
+    return make
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,219 @@
+"""What a plan settles before it runs: the kernels it may launch, each with its constants, and its workspace.
+
+    def forward(setup: Setup) -> Execute:              # beneath its kernel; called once for a plan
+        scale = {
+            aligned: setup.kernel(scale_rows, element=setup.problem.dtypes[0], BLOCK=1024, aligned=aligned)
+            for aligned in (True, False)
+        }
+
+        def execute(arguments, outputs, workspace):    # called for every run of the plan
+            (x, factor), (y,) = arguments, outputs
+            grid = (-(-x.numel() // 1024),)
+            scale[is_aligned(x, y)].launch(grid, x=x, y=y, factor=factor, count=x.numel())
+
+        return execute
+
+A run can only launch what the setup has bound, so the setup is the one place that says what a plan launches: `prepare`
+compiles it, the build tests build it, the SKU shows its numeric parameters and `workspace_bytes` adds up its scratch
+memory. None of them is listed again.
+
+What a setup binds may depend on the problem's dtypes, layout and options and on the GPU, and on sizes only as far as
+kernels are compiled for them: a plan for more tokens must find everything compiled.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.errors import status_word
+from adjoint.core.kernels import TARGETS, Kernel, Variant, architecture, interpreting
+from adjoint.core.problem import Problem
+from adjoint.core.workspace import Memory, Regions
+
+if TYPE_CHECKING:
+    from adjoint.core.plan import Call, Candidate
+
+Execute = Callable[[tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
+"""Computes a plan's outputs: `(arguments, outputs, workspace)`; a workspace of None is allocated."""
+
+
+class Launch:
+    """A kernel with its constants.
+
+    Attributes:
+        launch: `launch(grid, *, <every run-time parameter>)`; the first launch of a setup compiles all of its kernels.
+    """
+
+    __slots__ = ("aligned", "kernel", "launch", "num_stages", "num_warps", "settings", "setup")
+
+    def __init__(
+        self, setup: "Setup", kernel: Kernel, settings: dict[str, Any], aligned: bool, num_warps: int, num_stages: int
+    ) -> None:
+        self.setup, self.kernel, self.settings = setup, kernel, settings
+        self.aligned, self.num_warps, self.num_stages = aligned, num_warps, num_stages
+        self.launch: Callable[..., None] = self._launch_first
+
+    @property
+    def variant(self) -> Variant:
+        """What has to be compiled."""
+        kernel, settings = self.kernel, self.settings
+        multiples = ("always", "aligned") if self.aligned else ("always",)
+        return Variant(
+            kernel.name,
+            tuple((name, parameter.text(settings)) for name, parameter in kernel.types.items()),
+            tuple((name, settings[name]) for name in kernel.constants),
+            tuple(name for name, parameter in kernel.types.items() if parameter.multiple in multiples),
+            self.num_warps,
+            self.num_stages,
+        )
+
+    def prepare(self) -> None:
+        """Compiles, unless that was done."""
+        self.launch = self.kernel.by_name(self.variant.prepare(self.setup.device))
+
+    def _launch_first(self, grid: tuple[int, ...], **arguments: Any) -> None:
+        if self.setup.overrides:  # a schedule of its own, as `verify` and tuning make them: only what is launched
+            self.prepare()
+        else:
+            self.setup.prepare()
+        self.launch(grid, **arguments)
+
+
+class Setup:
+    """Binds the kernels of a plan and divides its workspace.
+
+    Attributes:
+        problem: what the plan is for.
+        device: where it runs.
+        target: the architecture, as kernels are built for it: "sm_90", "gfx942", "cpu" for Triton's interpreter.
+        schedule: the parameters that change no bit.
+        overrides: whether the schedule is another than the reviewed one.
+        launches: what was bound.
+        numbers: the parameters that change bits and belong to no kernel.
+        regions: the workspace.
+    """
+
+    def __init__(
+        self, problem: Problem, schedule: Mapping[str, int], target: str | None = None, overrides: bool = False
+    ) -> None:
+        self.problem, self.device, self.schedule, self.overrides = problem, problem.device, schedule, overrides
+        self.target = target or architecture(problem.device)
+        self.launches: list[Launch] = []
+        self.numbers: dict[str, Any] = {}
+        self.regions = Regions()
+
+    @property
+    def nvidia(self) -> bool:
+        return self.target.startswith("sm_")
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels: few, large programs then take the least time."""
+        return self.target == "cpu" and interpreting()
+
+    def kernel(
+        self, kernel: Kernel, *, aligned: bool = False, num_warps: int = 4, num_stages: int = 1, **settings: Any
+    ) -> Launch:
+        """Binds a kernel's compile-time parameters, and the dtypes that its type variables stand for.
+
+        Args:
+            kernel: what to launch.
+            aligned: whether the parameters of `...If16` types are multiples of 16.
+            num_warps: warps of a program.
+            num_stages: the depth of software pipelining.
+            settings: every constant and every type variable, by name.
+        """
+        if settings.keys() != kernel.settings:
+            missing, unknown = sorted(kernel.settings - set(settings)), sorted(set(settings) - kernel.settings)
+            raise TypeError(
+                f"{kernel.name}: a launch settles {', '.join(sorted(kernel.settings))}; "
+                f"missing are {', '.join(missing) or 'none'}, unknown are {', '.join(unknown) or 'none'}"
+            )
+        bound = Launch(self, kernel, settings, aligned, num_warps, num_stages)
+        self.launches.append(bound)
+        return bound
+
+    def either(self, kernel: Kernel, **settings: Any) -> dict[bool, Launch]:
+        """Both variants of a kernel, by whether the parameters of `...If16` types are multiples of 16."""
+        return {aligned: self.kernel(kernel, aligned=aligned, **settings) for aligned in (True, False)}
+
+    def scratch(self, **regions: tuple[torch.dtype, int]) -> None:
+        """Adds regions to the workspace: a dtype and a number of elements for each name."""
+        self.regions.add(**regions)
+
+    def memory(self, workspace: Tensor | None) -> Memory:
+        """The regions of a workspace as kernels take them; one is allocated where there is none."""
+        return self.regions.divide(self.regions.allocate(self.device) if workspace is None else workspace)
+
+    def number(self, **numbers: Any) -> None:
+        """Names parameters that change bits and belong to no kernel."""
+        self.numbers |= numbers
+
+    def prepare(self) -> None:
+        """Compiles everything that was bound."""
+        if any("status_word" in launch.kernel.types for launch in self.launches):
+            status_word(self.device)
+        for launch in self.launches:
+            launch.prepare()
+
+    @property
+    def numeric(self) -> dict[str, Any]:
+        """The parameters that change bits, by the names that kernels give them."""
+        named = dict(self.numbers)
+        for launch in self.launches:
+            for label, name in launch.kernel.numeric.items():
+                value = launch.settings[name]
+                value = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+                if named.setdefault(label, value) != value:
+                    raise AssertionError(
+                        f"{launch.kernel.name}: {label} is numeric, and both {named[label]} and {value} in one plan; "
+                        f"give them different names in the kernels' declarations"
+                    )
+        return named
+
+
+def is_aligned(*tensors: Tensor | None) -> bool:
+    """Whether all tensors begin at multiples of 16 bytes."""
+    for tensor in tensors:  # noqa: SIM110  (a generator costs as much as all the rest)
+        if tensor is not None and tensor.data_ptr() % 16:
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- builds
+
+
+def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
+    """What a call on meta tensors may launch on a GPU that need not be there, in both directions: names and variants.
+
+    Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned.
+    """
+    outputs = call.operator.allocate(*call.arguments)
+    directions = [(call.operator, call.arguments)]
+    if call.adjoint is not None and call.adjoint_arguments is not None:
+        directions.append((call.adjoint, call.adjoint_arguments(outputs[: call.public_outputs], outputs)))
+    for operator, arguments in directions:
+        problem = operator.describe(*arguments)._replace(device=torch.device(TARGETS[target][0]))
+        for candidate in operator.candidates():
+            if candidate.setup is not None and target in candidate.targets and not candidate.refuse(problem):
+                setup = set_up(candidate, problem, target)
+                for launch in setup.launches:
+                    if target in launch.kernel.targets:
+                        yield _words(launch.variant), launch.variant
+
+
+def set_up(candidate: "Candidate", problem: Problem, target: str) -> Setup:
+    """The setup of a candidate for a problem on a GPU that need not be there."""
+    assert candidate.setup is not None
+    setup = Setup(problem, candidate.schedule(problem), target)
+    candidate.setup(setup)
+    return setup
+
+
+def _words(variant: Variant) -> str:
+    types = ",".join(dict.fromkeys(text for _, text in variant.types if text.startswith("*")))
+    constants = ",".join(f"{name}={value}" for name, value in variant.constants)
+    shape = f"warps={variant.num_warps},stages={variant.num_stages},multiples={len(variant.aligned)}"
+    return f"{variant.kernel} {types} {constants} {shape}"

@@ -1,0 +1,143 @@
+"""The layouts and values on which the activations are tested: random ones, and every one of the 16-bit types."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from adjoint.contract.cases import Case, Make
+
+# --------------------------------------------------------------------------------------- layouts
+
+Layout = Callable[[Callable[..., Tensor]], Tensor]
+"""Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": lambda fill: fill(6, 70),
+    "three axes": lambda fill: fill(2, 3, 40),
+    "past one tile": lambda fill: fill(2, 2500),
+    "rows apart": lambda fill: fill(3, 3 * 4208)[:, 4208:8416],
+    "short rows apart": lambda fill: fill(5, 48)[:, :16],
+    "shifted by one": lambda fill: fill(2051)[1:],
+    "transposed": lambda fill: fill(70, 6).T,
+    "every other": lambda fill: fill(6, 140)[:, ::2],
+    "expanded": lambda fill: fill(6, 1).expand(6, 70),
+    "six axes": lambda fill: fill(3, 3, 3, 3, 3, 6)[:2, 1:, :2, 1:, :2, ::2],
+    "one element": lambda fill: fill(1),
+    "no axes": lambda fill: fill(1).reshape(()),
+    "empty": lambda fill: fill(3, 0, 4),
+}
+
+PACKED_LAYOUTS: dict[str, Layout] = {
+    "contiguous": lambda fill: fill(6, 140),
+    "three axes": lambda fill: fill(2, 3, 80),
+    "past one tile": lambda fill: fill(2, 5000),
+    "odd halves": lambda fill: fill(3, 2 * 4201),
+    "rows apart": lambda fill: fill(2, 2, 2 * 4208)[:, 1],
+    "short rows apart": lambda fill: fill(5, 96)[:, 32:64],
+    "shifted by one": lambda fill: fill(4101)[1:],
+    "transposed": lambda fill: fill(140, 6).T,
+    "every other": lambda fill: fill(6, 280)[:, ::2],
+    "expanded": lambda fill: fill(1, 140).expand(6, 140),
+    "five axes": lambda fill: fill(4, 3, 2, 5, 6).permute(3, 1, 0, 2, 4)[:, 1:],
+    "one pair": lambda fill: fill(2),
+    "empty": lambda fill: fill(3, 0, 4),
+    "empty width": lambda fill: fill(3, 0),
+}
+
+
+def random_values(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    """Random values whose sizes span what a model sees and far beyond: normal, times 1, 8 or 50."""
+
+    def fill(*shape: int) -> Tensor:
+        scale = torch.tensor([1.0, 8.0, 50.0])[torch.randint(3, shape, generator=generator)]
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
+
+    return fill
+
+
+def each(layout: Layout, count: int) -> Make:
+    """`count` tensors of a layout."""
+    return lambda dtype, device, generator: tuple(layout(random_values(generator, dtype, device)) for _ in range(count))
+
+
+def mixed_strides(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    fill = random_values(generator, dtype, device)
+    return fill(70, 6).T, fill(6, 280)[:, ::4]
+
+
+def huge_up(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Gates far into underflow, each with the largest up the domain of the stated error allows."""
+    gate = torch.linspace(-500, 5, 1011, dtype=torch.float64).to(dtype).to(device)
+    return gate, torch.full_like(gate, min(torch.finfo(dtype).max, 2.0**98))
+
+
+# ------------------------------------------------------------------------------------ exhaustive
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """Every bit pattern of a 16-bit type, NaNs and infinities included."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def spread(dtype: torch.dtype) -> list[float]:
+    """Factors the exhaustive cases meet: signs, zero, and the ends of the stated domain."""
+    small, large = (2.0**-24, 65504.0) if dtype == torch.float16 else (2.0**-60, 2.0**88)
+    return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -large]
+
+
+ROOT = -1.2784645427610738
+"""Where silu' is 0: the slope's relative error is largest beside it."""
+
+
+def around_root(dtype: torch.dtype, gates: int, others: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The values nearest the root of silu', each with every significand of one factor and some of another.
+
+    Scaled by 2^10, so that the products are normal numbers, whose units in the last place are finest.
+    Pairs matter: the largest error is that of a product just below a power of two, rounded just above.
+    """
+    values = every_value(dtype)
+    values = values[values.isfinite()]
+    nearest = values[(values.double() - ROOT).abs().argsort()[:gates]]
+    count = round(1 / torch.finfo(dtype).eps)
+    significands = (1 + torch.arange(count, dtype=torch.float64) / count).to(dtype)
+    other = significands[:: max(1, count // others)][:others]
+    gate, factor, other = (t.flatten() for t in torch.meshgrid(nearest, 1024 * significands, other, indexing="ij"))
+    return gate, factor, other
+
+
+def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[torch.dtype], Iterator[Case]]:
+    """For each factor, a case with every gate; the upstream gradient walks the spread at another pace.
+
+    Then, where rounding errors weigh most, every significand of the factor, and of the upstream.
+    """
+
+    def made(gate: Tensor, factor: Tensor) -> Make:
+        return lambda dtype, device, generator: tuple(t.to(device) for t in arrange(gate, factor))
+
+    def filled(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
+        return lambda output, generator: torch.full_like(output, value)
+
+    def laid(values: Tensor) -> Callable[[Tensor, torch.Generator], Tensor]:
+        return lambda output, generator: values.to(output.device).view(output.shape)
+
+    def cases(dtype: torch.dtype) -> Iterator[Case]:
+        factors = spread(dtype)
+        gate = every_value(dtype)
+        for index, factor in enumerate(factors):
+            upstream = filled(factors[(4 * index + 1) % len(factors)])
+            yield Case(f"every gate, factor {factor:.3g}", made(gate, torch.full_like(gate, factor)), upstream)
+        for name, gates, others in (("root, every significand", 64, 1), ("root, pairs of significands", 1, 64)):
+            gate, first, second = around_root(dtype, gates, others)
+            yield Case(f"{name} of the factor", made(gate, first), laid(second))
+            yield Case(f"{name} of the upstream", made(gate, second), laid(first))
+
+    return cases
+
+
+# --------------------------------------------------------------------------------- workloads and builds
+
+WORKLOAD_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))
+
+BUILT_LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, lambda x: x[:, ::2])
+"""A tensor as rows, and strided."""
