@@ -80,7 +80,7 @@ def test_a_budget_can_be_exceeded() -> None:
 
 
 def test_spills_are_in_the_budget_where_kernels_are_not_tuned() -> None:
-    import_module("adjoint.ops.gated_delta.rule_kernels")
+    import_module("adjoint.ops.gated_delta.rule.triton.kernels")
     allowed = kernels.registered()["rule_walk"].budget.spilled_elsewhere
     walk = {"name": "x", "kernel": "rule_walk", "registers": 32, "spilled_bytes": allowed, "shared_bytes": 0}
     assert allowed and _over_budget(walk, "sm_80") == []

@@ -66,22 +66,22 @@ MODULES = {
         "adjoint.ops.moe.experts_kernels",
     ),
     "gated_delta": (
-        "adjoint.ops.gated_delta.rule_table_kernels",
-        "adjoint.ops.gated_delta.rule_kernels",
-        "adjoint.ops.gated_delta.rule_backward_kernels",
-        "adjoint.ops.gated_delta.rule_gradients_kernels",
-        "adjoint.ops.gated_delta.rule_closing_kernels",
-        "adjoint.ops.gated_delta.rule_compose_back_kernels",
-        "adjoint.ops.gated_delta.step_kernels",
-        "adjoint.ops.gated_delta.step_backward_kernels",
-        "adjoint.ops.gated_delta.w_u_kernels",
-        "adjoint.ops.gated_delta.gate_kernels",
+        "adjoint.ops.gated_delta.rule.triton.table_kernels",
+        "adjoint.ops.gated_delta.rule.triton.kernels",
+        "adjoint.ops.gated_delta.rule.triton.backward_kernels",
+        "adjoint.ops.gated_delta.rule.triton.gradients_kernels",
+        "adjoint.ops.gated_delta.rule.triton.closing_kernels",
+        "adjoint.ops.gated_delta.rule.triton.compose_back_kernels",
+        "adjoint.ops.gated_delta.step.kernels",
+        "adjoint.ops.gated_delta.step.backward_kernels",
+        "adjoint.ops.gated_delta.stages.w_u_kernels",
+        "adjoint.ops.gated_delta.stages.gate_kernels",
     ),
 }
 """Every module with kernels, under the first family that uses it."""
 
 IN_GLUON = tuple(
-    f"adjoint.ops.gated_delta.rule_{part}_hopper_kernels"
+    f"adjoint.ops.gated_delta.rule.hopper.{part}_kernels"
     for part in ("forward", "prepare", "transition", "turn", "walk", "walk_back", "gradients")
 )
 """Which has no interpreter."""
@@ -479,8 +479,8 @@ ONE_IN = {
     "adjoint.ops.moe.losses_kernels": (23, 31),
     "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
     "gated_delta": (199, 307),  # sequences take it several
-    "adjoint.ops.gated_delta.step_kernels": (61, 127),
-    "adjoint.ops.gated_delta.step_backward_kernels": (61, 127),
+    "adjoint.ops.gated_delta.step.kernels": (61, 127),
+    "adjoint.ops.gated_delta.step.backward_kernels": (61, 127),
 }
 """Of how many mutants one is tried without --all, by family or module: in functions kernels call, and in kernels."""
 

@@ -13,9 +13,12 @@ import torch
 import adjoint
 from adjoint import Preference
 from adjoint.contract.inputs import widened
-from adjoint.ops.gated_delta import packing, reference, rule_backward_launch, rule_launch, rule_shape
+from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule_cases import gradients, tokens
+from adjoint.ops.gated_delta.rule import shape as rule_shape
+from adjoint.ops.gated_delta.rule.triton import backward_launch as rule_backward_launch
+from adjoint.ops.gated_delta.rule.triton import launch as rule_launch
+from adjoint.ops.gated_delta.values import gradients, tokens
 from tests.mutants.calls import at_the_edge
 from tests.mutants.rule_calls import fall
 

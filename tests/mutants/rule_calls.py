@@ -16,9 +16,12 @@ import adjoint
 from adjoint import Preference
 from adjoint.contract.inputs import widened
 from adjoint.core.workspace import Regions
-from adjoint.ops.gated_delta import packing, reference, rule_forward, rule_launch, rule_shape
-from adjoint.ops.gated_delta.eager import EPSILON
-from adjoint.ops.gated_delta.rule_cases import _nearly_equal, tokens
+from adjoint.ops.gated_delta import packing, reference
+from adjoint.ops.gated_delta.rule import shape as rule_shape
+from adjoint.ops.gated_delta.rule.eager import EPSILON
+from adjoint.ops.gated_delta.rule.triton import forward as rule_forward
+from adjoint.ops.gated_delta.rule.triton import launch as rule_launch
+from adjoint.ops.gated_delta.values import nearly_equal, tokens
 from tests.mutants.calls import at_the_edge
 
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 4.5e-3}
@@ -109,7 +112,7 @@ class Chunks:
         parts: int,
         heads: tuple[int, int] = (1, 2),
     ) -> None:
-        options: dict[str, Any] = {"keys": _nearly_equal, "decay": 0.01, "strength": (0.9, 1.0), "cu_seqlens": bounds}
+        options: dict[str, Any] = {"keys": nearly_equal, "decay": 0.01, "strength": (0.9, 1.0), "cu_seqlens": bounds}
         drawn = tokens((1, time, *heads, 16, 16), **options)
         made = drawn(dtype, torch.device("cpu"), torch.Generator().manual_seed(4))
         self.q, self.k, self.v, self.g, self.beta, self.state, self.cu_seqlens = made

@@ -15,8 +15,9 @@ from adjoint import ArgumentError, Preference
 from adjoint.contract import directions
 from adjoint.contract.inputs import widened
 from adjoint.core.plan import bind
-from adjoint.ops.gated_delta import reference, w_u_launch
-from adjoint.ops.gated_delta.stage_cases import W_U, _gates, _solved, _vectors
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.stages import w_u_launch
+from adjoint.ops.gated_delta.stages.cases import W_U, _gates, _solved, _vectors
 from tests.mutants.calls import at_the_edge
 
 CPU, TRITON, EAGER = torch.device("cpu"), Preference(backend="triton").text, Preference(backend="eager").text
@@ -178,7 +179,7 @@ def _normalize(dtype: torch.dtype, size: int, lay: str = "") -> Noticed:
 
 
 def _subjects() -> Any:
-    from adjoint.ops.gated_delta.stage_cases import OTHERS
+    from adjoint.ops.gated_delta.stages.cases import OTHERS
 
     return OTHERS
 

@@ -15,8 +15,10 @@ from adjoint import Preference
 from adjoint.contract.inputs import differentiable, leaves
 from adjoint.core.plan import forget
 from adjoint.core.schedules import Schedules
-from adjoint.ops.gated_delta import reference, step_launch, step_plans
-from adjoint.ops.gated_delta.rule_cases import tokens
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.step import launch as step_launch
+from adjoint.ops.gated_delta.step import plans as step_plans
+from adjoint.ops.gated_delta.values import tokens
 from tests.mutants.calls import LAYOUTS, surround
 
 CLOSE = 1e-12

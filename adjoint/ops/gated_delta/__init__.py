@@ -1,10 +1,10 @@
 """The gated delta rule, whole and by stage, with its gradients."""
 
-from adjoint.ops.gated_delta.gates import gate, normalize
 from adjoint.ops.gated_delta.rule import gated_delta_rule
 from adjoint.ops.gated_delta.stages import carry, cumulative_decay, gram, output, solve
+from adjoint.ops.gated_delta.stages.gates import gate, normalize
+from adjoint.ops.gated_delta.stages.w_u import recompute_w_u
 from adjoint.ops.gated_delta.step import gated_delta_step
-from adjoint.ops.gated_delta.w_u import recompute_w_u
 
 __all__ = [
     "carry",

@@ -11,6 +11,18 @@ MAX_HEAD_SIZE = 256
 """The largest K and V: a state of 256 × 256 is what kernels can hold in a processor's registers, split over V."""
 
 
+EPSILON = 1e-6
+"""Keeps the norm of q and k away from 0."""
+
+NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in range(6))
+"""Bits of the gradients a backward computes."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type everything is computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states beside q, k and v of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

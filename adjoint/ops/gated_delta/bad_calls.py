@@ -10,8 +10,8 @@ import adjoint
 from adjoint.contract.cases import BadCall
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.gated_delta.rule import gated_delta_rule
+from adjoint.ops.gated_delta.stages.w_u import recompute_w_u
 from adjoint.ops.gated_delta.step import gated_delta_step
-from adjoint.ops.gated_delta.w_u import recompute_w_u
 
 META = torch.device("meta")
 BATCH, TIME, KEY_HEADS, HEADS, K, V = 1, 6, 1, 2, 4, 3

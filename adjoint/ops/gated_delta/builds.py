@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 from adjoint.core.kernels import NVIDIA, Variant
-from adjoint.ops.gated_delta import rule_backward_builds, rule_builds, step_builds, w_u_builds
+from adjoint.ops.gated_delta.rule import backward_builds as rule_backward_builds
+from adjoint.ops.gated_delta.rule import builds as rule_builds
+from adjoint.ops.gated_delta.stages import w_u_builds
+from adjoint.ops.gated_delta.step import builds as step_builds
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:

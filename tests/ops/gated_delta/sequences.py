@@ -7,8 +7,9 @@ from torch import Tensor
 
 from adjoint.contract.cases import Inputs
 from adjoint.contract.inputs import differentiable, leaves, widened
-from adjoint.ops.gated_delta import plans, reference
-from adjoint.ops.gated_delta.rule_cases import tokens
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.rule import plans
+from adjoint.ops.gated_delta.values import tokens
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,8 @@ from adjoint import Preference
 from adjoint.contract.inputs import leaves, widened
 from adjoint.core import kernels
 from adjoint.core.plan import Plan
-from adjoint.ops.gated_delta import plans
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
+from adjoint.ops.gated_delta.rule import plans
 
 pytestmark = pytest.mark.gpu
 

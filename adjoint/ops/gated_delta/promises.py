@@ -1,0 +1,80 @@
+"""What the paths in plain PyTorch promise, and the words that all guarantees of the family share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.candidates import Run, in_pytorch, writing
+from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem, short
+from adjoint.ops.gated_delta.arguments import wide_dtype
+
+Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
+
+DOMAIN = (
+    "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and finite, where the recurrence cannot diverge; results that are "
+    "below the smallest number of the accumulator may be 0"
+)
+
+RESIDUALS = (
+    "the error of dbeta, a sum of products with v − Sᵀk, is relative to the same sum with |v| where values are close "
+    "to what the state holds of them: that difference has lost the digits its terms agree in"
+)
+"""Of the domain of dbeta."""
+
+CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay and strong decay, packed"
+
+
+def without_autocast(compute: Compute) -> Run:
+    """A candidate's `run`; autocast would round the operands of every product."""
+
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+        with torch.autocast(plan.problem.device.type, enabled=False):
+            compute(arguments, outputs)
+
+    return writing(run)
+
+
+FORWARD, BACKWARD = 2e-6, 1e-5
+"""Ceilings of what is computed in float32: several times what the cases show, an order below what a mistake does."""
+
+_IN_FLOAT64 = 1e-8
+"""What the same computation in float64 has of them."""
+
+
+def recorded(kind: torch.dtype, computed: torch.dtype, ceiling: float, cases: str = CASES) -> Empirical:
+    """A ceiling for results of a dtype: that of the computation, and half a unit of the type they are stored in."""
+    rounding = torch.finfo(kind).eps / 2 if kind != computed else 0.0
+    return Empirical(ceiling * (_IN_FLOAT64 if computed == torch.float64 else 1.0) + rounding, cases)
+
+
+def promise(problem: Problem, error: Empirical, roundings: int = 1, **words: Any) -> Guarantee:
+    """What torch's matrix products allow to promise: on the CPU, equal calls give equal bits; a sequence's bits may
+    depend on what shares its batch, because the shape of a product may choose its kernel."""
+    return Guarantee(
+        repeatable=problem.device.type == "cpu",
+        batch_invariant="",
+        device_invariant=False,
+        roundings=roundings,
+        error=error,
+        **({"domain": DOMAIN, "accumulator": short(wide_dtype(problem.dtypes[0]))} | words),
+    )
+
+
+def domain_of(gradient: str) -> str:
+    """The domain of a gradient."""
+    return f"{DOMAIN}; {RESIDUALS}" if gradient == "dbeta" else DOMAIN
+
+
+def eager_candidate(
+    name: str,
+    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    compute: Compute,
+    numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
+    waits: Callable[[Problem], bool] = lambda problem: False,
+) -> Candidate:
+    """A candidate in plain PyTorch, for every problem and layout."""
+    return in_pytorch(name, guarantee, without_autocast(compute), numeric, waits)

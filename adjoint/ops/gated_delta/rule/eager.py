@@ -1,0 +1,369 @@
+"""The gated delta rule in plain PyTorch, by chunks, in both directions.
+
+One chunk of one value head, with `G` the running sum of g, `D_ij = e^{G_i−G_j}` for i ≥ j, and `S` the state it
+begins with:
+
+    A  = β ⊙ (k kᵀ ⊙ D°)          D° without its diagonal
+    T  = (I + A)⁻¹
+    r  = v − e^G ⊙ (k S)
+    v' = T (β ⊙ r)
+    o  = scale·(e^G ⊙ (q S) + (q kᵀ ⊙ D) v')
+    S⁺ = e^Γ S + (e^{Γ−G} ⊙ k)ᵀ v'
+
+This is the form in which w and u never exist: the cancellation in r happens before anything is rounded again. Its
+adjoint, given do and dS⁺, is
+
+    dv' = scale·(q kᵀ ⊙ D)ᵀ do + (e^{Γ−G} ⊙ k) dS⁺
+    Y   = Tᵀ dv'                  adjoint of β ⊙ r
+    dv  = β ⊙ Y                   adjoint of r as well
+    dS  = e^Γ dS⁺ + scale·(e^G ⊙ q)ᵀ do − kᵀ (e^G ⊙ dv)
+    M   = scale·(do v'ᵀ) ⊙ D,   N = −(Y v'ᵀ) ⊙ D°
+    dq  = scale·e^G ⊙ (do Sᵀ) + M k
+    dk  = Mᵀ q + e^{Γ−G} ⊙ (v' dS⁺ᵀ) − e^G ⊙ (dv Sᵀ) + (E + Eᵀ) k,   E = β ⊙ N
+    dβ  = rowsum(Y ⊙ r) + rowsum(N ⊙ k kᵀ)
+
+and dg_t sums what was multiplied with a decay that token t is part of (`_passing`). Products run over all chunks of
+all heads of a block at once; only the state goes from chunk to chunk. All of it is computed in float32, float64 for
+float64; the running sum of g in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjoint.core.errors import report
+from adjoint.ops.gated_delta.arguments import EPSILON, NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, wide_dtype
+from adjoint.ops.gated_delta.faults import POSITIVE_GATE
+from adjoint.ops.gated_delta.inverse import inverse
+from adjoint.ops.gated_delta.packing import Group, Tokens, bounds, groups
+
+# --------------------------------------------------------------------------------------------- one block
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The op's tensors on the flat token axis: q, k [tokens, Hg, K], v [tokens, H, V], g, beta [tokens, H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float
+    normalize: bool
+
+    @property
+    def per_key_head(self) -> int:
+        return self.v.shape[1] // max(1, self.q.shape[1])
+
+
+class _Block:
+    """Some chunks, `[steps, lanes, chunk, ...]`; a lane is a sequence and a value head."""
+
+    def __init__(self, given: _Inputs, group: Group, segment: int) -> None:
+        tokens = self.tokens = Tokens(group, segment, given.v.device)
+        kind = wide_dtype(given.v.dtype)
+        self.repeat = given.per_key_head
+        self.key_heads = slice(group.first_head, group.first_head + group.heads)
+        self.heads = slice(group.first_head * self.repeat, (group.first_head + group.heads) * self.repeat)
+        self.steps, self.lanes = tokens.steps, tokens.number * group.heads * self.repeat
+        self.scale = given.scale
+        q, k = (tokens.gather(x[:, self.key_heads], kind) for x in (given.q, given.k))
+        self.q_norm = self.k_norm = None
+        if given.normalize:
+            q, self.q_norm = _normalize(q)
+            k, self.k_norm = _normalize(k)
+        self.kk, self.qk = self._each_head(k @ k.mT), self._each_head(q @ k.mT)
+        self.q, self.k = self._each_head(q), self._each_head(k)
+        self.v = tokens.gather(given.v[:, self.heads], kind).flatten(1, 2)
+        self.beta = tokens.gather(given.beta[:, self.heads], kind).flatten(1, 2).unsqueeze(-1)
+        # The running sum in float64: differences of long sums in float32 would lose the digits of short decays.
+        log_decay = tokens.gather(given.g[:, self.heads], torch.float64).flatten(1, 2).cumsum(-1)
+        self.from_start = log_decay.exp().unsqueeze(-1).to(kind)
+        self.to_end = (log_decay[..., -1:] - log_decay).exp_().unsqueeze(-1).to(kind)
+        self.over = log_decay[..., -1].exp()[..., None, None].to(kind)
+        self.decay = _decays(log_decay, kind)
+        self.T = inverse((self.kk * self.decay).mul_(self.beta).tril_(-1)).view_as(self.decay)
+
+    def _each_head(self, x: Tensor) -> Tensor:
+        """[steps, sequences, key heads, ...] -> [steps, lanes, ...]: every value head reads its key head."""
+        if self.repeat == 1:
+            return x.flatten(1, 2)
+        return x.unsqueeze(3).expand(*x.shape[:3], self.repeat, *x.shape[3:]).flatten(1, 3)
+
+    def _each_key_head(self, x: Tensor) -> Tensor:
+        """The adjoint: sums over the value heads that share a key head."""
+        x = x.view(self.steps, self.tokens.number, -1, self.repeat, *x.shape[2:])
+        return x.sum(3) if self.repeat > 1 else x.squeeze(3)
+
+    def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs of all chunks, and the state after them."""
+        scores = self.qk * self.decay
+        out = torch.empty_like(self.v)
+        for s in range(self.steps):
+            _, new = self._new_values(s, state)
+            seen = torch.bmm(self.q[s], state).mul_(self.from_start[s])
+            torch.baddbmm(seen, scores[s], new, beta=self.scale, alpha=self.scale, out=out[s])
+            state = self._next(s, state, new)
+        return out, state
+
+    def _new_values(self, s: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """e^G ⊙ (k S) and v'."""
+        known = torch.bmm(self.k[s], state).mul_(self.from_start[s])
+        return known, torch.bmm(self.T[s], (self.v[s] - known).mul_(self.beta[s]))
+
+    def _next(self, s: int, state: Tensor, new: Tensor) -> Tensor:
+        return torch.baddbmm(state * self.over[s], (self.k[s] * self.to_end[s]).mT, new)
+
+    def backward(self, state: Tensor, dstate: Tensor, dout: Tensor | None, need: int) -> "_Gradients":
+        """The gradients of the block's inputs, and of the state it begins with."""
+        shape = (self.steps, *state.shape)
+        states, dstates = state.new_empty(shape), state.new_empty(shape)
+        known, new, dnew, Y = (torch.empty_like(self.v) for _ in range(4))
+        for s in range(self.steps):
+            states[s] = state
+            known[s], new[s] = self._new_values(s, state)
+            state = self._next(s, state, new[s])
+        if dout is None:
+            dnew.zero_()
+        else:
+            dout = dout * self.scale
+            torch.matmul((self.qk * self.decay).mT, dout, out=dnew)
+        for s in reversed(range(self.steps)):
+            dstates[s] = dstate
+            dnew[s].baddbmm_(self.k[s] * self.to_end[s], dstate)
+            torch.bmm(self.T[s].mT, dnew[s], out=Y[s])
+            dstate = dstate * self.over[s]
+            if dout is not None:
+                dstate.baddbmm_((self.q[s] * self.from_start[s]).mT, dout[s])
+            dstate.baddbmm_(self.k[s].mT, Y[s] * (self.beta[s] * self.from_start[s]), alpha=-1)
+        return self._collect(states, dstates, dstate, dout, known, new, Y, need)
+
+    def _collect(
+        self,
+        states: Tensor,
+        dstates: Tensor,
+        dstate: Tensor,
+        dout: Tensor | None,
+        known: Tensor,
+        new: Tensor,
+        Y: Tensor,
+        need: int,
+    ) -> "_Gradients":
+        dv = Y * self.beta
+        found = _Gradients(state=dstate, v=dv.unflatten(1, (self.tokens.number, -1)))
+        if not need & (NEED_Q | NEED_K | NEED_G | NEED_BETA):
+            return found
+        N = torch.matmul(Y, new.mT).mul_(self.decay).neg_().tril_(-1)
+        of_grams = N * self.kk
+        if need & NEED_BETA:
+            dbeta = (Y * (self.v - known)).sum(-1).add_(of_grams.sum(-1))
+            found.beta = dbeta.unflatten(1, (self.tokens.number, -1))
+        if not need & (NEED_Q | NEED_K | NEED_G):
+            return found
+        of_state = torch.matmul(new, dstates.mT).mul_(self.to_end)
+        through_decay = of_grams.mul_(self.beta)
+        since_start = (dv * known).sum(-1).neg_()
+        if dout is not None:
+            M = torch.matmul(dout, new.mT).mul_(self.decay)
+            dq = torch.matmul(dout, states.mT).mul_(self.from_start)
+            if need & NEED_G:
+                through_decay.add_((M * self.qk).tril_(-1))
+                since_start.add_((self.q * dq).sum(-1))
+            if need & NEED_Q:
+                dq += torch.matmul(M, self.k)
+                found.q = self._unnormalized(dq, self.q, self.q_norm)
+        if need & NEED_G:
+            until_end = (self.k * of_state).sum(-1)
+            kept = (states * dstates).sum((-1, -2)) * self.over[..., 0, 0]
+            dg = _passing(through_decay, since_start, until_end).add_(kept.unsqueeze(-1))
+            found.g = dg.unflatten(1, (self.tokens.number, -1))
+        if need & NEED_K:
+            dk = of_state.sub_(torch.matmul(dv * self.from_start, states.mT))
+            E = N.mul_(self.beta)
+            dk += torch.matmul(E + E.mT, self.k)
+            if dout is not None:
+                dk += torch.matmul(M.mT, self.q)
+            found.k = self._unnormalized(dk, self.k, self.k_norm)
+        return found
+
+    def _unnormalized(self, dy: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
+        """The gradient of q or k for one of what was normalised; y = x·norm, so dx = norm·(dy − y (y·dy))."""
+        if norm is None:
+            return self._each_key_head(dy)
+        total = self._each_key_head(dy)
+        y = y.view(self.steps, self.tokens.number, -1, self.repeat, *y.shape[2:])[:, :, :, 0]
+        return total.sub_(y * (y * total).sum(-1, keepdim=True)).mul_(norm)
+
+
+@dataclass
+class _Gradients:
+    """What a block gives back: `[steps, sequences, heads, chunk, ...]`, the state's by lane; None where it is zero."""
+
+    state: Tensor
+    v: Tensor
+    q: Tensor | None = None
+    k: Tensor | None = None
+    g: Tensor | None = None
+    beta: Tensor | None = None
+
+
+def _decays(log_decay: Tensor, kind: torch.dtype) -> Tensor:
+    """e^{G_i−G_j} for i ≥ j, 0 above the diagonal; differences first, of sums in two parts where one is not enough."""
+    size = log_decay.shape[-1]
+    future = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu_(1)
+    high = log_decay.to(kind)
+    between = high.unsqueeze(-1) - high.unsqueeze(-2)
+    if kind != torch.float64:
+        low = (log_decay - high).to(kind)
+        between.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+    return between.masked_fill_(future, -torch.inf).exp_()
+
+
+def _passing(between: Tensor, since_start: Tensor, until_end: Tensor) -> Tensor:
+    """The gradient of each g_t: what was multiplied with a decay that token t is part of.
+
+    That is e^{G_i−G_j} for j < t ≤ i, e^{G_i} for t ≤ i and e^{Γ−G_j} for j < t. The same sums through dG, whose terms
+    cancel again when they are added up, would lose the digits of a gradient that decay has made small.
+    """
+    later = between.flip(-2).cumsum(-2).flip(-2).tril_(-1).sum(-1)
+    later.add_(since_start.flip(-1).cumsum(-1).flip(-1))
+    later[..., 1:].add_(until_end[..., :-1].cumsum(-1))
+    return later
+
+
+def _normalize(x: Tensor) -> tuple[Tensor, Tensor]:
+    norm = x.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_()
+    return x * norm, norm
+
+
+# ------------------------------------------------------------------------------------------- the whole op
+
+
+def _flat(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, normalize: bool) -> _Inputs:
+    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+    return _Inputs(q, k, v, g, beta, scale, normalize)
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize: bool,
+    out: Tensor,
+    final_state: Tensor | None,
+    saved: Tensor | None,
+) -> None:
+    """Writes the outputs; the final states, and those between segments, where they are wanted."""
+    report(POSITIVE_GATE, g, g > 0)
+    starts, lengths = bounds(q.shape[0], q.shape[1], cu_seqlens, raises=True)
+    if final_state is not None:
+        _set(final_state, initial_state)
+    if saved is not None:
+        saved.zero_()
+    if cu_seqlens is not None or not q.numel():  # tokens that belong to no sequence, keys of no size
+        out.zero_()
+    if not (q.numel() and v.numel()):
+        return
+    given, flat_out = _flat(q, k, v, g, beta, scale, normalize), out.flatten(0, 1)
+    for group in groups(starts, lengths, q.shape[2], v.shape[2]):
+        states = _States(given, group, initial_state)
+        for segment in range(group.segments):
+            block = _Block(given, group, segment)
+            state = states.active(block)
+            if saved is not None and segment:
+                saved[group.saved(segment, saved.device), block.heads] = states.by_sequence(state)
+            chunks, state = block.forward(state)
+            states.update(state)
+            block.tokens.scatter(flat_out[:, block.heads], chunks.unflatten(1, (block.tokens.number, -1)))
+        if final_state is not None:
+            final_state[group.numbers(v.device), states.heads] = states.all
+
+
+@torch.no_grad()
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    scale: float,
+    normalize: bool,
+    need: int,
+    gradients: tuple[Tensor, ...],
+) -> None:
+    """Writes the gradients of q, k, v, g, beta and the initial states, those that `need` asks for."""
+    starts, lengths = bounds(q.shape[0], q.shape[1], cu_seqlens, raises=False)
+    for bit, gradient in enumerate(gradients[:5]):
+        if need >> bit & 1:
+            gradient.zero_()
+    dinitial = gradients[5] if need & NEED_STATE else None
+    if dinitial is not None:
+        _set(dinitial, dfinal)
+    if not (q.numel() and v.numel()):
+        return
+    given = _flat(q, k, v, g, beta, scale, normalize)
+    flat_dout = None if dout is None else dout.flatten(0, 1)
+    targets = [gradient.flatten(0, 1) if need >> bit & 1 else None for bit, gradient in enumerate(gradients[:5])]
+    for group in groups(starts, lengths, q.shape[2], v.shape[2]):
+        firsts, dstates = _States(given, group, initial_state), _States(given, group, dfinal)
+        for segment in reversed(range(group.segments)):
+            block = _Block(given, group, segment)
+            if segment:
+                at = saved[group.saved(segment, saved.device), block.heads].to(firsts.all.dtype).flatten(0, 1)
+            else:
+                at = firsts.active(block)
+            upstream = None
+            if flat_dout is not None:
+                upstream = block.tokens.gather(flat_dout[:, block.heads], at.dtype).flatten(1, 2)
+            found = block.backward(at, dstates.active(block), upstream, need)
+            dstates.update(found.state)
+            parts = (found.q, found.k, found.v, found.g, found.beta)
+            for number, (target, part) in enumerate(zip(targets, parts, strict=True)):
+                if target is not None and part is not None:
+                    block.tokens.scatter(target[:, block.key_heads if number < 2 else block.heads], part)
+        if dinitial is not None:
+            dinitial[group.numbers(v.device), dstates.heads] = dstates.all
+
+
+def _set(target: Tensor, source: Tensor | None) -> None:
+    if source is None:
+        target.zero_()
+    else:
+        target.copy_(source)
+
+
+class _States:
+    """The states of a group's sequences and heads, as they go from segment to segment."""
+
+    def __init__(self, given: _Inputs, group: Group, states: Tensor | None) -> None:
+        first, repeat = group.first_head, given.per_key_head
+        self.heads = slice(first * repeat, (first + group.heads) * repeat)
+        kind, device = wide_dtype(given.v.dtype), given.v.device
+        if states is None:
+            shape = (len(group.sequences), self.heads.stop - self.heads.start, given.q.shape[-1], given.v.shape[-1])
+            self.all = torch.zeros(shape, dtype=kind, device=device)
+        else:
+            self.all = states[group.numbers(device)][:, self.heads].to(kind, copy=True).contiguous()
+
+    def active(self, block: _Block) -> Tensor:
+        """The states of the sequences that reach a block, by lane."""
+        return self.all[: block.tokens.number].flatten(0, 1)
+
+    def by_sequence(self, lanes: Tensor) -> Tensor:
+        return lanes.unflatten(0, (-1, self.all.shape[1]))
+
+    def update(self, lanes: Tensor) -> None:
+        self.all[: len(lanes) // max(1, self.all.shape[1])] = self.by_sequence(lanes)

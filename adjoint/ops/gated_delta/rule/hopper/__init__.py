@@ -1,0 +1,1 @@
+"""The kernels of the gated delta rule in Gluon, for Hopper, and their launches."""

@@ -1,0 +1,337 @@
+"""The forward of the gated delta rule for Hopper, in Gluon: the walk from chunk to chunk and the outputs in one.
+
+What `rule_walk` and `rule_output` compute; v' meets the decayed scores P in two parts. A program walks 64 columns of V
+of a sequence or segment, with three warpgroups. One has Sᵀ in the accumulators of the tensor cores, and as their left
+operand too, rounded in registers; it does what the next chunk waits for and nothing else, and leaves Sᵀ and v'ᵀ in
+shared memory. One computes the outputs from them. One copies q, k, v, T, P and the gates of the chunks to come.
+
+    known = Sᵀ kᵀ              beside it: Sᵀ goes to shared memory, v is read      seen = Sᵀ qᵀ
+    found = r + r T°ᵀ          beside it: S decays
+    Sᵀ += w k                  beside it: v'ᵀ goes to shared memory                oᵀ = seen + v'ᵀ Pᵀ
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from adjoint.core import kernels
+from adjoint.core.kernels import Budget
+from adjoint.ops.gated_delta.rule.hopper.pieces import say, together
+
+
+@gluon.jit
+def _copy(
+    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, full, empty, count, chunks,
+    HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copies a chunk as soon as there is room for it; rows past the end of its sequence are zeros."""
+    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
+    row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
+    column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
+    of_q = (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
+    of_k = (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
+    token = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    value = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    of_v = (token.to(gl.int64) * V_STRIDE)[:, None] + value.to(gl.int64)[None, :]
+    of_square = (token.to(gl.int64) * 64)[:, None] + value.to(gl.int64)[None, :]
+    lane = gl.arange(0, 64, GATES)
+    left = count
+    stage = 0
+    phase = 1
+    come = 0
+    for chunk in range(chunks):
+        mbarrier.wait(empty.index(stage), phase)
+        inside = (row < left)[:, None] & (column < K)[None, :]
+        async_copy.async_copy_global_to_shared(ks.index(stage), k + of_k, mask=inside)
+        inside_values = (token < left)[:, None] & (value < 64)[None, :]
+        async_copy.async_copy_global_to_shared(vs.index(stage), v + of_v, mask=inside_values)
+        async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
+        async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
+        async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane)
+        async_copy.async_copy_global_to_shared(Ts.index(stage), T + of_square)
+        async_copy.async_copy_global_to_shared(qs.index(stage), q + of_q, mask=inside)
+        async_copy.async_copy_global_to_shared(Ps.index(stage), P + of_square)
+        async_copy.commit_group()
+        if chunk > 0:
+            async_copy.wait_group(1)
+            say(full, come)
+            come = stage
+        q += 64 * Q_STRIDE
+        k += 64 * K_STRIDE
+        v += 64 * V_STRIDE
+        T += HEADS * (64 * 64)
+        P += HEADS * (64 * 64)
+        gates += HEADS * (5 * 64)
+        left -= 64
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    async_copy.wait_group(0)
+    if chunks > 0:
+        say(full, come)
+
+
+@gluon.jit
+def _answer(
+    out, qs, Ps, starts, Ss, highs, lows, outs, full, empty, S_staged, S_drained, new_staged, new_drained,
+    count, chunks, scale,
+    HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The outputs of every chunk, from its state and v'."""
+    kind: gl.constexpr = qs.dtype
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    of_out = (row.to(gl.int64) * (HEADS * V))[:, None] + column.to(gl.int64)[None, :]
+    nothing = gl.zeros([64, 64], gl.float32, VALUES)
+    left = count
+    stage = 0
+    phase = 0
+    staged = 0
+    for _ in range(chunks):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.wait(S_staged, staged)
+        fence_async_shared()
+        seen = warpgroup_mma(Ss, qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        from_start = starts.index(stage).load(COLUMNS)
+        seen = warpgroup_mma_wait(0, deps=[seen])
+        together()
+        mbarrier.arrive(S_drained)
+        seen = seen * (from_start * scale)[None, :]
+        scores = Ps.index(stage).permute((1, 0))
+        mbarrier.wait(new_staged, staged)
+        fence_async_shared()
+        total = warpgroup_mma(highs, scores, seen, is_async=True)
+        total = warpgroup_mma(lows, scores, total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=[total])
+        together()
+        mbarrier.arrive(new_drained)
+        mbarrier.arrive(empty.index(stage))
+        outs.permute((1, 0)).store(total.to(kind))
+        together()
+        inside = (row < left)[:, None] & (column < 64)[None, :]
+        gl.store(out + of_out, outs.load(ROWS), mask=inside)
+        out += (64 * V) * HEADS
+        left -= 64
+        staged ^= 1
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _walk(
+    source, given, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
+    full, empty, S_staged, S_drained, new_staged, new_drained, chunks, save_every, ends_here,
+    HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr,
+    FINAL: gl.constexpr,
+):  # fmt: skip
+    """The products from chunk to chunk."""
+    kind: gl.constexpr = ks.dtype
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
+    v_row = gl.arange(0, 64, gl.SliceLayout(1, STATE)).to(gl.int64)
+    k_column = gl.arange(0, K, gl.SliceLayout(0, STATE)).to(gl.int64)
+    S = gl.load(
+        source + v_row[:, None] + (k_column * V)[None, :],
+        mask=(v_row < given)[:, None] & (k_column < K)[None, :],
+        other=0.0,
+    )
+    nothing = gl.zeros([64, 64], gl.float32, VALUES)
+    until_saved = save_every
+    before = 0
+    stage = 0
+    phase = 0
+    drained = 1
+    for chunk in range(chunks):
+        rounded = S.to(kind)
+        narrow = gl.convert_layout(rounded, BY_CHUNK)
+        mbarrier.wait(full.index(stage), phase)
+        known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        values = vs.index(stage).permute((1, 0)).load(VALUES)
+        strength = strengths.index(stage).load(COLUMNS)
+        from_start = starts.index(stage).load(COLUMNS)
+        mbarrier.wait(S_drained, drained)
+        Ss.store(rounded)
+        together()
+        mbarrier.arrive(S_staged)
+        if chunk > 0:
+            mbarrier.arrive(empty.index(before))  # whose last product all warps have waited for
+        known = warpgroup_mma_wait(0, deps=[known])
+        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * known
+        operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
+        found = warpgroup_mma(operand, Ts.index(stage).permute((1, 0)), residual, is_async=True)
+        S = S * starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
+        to_end = ends.index(stage).load(COLUMNS)
+        found = warpgroup_mma_wait(0, deps=[found])
+        carried = gl.convert_layout((to_end[None, :] * found).to(kind), BY_KEYS)
+        S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
+        high = found.to(kind)
+        low = (found - high.to(gl.float32)).to(kind)
+        mbarrier.wait(new_drained, drained)
+        highs.store(high)
+        lows.store(low)
+        together()
+        mbarrier.arrive(new_staged)
+        S = warpgroup_mma_wait(0, deps=[S])
+        if SEGMENTED:
+            if FINAL:  # noqa: SIM102  (a constant, and what only the GPU knows)
+                if (chunk + 1 == chunks) & ends_here:
+                    # 0, and known in the loop alone: or the places would be kept in registers through it.
+                    place = final_state + (chunk + 1 - chunks)
+                    gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
+        else:
+            until_saved -= 1
+            place = saved
+            wanted = (until_saved == 0) & (chunk + 1 < chunks)
+            if until_saved == 0:
+                until_saved = save_every
+                saved += HEADS * (K * V)
+            if FINAL:  # noqa: SIM102
+                if chunk + 1 == chunks:
+                    place = final_state
+                    wanted = chunk + 1 == chunks
+            if wanted:
+                gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
+        drained ^= 1
+        before = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def rule_forward_hopper(
+    q, k, v, gates, T, P, spans, begins, firsts, initial_state, saved, final_state, out, scale, save_every,
+    HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
+    Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
+    SEGMENT: gl.constexpr,
+):  # fmt: skip
+    """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64.
+
+    The state is saved after every `save_every` chunks but the last, and is final after the last. A sequence without
+    tokens is left alone. Over segments (SEGMENTED) a program walks one, from the state that was saved at its start, and
+    saves none.
+    """
+    CHUNK: gl.constexpr = 64
+    V_BLOCK: gl.constexpr = 64
+    blocks: gl.constexpr = V // V_BLOCK
+    size: gl.constexpr = K * V
+    kind: gl.constexpr = k.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    program = gl.program_id(0)
+    span = (program // (HEADS * blocks)).to(gl.int64)
+    head = (program // blocks) % HEADS
+    first_row = (program % blocks) * V_BLOCK
+    sequence = span
+    index = 0
+    if SEGMENTED:
+        sequence = gl.load(spans + span * 4 + 2).to(gl.int64)
+        index = gl.load(spans + span * 4 + 3)
+    begin = gl.load(begins + sequence)
+    first = begin.to(gl.int64) + index * SEGMENT
+    count = gl.load(begins + sequence + 1) - begin - index * SEGMENT
+    ends_here = count <= SEGMENT
+    if SEGMENTED:
+        count = gl.minimum(gl.load(spans + span * 4 + 1), count)
+    chunks = (count + CHUNK - 1) // CHUNK
+    kept = (begin // SEGMENT + index).to(gl.int64)
+    of_sequence = (sequence * HEADS + head) * size + first_row
+    source = initial_state + of_sequence
+    given = gl.where(count > 0, V_BLOCK if INITIAL else 0, 0)
+    if SEGMENTED:  # noqa: SIM102
+        if index > 0:
+            source = saved + ((kept - 1) * HEADS + head) * size + first_row
+            given = gl.where(count > 0, V_BLOCK, 0)
+    saved += (kept * HEADS + head) * size + first_row
+    final_state += of_sequence
+
+    key_head = (head // GROUP).to(gl.int64)
+    q += first * Q_STRIDE + key_head * Q_HEAD
+    k += first * K_STRIDE + key_head * K_HEAD
+    v += first * V_STRIDE + head.to(gl.int64) * V_HEAD + first_row
+    lane = (gl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64) * HEADS + head
+    gates += lane * (5 * CHUNK)
+    T += lane * (CHUNK * CHUNK)
+    P += lane * (CHUNK * CHUNK)
+    out += (first * HEADS + head) * V + first_row
+
+    qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
+    ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
+    vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V_BLOCK], TILE)
+    Ts = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+    Ps = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+    strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    Ss = gl.allocate_shared_memory(kind, [V_BLOCK, K], TILE)
+    highs = gl.allocate_shared_memory(kind, [V_BLOCK, CHUNK], TILE)
+    lows = gl.allocate_shared_memory(kind, [V_BLOCK, CHUNK], TILE)
+    outs = gl.allocate_shared_memory(kind, [CHUNK, V_BLOCK], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    S_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    S_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    new_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    new_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    mbarrier.init(S_staged, count=1)
+    mbarrier.init(S_drained, count=1)
+    mbarrier.init(new_staged, count=1)
+    mbarrier.init(new_drained, count=1)
+    gl.warp_specialize(
+        [
+            (
+                _walk,
+                (
+                    source, given, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
+                    full, empty, S_staged, S_drained, new_staged, new_drained, chunks, save_every, ends_here,
+                    HEADS, K, V, STAGES, SEGMENTED, FINAL,
+                ),
+            ),
+            (
+                _answer,
+                (
+                    out, qs, Ps, starts, Ss, highs, lows, outs, full, empty, S_staged, S_drained, new_staged,
+                    new_drained, count, chunks, scale, HEADS, K, V, STAGES,
+                ),
+            ),
+            (
+                _copy,
+                (
+                    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, full, empty, count, chunks,
+                    HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K, STAGES,
+                ),
+            ),
+        ],
+        [4, 4],
+        [144, 128],
+    )  # fmt: skip
+
+
+KERNELS = (
+    kernels.register(rule_forward_hopper, budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",)),
+)

@@ -1,0 +1,255 @@
+"""The walk of the gated delta rule's backward for Hopper, in Gluon: what `rule_walk` computes of segments, bit for bit.
+
+Nearly all it does is to move memory: Sᵀ and v'ᵀ of a chunk leave, k, v, both parts of T and the gates of the next come.
+So a warpgroup of its own takes what leaves out of shared memory, and copies what comes into it. The others have 64
+columns of V each: Sᵀ in the accumulators of the tensor cores, and as their left operand too, rounded in registers.
+
+    known = Sᵀ kᵀ                      beside it: Sᵀ goes to shared memory, v is read
+    found = r + r T°ᵀ, in two parts    beside them: S decays
+    Sᵀ += w k                          beside it: v'ᵀ goes to shared memory
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from adjoint.core import kernels
+from adjoint.core.kernels import Budget
+from adjoint.ops.gated_delta.rule.hopper.pieces import together
+
+
+@gluon.jit
+def _fetch(
+    k, v, T, gates, ks, vs, highs, lows, strengths, starts, ends, stage, left,
+    K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
+    KEY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    VALUE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
+    row = gl.arange(0, 64, gl.SliceLayout(1, KEY_ROWS))
+    column = gl.arange(0, K, gl.SliceLayout(0, KEY_ROWS))
+    place = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
+    inside = (row < left)[:, None] & (column < K)[None, :]
+    async_copy.async_copy_global_to_shared(ks.index(stage), place, mask=inside)
+    row = gl.arange(0, 64, gl.SliceLayout(1, VALUE_ROWS))
+    column = gl.arange(0, V, gl.SliceLayout(0, VALUE_ROWS))
+    place = v + (row.to(gl.int64) * V_STRIDE)[:, None] + column.to(gl.int64)[None, :]
+    inside = (row < left)[:, None] & (column < V)[None, :]
+    async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    offset = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
+    async_copy.async_copy_global_to_shared(highs.index(stage), T + offset)
+    async_copy.async_copy_global_to_shared(lows.index(stage), T + 64 * 64 + offset)
+    lane = gl.arange(0, 64, GATES)
+    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
+    async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
+    async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane)
+
+
+@gluon.jit
+def _serve(
+    k, v, T, gates, states, new, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+    full, empty, S_staged, S_drained, new_staged, new_drained, count, chunks,
+    HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Takes Sᵀ and v'ᵀ of a chunk out of shared memory, and copies another into the room the chunk leaves."""
+    KEY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, V, gl.SliceLayout(1, KEY_ROWS))
+    column = gl.arange(0, K, gl.SliceLayout(0, KEY_ROWS))
+    of_state = (row.to(gl.int64) * K)[:, None] + column.to(gl.int64)[None, :]
+    row = gl.arange(0, V, gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    of_new = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
+    stage = 0
+    stage_phase = 1
+    phase = 0
+    for step in range(chunks + STAGES):
+        if step >= STAGES:
+            mbarrier.wait(S_staged, phase)
+            rows = Ss.load(KEY_ROWS)
+            together()
+            mbarrier.arrive(S_drained)
+            gl.store(states + of_state, rows)
+            mbarrier.wait(new_staged, phase)
+            rows = news.load(ROWS)
+            together()
+            mbarrier.arrive(new_drained)
+            gl.store(new + of_new, rows)
+            states += HEADS * (V * K)
+            new += HEADS * (V * 64)
+            phase ^= 1
+        if step < chunks:
+            mbarrier.wait(empty.index(stage), stage_phase)
+            _fetch(
+                k, v, T, gates, ks, vs, highs, lows, strengths, starts, ends, stage, count - step * 64,
+                K_STRIDE, V_STRIDE, K, V,
+            )  # fmt: skip
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            k += 64 * K_STRIDE
+            v += 64 * V_STRIDE
+            T += HEADS * (2 * 64 * 64)
+            gates += HEADS * (5 * 64)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                stage_phase ^= 1
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _walk(
+    state, given, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+    full, empty, S_staged, S_drained, new_staged, new_drained, chunks,
+    K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The products, from chunk to chunk."""
+    kind: gl.constexpr = ks.dtype
+    WARPS: gl.constexpr = V // 16
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
+    BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
+    v_row = gl.arange(0, V, gl.SliceLayout(1, STATE))
+    k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    place = state + v_row.to(gl.int64)[:, None] + (k_column.to(gl.int64) * V)[None, :]
+    S = gl.load(place, mask=(v_row < given)[:, None] & (k_column < K)[None, :], other=0.0)
+    nothing = gl.zeros([V, 64], gl.float32, VALUES)
+    stage = 0
+    phase = 0
+    out_phase = 1
+    for _ in range(chunks):
+        rounded = S.to(kind)
+        narrow = gl.convert_layout(rounded, BY_CHUNK)
+        mbarrier.wait(full.index(stage), phase)
+        fence_async_shared()
+        known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        values = vs.index(stage).permute((1, 0)).load(VALUES)
+        mbarrier.wait(S_drained, out_phase)
+        Ss.store(rounded)
+        together()
+        mbarrier.arrive(S_staged)
+        known = warpgroup_mma_wait(0, deps=[known])
+        strength = strengths.index(stage).load(COLUMNS)  # not before, when S in 16 bits takes registers too
+        from_start = starts.index(stage).load(COLUMNS)
+        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * known
+        operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
+        found = warpgroup_mma(operand, highs.index(stage).permute((1, 0)), residual, is_async=True)
+        found = warpgroup_mma(operand, lows.index(stage).permute((1, 0)), found, is_async=True)
+        S = S * starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
+        to_end = ends.index(stage).load(COLUMNS)
+        found = warpgroup_mma_wait(0, deps=[found])
+        carried = gl.convert_layout((to_end[None, :] * found).to(kind), BY_KEYS)
+        S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
+        mbarrier.wait(new_drained, out_phase)
+        news.store(found.to(kind))
+        together()
+        mbarrier.arrive(new_staged)
+        S = warpgroup_mma_wait(0, deps=[S])
+        together()
+        mbarrier.arrive(empty.index(stage))
+        out_phase ^= 1
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def rule_walk_hopper(
+    k, v, gates, T, spans, begins, firsts, initial_state, saved, states, new,
+    HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr,
+    GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr,
+    SEGMENT: gl.constexpr,
+):  # fmt: skip
+    """The state at the start of every chunk, and v' of every chunk, of one segment and value head; both transposed.
+
+    For 16-bit types, K and V of 64 or 128. A segment begins with the state that was saved at its start, the first of a
+    sequence with an initial one, where there is one (INITIAL), or 0. A warpgroup walks for every 64 columns of V.
+    """
+    CHUNK: gl.constexpr = 64
+    kind: gl.constexpr = k.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    program = gl.program_id(0)
+    span = (program // HEADS).to(gl.int64)
+    head = program % HEADS
+    first = gl.load(spans + span * 4).to(gl.int64)
+    count = gl.load(spans + span * 4 + 1)  # 0 where there is no segment
+    sequence = gl.load(spans + span * 4 + 2).to(gl.int64)
+    index = gl.load(spans + span * 4 + 3)
+    chunks = (count + CHUNK - 1) // CHUNK
+    kept = (gl.load(begins + sequence) // SEGMENT + index).to(gl.int64) - 1
+    state = initial_state + (sequence * HEADS + head) * (K * V)
+    given = V if INITIAL else 0  # rows of Sᵀ
+    if index > 0:
+        state = saved + (kept * HEADS + head) * (K * V)
+        given = V
+    given = gl.where(count > 0, given, 0)
+    k += first * K_STRIDE + (head // GROUP).to(gl.int64) * K_HEAD
+    v += first * V_STRIDE + head.to(gl.int64) * V_HEAD
+    lane = (gl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64) * HEADS + head
+    gates += lane * (5 * CHUNK)
+    T += lane * (2 * CHUNK * CHUNK)
+    states += lane * (V * K)
+    new += lane * (V * CHUNK)
+
+    ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
+    vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V], TILE)
+    highs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+    lows = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
+    strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    Ss = gl.allocate_shared_memory(kind, [V, K], TILE)
+    news = gl.allocate_shared_memory(kind, [V, CHUNK], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    S_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    S_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    new_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    new_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=128)  # each thread that copies says when its copies have come
+        mbarrier.init(empty.index(stage), count=1)
+    mbarrier.init(S_staged, count=1)
+    mbarrier.init(S_drained, count=1)
+    mbarrier.init(new_staged, count=1)
+    mbarrier.init(new_drained, count=1)
+    gl.warp_specialize(
+        [
+            (
+                _walk,
+                (
+                    state, given, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+                    full, empty, S_staged, S_drained, new_staged, new_drained, chunks, K, V, STAGES,
+                ),
+            ),
+            (
+                _serve,
+                (
+                    k, v, T, gates, states, new, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+                    full, empty, S_staged, S_drained, new_staged, new_drained, count, chunks,
+                    HEADS, K_STRIDE, V_STRIDE, K, V, STAGES,
+                ),
+            ),
+        ],
+        [4],
+        [120],
+    )  # fmt: skip
+
+
+KERNELS = (kernels.register(rule_walk_hopper, budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",)),)

@@ -1,0 +1,205 @@
+"""`gated_delta_step` in plain PyTorch: a few tokens, one after the other, all rows and heads at once.
+
+    Z = e^g S,   e = v − Zᵀk,   S⁺ = Z + k ⊗ β e,   o = scale·S⁺ᵀq
+
+Adjoint, given do and dS⁺:
+
+    dS⁺ += scale·q ⊗ do,   dq = scale·S⁺ do
+    de = β·dS⁺ᵀk,   dβ = e·(dS⁺ᵀk),   dv = de,   dk = dS⁺ (β e) − Z de
+    dZ = dS⁺ − k ⊗ de,   dg = ⟨Z, dZ⟩,   dS = e^g dZ
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.core.errors import report
+from adjoint.ops.gated_delta.arguments import EPSILON, wide_dtype
+from adjoint.ops.gated_delta.faults import POSITIVE_GATE, STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
+
+
+class _Given(NamedTuple):
+    """The tokens in the wide type, q and k for every value head, and what normalised them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> "_Given":
+        kind, repeat = wide_dtype(v.dtype), v.shape[2] // max(1, q.shape[2])
+        q, k, v, g, beta = (x.to(kind) for x in (q, k, v, g, beta))
+        q_norm = k_norm = None
+        if normalize:
+            q_norm, k_norm = (x.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_() for x in (q, k))
+            q, k = q * q_norm, k * k_norm
+        return _Given(q.repeat_interleave(repeat, 2), k.repeat_interleave(repeat, 2), v, g, beta, q_norm, k_norm)
+
+
+class Rows(NamedTuple):
+    """Which state each row reads, and which rows are skipped."""
+
+    places: Tensor | None
+    skipped: Tensor | None
+
+    @staticmethod
+    def of(state_indices: Tensor | None, states: int, checking: bool, raises: bool) -> "Rows":
+        if state_indices is None:
+            return Rows(None, None)
+        wrong = (state_indices < -1) | (state_indices >= states)
+        if raises:
+            report(STATE_INDEX_OUT_OF_RANGE, state_indices, wrong)
+            if checking:
+                report(STATE_INDEX_REPEATED, state_indices, repeated(state_indices))
+        skipped = wrong | (state_indices < 0)
+        return Rows(torch.where(skipped, 0, state_indices).long(), skipped)
+
+    def read(self, state: Tensor, kind: torch.dtype) -> Tensor:
+        found = (
+            state
+            if self.places is None
+            else state[self.places]
+            if len(state)
+            else state.new_zeros(len(self.places), *state.shape[1:])
+        )
+        return found.to(kind)
+
+    def blank(self, *tensors: Tensor) -> None:
+        """Zeroes what belongs to skipped rows."""
+        if self.skipped is not None:
+            for tensor in tensors:
+                tensor.masked_fill_(self.skipped.view(-1, *(1,) * (tensor.dim() - 1)), 0)
+
+
+def repeated(indices: Tensor) -> Tensor:
+    """Which indices, skipped rows aside, have occurred before."""
+    ordered, order = indices.sort(stable=True)
+    again = torch.zeros_like(indices, dtype=torch.bool)
+    again[order[1:]] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    return again
+
+
+def _advance(given: _Given, t: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The decayed state, what is new in the value, and the state after token t."""
+    decayed = state * given.g[:, t].exp()[..., None, None]
+    new = given.v[:, t] - torch.einsum("bhkv,bhk->bhv", decayed, given.k[:, t])
+    return decayed, new, decayed + given.k[:, t, :, :, None] * (new * given.beta[:, t, :, None])[:, :, None]
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    scale: float,
+    normalize: bool,
+    all_states: bool,
+    checking: bool,
+    out: Tensor,
+    states: Tensor | None,
+    in_place: bool = False,
+) -> None:
+    """Writes the outputs, and the states: the last of each row or all of them; in place the pool's own."""
+    report(POSITIVE_GATE, g, g > 0)
+    rows = Rows.of(state_indices, len(state), checking, raises=True)
+    given = _Given.of(q, k, v, g, beta, normalize)
+    current = rows.read(state, wide_dtype(v.dtype))
+    for t in range(q.shape[1]):
+        _, _, current = _advance(given, t, current)
+        out[:, t] = torch.einsum("bhkv,bhk->bhv", current, given.q[:, t]).mul_(scale)
+        if all_states and states is not None:
+            states[:, t] = current
+    rows.blank(out)
+    if states is not None:
+        if not all_states:
+            states.copy_(current)
+        rows.blank(states)
+    if in_place:
+        if rows.places is None or rows.skipped is None:
+            state.copy_(current)
+        else:
+            kept = ~rows.skipped
+            state[rows.places[kept]] = current[kept].to(state.dtype)
+
+
+@torch.no_grad()
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    do: Tensor | None,
+    dstates: Tensor | None,
+    state_indices: Tensor | None,
+    scale: float,
+    normalize: bool,
+    all_states: bool,
+    need: int,
+    gradients: tuple[Tensor, ...],
+) -> None:
+    """Writes the gradients of q, k, v, g, beta and the pool of states, those that `need` asks for."""
+    kind, time = wide_dtype(v.dtype), q.shape[1]
+    rows = Rows.of(state_indices, len(state), checking=False, raises=False)
+    given = _Given.of(q, k, v, g, beta, normalize)
+    kept = []
+    current = rows.read(state, kind)
+    for t in range(time):
+        kept.append(_advance(given, t, current))
+        current = kept[-1][2]
+    dq, dk, dv, dg, dbeta = (torch.zeros_like(x) for x in (given.q, given.k, given.v, given.g, given.beta))
+    dstate = torch.zeros_like(current)
+    if dstates is not None and not all_states:
+        dstate += dstates
+    for t in reversed(range(time)):
+        decayed, new, after = kept[t]
+        if dstates is not None and all_states:
+            dstate = dstate + dstates[:, t]
+        if do is not None:
+            upstream = do[:, t].to(kind) * scale
+            dq[:, t] = torch.einsum("bhkv,bhv->bhk", after, upstream)
+            dstate = dstate + given.q[:, t, :, :, None] * upstream[:, :, None]
+        towards = torch.einsum("bhkv,bhk->bhv", dstate, given.k[:, t])
+        strength = given.beta[:, t, :, None]
+        dbeta[:, t] = (new * towards).sum(-1)
+        dv[:, t] = towards * strength
+        dk[:, t] = torch.einsum("bhkv,bhv->bhk", dstate, new * strength)
+        dk[:, t] -= torch.einsum("bhkv,bhv->bhk", decayed, dv[:, t])
+        dstate = dstate - given.k[:, t, :, :, None] * dv[:, t, :, None]
+        dg[:, t] = (decayed * dstate).sum((-1, -2))
+        dstate = dstate * given.g[:, t].exp()[..., None, None]
+    dq, dk = (
+        _to_key_heads(d, y, norm, x)
+        for d, y, norm, x in ((dq, given.q, given.q_norm, q), (dk, given.k, given.k_norm, k))
+    )
+    found = (dq, dk, dv, dg, dbeta)
+    rows.blank(*found, dstate)
+    for bit, (target, gradient) in enumerate(zip(gradients, found, strict=False)):
+        if need >> bit & 1:
+            target.copy_(gradient)
+    if need >> 5 & 1:
+        if rows.places is None:
+            gradients[5].copy_(dstate)
+        else:  # rows that share a state, which only an out-of-place step may, add up
+            pool = torch.zeros(state.shape, dtype=kind, device=state.device)
+            gradients[5].copy_(pool.index_add_(0, rows.places, dstate) if len(state) else pool)
+
+
+def _to_key_heads(gradient: Tensor, normalized: Tensor, norm: Tensor | None, like: Tensor) -> Tensor:
+    """Sums over the value heads of a key head, then through the normalisation: dx = norm·(dy − y (y·dy))."""
+    repeat = gradient.shape[2] // max(1, like.shape[2])
+    total = gradient.unflatten(2, (-1, repeat)).sum(3) if repeat > 1 else gradient
+    if norm is None:
+        return total
+    y = normalized[:, :, ::repeat]
+    return (total - y * (y * total).sum(-1, keepdim=True)) * norm

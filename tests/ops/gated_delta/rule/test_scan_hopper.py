@@ -1,0 +1,178 @@
+"""The walk over segments on Hopper: its states and v' beside those of `rule_walk` and of the recurrence in float64."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjoint import Preference
+from adjoint.contract.inputs import Inputs
+from adjoint.core.kernels import triton_missing
+from adjoint.core.problem import Problem
+from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.rule import _describe_backward, _rule, plans
+from tests.ops.gated_delta.rule.test_backward import drawn
+from tests.ops.gated_delta.rule.test_gradients_hopper import hopper
+
+FUSED = Preference(plan="gluon.fused").text
+PACKED = (0, 0, 1, 66, 194, 2300, 2300)
+"""Sequences without tokens, of one, of one more than a chunk, of two chunks, and of more than two segments."""
+
+SHAPES: tuple[tuple[tuple[int, ...], torch.dtype, dict[str, Any]], ...] = (
+    ((2, 200, 2, 4, 128, 128), torch.bfloat16, {}),
+    ((1, 2300, 2, 4, 128, 128), torch.bfloat16, {"cu_seqlens": PACKED}),
+    ((1, 1100, 1, 4, 64, 64), torch.float16, {"state": False}),
+    ((1, 333, 1, 3, 128, 64), torch.float16, {}),
+    ((1, 130, 2, 2, 64, 128), torch.bfloat16, {"state": False}),
+)
+
+every_shape = pytest.mark.parametrize(("shape", "dtype", "options"), SHAPES)
+
+
+def walked(inputs: Inputs, gluon: bool) -> tuple[Tensor, Tensor]:
+    """Sᵀ at the start of every chunk [chunks, H, V, K] and its v'ᵀ [chunks, H, V, 64], from poisoned memory."""
+    from adjoint.ops.gated_delta.rule.hopper import walk as rule_walk_hopper
+    from adjoint.ops.gated_delta.rule.shape import Shape, walkable
+    from adjoint.ops.gated_delta.rule.triton import backward as rule_backward
+    from adjoint.ops.gated_delta.rule.triton import launch as rule_launch
+
+    *given, state, cu_seqlens = inputs
+    _, k, v, g, beta = given
+    _, _, saved = _rule.launch((*given, state, cu_seqlens, 0.5, False, False, True), FUSED)
+    problem = _describe_backward(*given, v, None, state, cu_seqlens, saved, 0.5, False, 31)
+    shape, held = Shape.of(problem), rule_backward.regions(problem, fused=True)
+    workspace = held.allocate(k.device).fill_(255)
+    memory = held.pointers(workspace)
+    launches = rule_backward.Launches(shape, k.device)
+    rule_launch.table_and_gates(launches, memory, cu_seqlens, g, beta, raises=False)
+    rule_launch.prepare(launches, memory, walkable(k), hopper=True)
+    if gluon:
+        rule_walk_hopper.walk(launches, memory, walkable(k), walkable(v), state, saved)
+    else:
+        rule_launch.walk(launches, memory, walkable(k), walkable(v), state, segmented=True, saved=saved)
+    states, new = (held.tensor(workspace, name) for name in ("states", "new"))
+    return states.view(-1, shape.heads, shape.V, shape.K), new.view(-1, shape.heads, shape.V, CHUNK)
+
+
+def bits(x: Tensor) -> Tensor:
+    """Which can be compared where there are no numbers."""
+    return x.view(torch.int16)
+
+
+def sequences(inputs: Inputs) -> list[tuple[Inputs, int]]:
+    """Each sequence alone, in order, and the chunks of those before it."""
+    *given, state, cu_seqlens = inputs
+    rows, time = given[0].shape[:2]
+    bounds = range(0, (rows + 1) * time, time) if cu_seqlens is None else cu_seqlens.tolist()
+    found, chunks = [], 0
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        if end > begin:
+            alone = [x.flatten(0, 1)[None, begin:end] for x in given]
+            found.append(((*alone, None if state is None else state[number : number + 1], None), chunks))
+            chunks += -(-(end - begin) // CHUNK)
+    return found
+
+
+def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """What one sequence has, token by token in float64."""
+    _, k, v, g, beta, state, _ = inputs
+    heads = v.shape[2]
+    keys = k[0].double().repeat_interleave(heads // k.shape[2], 1)
+    S = torch.zeros(heads, k.shape[3], v.shape[3], dtype=torch.float64, device=k.device)
+    S = S if state is None else state[0].double()
+    states, new = [], []
+    for token, (key, value, decay, strength) in enumerate(
+        zip(keys, v[0].double(), g[0].double().exp(), beta[0].double(), strict=True)
+    ):
+        if token % CHUNK == 0:
+            states.append(S.mT)
+        S = S * decay[:, None, None]
+        new.append(strength[:, None] * (value - torch.einsum("hkv,hk->hv", S, key)))
+        S = S + torch.einsum("hk,hv->hkv", key, new[-1])
+    return torch.stack(states), torch.stack(new, -1)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "V", "chosen"),
+    (
+        (1, 32, 128, False),
+        (2, 32, 64, False),
+        (2, 32, 128, True),
+        (3, 32, 64, True),
+        (1, 48, 128, True),
+        (1, 8, 128, True),
+    ),
+)
+def test_which_walk_is_chosen(sequences: int, heads: int, V: int, chosen: bool) -> None:
+    """By the programs of a walk back in Gluon; and of so many heads both are compiled, whatever is chosen."""
+    if triton_missing():
+        pytest.skip("kernels are chosen by a module that imports Triton")
+    from adjoint.ops.gated_delta.rule.shape import Shape
+    from adjoint.ops.gated_delta.rule.triton import backward as rule_backward
+
+    sizes = (sequences, 4096, sequences, heads // 2, heads, 128, V, 0, 0, 1)
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, (1.0, False, 31))
+    assert rule_backward._walks_in_gluon(Shape.of(problem), fused=True) is chosen
+    assert not rule_backward._walks_in_gluon(Shape.of(problem), fused=False)
+    names = {key[0] for key in rule_backward.keys(problem, fused=True)}
+    assert {"walk", "walk_hopper"} & names == ({"walk_hopper"} if heads <= 8 else {"walk", "walk_hopper"})
+    assert "walk_hopper" not in {key[0] for key in rule_backward.keys(problem)}
+
+
+# ---------------------------------------------------------------------------------------------- on Hopper
+
+
+@hopper
+@pytest.mark.kernels
+@every_shape
+def test_bits_are_those_of_the_walk_in_triton(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Of all memory: neither leaves a place of a chunk as it was, nor writes any other."""
+    inputs = drawn(device, shape, dtype, **options)
+    found, expected = walked(inputs, gluon=True), walked(inputs, gluon=False)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected, strict=True))
+
+
+@hopper
+@pytest.mark.kernels
+@every_shape
+def test_states_and_values(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Within what is stated of the op; and past the end of a sequence v' is 0."""
+    inputs = drawn(device, shape, dtype, **options)
+    states, new = walked(inputs, gluon=True)
+    for alone, chunk in sequences(inputs):
+        expected_states, expected_new = recurrence(alone)
+        chunks, tokens = len(expected_states), expected_new.shape[-1]
+        values = new[chunk : chunk + chunks].permute(1, 2, 0, 3).flatten(2)
+        for got, expected in ((states[chunk : chunk + chunks], expected_states), (values[..., :tokens], expected_new)):
+            error = float((got.double() - expected).norm())
+            assert error <= plans.CEILINGS[dtype] * float(expected.norm()), (chunk, error)
+        assert bool((values[..., tokens:] == 0).all())
+
+
+@hopper
+@pytest.mark.kernels
+def test_packed_sequences_are_separate_ones(device: torch.device) -> None:
+    shape, dtype, options = SHAPES[1]
+    inputs = drawn(device, shape, dtype, **options)
+    together = walked(inputs, gluon=True)
+    for alone, chunk in sequences(inputs):
+        for one, all_ in zip(walked(alone, gluon=True), together, strict=True):
+            assert torch.equal(bits(one), bits(all_[chunk : chunk + len(one)]))
+
+
+@hopper
+@pytest.mark.kernels
+def test_bits_repeat(device: torch.device) -> None:
+    shape, dtype, options = SHAPES[1]
+    inputs = drawn(device, shape, dtype, **options)
+    first = walked(inputs, gluon=True)
+    for _ in range(20):
+        again = walked(inputs, gluon=True)
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(first, again, strict=True))
