@@ -33,7 +33,7 @@ from adjoint.core.problem import Problem
 from adjoint.core.workspace import Memory, Regions
 
 if TYPE_CHECKING:
-    from adjoint.core.plan import Call, Candidate
+    from adjoint.core.plan import Call
 
 Execute = Callable[[tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
 """Computes a plan's outputs: `(arguments, outputs, workspace)`; a workspace of None is allocated."""
@@ -185,8 +185,8 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 # ------------------------------------------------------------------------------------------------- builds
 
 
-def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
-    """What a call on meta tensors may launch on a GPU that need not be there, in both directions: names and variants.
+def setups(call: "Call", target: str) -> Iterator[Setup]:
+    """The setups of the plans that a call on meta tensors may have on a GPU that need not be there, in both directions.
 
     Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned.
     """
@@ -198,18 +198,17 @@ def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
         problem = operator.describe(*arguments)._replace(device=torch.device(TARGETS[target][0]))
         for candidate in operator.candidates():
             if candidate.setup is not None and target in candidate.targets and not candidate.refuse(problem):
-                setup = set_up(candidate, problem, target)
-                for launch in setup.launches:
-                    if target in launch.kernel.targets:
-                        yield _words(launch.variant), launch.variant
+                setup = Setup(problem, candidate.schedule(problem), target)
+                candidate.setup(setup)
+                yield setup
 
 
-def set_up(candidate: "Candidate", problem: Problem, target: str) -> Setup:
-    """The setup of a candidate for a problem on a GPU that need not be there."""
-    assert candidate.setup is not None
-    setup = Setup(problem, candidate.schedule(problem), target)
-    candidate.setup(setup)
-    return setup
+def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
+    """What a call on meta tensors may launch on a GPU that need not be there: names and variants."""
+    for setup in setups(call, target):
+        for launch in setup.launches:
+            if target in launch.kernel.targets:
+                yield _words(launch.variant), launch.variant
 
 
 def _words(variant: Variant) -> str:
