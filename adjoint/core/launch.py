@@ -35,8 +35,11 @@ from adjoint.core.workspace import Memory, Regions
 if TYPE_CHECKING:
     from adjoint.core.plan import Call
 
-Execute = Callable[[tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
-"""Computes a plan's outputs: `(arguments, outputs, workspace)`; a workspace of None is allocated."""
+Execute = Callable[[tuple[Any, ...], tuple[Tensor, ...], Tensor | None], tuple[Tensor, ...] | None]
+"""Computes a plan's outputs: `(arguments, outputs, workspace)`; a workspace of None is allocated.
+
+Where the outputs' sizes are results, `outputs` is empty and they are returned: see `Candidate.returns_outputs`.
+"""
 
 
 class Launch:

@@ -46,6 +46,7 @@ class Candidate:
         guarantee: what each output promises for a problem, by output name.
         setup: of a plan on kernels: binds what it launches and the workspace, and gives what runs; see `launch.py`.
         targets: the architectures that `setup` is for.
+        returns_outputs: what `setup` gives allocates the outputs and returns them, because their sizes are results.
         run: of a plan in plain PyTorch: `run(plan, arguments, outputs, workspace)` computes and returns the outputs;
             where `outputs` is None it allocates them (`plan.allocate`).
         prepare: compiles whatever `run` will launch.
@@ -67,6 +68,7 @@ class Candidate:
     run: Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]] | None = None
     setup: Callable[[Setup], Execute] | None = None
     targets: tuple[str, ...] = tuple(kernels.TARGETS)
+    returns_outputs: bool = False
     prepare: Callable[["Plan"], None] = lambda plan: None
     numeric: Callable[[Problem], Mapping[str, Any]] = lambda problem: {}
     schedules: Schedules | None = None
@@ -407,6 +409,8 @@ class Plan:
         if run is not None:
             return run(self, arguments, outputs, workspace)
         if outputs is None:
+            if self.candidate.returns_outputs:
+                return self._execute(arguments, (), workspace) or ()
             outputs = self.operator.allocate(*arguments)
         self._execute(arguments, outputs, workspace)
         return outputs
