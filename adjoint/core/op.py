@@ -443,6 +443,8 @@ class _Backward:
                         gradients[place] = gradient
                 return tuple(gradients)
 
+        # How autograd and profilers call the node in a graph.
+        Differentiable._backward_cls.__name__ = f"_{op.name.title().replace('_', '')}Backward"  # type: ignore[attr-defined]
         return Differentiable
 
 
