@@ -411,7 +411,7 @@ class Plan:
         if outputs is None:
             if self.candidate.returns_outputs:
                 return self._execute(arguments, (), workspace) or ()
-            outputs = self.operator.allocate(*arguments)
+            outputs = self.allocate(arguments)
         self._execute(arguments, outputs, workspace)
         return outputs
 
