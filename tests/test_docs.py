@@ -116,7 +116,7 @@ def printed_by(document: Path) -> list[tuple[Block, Block | None, str]]:
     """Each Python block of a document, the block that shows its output, and what it really prints."""
     pairs = outputs(document.read_text(encoding="utf-8"))
     code = [(block.start + 1, block.text) for block, _ in pairs]
-    results = json.loads(run(["-c", RUN_BLOCKS], json.dumps([document.name, code])))
+    results = json.loads(run(["-c", RUN_BLOCKS], json.dumps([str(document), code])))  # Triton reads sources again
     return [(block, shown, result) for (block, shown), result in zip(pairs, results, strict=True)]
 
 

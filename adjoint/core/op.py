@@ -28,7 +28,6 @@ and `opcheck`.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -323,6 +322,7 @@ class _Backward:
             describe=describe,
             candidates=adjoint.candidates,
         )
+        self.function = self._make_function()
 
     def _check(self, *arguments: Any) -> None:
         """The op's own check, and that upstream gradients are like the outputs; all inputs must be saved for it."""
@@ -377,8 +377,7 @@ class _Backward:
         """`need`, where the operator takes it, from whether each gradient is needed."""
         return (sum([1 << bit for bit, needed in enumerate(needs) if needed]),) if self.several else ()
 
-    @cached_property
-    def function(self) -> Any:
+    def _make_function(self) -> Any:
         """The `autograd.Function`: it takes the arguments of the forward but `keep`, buffers and the preference."""
         op, adjoint, backward = self.op, self.adjoint, self
         forward, operator, several = op.forward, self.operator, self.several
