@@ -21,6 +21,10 @@ OPS = (
     "moe",
     "gated_delta",
     "gated_delta.step",
+    "gated_delta.stages.gate",
+    "gated_delta.stages.normalize",
+    "gated_delta.stages.chunks",
+    "gated_delta.stages.w_u",
 )
 """The folders of the ops."""
 

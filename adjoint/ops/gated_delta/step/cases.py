@@ -158,7 +158,7 @@ def _with(**changes: Any) -> Callable[[torch.device], Any]:
 
     def call(device: torch.device) -> None:
         others = {name: value(device) if callable(value) else value for name, value in changes.items()}
-        gated_delta_with(**(_arguments(device) | others))
+        gated_delta_step(**(_arguments(device) | others))
         adjoint.check()
 
     return call

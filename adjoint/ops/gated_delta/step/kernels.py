@@ -163,7 +163,7 @@ def gated_delta_step_tiles(
 class _Step(NamedTuple):
     """What kernels of either direction are compiled for."""
 
-    types: dict[str, torch.dtype]
+    types: dict[str, Any]
     K: int
     V: int
     normalize: bool
@@ -175,7 +175,8 @@ class _Step(NamedTuple):
         element, g, beta, state, *index = problem.dtypes
         types = {"element": element, "g": g, "beta": beta, "state": state, "index": index[0] if index else torch.int32}
         types["computed"] = wide_dtype(element)
-        return _Step(types, *problem.sizes[:2], problem.options[1], problem.options[2], bool(index))
+        (K, V), (normalize, all_states) = problem.sizes[:2], problem.options[1:3]
+        return _Step(types, K, V, normalize, all_states, bool(index))
 
     @property
     def is_double(self) -> bool:
@@ -499,7 +500,7 @@ def backward(setup: Setup) -> Execute:
     K, V, batch, time, heads = problem.sizes
     need, types, computed = problem.options[-1], step.types, step.types["computed"]
     size, columns = power_of_two(K), backward_columns(K, V)
-    shared = {
+    shared: dict[str, Any] = {
         "K": K, "ROWS": size, "LEVELS": size.bit_length() - 1, "INDEXED": step.indexed, "NORMALIZE": step.normalize,
         "DOUBLE": step.is_double,
     }  # fmt: skip

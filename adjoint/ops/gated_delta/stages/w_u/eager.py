@@ -2,7 +2,7 @@
 
     w = T (β e^G ⊙ k),   u = T (β ⊙ v)
 
-Adjoint, given dw and du:
+Adjoint, operands dw and du:
 
     X  = Tᵀ dw,   Y = Tᵀ du
     dk = β e^G ⊙ X, summed over the value heads of a key head,   dv = β ⊙ Y
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from adjoint.ops.gated_delta.arguments import wide_dtype
-from adjoint.ops.gated_delta.stages.eager import Chunks
-
-NEED_K, NEED_V, NEED_BETA, NEED_DECAY, NEED_T = (1 << bit for bit in range(5))
-"""Bits of the gradients a backward computes."""
+from adjoint.ops.gated_delta.stages.in_chunks import Chunks
+from adjoint.ops.gated_delta.stages.w_u.parts import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V
 
 
 class _Operands:
@@ -47,39 +45,39 @@ def forward(
     w: Tensor,
     u: Tensor,
 ) -> None:
-    given = _Operands(k, v, beta, decay, T, cu_seqlens, raises=True)
-    w.copy_(given.chunks.tokens(given.T @ given.beta_k))
-    u.copy_(given.chunks.tokens(given.T @ given.beta_v))
+    operands = _Operands(k, v, beta, decay, T, cu_seqlens, raises=True)
+    w.copy_(operands.chunks.tokens(operands.T @ operands.beta_k))
+    u.copy_(operands.chunks.tokens(operands.T @ operands.beta_v))
 
 
 @torch.no_grad()
 def backward(
+    dw: Tensor | None,
+    du: Tensor | None,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
     decay: Tensor,
     T: Tensor,
-    dw: Tensor | None,
-    du: Tensor | None,
     cu_seqlens: Tensor | None,
     need: int,
     gradients: tuple[Tensor, ...],
 ) -> None:
     """Writes the gradients of k, v, beta, decay and T, those that `need` asks for."""
-    given = _Operands(k, v, beta, decay, T, cu_seqlens, raises=False)
-    chunks = given.chunks
-    dw_chunks = torch.zeros_like(given.k) if dw is None else chunks.gather(dw, given.kind)
-    du_chunks = torch.zeros_like(given.v) if du is None else chunks.gather(du, given.kind)
-    X, Y = given.T.mT @ dw_chunks, given.T.mT @ du_chunks
-    of_keys = (X * given.k).sum(-1, keepdim=True).mul_(given.from_start)
+    operands = _Operands(k, v, beta, decay, T, cu_seqlens, raises=False)
+    chunks = operands.chunks
+    dw_chunks = torch.zeros_like(operands.k) if dw is None else chunks.gather(dw, operands.kind)
+    du_chunks = torch.zeros_like(operands.v) if du is None else chunks.gather(du, operands.kind)
+    X, Y = operands.T.mT @ dw_chunks, operands.T.mT @ du_chunks
+    of_keys = (X * operands.k).sum(-1, keepdim=True).mul_(operands.from_start)
     dk, dv, dbeta, ddecay, dT = gradients
     if need & NEED_K:
-        dk.copy_(chunks.tokens(X.mul(given.beta).mul_(given.from_start), given.repeat))
+        dk.copy_(chunks.tokens(X.mul(operands.beta).mul_(operands.from_start), operands.repeat))
     if need & NEED_V:
-        dv.copy_(chunks.tokens(Y * given.beta))
+        dv.copy_(chunks.tokens(Y * operands.beta))
     if need & NEED_BETA:
-        dbeta.copy_(chunks.tokens((Y * given.v).sum(-1, keepdim=True).add_(of_keys).squeeze(-1)))
+        dbeta.copy_(chunks.tokens((Y * operands.v).sum(-1, keepdim=True).add_(of_keys).squeeze(-1)))
     if need & NEED_DECAY:
-        ddecay.copy_(chunks.tokens((of_keys * given.beta).squeeze(-1)))
+        ddecay.copy_(chunks.tokens((of_keys * operands.beta).squeeze(-1)))
     if need & NEED_T:
-        dT.copy_(chunks.tokens(dw_chunks @ given.beta_k.mT + du_chunks @ given.beta_v.mT))
+        dT.copy_(chunks.tokens(dw_chunks @ operands.beta_k.mT + du_chunks @ operands.beta_v.mT))

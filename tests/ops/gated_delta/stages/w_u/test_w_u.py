@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.ops.gated_delta.stages.cases import _solved
+from adjoint.ops.gated_delta.stages.values import solved
 from tests.ops.gated_delta.sequences import CPU
 
 
@@ -34,7 +34,7 @@ def test_operands_are_rounded_before_the_products() -> None:
 
 
 def test_the_plan_follows_T() -> None:
-    k, v, beta, G, T, _ = _solved((1, 20, 1, 2, 8, 4), 16)(torch.bfloat16, CPU, torch.Generator().manual_seed(0))
+    k, v, beta, G, T, _ = solved((1, 20, 1, 2, 8, 4), 16)(torch.bfloat16, CPU, torch.Generator().manual_seed(0))
     plan = adjoint.plan(adjoint.gated_delta.recompute_w_u, k, v, beta, G, T)
     assert plan.name == plan.adjoint.name == f"{plan.backend}.solved_T"
     narrow = adjoint.plan(adjoint.gated_delta.recompute_w_u, k, v, beta, G, T.bfloat16())

@@ -7,7 +7,8 @@ import torch
 
 from adjoint.core import kernels
 from adjoint.core.kernels import TARGETS
-from adjoint.ops.gated_delta.stages.w_u_plans import SCHEDULES
+from adjoint.core.launch import variants
+from adjoint.ops.gated_delta.stages.w_u.cases import built_calls
 
 pytestmark = pytest.mark.skipif(
     kernels.interpreting() or bool(kernels.triton_missing()), reason="the ordinary process compiles"
@@ -19,11 +20,14 @@ def test_chunks_are_read_at_once_and_multiplied_in_groups_of_warps(T: torch.dtyp
     """Every access is 16 bytes wide but those of the gates, and all loads come before the first product."""
     from triton.backends.compiler import GPUTarget
 
-    from adjoint.ops.gated_delta.stages.w_u_launch import Kinds, variant
-
-    schedule = SCHEDULES.named("gated_delta_w_u", "default")
-    described = variant("gated_delta_w_u", Kinds(torch.bfloat16, T, 128, 128, 64, 0), schedule, False, True)
-    ptx = described.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
+    (variant,) = {
+        variant
+        for call in built_calls()
+        if tuple(x.dtype for x in call.arguments[:5:4]) == (torch.bfloat16, T) and call.arguments[0].shape[-1] == 128
+        for _, variant in variants(call, "sm_90")
+        if variant.kernel == "gated_delta_w_u" and "k" in variant.aligned
+    }
+    ptx = variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
     columns, parts = {torch.bfloat16: (64, 1), torch.float32: (32, 2)}[T]
     multiplied = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)
     assert multiplied == [str(columns)] * (256 // columns * 4 * parts), "each tile, four steps of 16 tokens, each part"
