@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from adjoint.core.kernels import Variant
 
-OPS = ("activation.silu", "activation.swiglu", "embedding", "indexing", "moe", "gated_delta")
+OPS = (
+    "activation.silu",
+    "activation.swiglu",
+    "embedding",
+    "indexing",
+    "moe",
+    "gated_delta",
+    "gated_delta.step",
+    "gated_delta.stages.gate",
+    "gated_delta.stages.normalize",
+    "gated_delta.stages.chunks",
+    "gated_delta.stages.w_u",
+)
 """The folders of the ops."""
 
 FAMILIES = tuple(dict.fromkeys(op.partition(".")[0] for op in OPS))

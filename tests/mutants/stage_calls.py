@@ -15,9 +15,12 @@ from adjoint import ArgumentError, Preference
 from adjoint.contract import directions
 from adjoint.contract.inputs import widened
 from adjoint.core.plan import bind
+from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.stages import w_u_launch
-from adjoint.ops.gated_delta.stages.cases import W_U, _gates, _solved, _vectors
+from adjoint.ops.gated_delta.stages.gate.cases import GATE, gates
+from adjoint.ops.gated_delta.stages.normalize.cases import NORMALIZE, vectors
+from adjoint.ops.gated_delta.stages.values import solved
+from adjoint.ops.gated_delta.stages.w_u.cases import SUBJECTS as W_U
 from tests.mutants.calls import at_the_edge
 
 CPU, TRITON, EAGER = torch.device("cpu"), Preference(backend="triton").text, Preference(backend="eager").text
@@ -69,7 +72,7 @@ def _w_u(
     **schedule: int,
 ) -> Noticed:
     def noticed(front: bool) -> bool:
-        *given, bounds = _solved(shape, chunk, cu_seqlens, narrow)(dtype, CPU, torch.Generator().manual_seed(0))
+        *given, bounds = solved(shape, chunk, cu_seqlens, narrow)(dtype, CPU, torch.Generator().manual_seed(0))
         given = [at_the_edge(x, front) for x in given]
         if lay == "heads apart":
             given = [at_the_edge(torch.stack((x, x), 2), front)[:, :, 1] for x in given]
@@ -99,7 +102,7 @@ _WRONG_BOUNDS = (
 def _out_of_order(front: bool) -> bool:
     """Bounds that are wrong are reported, the first of them; a backward takes what lies within, as the eager one does,
     which says in float64 what is exact."""
-    *given, _ = _solved((1, 25, 1, 2, 3, 2), 4)(torch.float32, CPU, torch.Generator().manual_seed(0))
+    *given, _ = solved((1, 25, 1, 2, 3, 2), 4)(torch.float32, CPU, torch.Generator().manual_seed(0))
     for bounds, place in _WRONG_BOUNDS:
         wrong = at_the_edge(torch.tensor(bounds), front)
         try:
@@ -125,7 +128,7 @@ def _out_of_order(front: bool) -> bool:
 
 def _gate(shape: tuple[int, ...], dtype: torch.dtype, lay: str = "") -> Noticed:
     def noticed(front: bool) -> bool:
-        a, b, A_log, dt_bias = _gates(shape)(dtype, CPU, torch.Generator().manual_seed(0))
+        a, b, A_log, dt_bias = gates(shape)(dtype, CPU, torch.Generator().manual_seed(0))
         b.view(-1)[:2] = torch.tensor([100.0, -100.0])  # whose exponentials are infinite
         a, b, A_log, dt_bias = (at_the_edge(x, front) for x in (a, b, A_log, dt_bias))
         if lay == "two axes":
@@ -133,7 +136,7 @@ def _gate(shape: tuple[int, ...], dtype: torch.dtype, lay: str = "") -> Noticed:
             a, b = both[..., 0, :], both[..., 1, :]
         elif lay == "rows left out":
             a, b = (at_the_edge(torch.cat((x, x[:, :1]), 1), front)[:, : shape[1]] for x in (a, b))
-        subject = next(x for x in _subjects() if x.name == "gate")
+        subject = GATE
         if _is_wrong(
             subject.function, subject.reference, subject.reference_backward, (a, b, A_log, dt_bias), {}, front
         ):
@@ -168,53 +171,54 @@ def _by_halves(terms: Tensor, run: int = 64) -> Tensor:
 
 def _normalize(dtype: torch.dtype, size: int, lay: str = "") -> Noticed:
     def noticed(front: bool) -> bool:
-        (x,) = _vectors(dtype, CPU, torch.Generator().manual_seed(0))
+        (x,) = vectors(dtype, CPU, torch.Generator().manual_seed(0))
         x = at_the_edge(torch.cat([x] * 4, -1)[..., :size], front)
         if lay:
             x = at_the_edge(torch.stack((x, x), 2), front)[:, :, 1]
-        subject = next(subject for subject in _subjects() if subject.name == "normalize")
+        subject = NORMALIZE
         return _is_wrong(subject.function, subject.reference, subject.reference_backward, (x,), {}, front)
 
     return noticed
 
 
-def _subjects() -> Any:
-    from adjoint.ops.gated_delta.stages.cases import OTHERS
-
-    return OTHERS
-
-
 def _calls(module: str) -> Iterator[Noticed]:
     """Likely deaths first."""
     half, single = torch.bfloat16, torch.float32
-    if module.endswith("w_u_kernels"):
+    if ".w_u." in module:
         yield _w_u((2, 21, 2, 4, 40, 35), 16)
         yield _w_u((1, 40, 1, 2, 9, 7), 16, cu_seqlens=(0, 0, 1, 18, 40, 40))
         yield _w_u((1, 9, 1, 2, 3, 2), 4, half, lay="heads apart")
-        yield _w_u((2, 9, 1, 2, 3, 17), 4, half, True, narrow_columns=16)
-        yield _w_u((1, 9, 1, 2, 20, 3), 4, half, False, wide_columns=16)
+        yield _w_u((2, 9, 1, 2, 3, 17), 4, half, True, unaligned_columns=16)
+        yield _w_u((1, 9, 1, 2, 20, 3), 4, half, False, unaligned_columns=16)
         yield _w_u((1, 9, 1, 2, 3, 2), 4, lay="elements apart")
-        yield _w_u((1, 16, 1, 2, 48, 48), 16, half, True, narrow_columns=32)  # aligned: all that is read comes first
+        yield _w_u((1, 16, 1, 2, 48, 48), 16, half, True, columns=32)  # aligned: all that is read comes first
         yield _w_u((1, 9, 1, 2, 33, 3), 4)
         yield _w_u((1, 9, 1, 2, 32, 3), 4)
         yield _out_of_order
-    else:
+    elif ".gate." in module:
         yield _gate((2, 35, 3), single)
         yield _gate((2, 3, 4), half, "two axes")
         yield _gate((3, 4, 2), single, "rows left out")
         yield _softplus_near_zero
         yield _gate((2, 130), single)
+    else:
         yield _normalize(single, 6)
         yield _normalize(half, 19, "rows apart")
 
 
 def noticed(module: str) -> bool:
     """Whether any call shows a mutant; bounds of sequences are put in order four at a time, not a thousand."""
-    w_u_launch.BOUNDS_BLOCK = 4
+    lookup = Schedules.lookup
+
+    def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
+        schedule = lookup(self, kernel, device)
+        return schedule | ({"bounds_block": 4} if "bounds_block" in schedule else {})
+
+    Schedules.lookup = small  # type: ignore[method-assign]
     return any(call(front) for call in _calls(module) for front in (False, True))
 
 
 def warm() -> None:
     """What is done once is done."""
     reference.normalized(torch.ones(1, 1))
-    next(_calls("gate_kernels"))(False)
+    next(_calls("adjoint.ops.gated_delta.stages.gate.kernels"))(False)

@@ -5,6 +5,7 @@ Results are compared with the recurrence, closely; tiles are small, and what fol
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from adjoint.contract.inputs import differentiable, leaves
 from adjoint.core.plan import forget
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.step import launch as step_launch
-from adjoint.ops.gated_delta.step import plans as step_plans
+from adjoint.ops.gated_delta.step import plans
 from adjoint.ops.gated_delta.values import tokens
 from tests.mutants.calls import LAYOUTS, surround
 
@@ -141,18 +141,20 @@ WRONG = (
 SAID = ("got 2 at position 0", "got -2 at position 0", "a positive number at position 7")
 
 
-_sizes = {"columns": 1, "narrow_columns": 2, "warps": 2}
+_sizes = {"columns": 1, "warps": 2}
 
 
 def shrink() -> None:
     """Two groups of a column, 16 numbers in a tile of the adjoint; what is wrong is recorded and does not raise."""
-    vars(step_launch)["check"] = lambda: None
-    vars(step_plans)["_BACKWARD_TILE"] = 16
+    vars(import_module("adjoint.ops.gated_delta.step.kernels"))["check"] = lambda: None
+    vars(plans)["_BACKWARD_TILE"] = 16
     lookup = Schedules.lookup
 
     def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        found = lookup(self, kernel, device)
-        return found | (_sizes if kernel == "gated_delta_step_tiles" else {})
+        schedule = lookup(self, kernel, device)
+        if kernel == "gated_delta_step_tiles_16_bit":
+            return schedule | _sizes | {"columns": 2}
+        return schedule | (_sizes if kernel == "gated_delta_step_tiles" else {})
 
     Schedules.lookup = small  # type: ignore[method-assign]
 

@@ -1,9 +1,16 @@
 """The gated delta rule, whole and by stage, with its gradients."""
 
 from adjoint.ops.gated_delta.rule import gated_delta_rule
-from adjoint.ops.gated_delta.stages import carry, cumulative_decay, gram, output, solve
-from adjoint.ops.gated_delta.stages.gates import gate, normalize
-from adjoint.ops.gated_delta.stages.w_u import recompute_w_u
+from adjoint.ops.gated_delta.stages import (
+    carry,
+    cumulative_decay,
+    gate,
+    gram,
+    normalize,
+    output,
+    recompute_w_u,
+    solve,
+)
 from adjoint.ops.gated_delta.step import gated_delta_step
 
 __all__ = [

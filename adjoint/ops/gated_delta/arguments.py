@@ -89,50 +89,63 @@ def require_gate(op: str, name: str, value: Tensor, shape: tuple[int, ...], like
     require_device(op, name, value, "q", like)
 
 
-def require_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, g and beta [B, T, H]; one device."""
+def require_queries(op: str, q: Tensor, k: Tensor, v: Tensor, values: str = "v") -> None:
+    """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, one device; `values` is what the caller calls v."""
     require_axes(op, "q", q, "batch, time, key heads, K")
     batch, time, key_heads, K = q.shape
     require_axes(op, "k", k, "batch, time, key heads, K")
     require_shape(op, "k", k, (batch, time, key_heads, K), "that of q")
     require_same(op, "k", k, "q", q)
-    require_axes(op, "v", v, "batch, time, value heads, V")
+    require_axes(op, values, v, "batch, time, value heads, V")
     if tuple(v.shape[:2]) != (batch, time):
         raise ArgumentError(
-            f"{op}: v must begin with the batch and time of q, {_words((batch, time))}, got shape "
+            f"{op}: {values} must begin with the batch and time of q, {_words((batch, time))}, got shape "
             f"{_words(tuple(v.shape))}"
         )
-    require_same(op, "v", v, "q", q)
+    require_same(op, values, v, "q", q)
     require_head_size(op, "q and k", "K", K)
-    require_head_size(op, "v", "V", v.shape[3])
-    require_heads(op, "q and k", key_heads, "v", v.shape[2])
+    require_head_size(op, values, "V", v.shape[3])
+    require_heads(op, "q and k", key_heads, values, v.shape[2])
+
+
+def require_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, g and beta [B, T, H]; one device."""
+    require_queries(op, q, k, v)
     for name, value in (("g", g), ("beta", beta)):
-        require_gate(op, name, value, (batch, time, v.shape[2]), q)
+        require_gate(op, name, value, tuple(v.shape[:3]), q)
 
 
-def require_states(op: str, name: str, value: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """[N, H, K, V] in float32, float64 beside float64."""
+def require_states(
+    op: str,
+    name: str,
+    value: Tensor,
+    shape: tuple[int, ...],
+    like: Tensor,
+    like_name: str = "q",
+    tokens: str = "q, k and v",
+) -> None:
+    """[N, H, K, V] in float32, float64 beside float64; `like_name` and `tokens` are what the caller has beside it."""
     require_floating(op, name, value)
     require_shape(op, name, value, shape, "[sequences, value heads, K, V]")
     expected = state_dtype(like.dtype)
     if value.dtype != expected:
         raise ArgumentError(
-            f"{op}: {name} must be {short(expected)} beside {short(like.dtype)} q, k and v, got {short(value.dtype)}"
+            f"{op}: {name} must be {short(expected)} beside {short(like.dtype)} {tokens}, got {short(value.dtype)}"
         )
-    require_device(op, name, value, "q", like)
+    require_device(op, name, value, like_name, like)
 
 
-def require_cu_seqlens(op: str, cu_seqlens: Tensor, q: Tensor) -> None:
-    """[N + 1] int32 or int64, and a batch of one row."""
-    require_ids(op, "cu_seqlens", cu_seqlens, "q", q)
+def require_cu_seqlens(op: str, cu_seqlens: Tensor, like: Tensor, name: str = "q") -> None:
+    """[N + 1] int32 or int64, and a batch of one row; `name` is what the caller calls `like`."""
+    require_ids(op, "cu_seqlens", cu_seqlens, name, like)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ArgumentError(
             f"{op}: cu_seqlens must have one axis, the N + 1 bounds of N sequences, got shape "
             f"{_words(tuple(cu_seqlens.shape))}"
         )
-    if q.shape[0] != 1:
+    if like.shape[0] != 1:
         raise ArgumentError(
-            f"{op}: cu_seqlens cuts the tokens of one row, so the batch of q must be 1, got {q.shape[0]}; "
+            f"{op}: cu_seqlens cuts the tokens of one row, so the batch of {name} must be 1, got {like.shape[0]}; "
             f"lay the rows one after the other"
         )
 

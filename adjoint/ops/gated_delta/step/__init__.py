@@ -1,25 +1,23 @@
 """A few tokens of decoding.   S ← e^{g_t}·S;   S ← S + k_t ⊗ β_t·(v_t − Sᵀk_t);   o_t = scale·Sᵀq_t
 
 for up to 16 tokens of each row, from a state of its own. The adjoint, out of place only, is that of the whole rule,
-token by token: see `eager_step.py`. Saves its inputs. In place is another operator, without an adjoint.
+token by token: see `eager.py`. Saves its inputs. In place is an op of its own, without an adjoint.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids
-from adjoint.core.errors import ArgumentError, is_checking, second_derivative
+from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.layout import overlaps_itself
-from adjoint.core.op import define
-from adjoint.core.plan import Call, publish
-from adjoint.core.preference import Preference, resolve
-from adjoint.core.problem import Problem, short
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.preference import Preference
+from adjoint.core.problem import short
 from adjoint.ops.gated_delta import arguments as metadata
-from adjoint.ops.gated_delta.step import plans as step_plans
+from adjoint.ops.gated_delta.step import plans
 
 _OP = "gated_delta_step"
 
@@ -27,43 +25,10 @@ MAX_TOKENS = 16
 """Tokens of a row a step takes."""
 
 
-class _Given(NamedTuple):
-    """The arguments of the operators, in place or not, in the order of their schemas."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    state: Tensor
-    state_indices: Tensor | None
-    scale: float
-    normalize_qk: bool
-    all_states: bool
-    checking: bool
-
-
-class _Upstream(NamedTuple):
-    """Those of the adjoint; `need` has a bit for each gradient that is wanted."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    state: Tensor
-    do: Tensor | None
-    dstate: Tensor | None
-    state_indices: Tensor | None
-    scale: float
-    normalize_qk: bool
-    all_states: bool
-    need: int
-
-
-def _check_inputs(given: _Given | _Upstream) -> None:
-    q, v, state, state_indices = given.q, given.v, given.state, given.state_indices
-    metadata.require_tokens(_OP, *given[:5])
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_indices: Tensor | None, *_: Any
+) -> None:
+    metadata.require_tokens(_OP, q, k, v, g, beta)
     if not 1 <= q.shape[1] <= MAX_TOKENS:
         raise ArgumentError(
             f"{_OP}: takes 1 to {MAX_TOKENS} tokens of each row, got {q.shape[1]}: tokens go one after the other here; "
@@ -90,133 +55,82 @@ def _check_inputs(given: _Given | _Upstream) -> None:
         metadata.require_shape(_OP, "state_indices", state_indices, (q.shape[0],), "one for each row")
 
 
-def _check(*arguments: Any) -> None:
-    _check_inputs(_Given(*arguments))
-
-
 def _check_in_place(*arguments: Any) -> None:
-    given = _Given(*arguments)
-    _check_inputs(given)
-    if overlaps_itself(given.state):
+    _check(*arguments)
+    state = arguments[5]
+    if overlaps_itself(state):
         raise ArgumentError(
             f"{_OP}: state, which in_place=True overwrites, has elements that share memory: shape "
-            f"{tuple(given.state.shape)}, strides {given.state.stride()}; give it memory of its own, as by clone()"
+            f"{tuple(state.shape)}, strides {state.stride()}; give it memory of its own, as by clone()"
         )
 
 
-def _check_backward(*arguments: Any) -> None:
-    given = _Upstream(*arguments)
-    _check_inputs(given)
-    if given.do is not None:
-        metadata.require_same(_OP, "do", given.do, "v", given.v)
-        metadata.require_shape(_OP, "do", given.do, tuple(given.v.shape), "that of v")
-    if given.dstate is not None:
-        metadata.require_same(_OP, "dstate", given.dstate, "state", given.state)
-        metadata.require_shape(_OP, "dstate", given.dstate, _states_shape(given), "that of the new states")
-
-
-def _states_shape(given: _Given | _Upstream) -> tuple[int, ...]:
-    q, v = given.q, given.v
-    rows = q.shape[:2] if given.all_states else q.shape[:1]
-    return (*rows, v.shape[2], q.shape[3], v.shape[3])
-
-
-def _problem(op: str, given: _Given | _Upstream, options: tuple[Any, ...], sizes: tuple[int, ...] = ()) -> Problem:
-    """`sizes`, beside those of heads, are what the adjoint's workspace depends on."""
-    kinds: tuple[torch.dtype, ...] = (given.q.dtype, given.g.dtype, given.beta.dtype, given.state.dtype)
-    if given.state_indices is not None:
-        kinds = (*kinds, given.state_indices.dtype)
-    return Problem(op, given.q.device, kinds, sizes=(given.q.shape[3], given.v.shape[3], *sizes), options=options)
-
-
-def _describe(op: str) -> Callable[..., Problem]:
-    return lambda *arguments: _problem(op, _Given(*arguments), arguments[7:])
-
-
-def _describe_backward(*arguments: Any) -> Problem:
-    return _problem(f"{_OP}_backward", _Upstream(*arguments), arguments[9:], tuple(arguments[2].shape[:3]))
-
-
-def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
-    given = _Given(*arguments)
-    return given.v.new_empty(given.v.shape), given.state.new_empty(_states_shape(given))
+def _allocate(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, indices: Any, *options: Any
+) -> tuple[Tensor, ...]:
+    all_states = options[2]
+    rows = q.shape[:2] if all_states else q.shape[:1]
+    return v.new_empty(v.shape), state.new_empty((*rows, v.shape[2], q.shape[3], v.shape[3]))
 
 
 def _allocate_in_place(*arguments: Any) -> tuple[Tensor, ...]:
-    given = _Given(*arguments)
-    return given.v.new_empty(given.v.shape), given.state.new_empty(_states_shape(given) if given.all_states else (0,))
+    all_states = arguments[9]
+    out, states = _allocate(*arguments)
+    return out, states if all_states else states.new_empty(0)
 
 
-def _allocate_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    given = _Upstream(*arguments)
-    return tuple(
-        given.q.new_empty(x.shape if given.need >> bit & 1 else (0,), dtype=x.dtype)
-        for bit, x in enumerate(arguments[:6])
-    )
+def _describe(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_indices: Tensor | None, *_: Any
+) -> Facts:
+    kinds: tuple[torch.dtype, ...] = (q.dtype, g.dtype, beta.dtype, state.dtype)
+    if state_indices is not None:
+        kinds = (*kinds, state_indices.dtype)
+    return Facts(kinds, sizes=(q.shape[3], v.shape[3]))
 
 
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
+def _describe_backward(do: Any, dnew_state: Any, *arguments: Any) -> Facts:
+    """Those of the forward, and the rows, tokens and heads that the workspace depends on."""
+    facts = _describe(*arguments)
+    return facts._replace(sizes=(*facts.sizes, *arguments[2].shape[:3]))
 
-_step = define(
+
+_INPUTS = ("q", "k", "v", "g", "beta", "state", "state_indices?")
+_OPTIONS = "float scale, bool normalize_qk, bool all_states"
+
+_step = Op(
     _OP,
-    f"{_TENSORS}, Tensor state, Tensor? state_indices, float scale, bool normalize_qk, bool all_states, bool checking",
-    "(Tensor, Tensor)",
+    inputs=_INPUTS,
+    differentiable=_INPUTS[:6],
+    options=f"{_OPTIONS}, bool checking",
     outputs=("o", "new_state"),
-    tensors=("q", "k", "v", "g", "beta", "state", "state_indices"),
     check=_check,
     allocate=_allocate,
-    describe=_describe(_OP),
-    candidates=lambda: step_plans.STEP,
+    describe=_describe,
+    forward=lambda: plans.STEP,
+    adjoint=Adjoint(
+        lambda: plans.STEP_BACKWARD,
+        _describe_backward,
+        options=_OPTIONS,
+        options_of=lambda *arguments: arguments[7:10],
+    ),
 )
-_step_in_place = define(
+_step_in_place = Op(
     f"{_OP}_in_place",
-    f"{_TENSORS}, Tensor(a!) state, Tensor? state_indices, float scale, bool normalize_qk, bool all_states, "
-    "bool checking",
-    "(Tensor, Tensor)",
+    label=_OP,
+    inputs=_INPUTS,
+    differentiable=(),
+    options=f"{_OPTIONS}, bool checking",
     outputs=("o", "states"),
-    tensors=("q", "k", "v", "g", "beta", "state", "state_indices"),
+    absent=lambda *arguments: () if arguments[9] else ("states",),
+    overwrites=("state",),
     check=_check_in_place,
     allocate=_allocate_in_place,
-    describe=_describe(f"{_OP}_in_place"),
-    candidates=lambda: step_plans.STEP_IN_PLACE,
-)
-_step_backward = define(
-    f"{_OP}_backward",
-    f"{_TENSORS}, Tensor state, Tensor? do, Tensor? dstate, Tensor? state_indices, float scale, bool normalize_qk, "
-    "bool all_states, int need",
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    outputs=("dq", "dk", "dv", "dg", "dbeta", "dstate"),
-    tensors=("q", "k", "v", "g", "beta", "state", "do", "dstate", "state_indices"),
-    check=_check_backward,
-    allocate=_allocate_backward,
-    describe=_describe_backward,
-    candidates=lambda: step_plans.STEP_BACKWARD,
+    describe=_describe,
+    forward=lambda: plans.STEP_IN_PLACE,
 )
 
 
-class _GatedDeltaStep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Of the operator's arguments and the preference."""
-        given = _Given(*arguments[:-1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given[:7])
-        ctx.options, ctx.preference = (given.scale, given.normalize_qk, given.all_states), arguments[-1]
-        return _step(*arguments)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative(_OP)
-        if do is None and dstate is None:
-            return (None,) * 12
-        *given, state_indices = ctx.saved_tensors
-        need = sum(1 << bit for bit in range(6) if ctx.needs_input_grad[bit])
-        gradients = _step_backward(*given, do, dstate, state_indices, *ctx.options, need, ctx.preference)
-        wanted = (gradient if need >> bit & 1 else None for bit, gradient in enumerate(gradients))
-        return (*wanted, None, None, None, None, None, None)
-
-
+@_step.public
 def gated_delta_step(
     q: Float[Tensor, "batch time key_heads K"],
     k: Float[Tensor, "batch time key_heads K"],
@@ -260,71 +174,16 @@ def gated_delta_step(
     >>> o.flatten(), state.flatten()
     (tensor([0.5000]), tensor([0.5000, 0.0000]))
     """
-    arguments = _arguments(q, k, v, g, beta, state, scale, state_indices, return_all_states, normalize_qk)
-    text = resolve(preference)
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:6])
-    if in_place:
-        if wanted:
-            raise ArgumentError(
-                f"{_OP}: in_place=True overwrites the state its gradient would need, and an input requires a "
-                f"gradient; call it under torch.no_grad(), or with in_place=False"
-            )
-        _check_in_place(*arguments)
-        o, states = _step_in_place(*arguments, text)
-        if not (torch.compiler.is_compiling() or state.is_inference()):
-            torch.autograd.graph.increment_version(state)
-        return o, states if return_all_states else state
-    if wanted:
-        return _GatedDeltaStep.apply(*arguments, text)  # type: ignore[no-any-return]
-    return _step(*arguments, text)  # type: ignore[no-any-return]
-
-
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    scale: float | None,
-    state_indices: Tensor | None,
-    return_all_states: bool,
-    normalize_qk: bool,
-) -> tuple[Any, ...]:
-    """The operator's arguments, checked."""
     q, k, v, g, beta = metadata.autocast(q, k, v, g, beta)
-    metadata.require_tokens(_OP, q, k, v, g, beta)
+    metadata.require_axes(_OP, "q", q, "batch, time, key heads, K")
     options = (metadata.scale_of(_OP, scale, q.shape[3]), bool(normalize_qk), bool(return_all_states), is_checking())
     arguments = (q, k, v, g, beta, state, state_indices, *options)
-    _check(*arguments)
-    return arguments
-
-
-def _bind(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    *,
-    scale: float | None = None,
-    state_indices: Tensor | None = None,
-    in_place: bool = False,
-    return_all_states: bool = False,
-    normalize_qk: bool = False,
-) -> Call:
-    arguments = _arguments(q, k, v, g, beta, state, scale, state_indices, return_all_states, normalize_qk)
-    if in_place:
-        _check_in_place(*arguments)
-        return Call(_step_in_place, arguments, public_outputs=2 if return_all_states else 1)
-    tensors, options = arguments[:6], arguments[7:10]
-    return Call(
-        _step,
-        arguments,
-        _step_backward,
-        lambda upstream, outputs: (*tensors, *upstream, state_indices, *options, 63),
-    )
-
-
-publish(gated_delta_step, _bind)
+    if not in_place:
+        return _step.call(*arguments, preference=preference)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments[:6]):
+        raise ArgumentError(
+            f"{_OP}: in_place=True overwrites the state its gradient would need, and an input requires a "
+            f"gradient; call it under torch.no_grad(), or with in_place=False"
+        )
+    o, states = _step_in_place.call(*arguments, preference=preference)
+    return o, states if return_all_states else state

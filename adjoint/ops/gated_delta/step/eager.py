@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
-from adjoint.ops.gated_delta.arguments import EPSILON, wide_dtype
+from adjoint.ops.gated_delta.arguments import EPSILON, NEED_STATE, wide_dtype
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE, STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
+from adjoint.ops.gated_delta.step.indices import out_of_range, repeated
 
 
-class _Given(NamedTuple):
+class _Tokens(NamedTuple):
     """The tokens in the wide type, q and k for every value head, and what normalised them."""
 
     q: Tensor
@@ -31,64 +32,49 @@ class _Given(NamedTuple):
     k_norm: Tensor | None
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> "_Given":
+    def of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> "_Tokens":
         kind, repeat = wide_dtype(v.dtype), v.shape[2] // max(1, q.shape[2])
         q, k, v, g, beta = (x.to(kind) for x in (q, k, v, g, beta))
         q_norm = k_norm = None
         if normalize:
             q_norm, k_norm = (x.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_() for x in (q, k))
             q, k = q * q_norm, k * k_norm
-        return _Given(q.repeat_interleave(repeat, 2), k.repeat_interleave(repeat, 2), v, g, beta, q_norm, k_norm)
+        return _Tokens(q.repeat_interleave(repeat, 2), k.repeat_interleave(repeat, 2), v, g, beta, q_norm, k_norm)
 
 
-class Rows(NamedTuple):
+class _Rows(NamedTuple):
     """Which state each row reads, and which rows are skipped."""
 
     places: Tensor | None
     skipped: Tensor | None
 
     @staticmethod
-    def of(state_indices: Tensor | None, states: int, checking: bool, raises: bool) -> "Rows":
+    def of(state_indices: Tensor | None, states: int) -> "_Rows":
         if state_indices is None:
-            return Rows(None, None)
-        wrong = (state_indices < -1) | (state_indices >= states)
-        if raises:
-            report(STATE_INDEX_OUT_OF_RANGE, state_indices, wrong)
-            if checking:
-                report(STATE_INDEX_REPEATED, state_indices, repeated(state_indices))
-        skipped = wrong | (state_indices < 0)
-        return Rows(torch.where(skipped, 0, state_indices).long(), skipped)
+            return _Rows(None, None)
+        skipped = out_of_range(state_indices, states) | (state_indices < 0)
+        return _Rows(torch.where(skipped, 0, state_indices).long(), skipped)
 
     def read(self, state: Tensor, kind: torch.dtype) -> Tensor:
-        found = (
-            state
-            if self.places is None
-            else state[self.places]
-            if len(state)
-            else state.new_zeros(len(self.places), *state.shape[1:])
-        )
-        return found.to(kind)
+        """The state of each row; without any states, those of skipped rows."""
+        if self.places is None:
+            return state.to(kind)
+        if len(state) == 0:
+            return state.new_zeros(len(self.places), *state.shape[1:], dtype=kind)
+        return state[self.places].to(kind)
 
-    def blank(self, *tensors: Tensor) -> None:
+    def clear_skipped(self, *tensors: Tensor) -> None:
         """Zeroes what belongs to skipped rows."""
         if self.skipped is not None:
             for tensor in tensors:
                 tensor.masked_fill_(self.skipped.view(-1, *(1,) * (tensor.dim() - 1)), 0)
 
 
-def repeated(indices: Tensor) -> Tensor:
-    """Which indices, skipped rows aside, have occurred before."""
-    ordered, order = indices.sort(stable=True)
-    again = torch.zeros_like(indices, dtype=torch.bool)
-    again[order[1:]] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
-    return again
-
-
-def _advance(given: _Given, t: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The decayed state, what is new in the value, and the state after token t."""
-    decayed = state * given.g[:, t].exp()[..., None, None]
-    new = given.v[:, t] - torch.einsum("bhkv,bhk->bhv", decayed, given.k[:, t])
-    return decayed, new, decayed + given.k[:, t, :, :, None] * (new * given.beta[:, t, :, None])[:, :, None]
+def _advance(tokens: _Tokens, t: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Z, e and S⁺ of token t."""
+    decayed = state * tokens.g[:, t].exp()[..., None, None]
+    error = tokens.v[:, t] - torch.einsum("bhkv,bhk->bhv", decayed, tokens.k[:, t])
+    return decayed, error, decayed + tokens.k[:, t, :, :, None] * (error * tokens.beta[:, t, :, None])[:, :, None]
 
 
 @torch.no_grad()
@@ -110,37 +96,40 @@ def forward(
 ) -> None:
     """Writes the outputs, and the states: the last of each row or all of them; in place the pool's own."""
     report(POSITIVE_GATE, g, g > 0)
-    rows = Rows.of(state_indices, len(state), checking, raises=True)
-    given = _Given.of(q, k, v, g, beta, normalize)
+    if state_indices is not None:
+        report(STATE_INDEX_OUT_OF_RANGE, state_indices, out_of_range(state_indices, len(state)))
+        if checking:
+            report(STATE_INDEX_REPEATED, state_indices, repeated(state_indices))
+    rows = _Rows.of(state_indices, len(state))
+    tokens = _Tokens.of(q, k, v, g, beta, normalize)
     current = rows.read(state, wide_dtype(v.dtype))
     for t in range(q.shape[1]):
-        _, _, current = _advance(given, t, current)
-        out[:, t] = torch.einsum("bhkv,bhk->bhv", current, given.q[:, t]).mul_(scale)
+        _, _, current = _advance(tokens, t, current)
+        out[:, t] = torch.einsum("bhkv,bhk->bhv", current, tokens.q[:, t]).mul_(scale)
         if all_states and states is not None:
             states[:, t] = current
-    rows.blank(out)
+    rows.clear_skipped(out)
     if states is not None:
         if not all_states:
             states.copy_(current)
-        rows.blank(states)
+        rows.clear_skipped(states)
     if in_place:
         if rows.places is None or rows.skipped is None:
             state.copy_(current)
         else:
-            kept = ~rows.skipped
-            state[rows.places[kept]] = current[kept].to(state.dtype)
+            state[rows.places[~rows.skipped]] = current[~rows.skipped].to(state.dtype)
 
 
 @torch.no_grad()
 def backward(
+    do: Tensor | None,
+    dstates: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
     state: Tensor,
-    do: Tensor | None,
-    dstates: Tensor | None,
     state_indices: Tensor | None,
     scale: float,
     normalize: bool,
@@ -150,44 +139,41 @@ def backward(
 ) -> None:
     """Writes the gradients of q, k, v, g, beta and the pool of states, those that `need` asks for."""
     kind, time = wide_dtype(v.dtype), q.shape[1]
-    rows = Rows.of(state_indices, len(state), checking=False, raises=False)
-    given = _Given.of(q, k, v, g, beta, normalize)
-    kept = []
+    rows = _Rows.of(state_indices, len(state))
+    tokens = _Tokens.of(q, k, v, g, beta, normalize)
+    history = []
     current = rows.read(state, kind)
     for t in range(time):
-        kept.append(_advance(given, t, current))
-        current = kept[-1][2]
-    dq, dk, dv, dg, dbeta = (torch.zeros_like(x) for x in (given.q, given.k, given.v, given.g, given.beta))
+        history.append(_advance(tokens, t, current))
+        current = history[-1][2]
+    dq, dk, dv, dg, dbeta = (torch.zeros_like(x) for x in tokens[:5])
     dstate = torch.zeros_like(current)
     if dstates is not None and not all_states:
         dstate += dstates
     for t in reversed(range(time)):
-        decayed, new, after = kept[t]
+        decayed, error, after = history[t]
         if dstates is not None and all_states:
             dstate = dstate + dstates[:, t]
         if do is not None:
             upstream = do[:, t].to(kind) * scale
             dq[:, t] = torch.einsum("bhkv,bhv->bhk", after, upstream)
-            dstate = dstate + given.q[:, t, :, :, None] * upstream[:, :, None]
-        towards = torch.einsum("bhkv,bhk->bhv", dstate, given.k[:, t])
-        strength = given.beta[:, t, :, None]
-        dbeta[:, t] = (new * towards).sum(-1)
-        dv[:, t] = towards * strength
-        dk[:, t] = torch.einsum("bhkv,bhv->bhk", dstate, new * strength)
+            dstate = dstate + tokens.q[:, t, :, :, None] * upstream[:, :, None]
+        along_key = torch.einsum("bhkv,bhk->bhv", dstate, tokens.k[:, t])
+        strength = tokens.beta[:, t, :, None]
+        dbeta[:, t] = (error * along_key).sum(-1)
+        dv[:, t] = along_key * strength
+        dk[:, t] = torch.einsum("bhkv,bhv->bhk", dstate, error * strength)
         dk[:, t] -= torch.einsum("bhkv,bhv->bhk", decayed, dv[:, t])
-        dstate = dstate - given.k[:, t, :, :, None] * dv[:, t, :, None]
+        dstate = dstate - tokens.k[:, t, :, :, None] * dv[:, t, :, None]
         dg[:, t] = (decayed * dstate).sum((-1, -2))
-        dstate = dstate * given.g[:, t].exp()[..., None, None]
-    dq, dk = (
-        _to_key_heads(d, y, norm, x)
-        for d, y, norm, x in ((dq, given.q, given.q_norm, q), (dk, given.k, given.k_norm, k))
-    )
-    found = (dq, dk, dv, dg, dbeta)
-    rows.blank(*found, dstate)
-    for bit, (target, gradient) in enumerate(zip(gradients, found, strict=False)):
+        dstate = dstate * tokens.g[:, t].exp()[..., None, None]
+    dq = _to_key_heads(dq, tokens.q, tokens.q_norm, q)
+    dk = _to_key_heads(dk, tokens.k, tokens.k_norm, k)
+    rows.clear_skipped(dq, dk, dv, dg, dbeta, dstate)
+    for bit, (target, gradient) in enumerate(zip(gradients, (dq, dk, dv, dg, dbeta), strict=False)):
         if need >> bit & 1:
             target.copy_(gradient)
-    if need >> 5 & 1:
+    if need & NEED_STATE:
         if rows.places is None:
             gradients[5].copy_(dstate)
         else:  # rows that share a state, which only an out-of-place step may, add up

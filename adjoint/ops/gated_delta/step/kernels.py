@@ -1,7 +1,7 @@
-"""Triton kernels of `gated_delta_step`.
+"""Triton kernels of `gated_delta_step` and of its adjoint, and what launches them.
 
-A program takes a tile [K, columns] of one row's and one value head's state through all its tokens, in registers: a
-state is read once and written once, which is nearly all there is to move. With `a = e^g`, a token is
+Forward: a program takes a tile [K, columns] of one row's and one value head's state through all its tokens, in
+registers: a state is read once and written once, which is nearly all there is to move. With `a = e^g`, a token is
 
     u = β·(v − a·Sᵀk),   S ← a·S + k ⊗ u,   o = scale·Sᵀq
 
@@ -11,14 +11,35 @@ than two would add in the order of the layout, which differs with the tile, the 
 A tile has the axes [HIGH, GROUPS, LOW, COLUMNS]: key = high·LOW + low, column = group·COLUMNS + the last. The compiler
 fills a warp with the last two, gives each group a warp and each thread all of HIGH: what a warp holds are all keys of
 its columns, so that sums stay inside it, and the warps of a program read one piece of every row of the state.
+
+Adjoint: with k̂ and q̂ the key and query as they enter the rule, Z = a·S, e = v − Zᵀk̂ and S⁺ = Z + k̂ ⊗ β·e:
+
+    dS⁺ += scale·q̂ ⊗ do,   dq̂ = scale·S⁺ do
+    p = dS⁺ᵀk̂,   dβ = e·p,   dv = β·p,   dk̂ = dS⁺(β·e) − Z dv
+    dZ = dS⁺ − k̂ ⊗ dv,   dg = ⟨Z, dZ⟩,   dS = a·dZ
+
+A program takes a tile [K, COLUMNS] of one row and value head back through its tokens. The state before each token is
+computed again from the first one, in registers: at most 120 tokens' work for 16, and no state is ever stored. What sums
+over V leaves a part for each tile, which a second kernel adds in order, over the heads of a group too; rows that share
+a state are added by a third, in the order of rows.
 """
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
+from adjoint.core.errors import check, report, status_word
+from adjoint.core.kernels import Budget, Float, Int32, Int64, Int64If16, Pointer, PointerIf16, kernel
+from adjoint.core.launch import Execute, Launch, Setup
+from adjoint.core.problem import Problem
 from adjoint.device.faults import record
+from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V, wide_dtype
+from adjoint.ops.gated_delta.faults import POSITIVE_GATE, STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
+from adjoint.ops.gated_delta.step.indices import out_of_range, repeated
+from adjoint.ops.gated_delta.step.plans import backward_columns, power_of_two
 
 
 @triton.jit
@@ -43,12 +64,21 @@ def unless_skipped(values, live, INDEXED: tl.constexpr):
     return values
 
 
+@kernel(
+    budget=Budget(registers=255, shared_bytes=4096),
+    schedule=("HIGH", "HIGH_LEVELS", "GROUPS", "LOW", "LOW_LEVELS", "COLUMNS", "POLICY"),
+)
 @triton.jit
 def gated_delta_step_tiles(
-    q, k, v, g, beta, state, indices, out, states, status_word, index_fault, gate_fault, scale, time, heads, group,
-    places, q_row, q_token, q_head, q_element, k_row, k_token, k_head, k_element, v_row, v_token, v_head, v_element,
-    g_row, g_token, g_head, beta_row, beta_token, beta_head, state_place, state_head, state_key, state_element,
-    out_token, states_token, index_step,
+    q: PointerIf16.element, k: PointerIf16.element, v: PointerIf16.element, g: Pointer.g, beta: Pointer.beta,
+    state: PointerIf16.state, indices: Pointer.index, out: PointerIf16.element, states: PointerIf16.state,
+    status_word: Pointer.int64, index_fault: Int32, gate_fault: Int32, scale: Float.computed, time: Int32,
+    heads: Int32, group: Int32, places: Int64, q_row: Int64If16, q_token: Int64If16, q_head: Int64If16,
+    q_element: Int64, k_row: Int64If16, k_token: Int64If16, k_head: Int64If16, k_element: Int64,
+    v_row: Int64If16, v_token: Int64If16, v_head: Int64If16, v_element: Int64, g_row: Int64, g_token: Int64,
+    g_head: Int64, beta_row: Int64, beta_token: Int64, beta_head: Int64, state_place: Int64If16,
+    state_head: Int64If16, state_key: Int64, state_element: Int64, out_token: Int64If16, states_token: Int64If16,
+    index_step: Int64,
     K: tl.constexpr, V: tl.constexpr, HIGH: tl.constexpr, HIGH_LEVELS: tl.constexpr, GROUPS: tl.constexpr,
     LOW: tl.constexpr, LOW_LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
     INDEXED: tl.constexpr, NORMALIZE: tl.constexpr, ALL_STATES: tl.constexpr, IN_PLACE: tl.constexpr,
@@ -109,25 +139,449 @@ def gated_delta_step_tiles(
         record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
         decay = tl.exp(g_t)
         k_tile, q_tile = k_t[:, None, :, None], q_t[:, None, :, None]
-        known = decay * sum_over_keys(S * k_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
+        predicted = decay * sum_over_keys(S * k_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
         if NORMALIZE:  # k and q by their norms, wherever they come in
             k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
-            new = beta_t * (v_t - known * k_norm) * k_norm
+            new_values = beta_t * (v_t - predicted * k_norm) * k_norm
         else:
-            new = beta_t * (v_t - known)
-        S = decay * S + k_tile * new[None, :, None, :]
+            new_values = beta_t * (v_t - predicted)
+        S = decay * S + k_tile * new_values[None, :, None, :]
         o = scale * sum_over_keys(S * q_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
         if NORMALIZE:
             o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
         tl.store(out_at + t * out_token + column, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
         if ALL_STATES:
-            kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-            tl.store(states_at + t * states_token + (key * V + across), kept, in_tile)
+            stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
+            tl.store(states_at + t * states_token + (key * V + across), stored, in_tile)
     if IN_PLACE:
         tl.store(tile, S.to(state.dtype.element_ty), in_state)
     elif not ALL_STATES:
-        kept = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-        tl.store(states_at + (key * V + across), kept, in_tile)
+        stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
+        tl.store(states_at + (key * V + across), stored, in_tile)
 
 
-KERNELS = (kernels.register(gated_delta_step_tiles, budget=Budget(registers=255, shared_bytes=4096)),)
+class _Step(NamedTuple):
+    """What kernels of either direction are compiled for."""
+
+    types: dict[str, Any]
+    K: int
+    V: int
+    normalize: bool
+    all_states: bool
+    indexed: bool
+
+    @staticmethod
+    def of(problem: Problem) -> "_Step":
+        element, g, beta, state, *index = problem.dtypes
+        types = {"element": element, "g": g, "beta": beta, "state": state, "index": index[0] if index else torch.int32}
+        types["computed"] = wide_dtype(element)
+        (K, V), (normalize, all_states) = problem.sizes[:2], problem.options[1:3]
+        return _Step(types, K, V, normalize, all_states, bool(index))
+
+    @property
+    def is_double(self) -> bool:
+        return self.types["computed"] == torch.float64
+
+
+MAX_ELEMENTS = 128
+"""Numbers of a state that a thread holds at most."""
+
+
+def _bind_tiles(setup: Setup, step: _Step, one_token: bool, aligned: bool) -> tuple[Launch, int]:
+    """The kernel, and the columns of its tiles: as many as the schedule says, unless a thread would hold too much."""
+    rows, width, schedule = power_of_two(step.K), power_of_two(step.V), setup.schedule
+    # Strides take registers too, a float64 two of them, and a loop over tokens some.
+    elements = MAX_ELEMENTS // (8 if not aligned or step.is_double else 1 if one_token else 2)
+    columns = min(schedule["columns"], width, max(1, 32 * elements // rows))
+    groups = min(schedule["warps"], width // columns)
+    # With the columns of a group, a warp.
+    low = min(rows, max(1, 32 // max(1, columns * step.types["state"].itemsize // 16)))
+    bound = setup.kernel(
+        gated_delta_step_tiles, **step.types, K=step.K, V=step.V, HIGH=rows // low,
+        HIGH_LEVELS=(rows // low).bit_length() - 1, GROUPS=groups, LOW=low, LOW_LEVELS=low.bit_length() - 1,
+        COLUMNS=columns, INDEXED=step.indexed, NORMALIZE=step.normalize, ALL_STATES=step.all_states,
+        IN_PLACE=setup.problem.op.endswith("in_place"), ONE_TOKEN=one_token, ADJACENT=aligned,
+        POLICY="evict_first" if "evict_first" in schedule else "", DOUBLE=step.is_double,
+        aligned=aligned, num_warps=groups,
+    )  # fmt: skip
+    return bound, groups * columns
+
+
+def _is_aligned(tokens: tuple[Tensor, ...], state: Tensor, outputs: tuple[Tensor, ...]) -> bool:
+    """Whether elements are adjacent, and everything else begins at a multiple of 16 elements or bytes."""
+    if state.stride(3) != 1 or state.stride(2) != state.shape[3] or any(step % 16 for step in state.stride()[:2]):
+        return False
+    for x in tokens:
+        row, token, head, element = x.stride()
+        if element != 1 or row % 16 or token % 16 or head % 16:
+            return False
+    if tokens[2].shape[2] * tokens[2].shape[3] % 16:  # the strides of what is written
+        return False
+    return not any(x.data_ptr() % 16 for x in (*tokens, state, *outputs))
+
+
+def forward(setup: Setup) -> Execute:
+    """Outputs and states, either the rows' new ones or, in place, the pool's own."""
+    step, device = _Step.of(setup.problem), setup.device
+    tiles = {
+        (one_token, aligned): _bind_tiles(setup, step, one_token, aligned)
+        for one_token in (True, False)
+        for aligned in (True, False)
+    }
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        q, k, v, g, beta, state, indices, scale, _normalize, _all_states, checking = arguments
+        out, states = outputs
+        batch, time, heads, V = v.shape
+        K = q.shape[3]
+        if checking and indices is not None:
+            report(STATE_INDEX_REPEATED, indices, repeated(indices))
+        if out.numel() == 0 or K == 0:  # no state has an element, and an output is an empty sum
+            report(POSITIVE_GATE, g, g > 0)
+            if indices is not None:
+                report(STATE_INDEX_OUT_OF_RANGE, indices, out_of_range(indices, len(state)))
+            out.zero_()
+            return
+        q_row, q_token, q_head, q_element = q.stride()
+        k_row, k_token, k_head, k_element = k.stride()
+        v_row, v_token, v_head, v_element = v.stride()
+        g_row, g_token, g_head = g.stride()
+        beta_row, beta_token, beta_head = beta.stride()
+        state_place, state_head, state_key, state_element = state.stride()
+        bound, columns = tiles[time == 1, _is_aligned((q, k, v), state, outputs)]
+        bound.launch(
+            (batch * heads * -(-V // columns),), q=q, k=k, v=v, g=g, beta=beta, state=state,
+            indices=out if indices is None else indices, out=out, states=states, status_word=status_word(device),
+            index_fault=STATE_INDEX_OUT_OF_RANGE.row, gate_fault=POSITIVE_GATE.row, scale=scale, time=time,
+            heads=heads, group=heads // q.shape[2], places=state.shape[0], q_row=q_row, q_token=q_token,
+            q_head=q_head, q_element=q_element, k_row=k_row, k_token=k_token, k_head=k_head, k_element=k_element,
+            v_row=v_row, v_token=v_token, v_head=v_head, v_element=v_element, g_row=g_row, g_token=g_token,
+            g_head=g_head, beta_row=beta_row, beta_token=beta_token, beta_head=beta_head, state_place=state_place,
+            state_head=state_head, state_key=state_key, state_element=state_element, out_token=heads * V,
+            states_token=heads * K * V, index_step=0 if indices is None else indices.stride(0),
+        )  # fmt: skip
+        if device.type == "cpu":
+            check()
+
+    return execute
+
+
+# ---------------------------------------------------------------------------------------------- adjoint
+
+
+@triton.jit
+def sum_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """The sum of [SIZE], SIZE = 2^LEVELS: halves, then halves of what is left. Two numbers have one sum."""
+    for level in tl.static_range(LEVELS):
+        values = tl.sum(tl.reshape(values, [2, SIZE // 2 ** (level + 1)]), 0)
+    return tl.sum(values, 0)
+
+
+@triton.jit
+def sum_over_rows(values, ROWS: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] -> [WIDTH], by halves."""
+    for level in tl.static_range(LEVELS):
+        values = tl.sum(tl.reshape(values, [2, ROWS // 2 ** (level + 1), WIDTH]), 0)
+    return tl.reshape(values, [WIDTH])
+
+
+@triton.jit
+def sum_over_columns(values, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
+    """[ROWS, WIDTH] -> [ROWS], by halves."""
+    for level in tl.static_range(LEVELS):
+        values = tl.sum(tl.reshape(values, [ROWS, 2, WIDTH // 2 ** (level + 1)]), 1)
+    return tl.reshape(values, [ROWS])
+
+
+@triton.jit
+def norm_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr, NORMALIZE: tl.constexpr):
+    """What a vector is multiplied with where it is normalised; elsewhere 1."""
+    norm = 1.0
+    if NORMALIZE:
+        norm = tl.rsqrt(sum_of(values * values, SIZE, LEVELS) + 1e-6)
+    return norm
+
+
+@triton.jit
+def through_norm(x, gradient, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """dx = norm·(dy − y (y·dy)), of y = norm·x."""
+    norm = norm_of(x, SIZE, LEVELS, True)
+    y = x * norm
+    return norm * (gradient - y * sum_of(y * gradient, SIZE, LEVELS))
+
+
+@kernel(budget=Budget(registers=255, shared_bytes=16384), numeric=("COLUMNS",))
+@triton.jit
+def gated_delta_step_backward_tiles(
+    q: Pointer.element, k: Pointer.element, v: Pointer.element, g: Pointer.g, beta: Pointer.beta,
+    state: Pointer.state, indices: Pointer.index, do: Pointer.element, dstates: Pointer.state, dv: Pointer.element,
+    drows: Pointer.row_state, dq_parts: Pointer.computed, dk_parts: Pointer.computed, dg_parts: Pointer.computed,
+    dbeta_parts: Pointer.computed, scale: Float.computed, rows: Int64, time: Int32, heads: Int32, group: Int32,
+    places: Int64, q_row: Int64, q_token: Int64, q_head: Int64, q_element: Int64, k_row: Int64, k_token: Int64,
+    k_head: Int64, k_element: Int64, v_row: Int64, v_token: Int64, v_head: Int64, v_element: Int64, g_row: Int64,
+    g_token: Int64, g_head: Int64, beta_row: Int64, beta_token: Int64, beta_head: Int64, state_place: Int64,
+    state_head: Int64, state_key: Int64, state_element: Int64, do_row: Int64, do_token: Int64, do_head: Int64,
+    do_element: Int64, dstates_row: Int64, dstates_token: Int64, dstates_head: Int64, dstates_key: Int64,
+    dstates_element: Int64, index_step: Int64,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH_LEVELS: tl.constexpr, INDEXED: tl.constexpr, NORMALIZE: tl.constexpr, ALL_STATES: tl.constexpr,
+    HAS_DO: tl.constexpr, HAS_DSTATES: tl.constexpr, NEED_V: tl.constexpr, NEED_STATE: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """dv, the gradient of the row's first state, and this tile's part of what sums over V."""
+    WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
+    block = tl.program_id(0) % BLOCKS
+    item = tl.program_id(0) // BLOCKS
+    key_head = (item % heads // group).to(tl.int64)
+    head = (item % heads).to(tl.int64)
+    row = (item // heads).to(tl.int64)
+    number = tl.arange(0, ROWS)
+    key = number[:, None]
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = number < K
+    in_column = column < V
+    in_tile = in_row[:, None] & in_column[None, :]
+    in_stored = in_tile
+    place = row
+    live = row >= 0
+    if INDEXED:
+        place = tl.load(indices + row * index_step).to(tl.int64)
+        live = (place >= 0) & (place < places)
+        in_row = in_row & live
+        in_column = in_column & live
+        in_tile = in_tile & live
+    tile = state + place * state_place + head * state_head + (key * state_key + (column * state_element)[None, :])
+    dstates_tile = dstates + row * dstates_row + head * dstates_head
+    dstates_tile = dstates_tile + (key * dstates_key + (column * dstates_element)[None, :])
+    q_at = q + row * q_row + key_head * q_head + number * q_element
+    k_at = k + row * k_row + key_head * k_head + number * k_element
+    v_at = v + row * v_row + head * v_head + column * v_element
+    do_at = do + row * do_row + head * do_head + column * do_element
+    g_at = g + row * g_row + head * g_head
+    beta_at = beta + row * beta_row + head * beta_head
+
+    dS = tl.zeros([ROWS, COLUMNS], WIDE)
+    if HAS_DSTATES and not ALL_STATES:
+        dS += tl.load(dstates_tile, in_tile, other=0.0).to(WIDE)
+    for back in range(0, time):
+        t = time - 1 - back
+        S = tl.load(tile, in_tile, other=0.0).to(WIDE)
+        for s in range(0, t):
+            k_s = tl.load(k_at + s * k_token, in_row, other=0.0).to(WIDE)
+            v_s = tl.load(v_at + s * v_token, in_column, other=0.0).to(WIDE)
+            a_s = tl.exp(tl.load(g_at + s * g_token, live, other=0.0).to(WIDE))
+            norm = norm_of(k_s, ROWS, LEVELS, NORMALIZE)
+            predicted = sum_over_rows(S * k_s[:, None], ROWS, LEVELS, COLUMNS) * norm
+            new_values = tl.load(beta_at + s * beta_token, live, other=0.0).to(WIDE) * (v_s - a_s * predicted)
+            S = a_s * S + k_s[:, None] * (new_values * norm)[None, :]
+        k_t = tl.load(k_at + t * k_token, in_row, other=0.0).to(WIDE)
+        q_t = tl.load(q_at + t * q_token, in_row, other=0.0).to(WIDE)
+        v_t = tl.load(v_at + t * v_token, in_column, other=0.0).to(WIDE)
+        beta_t = tl.load(beta_at + t * beta_token, live, other=0.0).to(WIDE)
+        a = tl.exp(tl.load(g_at + t * g_token, live, other=0.0).to(WIDE))
+        k_t = k_t * norm_of(k_t, ROWS, LEVELS, NORMALIZE)
+        q_t = q_t * norm_of(q_t, ROWS, LEVELS, NORMALIZE)
+        S = a * S  # Z from here on
+        e = v_t - sum_over_rows(S * k_t[:, None], ROWS, LEVELS, COLUMNS)
+        new_values = beta_t * e
+        if HAS_DSTATES and ALL_STATES:
+            dS += tl.load(dstates_tile + t * dstates_token, in_tile, other=0.0).to(WIDE)
+        dq_t = tl.zeros([ROWS], WIDE)
+        if HAS_DO:
+            upstream = scale * tl.load(do_at + t * do_token, in_column, other=0.0).to(WIDE)
+            after = S + k_t[:, None] * new_values[None, :]
+            dq_t = sum_over_columns(after * upstream[None, :], ROWS, COLUMNS, WIDTH_LEVELS)
+            dS += q_t[:, None] * upstream[None, :]
+        along_key = sum_over_rows(dS * k_t[:, None], ROWS, LEVELS, COLUMNS)
+        dv_t = beta_t * along_key
+        terms = dS * new_values[None, :] - S * dv_t[None, :]
+        dk_t = sum_over_columns(terms, ROWS, COLUMNS, WIDTH_LEVELS)
+        dS = dS - k_t[:, None] * dv_t[None, :]
+        part = (block * rows + row) * time + t
+        at = part * heads + head
+        if NEED_V:
+            stored = dv_t.to(dv.dtype.element_ty)
+            tl.store(dv + ((row * time + t) * heads + head) * V + column, stored, column < V)
+        tl.store(dq_parts + at * K + number, dq_t, number < K)
+        tl.store(dk_parts + at * K + number, dk_t, number < K)
+        decayed = sum_over_rows(S * dS, ROWS, LEVELS, COLUMNS)
+        tl.store(dg_parts + at, sum_of(decayed, COLUMNS, WIDTH_LEVELS))
+        tl.store(dbeta_parts + at, sum_of(e * along_key, COLUMNS, WIDTH_LEVELS))
+        dS = a * dS
+    if NEED_STATE:
+        stored = dS.to(drows.dtype.element_ty)
+        tl.store(drows + (row * heads + head) * (K * V) + (key * V + column[None, :]), stored, in_stored)
+
+
+@kernel(budget=Budget(registers=128, shared_bytes=4096))
+@triton.jit
+def gated_delta_step_backward_tokens(
+    q: Pointer.element, k: Pointer.element, indices: Pointer.index, dq_parts: Pointer.computed,
+    dk_parts: Pointer.computed, dg_parts: Pointer.computed, dbeta_parts: Pointer.computed, dq: Pointer.element,
+    dk: Pointer.element, dg: Pointer.g, dbeta: Pointer.beta, items: Int64, time: Int32, key_heads: Int32,
+    group: Int32, blocks: Int32, places: Int64, q_row: Int64, q_token: Int64, q_head: Int64, q_element: Int64,
+    k_row: Int64, k_token: Int64, k_head: Int64, k_element: Int64, index_step: Int64,
+    K: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, NORMALIZE: tl.constexpr, NEED_Q: tl.constexpr,
+    NEED_K: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr, INDEXED: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of one token and key head, dg and dβ of its value heads: heads in order, each the tiles of V in order.
+
+    `items` counts tokens times value heads: the parts of one tile of V.
+    """
+    WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    number = tl.arange(0, ROWS)
+    key_head = (tl.program_id(0) % key_heads).to(tl.int64)
+    token = (tl.program_id(0) // key_heads).to(tl.int64)  # of all rows
+    heads = key_heads * group
+    q_total = tl.zeros([ROWS], WIDE)
+    k_total = tl.zeros([ROWS], WIDE)
+    for member in range(0, group):
+        at = token * heads + key_head * group + member
+        q_head_total = tl.zeros([ROWS], WIDE)
+        k_head_total = tl.zeros([ROWS], WIDE)
+        g_total = tl.zeros([1], WIDE)
+        beta_total = tl.zeros([1], WIDE)
+        for block in range(0, blocks):
+            part = at + block * items
+            if NEED_Q:
+                q_head_total += tl.load(dq_parts + part * K + number, number < K, other=0.0)
+            if NEED_K:
+                k_head_total += tl.load(dk_parts + part * K + number, number < K, other=0.0)
+            g_total += tl.load(dg_parts + part)
+            beta_total += tl.load(dbeta_parts + part)
+        q_total += q_head_total
+        k_total += k_head_total
+        one = tl.arange(0, 1)
+        if NEED_G:
+            tl.store(dg + at + one, g_total.to(dg.dtype.element_ty))
+        if NEED_BETA:
+            tl.store(dbeta + at + one, beta_total.to(dbeta.dtype.element_ty))
+    row = token // time
+    t = token % time
+    out_at = (token * key_heads + key_head) * K + number
+    in_row = number < K
+    if INDEXED:
+        place = tl.load(indices + row * index_step).to(tl.int64)
+        in_row = in_row & (place >= 0) & (place < places)  # whatever a skipped row holds
+    if NEED_Q:
+        if NORMALIZE:
+            x = tl.load(q + row * q_row + t * q_token + key_head * q_head + number * q_element, in_row, other=0.0)
+            q_total = through_norm(x.to(WIDE), q_total, ROWS, LEVELS)
+        tl.store(dq + out_at, q_total.to(dq.dtype.element_ty), number < K)
+    if NEED_K:
+        if NORMALIZE:
+            x = tl.load(k + row * k_row + t * k_token + key_head * k_head + number * k_element, in_row, other=0.0)
+            k_total = through_norm(x.to(WIDE), k_total, ROWS, LEVELS)
+        tl.store(dk + out_at, k_total.to(dk.dtype.element_ty), number < K)
+
+
+@kernel(budget=Budget(registers=64, shared_bytes=4096), schedule=("BLOCK",))
+@triton.jit
+def gated_delta_step_backward_places(
+    indices: Pointer.index, drows: Pointer.computed, dpool: Pointer.state, rows: Int64, index_step: Int64, size: Int64,
+    tiles: Int32, BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each state of a pool: those of the rows that read it, in the order of rows; of none, 0."""
+    place = (tl.program_id(0) // tiles).to(tl.int64)
+    offset = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float64 if DOUBLE else tl.float32)
+    for row in range(0, rows):
+        index = tl.load(indices + row * index_step).to(tl.int64)
+        reads = (offset < size) & (index == place)
+        total += tl.load(drows + row * size + offset, reads, other=0.0)
+    tl.store(dpool + place * size + offset, total.to(dpool.dtype.element_ty), offset < size)
+
+
+def backward(setup: Setup) -> Execute:
+    """The gradients, those that are needed; which upstream gradients there are is known when it runs."""
+    problem, schedule, step = setup.problem, setup.schedule, _Step.of(setup.problem)
+    K, V, batch, time, heads = problem.sizes
+    need, types, computed = problem.options[-1], step.types, step.types["computed"]
+    size, columns = power_of_two(K), backward_columns(K, V)
+    shared: dict[str, Any] = {
+        "K": K, "ROWS": size, "LEVELS": size.bit_length() - 1, "INDEXED": step.indexed, "NORMALIZE": step.normalize,
+        "DOUBLE": step.is_double,
+    }  # fmt: skip
+    tiles = {
+        (has_do, has_dstates): setup.kernel(
+            gated_delta_step_backward_tiles, **types, **shared, row_state=computed if step.indexed else types["state"],
+            V=V, COLUMNS=columns, WIDTH_LEVELS=columns.bit_length() - 1, ALL_STATES=step.all_states, HAS_DO=has_do,
+            HAS_DSTATES=has_dstates, NEED_V=bool(need & NEED_V), NEED_STATE=bool(need & NEED_STATE),
+            num_warps=schedule["warps"] * (2 if step.is_double else 1),  # a float64 has two registers
+        )
+        for has_do, has_dstates in ((True, True), (True, False), (False, True))
+    }  # fmt: skip
+    tokens = setup.kernel(
+        gated_delta_step_backward_tokens, **{x: kind for x, kind in types.items() if x != "state"}, **shared,
+        NEED_Q=bool(need & NEED_Q), NEED_K=bool(need & NEED_K), NEED_G=bool(need & NEED_G),
+        NEED_BETA=bool(need & NEED_BETA), num_warps=schedule["token_warps"],
+    )  # fmt: skip
+    needs_pool, block = step.indexed and bool(need & NEED_STATE), schedule["place_block"]
+    if needs_pool:
+        places = setup.kernel(
+            gated_delta_step_backward_places, index=types["index"], computed=computed, state=types["state"],
+            BLOCK=block, DOUBLE=step.is_double, num_warps=schedule["place_warps"],
+        )  # fmt: skip
+    blocks = -(-V // columns)
+    parts = blocks * batch * time * heads
+    setup.scratch(dbeta_parts=(computed, parts), dg_parts=(computed, parts))
+    setup.scratch(dk_parts=(computed, parts * K), dq_parts=(computed, parts * K))
+    if needs_pool:
+        setup.scratch(drows=(computed, batch * heads * K * V))
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        do, dstates, q, k, v, g, beta, state, indices, scale, *_ = arguments
+        dq, dk, dv, dg, dbeta, dpool = outputs
+        key_heads = q.shape[2]
+        if v.numel() == 0 or K == 0 or (do is None and dstates is None):
+            for gradient in outputs:
+                gradient.zero_()
+            return
+        memory = setup.memory(workspace)
+        dq_parts, dk_parts, dg_parts = memory["dq_parts"], memory["dk_parts"], memory["dg_parts"]
+        dbeta_parts = memory["dbeta_parts"]
+        index, index_step = (dv, 0) if indices is None else (indices, indices.stride(0))
+        group, states = heads // key_heads, state.shape[0]
+        q_row, q_token, q_head, q_element = q.stride()
+        k_row, k_token, k_head, k_element = k.stride()
+        v_row, v_token, v_head, v_element = v.stride()
+        g_row, g_token, g_head = g.stride()
+        beta_row, beta_token, beta_head = beta.stride()
+        state_place, state_head, state_key, state_element = state.stride()
+        do_row, do_token, do_head, do_element = (0,) * 4 if do is None else do.stride()
+        dstates_row, *dstates_token, dstates_head, dstates_key, dstates_element = (
+            (0,) * 4 if dstates is None else dstates.stride()
+        )
+        tiles[do is not None, dstates is not None].launch(
+            (batch * heads * blocks,), q=q, k=k, v=v, g=g, beta=beta, state=state, indices=index,
+            do=v if do is None else do, dstates=state if dstates is None else dstates, dv=dv,
+            drows=memory["drows"] if needs_pool else dpool, dq_parts=dq_parts, dk_parts=dk_parts, dg_parts=dg_parts,
+            dbeta_parts=dbeta_parts, scale=scale, rows=batch, time=time, heads=heads, group=group, places=states,
+            q_row=q_row, q_token=q_token, q_head=q_head, q_element=q_element, k_row=k_row, k_token=k_token,
+            k_head=k_head, k_element=k_element, v_row=v_row, v_token=v_token, v_head=v_head, v_element=v_element,
+            g_row=g_row, g_token=g_token, g_head=g_head, beta_row=beta_row, beta_token=beta_token,
+            beta_head=beta_head, state_place=state_place, state_head=state_head, state_key=state_key,
+            state_element=state_element, do_row=do_row, do_token=do_token, do_head=do_head, do_element=do_element,
+            dstates_row=dstates_row, dstates_token=dstates_token[0] if dstates_token else 0,
+            dstates_head=dstates_head, dstates_key=dstates_key, dstates_element=dstates_element,
+            index_step=index_step,
+        )  # fmt: skip
+        if need & (NEED_Q | NEED_K | NEED_G | NEED_BETA):
+            tokens.launch(
+                (batch * time * key_heads,), q=q, k=k, indices=index, dq_parts=dq_parts, dk_parts=dk_parts,
+                dg_parts=dg_parts, dbeta_parts=dbeta_parts, dq=dq, dk=dk, dg=dg, dbeta=dbeta,
+                items=batch * time * heads, time=time, key_heads=key_heads, group=group, blocks=blocks,
+                places=states, q_row=q_row, q_token=q_token, q_head=q_head, q_element=q_element, k_row=k_row,
+                k_token=k_token, k_head=k_head, k_element=k_element, index_step=index_step,
+            )  # fmt: skip
+        if needs_pool:
+            size = heads * K * V
+            programs = -(-size // block)
+            places.launch(
+                (states * programs,), indices=indices, drows=memory["drows"], dpool=dpool, rows=batch,
+                index_step=index_step, size=size, tiles=programs,
+            )  # fmt: skip
+
+    return execute

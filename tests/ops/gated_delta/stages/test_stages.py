@@ -85,6 +85,28 @@ BAD = {
         ),
         r"output: states must have shape \(2, 1, 2, 2\).*got \(7, 1, 2, 2\)",
     ),
+    "values of another time": (
+        lambda: gated_delta.output(
+            *(torch.zeros(1, 4, 1, 2),) * 2, torch.zeros(1, 3, 1, 2), torch.zeros(2, 1, 2, 2), torch.zeros(1, 4, 1)
+        ),
+        r"output: values must begin with the batch and time of q, \(1, 4\), got shape \(1, 3, 1, 2\)",
+    ),
+    "a decay of other heads": (
+        lambda: gated_delta.output(
+            *(torch.zeros(1, 4, 1, 2),) * 3, torch.zeros(2, 1, 2, 2), torch.zeros(1, 4, 2), chunk=4
+        ),
+        r"output: G must have shape \(1, 4, 1\).*got \(1, 4, 2\)",
+    ),
+    "a state elsewhere": (
+        lambda: gated_delta.carry(
+            *(torch.zeros(1, 4, 1, 2),) * 3, torch.zeros(1, 4, 1), torch.zeros(1, 1, 2, 2, device="meta")
+        ),
+        "carry: state must be on the device of k, cpu, got meta",
+    ),
+    "bounds beside two rows": (
+        lambda: gated_delta.cumulative_decay(torch.zeros(2, 4, 1), cu_seqlens=torch.tensor((0, 4))),
+        "cumulative_decay: cu_seqlens.* so the batch of g must be 1, got 2",
+    ),
     "w of the wrong heads": (
         lambda: gated_delta.carry(
             torch.zeros(1, 4, 1, 2),
@@ -121,4 +143,4 @@ def test_bad_calls(name: str) -> None:
 def test_an_upstream_gradient_of_another_shape_is_refused() -> None:
     A = torch.zeros(1, 4, 1, 4)
     with pytest.raises(adjoint.ArgumentError, match="solve: dT"):
-        torch.ops.adjoint.solve_backward(A, torch.zeros(1, 4, 1, 2), None, 1, "")
+        torch.ops.adjoint.solve_backward(torch.zeros(1, 4, 1, 2), A, None, "")

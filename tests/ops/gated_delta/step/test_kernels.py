@@ -10,7 +10,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.rule.plans import recorded
+from adjoint.ops.gated_delta.promises import recorded
 from adjoint.ops.gated_delta.step import plans as step_plans
 from tests.ops.gated_delta.sequences import drawn, gradients_of, relative
 
@@ -35,12 +35,12 @@ def _limit(dtype: torch.dtype) -> float:
 def test_any_size(device: torch.device, shape: tuple[int, ...], normalize: bool) -> None:
     inputs = leaves(_on(device, drawn(shape, torch.float32)))  # type: ignore[arg-type]
     *tokens, state = inputs
-    found = adjoint.gated_delta_step(*tokens, state, normalize_qk=normalize, preference=TRITON)
-    own = leaves([x.detach().double() for x in inputs])
-    exact = reference.gated_delta_rule(*own, normalize_qk=normalize)
-    for got, expected in zip(found, exact, strict=True):
+    results = adjoint.gated_delta_step(*tokens, state, normalize_qk=normalize, preference=TRITON)
+    wide = leaves([x.detach().double() for x in inputs])
+    exact = reference.gated_delta_rule(*wide, normalize_qk=normalize)
+    for got, expected in zip(results, exact, strict=True):
         assert relative(got, expected) < _limit(torch.float32)
-    for got, expected in zip(gradients_of(found, inputs), gradients_of(exact, own), strict=True):
+    for got, expected in zip(gradients_of(results, inputs), gradients_of(exact, wide), strict=True):
         assert relative(got.cpu(), expected.cpu()) < _limit(torch.float32)
 
 

@@ -8,7 +8,7 @@ import torch
 import adjoint
 from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.rule.plans import FORWARD
+from adjoint.ops.gated_delta.promises import FORWARD
 from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, by_recurrence, drawn, gradients_of, relative
 
 

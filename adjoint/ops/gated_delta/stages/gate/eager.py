@@ -1,0 +1,29 @@
+"""`gate` in plain PyTorch, in float64."""
+
+import torch
+from torch import Tensor
+
+
+def _softplus(t: Tensor) -> Tensor:
+    """log(1 + e^t), for every t."""
+    return t.abs().neg_().exp_().log1p_().add_(t.clamp_min(0))
+
+
+def forward(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, outputs: tuple[Tensor, ...]) -> None:
+    g, beta = outputs
+    g.copy_(_softplus(a.double() + dt_bias.double()).mul_(A_log.double().exp().neg_()))
+    beta.copy_(b.double().sigmoid())
+
+
+def backward(
+    dg: Tensor | None, dbeta: Tensor | None, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, ...]:
+    heads = a.shape[-1]
+    t, rate = a.double() + dt_bias.double(), A_log.double().exp()
+    upstream = torch.zeros_like(t) if dg is None else dg.double()
+    of_beta = torch.zeros_like(t) if dbeta is None else dbeta.double()
+    da = upstream * t.sigmoid() * -rate
+    through = upstream * _softplus(t) * -rate
+    beta = b.double().sigmoid()
+    db = of_beta * beta * b.double().neg().sigmoid()
+    return da, db, through.reshape(-1, heads).sum(0), da.reshape(-1, heads).sum(0)

@@ -1,0 +1,152 @@
+"""Which code serves `gate`, and what it guarantees."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Guarantee
+from adjoint.core.launch import Execute, Setup
+from adjoint.core.plan import Candidate
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
+from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
+from adjoint.ops.gated_delta.stages import in_pytorch
+from adjoint.ops.gated_delta.stages.gate import eager
+from adjoint.ops.gated_delta.stages.rows import TINY, Bounds, U, guarantee, refuse, stored
+
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+RUN = 64
+"""Tokens whose terms are one sum, and sums of one of the next level: part of the bits of dA_log and ddt_bias."""
+
+
+def levels(rows: int) -> list[int]:
+    """Runs of rows, and the sums of each level above, down to one."""
+    counts = [-(-rows // RUN)]
+    while len(counts) < 2 or counts[-1] > 1:
+        counts.append(-(-counts[-1] // RUN))
+    return counts
+
+
+# ------------------------------------------------------------------------------------------ guarantees
+
+
+class _Gates:
+    """Exact results, and the share of each that its roundings may be.
+
+    An exponential costs 3·|exponent|·u + 5·u; a + dt_bias is rounded, which moves softplus and σ by at most |t|·u of
+    themselves (and less than u where t is positive); all other operations together less than 32·u.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
+        t = a + dt_bias
+        self.rate, self.softplus, self.slope = A_log.exp(), torch.logaddexp(t, torch.zeros_like(t)), t.sigmoid()
+        self.beta, self.other = b.sigmoid(), (-b).sigmoid()
+        self.share = U * (3 * A_log.abs() + 4 * t.abs() + 40)
+        self.share_of_beta = U * (6 * b.abs() + 40)
+
+
+def _bounds(problem: Problem) -> Bounds:
+    def g(*inputs: Tensor) -> Tensor:
+        m = _Gates(*inputs)
+        return m.rate * m.softplus * m.share + m.rate * TINY + TINY
+
+    def beta(*inputs: Tensor) -> Tensor:
+        m = _Gates(*inputs)
+        return m.beta * m.share_of_beta + TINY
+
+    return {"g": (torch.float32, g), "beta": (torch.float32, beta)}
+
+
+def _backward_bounds(problem: Problem) -> Bounds:
+    additions = (RUN.bit_length() - 1) * len(levels(problem.sizes[1]))
+    kinds = dict(zip(("da", "db", "dA_log", "ddt_bias"), problem.dtypes, strict=True))
+
+    def of(name: str) -> Callable[..., Tensor]:
+        def bound(dg: Tensor, dbeta: Tensor, *inputs: Tensor) -> Tensor:
+            m = _Gates(*inputs)
+            exact = {
+                "da": lambda: dg * m.rate * m.slope,
+                "db": lambda: dbeta * m.beta * m.other,
+                "dA_log": lambda: dg * m.rate * m.softplus,
+                "ddt_bias": lambda: dg * m.rate * m.slope,
+            }[name]().abs()
+            share = m.share_of_beta if name == "db" else m.share
+            tiny = (dbeta.abs() if name == "db" else dg.abs() * (1 + m.rate)) * TINY
+            if name in ("da", "db"):
+                return stored(exact, exact * share + tiny, kinds[name])
+            columns = exact.shape[-1]
+            before = (exact * (share + additions * U) + tiny).reshape(-1, columns).sum(0)
+            return stored(exact.reshape(-1, columns).sum(0), before, kinds[name])
+
+        return bound
+
+    return {name: (kind, of(name)) for name, kind in kinds.items()}
+
+
+_FINITE = "every finite input of which e^{A_log} and the results are finite"
+_ORDER = f"tokens in runs of {RUN}, by halves; runs {RUN} at a time likewise: the number of tokens alone decides"
+_SUM = "½ ulp + the error of its terms, and u·Σ|terms| for each of its additions"
+_FORMULAS = {
+    "g": "u·(3·|A_log| + 4·|a + dt_bias| + 40) of itself",
+    "beta": "u·(6·|b| + 40) of itself",
+    "da": "½ ulp + u·(3·|A_log| + 4·|a + dt_bias| + 40) of itself",
+    "db": "½ ulp + u·(6·|b| + 40) of itself",
+    "dA_log": _SUM,
+    "ddt_bias": _SUM,
+}
+
+
+def _guarantee(problem: Problem) -> dict[str, Guarantee]:
+    bounds = (_backward_bounds if problem.op.endswith("_backward") else _bounds)(problem)
+
+    def of(name: str, kind: torch.dtype, bound: Callable[..., Tensor]) -> Guarantee:
+        if _FORMULAS[name] is _SUM:
+            return guarantee(kind, "", _SUM, bound, f"{_FINITE}; {_ORDER}")
+        return guarantee(kind, "token", _FORMULAS[name], bound, _FINITE)
+
+    return {name: of(name, kind, bound) for name, (kind, bound) in bounds.items()}
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _forward(setup: Setup) -> Execute:
+    from adjoint.ops.gated_delta.stages.gate import kernels
+
+    return kernels.forward(setup)
+
+
+def _backward(setup: Setup) -> Execute:
+    from adjoint.ops.gated_delta.stages.gate import kernels
+
+    return kernels.backward(setup)
+
+
+def _on_kernels(kernel: str, setup: Callable[[Setup], Execute]) -> Candidate:
+    return Candidate(
+        name="triton.rows",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=refuse,
+        guarantee=_guarantee,
+        setup=setup,
+        schedules=_SCHEDULES,
+    )
+
+
+_WIDE = in_pytorch.promised(
+    FORWARD, torch.float64, "every finite input whose results are finite", g="wide", beta="wide"
+)
+_GRADIENTS = in_pytorch.promised(
+    BACKWARD, torch.float64, "every finite input whose results are finite", da=0, db=1, dA_log=2, ddt_bias=3
+)
+
+GATE = (_on_kernels("gated_delta_gate", _forward), in_pytorch.forward(eager.forward, _WIDE))
+GATE_BACKWARD = (
+    _on_kernels("gated_delta_gate_backward", _backward),
+    in_pytorch.backward(eager.backward, _GRADIENTS),
+)

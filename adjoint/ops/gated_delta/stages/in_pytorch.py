@@ -1,0 +1,56 @@
+"""Candidates of stages in plain PyTorch, and what they promise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import Guarantee
+from adjoint.core.plan import Candidate
+from adjoint.core.problem import Problem, short
+from adjoint.ops.gated_delta.arguments import state_dtype
+from adjoint.ops.gated_delta.promises import DOMAIN, eager_candidate, promise, recorded
+
+Promises = Callable[[Problem], dict[str, Guarantee]]
+
+_CASES = "the family's cases: grouped heads, packed, tails"
+
+
+def promised(ceiling: float, computed: torch.dtype | None = None, domain: str = DOMAIN, **kinds: int | str) -> Promises:
+    """Guarantees by name. A kind that is a number: the result has that input's dtype; "wide": float32, or float64."""
+
+    def promises(problem: Problem) -> dict[str, Guarantee]:
+        wide = state_dtype(problem.dtypes[0])
+        accumulator = computed or wide
+        dtypes = {name: wide if isinstance(kind, str) else problem.dtypes[kind] for name, kind in kinds.items()}
+        return {
+            name: promise(
+                problem,
+                recorded(dtype, accumulator, ceiling, _CASES),
+                int(dtype != accumulator),
+                accumulator=short(accumulator),
+                domain=domain,
+            )
+            for name, dtype in dtypes.items()
+        }
+
+    return promises
+
+
+def forward(compute: Callable[..., None], promises: Promises) -> Candidate:
+    """Of `compute(*arguments, outputs)`."""
+    return eager_candidate("eager.chunks", promises, lambda arguments, outputs: compute(*arguments, outputs))
+
+
+def backward(compute: Callable[..., tuple[Tensor, ...]], promises: Promises, has_need: bool = True) -> Candidate:
+    """Of `compute(*upstream, *inputs, *options) -> gradients`; `has_need` where the operator takes a mask of them."""
+
+    def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        need = arguments[-1] if has_need else 1
+        gradients = compute(*arguments[:-1]) if has_need else compute(*arguments)
+        for bit, (target, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+            if need >> bit & 1:
+                target.copy_(gradient)
+
+    return eager_candidate("eager.chunks", promises, run)

@@ -1,0 +1,119 @@
+"""The stage between the solved chunk matrices and the state:   w = T·(β·e^G·k),   u = T·(β·v)
+
+per chunk and value head. Adjoint, given dw and du, with X = Tᵀ dw and Y = Tᵀ du:
+
+    dk = Σ over value heads of β·e^G·X,   dv = β·Y,   dT = dw (β·e^G·k)ᵀ + du (β·v)ᵀ
+    dβ = Y·v + e^G·(X·k),   dG = β·e^G·(X·k)
+
+β·e^G·k and β·v are rounded to the dtype of k and v before the products; T is not rounded: in float32, as it is
+solved, or in the dtype of k, half the bytes, which is a plan of its own.
+"""
+
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adjoint.core.arguments import require_floating
+from adjoint.core.errors import ArgumentError
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.preference import Preference
+from adjoint.core.problem import short
+from adjoint.ops.gated_delta import arguments as metadata
+from adjoint.ops.gated_delta.stages.w_u import plans
+
+_OP = "recompute_w_u"
+
+
+def _check(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> None:
+    metadata.require_axes(_OP, "k", k, "batch, time, key heads, K")
+    metadata.require_axes(_OP, "v", v, "batch, time, value heads, V")
+    batch, time, key_heads, K = k.shape
+    if tuple(v.shape[:2]) != (batch, time):
+        raise ArgumentError(
+            f"{_OP}: v must begin with the batch and time of k, ({batch}, {time}), got shape {tuple(v.shape)}"
+        )
+    metadata.require_same(_OP, "v", v, "k", k)
+    metadata.require_head_size(_OP, "k", "K", K)
+    metadata.require_head_size(_OP, "v", "V", v.shape[3])
+    metadata.require_heads(_OP, "k", key_heads, "v", v.shape[2])
+    wide = metadata.state_dtype(k.dtype)
+    for name, value in (("beta", beta), ("G", G)):
+        require_floating(_OP, name, value)
+        metadata.require_shape(_OP, name, value, (batch, time, v.shape[2]), "[batch, time, value heads]")
+        if value.dtype != wide:
+            raise ArgumentError(
+                f"{_OP}: {name} must be {short(wide)} beside {short(k.dtype)} k and v, got {short(value.dtype)}"
+            )
+        metadata.require_device(_OP, name, value, "k", k)
+    metadata.require_axes(_OP, "T", T, "batch, time, value heads, chunk")
+    metadata.require_chunk(_OP, "T", T.shape[3])
+    metadata.require_shape(_OP, "T", T, (batch, time, v.shape[2], T.shape[3]), "[batch, time, value heads, chunk]")
+    if T.dtype not in (wide, k.dtype):
+        expected = " or ".join(dict.fromkeys((short(wide), short(k.dtype))))
+        raise ArgumentError(f"{_OP}: T must be {expected} beside {short(k.dtype)} k and v, got {short(T.dtype)}")
+    metadata.require_device(_OP, "T", T, "k", k)
+    if cu_seqlens is not None:
+        metadata.require_cu_seqlens(_OP, cu_seqlens, k, "k")
+
+
+def _describe(
+    k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None, **upstream: Tensor | None
+) -> Facts:
+    layout = plans.layout_of(k=k, v=v, T=T, **upstream)
+    return Facts((k.dtype, T.dtype), layout, plans.sizes_of(k, v, T, cu_seqlens))
+
+
+def _describe_backward(dw: Tensor | None, du: Tensor | None, *arguments: Any) -> Facts:
+    return _describe(*arguments[:-1], dw=dw, du=du)
+
+
+_recompute = Op(
+    _OP,
+    inputs=("k", "v", "beta", "G", "T", "cu_seqlens?"),
+    differentiable=("k", "v", "beta", "G", "T"),
+    outputs=("w", "u"),
+    check=_check,
+    allocate=lambda k, v, beta, G, T, cu_seqlens: (v.new_empty((*v.shape[:3], k.shape[3])), v.new_empty(v.shape)),
+    describe=_describe,
+    forward=lambda: plans.RECOMPUTE_W_U,
+    adjoint=Adjoint(lambda: plans.RECOMPUTE_W_U_BACKWARD, _describe_backward),
+)
+
+
+@_recompute.public
+def recompute_w_u(
+    k: Float[Tensor, "batch time key_heads K"],
+    v: Float[Tensor, "batch time value_heads V"],
+    beta: Float[Tensor, "batch time value_heads"],
+    G: Float[Tensor, "batch time value_heads"],
+    T: Float[Tensor, "batch time value_heads chunk"],
+    *,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+    preference: Preference | None = None,
+) -> tuple[Float[Tensor, "batch time value_heads K"], Float[Tensor, "batch time value_heads V"]]:
+    """w = T·(β·e^G·k) and u = T·(β·v), per chunk and value head.
+
+    Args:
+        k, v: keys and values, one dtype; K and V at most 256.
+        beta: the strength, in float32 (float64 for float64).
+        G: the running sum of g within each chunk, in the same dtype.
+        T: the solved matrix of each chunk, a row for each token: its columns are the tokens of the chunk, counted from
+            its first; what stands for tokens past the end is not read. In float32 (float64 for float64), or in the
+            dtype of k: half the bytes, and a plan of its own. The chunk is a power of two up to 64.
+        cu_seqlens: the bounds of packed sequences, as for `gated_delta_rule`; chunks are counted from their starts.
+        preference: narrows the choice of plans for this call and its backward.
+
+    Raises:
+        ArgumentError: shapes, dtypes, devices or sizes are wrong, or (on the CPU) cu_seqlens is out of order; on a GPU
+            `adjoint.check()` raises for values.
+        Unsupported: no plan meets the preference.
+
+    >>> import torch
+    >>> k, v = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1, 1)
+    >>> beta, G = torch.full((1, 2, 1), 0.5), torch.zeros(1, 2, 1)
+    >>> T = torch.tensor([[1.0, 0.0], [-0.5, 1.0]]).view(1, 2, 1, 2)
+    >>> [x.flatten().tolist() for x in recompute_w_u(k, v, beta, G, T)]
+    [[0.5, 0.25], [0.5, 0.25]]
+    """
+    return _recompute.call(k, v, beta, G, T, cu_seqlens, preference=preference)  # type: ignore[no-any-return]
