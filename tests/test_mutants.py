@@ -55,7 +55,7 @@ MODULES = {
     "embedding": (
         "adjoint.ops.embedding.kernels",
         "adjoint.ops.embedding.bag_kernels",
-        "adjoint.device.grouping_kernels",
+        "adjoint.device.grouping.kernels",
     ),
     "indexing": ("adjoint.ops.indexing.kernels", "adjoint.ops.indexing.sorting_kernels"),
     "moe": (

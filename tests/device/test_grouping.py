@@ -1,14 +1,15 @@
 """Grouping positions by key: a stable sort, and where each group begins, against torch's own."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from adjoint.core.workspace import Regions
+from adjoint.core.launch import Setup
+from adjoint.core.problem import Problem
 from adjoint.device import grouping
+from adjoint.device.grouping.kernels import Grouping
 
 LAST = 2**31 - 1
 """The key of places past the end: above every other."""
@@ -21,15 +22,25 @@ def _sizes(*further: tuple[int, int]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("count", "groups"), [*((count, 300) for count in COUNTS), *further])
 
 
-def _launch(device: torch.device, ids: torch.dtype) -> Callable[..., None]:
-    variants = grouping.variants(ids)
-    return lambda key, grid, *arguments: variants[key].launch(device, grid, *arguments)
+class _Sorted(NamedTuple):
+    """What `sort` gives, and the memory it worked in, ready for what follows it."""
+
+    grouping: Grouping
+    memory: dict[str, Tensor]
+    keys: Tensor
+    positions: Tensor
 
 
-def _memory(sizes: dict[str, tuple[torch.dtype, int]], device: torch.device) -> dict[str, Tensor]:
-    """Regions of a workspace full of what nobody wrote."""
-    regions = Regions(**sizes)
-    return regions.tensors(regions.allocate(device).fill_(0xAB))
+def _setup(device: torch.device) -> Setup:
+    return Setup(Problem("grouping", device, ()), {})
+
+
+def _sort(ids: Tensor, groups: int, skipped: int = -1, *, listed: bool = False, most: int = 0) -> _Sorted:
+    """Sorts in a workspace full of what nobody wrote, which has room for `most` ids."""
+    setup, count = _setup(ids.device), ids.numel()
+    grouping = Grouping(setup, ids.dtype, max(most, count), groups, listed=listed)
+    memory = setup.regions.tensors(setup.regions.allocate(ids.device).fill_(0xAB))
+    return _Sorted(grouping, memory, *grouping.sort(memory, ids, count, groups, skipped))
 
 
 def _ids(count: int, groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -45,15 +56,6 @@ def _keys(ids: Tensor, groups: int, skipped: int) -> Tensor:
     return torch.where((ids >= 0) & (ids < groups) & (ids != skipped), ids, groups)
 
 
-def _sort(ids: Tensor, groups: int, skipped: int = -1, **more: tuple[torch.dtype, int]) -> tuple[Any, Any, Any, Any]:
-    """What `sort` gives and the memory it worked in, ready for what follows it."""
-    count = ids.numel()
-    launch = _launch(ids.device, ids.dtype)
-    memory = _memory(grouping.regions(count) | more, ids.device)
-    keys, positions = grouping.sort(launch, memory, ids, count, groups, skipped, mark="segment_of" not in more)
-    return launch, memory, keys, positions
-
-
 # ------------------------------------------------------------------------------------------------ sort
 
 
@@ -65,18 +67,31 @@ def test_passes_cover_the_largest_key(groups: int, passes: int) -> None:
     assert grouping.passes(groups) == passes
 
 
+@pytest.mark.parametrize("listed", [False, True], ids=["marked", "listed"])
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 511, 512])
-def test_there_is_room_past_the_end(count: int) -> None:
-    sizes = grouping.regions(count)
-    assert all(sizes[name][1] > count for name in ("keys_a", "keys_b", "positions_a", "positions_b"))
-    assert all(size > count for _, size in list(grouping.list_regions(count).values())[:-1])
+def test_there_is_room_past_the_end(count: int, listed: bool) -> None:
+    setup = _setup(torch.device("cpu"))
+    Grouping(setup, torch.int64, count, 7, listed=listed)
+    regions = setup.regions.tensors(setup.regions.allocate(setup.device))
+    own = {"starts", "ends", "listed", "segment_of"} if listed else set()
+    assert all(len(regions[name]) > count for name in {"keys_a", "keys_b", "positions_a", "positions_b"} | own)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("most", "count"), [(257, 256), (1000, 130), (5000, 1)])
+def test_a_sort_may_have_fewer_ids_than_its_memory_has_room_for(most: int, count: int, device: torch.device) -> None:
+    """Also where so few alone would be divided into smaller blocks, of which there are more."""
+    ids = _ids(count, 300).to(device)
+    alone, among = _sort(ids, 300), _sort(ids, 300, most=most)
+    assert torch.equal(alone.keys[:count], among.keys[:count])
+    assert torch.equal(alone.positions[:count], among.positions[:count])
 
 
 @pytest.mark.kernels
 @_sizes((256, 5000), (600, 5000), (257, 2**20), (600, 2**20))
 def test_the_sort_is_stable(count: int, groups: int, device: torch.device) -> None:
     ids = _ids(count, groups).to(device)
-    _, _, keys, positions = _sort(ids, groups, **grouping.mark_regions(groups))
+    _, _, keys, positions = _sort(ids, groups)
     expected = _keys(ids, groups, -1).sort(stable=True)
     assert torch.equal(keys[:count].long(), expected.values)
     assert torch.equal(positions[:count].long(), expected.indices)
@@ -90,7 +105,7 @@ def test_ids_that_belong_to_no_group_come_last(dtype: torch.dtype, device: torch
     ids = torch.tensor([7, 2, -1, 9, 2, 3, 2**31 - 1, 0, -(2**31), 3], dtype=dtype, device=device)
     if dtype == torch.int64:
         ids[3], ids[8] = 2**32 + 2, -(2**63)
-    _, _, keys, positions = _sort(ids, 9, skipped=3, **grouping.mark_regions(9))
+    _, _, keys, positions = _sort(ids, 9, skipped=3)
     assert keys[:10].tolist() == [0, 2, 2, 7, 9, 9, 9, 9, 9, 9]
     assert positions[:10].tolist() == [7, 1, 4, 0, 2, 3, 5, 6, 8, 9]
 
@@ -99,7 +114,7 @@ def test_ids_that_belong_to_no_group_come_last(dtype: torch.dtype, device: torch
 @pytest.mark.parametrize("groups", [1, 511, 512, 2**18])
 def test_one_key_for_all_keeps_the_order(groups: int, device: torch.device) -> None:
     ids = torch.full((300,), groups - 1, device=device)
-    _, _, keys, positions = _sort(ids, groups, **grouping.mark_regions(groups))
+    _, _, keys, positions = _sort(ids, groups)
     assert (keys[:300] == groups - 1).all()
     assert positions[:300].tolist() == list(range(300))
 
@@ -111,8 +126,8 @@ def test_one_key_for_all_keeps_the_order(groups: int, device: torch.device) -> N
 @_sizes((600, 1), (600, 5000))
 def test_groups_are_marked_where_they_begin_and_end(count: int, groups: int, device: torch.device) -> None:
     ids = _ids(count, groups).to(device)
-    launch, memory, keys, _ = _sort(ids, groups, **grouping.mark_regions(groups))
-    grouping.mark_groups(launch, memory, keys, count, groups)
+    sorting, memory, keys, _ = _sort(ids, groups)
+    sorting.mark_groups(memory, keys, count, groups)
     sizes = torch.bincount(_keys(ids, groups, -1), minlength=groups + 1)[:groups]
     ends = sizes.cumsum(0)
     starts, occurs = memory["starts"][:groups], sizes > 0
@@ -125,13 +140,13 @@ def test_groups_are_marked_where_they_begin_and_end(count: int, groups: int, dev
 @_sizes((600, 1), (600, 5000))
 def test_groups_that_occur_are_listed(count: int, groups: int, device: torch.device) -> None:
     ids = _ids(count, groups).to(device)
-    launch, memory, keys, _ = _sort(ids, groups, **grouping.list_regions(count))
-    grouping.list_groups(launch, memory, keys, count, groups)
-    found, inverse, sizes = torch.unique(_keys(ids, groups, -1), sorted=True, return_inverse=True, return_counts=True)
-    number = len(found) - int((found == groups).any())  # what is in no group is not listed
+    sorting, memory, keys, _ = _sort(ids, groups, listed=True)
+    sorting.list_groups(memory, keys, count, groups)
+    present, inverse, sizes = torch.unique(_keys(ids, groups, -1), sorted=True, return_inverse=True, return_counts=True)
+    number = len(present) - int((present == groups).any())  # what is in no group is not listed
     ends = sizes.cumsum(0)
     assert memory["listed_count"].tolist() == [number]
-    assert torch.equal(memory["listed"][:number].long(), found[:number])
+    assert torch.equal(memory["listed"][:number].long(), present[:number])
     assert torch.equal(memory["starts"][:number].long(), (ends - sizes)[:number])
     assert torch.equal(memory["ends"][:number].long(), ends[:number])
     segment = inverse.sort().values
@@ -142,7 +157,7 @@ def test_groups_that_occur_are_listed(count: int, groups: int, device: torch.dev
 def test_a_group_may_span_blocks(device: torch.device) -> None:
     """One that begins in the first block and ends in the third, and one in the last place of a block."""
     ids = torch.tensor([4] * 255 + [5] + [6] * 300 + [1], device=device)
-    launch, memory, keys, _ = _sort(ids, 7, **grouping.mark_regions(7))
-    grouping.mark_groups(launch, memory, keys, len(ids), 7)
+    sorting, memory, keys, _ = _sort(ids, 7)
+    sorting.mark_groups(memory, keys, len(ids), 7)
     assert memory["starts"][:7].tolist() == [-1, 0, -1, -1, 1, 256, 257]
     assert memory["ends"][:7][[1, 4, 5, 6]].tolist() == [1, 256, 257, 557]

@@ -255,7 +255,7 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
     constants = {
         "adjoint.ops.embedding.kernels": {},
         "adjoint.ops.embedding.bag_kernels": {},
-        "adjoint.device.grouping_kernels": {},
+        "adjoint.device.grouping.kernels": {},
     }
     package = "adjoint.ops.embedding"
     plans, launch, bag_plans, bag_launch = (

@@ -133,7 +133,7 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
         DIGIT=3, BLOCKS=(8, 16), block=lambda count: 8 if count < 20 else 16, _SHARES=2,
         _counted=lambda: {"WIDTH": 4, "CHUNK": 2},
     )  # fmt: skip
-    for name in ("adjoint.device.grouping_kernels", *sources):
+    for name in ("adjoint.device.grouping.kernels", *sources):
         load(name, sources.get(name) or Path(str(import_module(name).__file__)).read_text(encoding="utf-8"))
     lookup = Schedules.lookup
 

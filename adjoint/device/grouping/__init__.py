@@ -4,7 +4,7 @@
     launch = launcher(plan.memo, ids.dtype, ids.device)
     keys, positions = sort(launch, memory, ids, count, groups, skipped)
 
-`launch(key, grid, *arguments)` starts a kernel of `grouping_kernels` by the key of its variant, from
+`launch(key, grid, *arguments)` starts a kernel of `grouping.kernels` by the key of its variant, from
 `variants(ids dtype)`. Nothing is allocated and nobody waits for the device.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adjoint.core import kernels
+from adjoint.core import kernels as core_kernels
 from adjoint.core.kernels import TRITON_TYPES, Variant
 
 Launch = Callable[..., None]
@@ -32,7 +32,7 @@ _SHARES = 32  # programs that share the rows of counts of a bin
 
 def block(count: int) -> int:
     """Positions of a block of so many."""
-    return BLOCKS[count > (2**8 if kernels.interpreting() else _FEW)]
+    return BLOCKS[count > (2**8 if core_kernels.interpreting() else _FEW)]
 
 
 def blocks(count: int) -> int:
@@ -96,15 +96,15 @@ _POINTERS = frozenset(
 
 def _counted() -> dict[str, int]:
     """Bins and rows of counts one program sums at a time; the interpreter wants few programs."""
-    return {"WIDTH": 1 << DIGIT, "CHUNK": 2} if kernels.interpreting() else {"WIDTH": 8, "CHUNK": 128}
+    return {"WIDTH": 1 << DIGIT, "CHUNK": 2} if core_kernels.interpreting() else {"WIDTH": 8, "CHUNK": 128}
 
 
 def variants(ids: torch.dtype) -> dict[str, Variant]:
     """What is compiled to group ids of a dtype, by the key it is launched with: `key`'s."""
-    from adjoint.device import grouping_kernels as _  # noqa: F401  (registers them)
+    from adjoint.device.grouping import kernels as _  # noqa: F401  (registers them)
 
     listed = {}
-    for name, kernel in kernels.registered().items():
+    for name, kernel in core_kernels.registered().items():
         if not name.startswith("group_"):
             continue
         types = {
@@ -125,7 +125,7 @@ def variants(ids: torch.dtype) -> dict[str, Variant]:
 
 def _key(name: str, first: bool, block: int) -> str:
     """Which variant: FIRST and BLOCK as far as the kernel knows them."""
-    known = kernels.registered()[name].parameters
+    known = core_kernels.registered()[name].parameters
     return name + " first" * (first and "FIRST" in known) + f" {block}" * ("BLOCK" in known)
 
 
