@@ -114,7 +114,8 @@ class Adjoint:
         describe: the facts of a backward.
         saves: the names of the inputs and outputs it reads, with a "?" behind those that may be None; by default all
             inputs, and the outputs that are kept for it.
-        omits: `omits(*arguments of the forward)`: names among `saves` that these arguments do not need.
+        omits: `omits(needs, *arguments of the forward)`: names among `saves` that a call does not need; `needs` says
+            of every differentiable input, by name, whether it needs a gradient.
         options: what follows the tensors, as a schema writes it; by default the options of the forward.
         options_of: their values, from the arguments of the forward.
         check: raises for wrong metadata; by default the op's own check, and that upstream gradients are like outputs.
@@ -356,14 +357,14 @@ class _Backward:
     ) -> tuple[Any, ...]:
         """The arguments of a backward that computes every gradient, from those of the forward and its outputs."""
         present = [arguments[self.op.inputs.index(x)] is not None for x in self.op.differentiable]
-        saved = self.saved(arguments, outputs)
+        saved = self.saved(present, arguments, outputs)
         return (*upstream, *saved, *buffers, *self.option_values(arguments), *self.mask(present))
 
-    def saved(self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    def saved(self, needs: list[bool], arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
         every = (*arguments[: self.op.count], *outputs)
         if self.adjoint.omits is None:
             return tuple([every[place] for place in self.places])
-        omitted = self.adjoint.omits(*arguments)
+        omitted = self.adjoint.omits(dict(zip(self.op.differentiable, needs, strict=True)), *arguments)
         return tuple(None if x in omitted else every[place] for x, place in zip(self.saves, self.places, strict=True))
 
     def option_values(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -383,7 +384,6 @@ class _Backward:
         length = op.forward_length + len(adjoint.buffers) + 1
         places = tuple(op.inputs.index(x) for x in op.differentiable)
         only_inputs = self.places == tuple(range(op.count)) and adjoint.omits is None
-        optional = len(op.upstream) > 1
         returned = len(op.outputs)
         single = returned == 1
 
@@ -391,12 +391,15 @@ class _Backward:
             @staticmethod
             def forward(ctx: Any, *everything: Any) -> Any:  # type: ignore[override]
                 arguments, preference = everything[: op.forward_length], everything[-1]
-                if optional:
-                    ctx.set_materialize_grads(False)  # an output nobody used costs nothing
+                if not single and not torch.compiler.is_compiling():
+                    ctx.set_materialize_grads(False)  # an output nobody used, or without a gradient, costs nothing
                 results = forward(*arguments, True, preference) if op.kept else forward(*arguments, preference)
                 outputs = (results,) if single and not op.kept else results
-                saved = arguments[: op.count] if only_inputs else backward.saved(arguments, outputs)
-                ctx.save_for_backward(*saved)
+                if only_inputs:
+                    ctx.save_for_backward(*arguments[: op.count])
+                else:
+                    needs = [ctx.needs_input_grad[place] for place in places]
+                    ctx.save_for_backward(*backward.saved(needs, arguments, outputs))
                 ctx.options, ctx.preference = backward.option_values(arguments), preference
                 # Not saved: they are written to, by this backward and by those of other calls.
                 ctx.buffers = everything[op.forward_length : -1]
@@ -415,7 +418,7 @@ class _Backward:
                     named = zip(op.upstream, upstream, strict=True)
                     upstream = tuple(None if x[1:] in ctx.absent else gradient for x, gradient in named)
                 gradients: list[Tensor | None] = [None] * length
-                if optional and all(gradient is None for gradient in upstream):
+                if not single and all(gradient is None for gradient in upstream):
                     return tuple(gradients)
                 needs_gradient = ctx.needs_input_grad
                 needs = [needs_gradient[place] for place in places]
