@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import status_word
-from adjoint.core.kernels import TARGETS, Kernel, Variant, architecture, interpreting
+from adjoint.core.kernels import TARGETS, TUNED, TUNED_GPU, Kernel, Variant, architecture, interpreting
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Memory, Regions
 
@@ -188,7 +188,8 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 def setups(call: "Call", target: str) -> Iterator[Setup]:
     """The setups of the plans that a call on meta tensors may have on a GPU that need not be there, in both directions.
 
-    Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned.
+    Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned, and
+    for the architecture of the GPU that kernels are tuned on under its schedule too.
     """
     outputs = call.operator.allocate(*call.arguments)
     directions = [(call.operator, call.arguments)]
@@ -198,9 +199,10 @@ def setups(call: "Call", target: str) -> Iterator[Setup]:
         problem = operator.describe(*arguments)._replace(device=torch.device(TARGETS[target][0]))
         for candidate in operator.candidates():
             if candidate.setup is not None and target in candidate.targets and not candidate.refuse(problem):
-                setup = Setup(problem, candidate.schedule(problem), target)
-                candidate.setup(setup)
-                yield setup
+                for gpu in ("default", TUNED_GPU) if target == TUNED else ("default",):
+                    setup = Setup(problem, candidate.schedule_on(gpu, problem), target)
+                    candidate.setup(setup)
+                    yield setup
 
 
 def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
@@ -212,7 +214,7 @@ def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
 
 
 def _words(variant: Variant) -> str:
-    types = ",".join(dict.fromkeys(text for _, text in variant.types if text.startswith("*")))
+    types = "".join(text for _, text in variant.types if text.startswith("*"))  # all: which has which type counts
     constants = ",".join(f"{name}={value}" for name, value in variant.constants)
     shape = f"warps={variant.num_warps},stages={variant.num_stages},multiples={len(variant.aligned)}"
     return f"{variant.kernel} {types} {constants} {shape}"
