@@ -301,9 +301,10 @@ class _Backward:
             schema.append(f"Tensor{written}{'?' * x.endswith('?')} {x.removesuffix('?')}")
         schema += [f"Tensor({next(letters)}!) {x}" for x in adjoint.buffers]
         in_place = adjoint.overwrites or bool(adjoint.buffers)
+        never_absent = 0 if first == 1 else first  # of several upstream gradients some may be
 
         def describe(*arguments: Any) -> Problem:
-            device = arguments[first].device
+            device = arguments[never_absent].device
             return Problem(f"{op.name}_{adjoint.name}", device, *adjoint.describe(*arguments), arguments[count:])
 
         def check(*arguments: Any) -> None:

@@ -22,6 +22,10 @@ class Memory(dict[str, Any]):
         """One region as a tensor."""
         return self.regions.tensor(self.workspace, name)
 
+    def contiguous(self, name: str, tensor: Any) -> Any:
+        """The tensor, or its contiguous copy in the region of that name, where there is one."""
+        return self.tensor(name).view(tensor.shape).copy_(tensor) if name in self else tensor
+
 
 class Regions:
     """Named regions of a workspace, each a number of elements of a dtype, every one aligned.
