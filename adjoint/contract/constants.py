@@ -37,10 +37,13 @@ def _is_fact(value: Any, sizes: frozenset[int]) -> bool:
 
 
 def _sizes(problem: Problem) -> frozenset[int]:
-    """What kernels make of a problem's sizes: themselves, their products and ratios, and the tiles that hold them."""
+    """What kernels make of a problem's sizes: themselves, twice them, products, ratios, and the tiles that hold them.
+
+    Twice a size is what a gate and an up have side by side.
+    """
     known = {0, 1, *(x for x in (*problem.sizes, *problem.options) if isinstance(x, int))}
     pairs = list(product(known, known))
-    known |= {a * b for a, b in pairs} | {a // b for a, b in pairs if b}
+    known |= {a * b for a, b in pairs} | {a // b for a, b in pairs if b} | {2 * size for size in problem.sizes}
     return frozenset(known | {tile for size in known for tile in _tiles(size)})
 
 
