@@ -14,15 +14,7 @@ from adjoint.core.plan import Call, bind
 from adjoint.device.sums import wide
 from adjoint.ops.moe.combine import combine, combine_tensors, reference
 from adjoint.ops.moe.dispatch import dispatch
-from adjoint.ops.moe.dispatch.cases import (
-    EXPERTS,
-    SHAPES,
-    distinct_experts,
-    example,
-    indices_of,
-    random_values,
-    values,
-)
+from adjoint.ops.moe.dispatch.cases import EXPERTS, SHAPES, distinct_experts, example, indices_of, random_values, values
 from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout.reference import layout as reference_layout
 
@@ -123,8 +115,8 @@ def _token_pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tu
         places = inverse[part].reshape(-1).long()
         order = torch.arange(len(places), dtype=torch.int32, device=inverse.device).view(-1, slots)
         ends = torch.tensor([0, len(places)], dtype=torch.int32, device=inverse.device)
-        own = (*(dy[part] for dy in upstream), rows[places], None if weights is None else weights[part], order, ends)
-        yield own, (outputs[0][places], *(o[part] for o in outputs[1:])) if upstream else (outputs[0][part],)
+        inputs = (*(dy[part] for dy in upstream), rows[places], None if weights is None else weights[part], order, ends)
+        yield inputs, (outputs[0][places], *(o[part] for o in outputs[1:])) if upstream else (outputs[0][part],)
 
 
 def _answer(y: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Answers]:

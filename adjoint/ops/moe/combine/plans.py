@@ -119,10 +119,5 @@ def _kernels() -> Any:
 
 COMBINE = on_tokens("moe_combine", combine_guarantee, _kernels, _SCHEDULES, _combine)
 COMBINE_BACKWARD = on_tokens(
-    "moe_combine_backward",
-    combine_backward_guarantee,
-    _kernels,
-    _SCHEDULES,
-    _combine_backward,
-    dot_width=DOT_WIDTH,
+    "moe_combine_backward", combine_backward_guarantee, _kernels, _SCHEDULES, _combine_backward, dot_width=DOT_WIDTH
 )

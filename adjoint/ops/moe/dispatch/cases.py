@@ -269,13 +269,13 @@ BAD_CALLS = (
 
 def distinct_experts(tokens: int, slots: int, experts: int, device: torch.device, generator: torch.Generator) -> Tensor:
     """Distinct experts for each token, uniformly."""
-    own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-    return torch.rand(tokens, experts, device=device, generator=own).topk(slots, -1).indices
+    on_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    return torch.rand(tokens, experts, device=device, generator=on_device).topk(slots, -1).indices
 
 
 def random_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator, *shape: int) -> Tensor:
-    own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-    return torch.randn(shape, dtype=dtype, device=device, generator=own)
+    on_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    return torch.randn(shape, dtype=dtype, device=device, generator=on_device)
 
 
 def _workload(tokens: int, columns: int, slots: int, experts: int) -> Workload:

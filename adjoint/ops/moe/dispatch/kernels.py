@@ -110,7 +110,7 @@ class RowKernel:
         Args:
             outer_stride: of lines of tokens; 0 where one line has all of them.
             row_strides: of tokens or rows; where there are several, their bitwise or.
-            adjacent: whether the elements of every row are.
+            adjacent: whether the elements of a row are adjacent.
             tensors: what is read or written.
         """
         if outer_stride or (self._columns > 1 and not adjacent):
@@ -136,7 +136,7 @@ class RowSum:
     Args:
         setup: binds the kernel.
         weight: the dtype of the weights; None without weights.
-        fault: what an entry is reported as whose row is none of the rows; None where it is not.
+        fault: what an entry without a row is reported as; None where it is not reported.
     """
 
     def __init__(self, setup: Setup, weight: torch.dtype | None, fault: Fault | None) -> None:
@@ -160,7 +160,8 @@ class RowSum:
 
 def token_lines(tensor: Tensor) -> tuple[int, int, int, int]:
     """Where the tokens of a tensor [..., columns] lie: tokens of a line, strides of lines, of tokens and of columns."""
-    return (*(leading_axes(tensor) or (1, 0, 0)), tensor.stride(-1))  # only an empty tensor has more axes than two
+    axes = leading_axes(tensor) or (1, 0, 0)  # more than two axes are left in an empty tensor alone: others are copied
+    return (*axes, tensor.stride(-1))
 
 
 def scratch_for_copies(setup: Setup) -> bool:

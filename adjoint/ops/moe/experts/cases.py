@@ -300,15 +300,15 @@ def _routed(tokens: int, columns: int, number: int, inner: int, slots: int, skew
     """A layer on a device, routed uniformly, or with experts chosen as often as 1 / rank."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        on_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
 
         def values(*shape: int, scale: float = 1.0) -> Tensor:
-            return torch.randn(shape, dtype=dtype, device=device, generator=own).mul_(scale)
+            return torch.randn(shape, dtype=dtype, device=device, generator=on_device).mul_(scale)
 
-        times = torch.rand(tokens, number, device=device, generator=own).log_().neg_()
+        times = torch.rand(tokens, number, device=device, generator=on_device).log_().neg_()
         if skewed:
-            times *= 1 + torch.randperm(number, device=device, generator=own)
-        shares = torch.rand(tokens, slots, device=device, generator=own)
+            times *= 1 + torch.randperm(number, device=device, generator=on_device)
+        shares = torch.rand(tokens, slots, device=device, generator=on_device)
         return (
             values(tokens, columns),
             values(number, 2 * inner, columns, scale=columns**-0.5),

@@ -49,9 +49,9 @@ def _upstream(x: Tensor) -> Tensor:
 
 def _run(inputs: list[Tensor], backend: str | None = None) -> tuple[Tensor, ...]:
     """The output and all gradients."""
-    own = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
-    y = moe.experts(*own, preference=Preference(backend=backend) if backend else None)
-    floating = [t for t in own if t.is_floating_point()]
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+    y = moe.experts(*leaves, preference=Preference(backend=backend) if backend else None)
+    floating = [t for t in leaves if t.is_floating_point()]
     return y.detach(), *torch.autograd.grad(y, floating, _upstream(y))
 
 
@@ -81,10 +81,10 @@ def _dense(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: T
 
 def test_the_reference_is_the_dense_layer() -> None:
     inputs = _layer(9, 6, 4, 5, 3)
-    own = [t.requires_grad_(t.is_floating_point()) for t in inputs]
-    y = _dense(*own)
-    gradients = torch.autograd.grad(y, [t for t in own if t.is_floating_point()], _upstream(y))
-    for name, got, expected in zip(NAMES, _exact([t.detach() for t in own]), (y, *gradients), strict=True):
+    leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
+    y = _dense(*leaves)
+    gradients = torch.autograd.grad(y, [t for t in leaves if t.is_floating_point()], _upstream(y))
+    for name, got, expected in zip(NAMES, _exact([t.detach() for t in leaves]), (y, *gradients), strict=True):
         torch.testing.assert_close(got, expected, msg=name)
 
 
@@ -139,14 +139,14 @@ def test_routing_weights_keep_their_type(backend: str, device: torch.device) -> 
 
 def test_autocast_casts_the_matrices_alone(device: torch.device) -> None:
     inputs = [t.to(device) for t in _layer(6, 8, 3, 8, 2, torch.float32)]
-    own = [t.requires_grad_(t.is_floating_point()) for t in inputs]
+    leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        y = moe.experts(*own)
+        y = moe.experts(*leaves)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
-    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in own if t.is_floating_point())
-    cast = [t.detach().bfloat16() for t in own[:3]]
-    assert torch.equal(y, moe.experts(*cast, own[3], own[4].detach()))
+    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in leaves if t.is_floating_point())
+    cast = [t.detach().bfloat16() for t in leaves[:3]]
+    assert torch.equal(y, moe.experts(*cast, leaves[3], leaves[4].detach()))
 
 
 # ---------------------------------------------------------------------------------------------- leaks
@@ -226,7 +226,7 @@ def test_an_index_out_of_range_adds_nothing(device: torch.device, monkeypatch: p
 def test_what_is_saved(backend: str, device: torch.device) -> None:
     """The arguments, g and u of each row, and two numbers a row with the experts' offsets."""
     inputs = [t.to(device) for t in _layer(10, 8, 3, 6, 2, torch.bfloat16)]
-    own = [t.requires_grad_(t.is_floating_point()) for t in inputs]
+    leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -234,8 +234,8 @@ def test_what_is_saved(backend: str, device: torch.device) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        moe.experts(*own, preference=Preference(backend=backend))
-    arguments = {t.data_ptr() for t in own}
+        moe.experts(*leaves, preference=Preference(backend=backend))
+    arguments = {t.data_ptr() for t in leaves}
     extra = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in arguments)
     rows = 10 * 2
     assert extra == rows * 2 * 6 * 2 + 2 * rows * 4 + (3 + 1) * 4

@@ -34,9 +34,9 @@ def _upstream(x: Tensor) -> Tensor:
 
 
 def _run(inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    own = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
-    y = moe.experts(*own, preference=NAMED)
-    return y.detach(), *torch.autograd.grad(y, [t for t in own if t.is_floating_point()], _upstream(y))
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+    y = moe.experts(*leaves, preference=NAMED)
+    return y.detach(), *torch.autograd.grad(y, [t for t in leaves if t.is_floating_point()], _upstream(y))
 
 
 def _assert_right(got: tuple[Tensor, ...], inputs: list[Tensor]) -> None:

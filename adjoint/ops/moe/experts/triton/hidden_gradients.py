@@ -129,7 +129,7 @@ def moe_experts_sum_partials(
 class HiddenGradients:
     """From dy, for each row: dgu, w·h and the gradient of its routing weight, as far as they are needed.
 
-    The workspace gets the regions "dgu" and "partials", where these are needed; w·h goes into memory that is given.
+    The workspace gets the regions "dgu" and "partials", where these are needed.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -153,6 +153,7 @@ class HiddenGradients:
         self, aligned: bool, memory: Memory, dy: Tensor, down: Tensor, gu: Tensor, layout: Layout, tiles: Tiles,
         scaled: Any, dweights: Tensor,
     ) -> None:  # fmt: skip
+        """Computes them; `scaled` has room for w·h."""
         tokens = memory["tokens"]  # also stands for a pointer that the kernel does not use
         partials = memory.get("partials", tokens)
         self.products[aligned].launch(

@@ -20,8 +20,8 @@ from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout.kernels import LayoutSort
 
 
-def _settle(setup: Setup) -> None:
-    """What both directions have: room for arguments that are copied first, and the edge of tiles that change bits."""
+def _settle_common(setup: Setup) -> None:
+    """Adds room for the arguments that are copied first, and names the edge of tiles where it changes bits."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, second = setup.problem.dtypes[:2]
     regions = {
@@ -48,7 +48,7 @@ def forward(setup: Setup) -> Execute:
     sums = TokenSums(setup, "down", terms=inner, by_column=True, weighted=True)
     row_tiles = RowTiles(setup, False, ups, sums.products)
     setup.scratch(h=(element, tokens * slots * inner), rows=(element, tokens * slots * sums.width))
-    _settle(setup)
+    _settle_common(setup)
     on_cpu = setup.device.type == "cpu"
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
@@ -90,9 +90,9 @@ def backward(setup: Setup) -> Execute:
     if need & NEED_GATE_UP:
         to_gate_up = bind_outer(setup, 2 * inner, hidden, left_by_token=False)
     row_tiles = RowTiles(setup, True, *products)
-    # w·h, and later columns of dx for each row: the first is not needed any more when these are computed.
+    # Holds w·h, and later columns of dx for each row: these are computed when w·h is no longer needed.
     setup.scratch(shared=(element, tokens * slots * max(inner if need & NEED_DOWN else 0, width)))
-    _settle(setup)
+    _settle_common(setup)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dy, x, gate_up, down, weights, gu, *rest, _ = arguments

@@ -1,4 +1,4 @@
-"""Which token a row belongs to, which rows a tile has, and how large tiles are."""
+"""The token of each row, the rows of each tile, and how large tiles are."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -126,7 +126,7 @@ def _shared_bytes(setup: Setup) -> int:
 
 
 def tile_count(rows: int, experts: int, tile_rows: int, group: int = MAX_GROUP) -> int:
-    """Numbers for tiles of rows, up to a multiple of a group, or of every one."""
+    """How many numbers tiles of rows have, up to a multiple of a group; by default of every group."""
     return -(-(rows // tile_rows + experts) // group) * group
 
 
@@ -149,7 +149,7 @@ ByAlignment = dict[bool, Product]
 
 
 def bind_products(setup: Setup, kernel: Kernel, part: str, tiles: Callable[[Tile], int], **facts: Any) -> ByAlignment:
-    """A product in as many tiles as a function says."""
+    """A product, in as many tiles as `tiles` says for one."""
     products = {}
     for aligned in (True, False):
         tile = tile_of(setup, part, aligned)
@@ -185,7 +185,7 @@ class RowTiles:
     Args:
         setup: binds the kernels; the workspace gets the regions "tokens", with `weighted` "row_weights", and room for
             two cuts into tiles.
-        weighted: whether the routing weight of each row is found too.
+        weighted: whether the routing weight of each row is needed too.
         products: the products that rows are cut into tiles for.
     """
 
@@ -205,7 +205,7 @@ class RowTiles:
         setup.scratch(**{f"tile_{name}_{cut}": room for cut in range(2) for name in Tiles._fields})
 
     def find_tokens(self, memory: Memory, permutation: Tensor, weights: Tensor) -> Any:
-        """The token, and where it is asked for the weight, of each row; gives the tokens."""
+        """Writes the token of each row, and with `weighted` its routing weight; gives the tokens."""
         token_stride, slot_stride = weights.stride()
         tokens = memory["tokens"]
         self._rows.launch(
