@@ -50,6 +50,8 @@ from tests.mutants import (
 from tests.mutants.calls import at_the_edge
 from tests.mutants.equivalent import EQUIVALENT
 
+EXPERTS = ("tiles", "products", "token_sums", "hidden_gradients")
+
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "embedding": (
@@ -59,11 +61,12 @@ MODULES = {
     ),
     "indexing": ("adjoint.ops.indexing.kernels", "adjoint.ops.indexing.sorting_kernels"),
     "moe": (
-        "adjoint.ops.moe.layout_kernels",
-        "adjoint.ops.moe.dispatch_kernels",
+        "adjoint.ops.moe.layout.kernels",
+        "adjoint.ops.moe.dispatch.kernels",
+        "adjoint.ops.moe.combine.kernels",
         "adjoint.ops.moe.route_kernels",
         "adjoint.ops.moe.losses_kernels",
-        "adjoint.ops.moe.experts_kernels",
+        *(f"adjoint.ops.moe.experts.triton.{part}" for part in EXPERTS),
     ),
     "gated_delta": (
         "adjoint.ops.gated_delta.rule.triton.table_kernels",
@@ -352,7 +355,7 @@ def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
             return route_calls.noticed(mutant.module)
         except Exception:
             return True
-    if "experts_kernels" in mutant.module:
+    if ".experts." in mutant.module:
         experts_calls.shrink()
         return experts_calls.noticed()
     dispatch_calls.shrink()
@@ -477,7 +480,7 @@ ONE_IN = {
     "moe": (10, 20),
     "adjoint.ops.moe.route_kernels": (23, 31),
     "adjoint.ops.moe.losses_kernels": (23, 31),
-    "adjoint.ops.moe.experts_kernels": (19, 29),  # a layer takes the interpreter a second
+    **{f"adjoint.ops.moe.experts.triton.{part}": (19, 29) for part in EXPERTS},  # a layer takes it a second
     "gated_delta": (199, 307),  # sequences take it several
     "adjoint.ops.gated_delta.step.kernels": (61, 127),
 }

@@ -17,8 +17,10 @@ def unexplained(setup: Setup) -> Iterator[str]:
     """The constants of a setup that nothing explains, in words."""
     sizes = _sizes(setup.problem)
     for launch in setup.launches:
+        numeric = [launch.settings[name] for name in launch.kernel.numeric.values()]
+        known = sizes | {_levels(value) for value in numeric if isinstance(value, int)}
         for name, value in _facts(launch).items():
-            if not _is_fact(value, sizes):
+            if not _is_fact(value, known):
                 yield (
                     f"{launch.kernel.name}: {name}={value} is no size of {setup.problem}; say in the kernel's "
                     f"declaration that it is numeric, or part of the schedule"
@@ -37,14 +39,22 @@ def _is_fact(value: Any, sizes: frozenset[int]) -> bool:
 
 
 def _sizes(problem: Problem) -> frozenset[int]:
-    """What kernels make of a problem's sizes: themselves, their products and ratios, and the tiles that hold them."""
+    """What kernels make of a problem's sizes: themselves, twice them, products, ratios, and the tiles that hold them.
+
+    Twice a size is what a gate and an up have side by side.
+    """
     known = {0, 1, *(x for x in (*problem.sizes, *problem.options) if isinstance(x, int))}
     pairs = list(product(known, known))
-    known |= {a * b for a, b in pairs} | {a // b for a, b in pairs if b}
+    known |= {a * b for a, b in pairs} | {a // b for a, b in pairs if b} | {2 * size for size in problem.sizes}
     return frozenset(known | {tile for size in known for tile in _tiles(size)})
 
 
 def _tiles(size: int) -> tuple[int, ...]:
-    """The multiple of 16 and the powers of two that hold a row of a size, with a least tile of 16 and without."""
-    power = 1 << max(0, size - 1).bit_length()
-    return max(16, -(-size // 16) * 16), power, max(16, power)
+    """The multiple of 16 and the powers of two that hold a row of a size, with a least tile of 16 and without, and
+    how often such a row can be halved."""
+    power = 1 << _levels(size)
+    return max(16, -(-size // 16) * 16), power, max(16, power), _levels(size)
+
+
+def _levels(size: int) -> int:
+    return max(0, size - 1).bit_length()

@@ -10,9 +10,10 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference, moe
 from adjoint.core.schedules import Schedules
-from adjoint.ops.moe import dispatch_eager, layout_eager, layout_launch
 from adjoint.ops.moe.combine import combine_tensors
+from adjoint.ops.moe.dispatch.eager import scatter
 from adjoint.ops.moe.layout import allocate
+from adjoint.ops.moe.layout.eager import write as write_layout
 from tests.mutants.calls import LAYOUTS, Call
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -55,17 +56,17 @@ class Dispatched:
         return rows.detach(), *layout, dx
 
     def _wrong(self, backend: str, x: Tensor, indices: Tensor) -> tuple[Tensor, ...]:
-        said = ""
+        message = ""
         if backend == "eager":
             layout = allocate(indices, self.experts)
-            layout_eager.write(indices, self.experts, layout, None)
+            write_layout(indices, self.experts, layout, None)
             rows = x.new_empty(indices.numel(), self.columns)
-            dispatch_eager.scatter(x, None, layout.inverse, layout.offsets, rows)
+            scatter(x, None, layout.inverse, layout.offsets, rows)
             outputs: tuple[Tensor, ...] = (rows, *layout)
             try:
                 moe.dispatch(x, indices, self.experts, preference=Preference(backend="eager"))
             except adjoint.ArgumentError as error:
-                said = str(error)
+                message = str(error)
         else:
             plan = adjoint.plan(moe.dispatch, x, indices, self.experts, preference=Preference(backend=backend))
             arguments = (x, indices, self.experts)
@@ -73,8 +74,8 @@ class Dispatched:
             try:
                 plan.execute(arguments, outputs, None)
             except adjoint.ArgumentError as error:
-                said = str(error)
-        return torch.tensor(list(said.encode()), dtype=torch.int32), *outputs
+                message = str(error)
+        return torch.tensor(list(message.encode()), dtype=torch.int32), *outputs
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Combined:
     def __call__(self, backend: str) -> tuple[Tensor, ...]:
         lay = [LAYOUTS[name] for name in self.layouts]
         layout = allocate(self.indices, self.experts)
-        layout_eager.write(self.indices, self.experts, layout, None)
+        write_layout(self.indices, self.experts, layout, None)
         inverse = layout.inverse.clone()
         for place, row in self.broken:
             inverse.view(-1)[place] = row
@@ -107,8 +108,8 @@ class Combined:
         preference = Preference(backend=backend)
         offsets = lay[1](layout.offsets) if self.layouts[1] != "transposed" else layout.offsets
         y = combine_tensors(rows, weights, lay[1](inverse), offsets, preference=preference)
-        wanted = (rows,) if weights is None else (rows, weights)
-        return y.detach(), *torch.autograd.grad(y, wanted, lay[2](_values(2, self.dtype, *y.shape)))
+        inputs = (rows,) if weights is None else (rows, weights)
+        return y.detach(), *torch.autograd.grad(y, inputs, lay[2](_values(2, self.dtype, *y.shape)))
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Astray:
     def __call__(self, backend: str) -> tuple[Tensor, ...]:
         indices = _indices(5, 6, 2)
         layout = allocate(indices, 5)
-        layout_eager.write(indices, 5, layout, None)
+        write_layout(indices, 5, layout, None)
         inverse = layout.inverse.clone()
         for place, row in self.rows:
             inverse.view(-1)[place] = row
@@ -175,11 +176,13 @@ def calls() -> Iterator[Call]:
 
 def shrink() -> None:
     """Spans of 16 entries, programs of a few elements."""
-    vars(layout_launch)["span"] = lambda: 16
-    lookup = Schedules.lookup
+    named = Schedules.named
+    sizes = {"block": 32, "elements": 128, "entries": 4, "warps": 4, "chunk": 64, "span": 16}
 
-    def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        sizes = {"block": 32, "elements": 128, "entries": 4, "warps": 4, "chunk": 64}
-        return {name: sizes[name.rpartition("_")[2]] for name in lookup(self, kernel, device)}
+    def small(self: Schedules, kernel: str, name: str) -> dict[str, int]:
+        schedule = named(self, kernel, name)
+        if not kernel.startswith("moe_"):
+            return schedule
+        return {parameter: sizes[parameter.rpartition("_")[2]] for parameter in schedule}
 
-    Schedules.lookup = small  # type: ignore[method-assign]
+    Schedules.named = small  # type: ignore[method-assign]

@@ -100,6 +100,7 @@ EQUIVALENT = {
         "every program of a row then records the fault, and the minimum of equal words is the same word"
     ),
     ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
+    ("sum_neighbours", "tl.static_range(8) -> tl.static_range(9)"): "a row of one value has no neighbours to add",
     # indexing
     ("take_backward_lines", "rank // _TILE -> rank % _TILE"): (
         "a line has at most 32 tiles of 32, and where there is more than one, an index has 32 entries"

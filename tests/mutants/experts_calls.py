@@ -12,7 +12,8 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference, moe
 from adjoint.core.schedules import Schedules
-from adjoint.ops.moe import experts_launch, experts_reference, experts_variants
+from adjoint.ops.moe.experts import reference
+from adjoint.ops.moe.experts.triton import layer as directions
 from tests.mutants.calls import LAYOUTS, surround
 
 CLOSE = 1e-12
@@ -55,12 +56,12 @@ class Layer:
         )
         x, gate_up, down, indices, weights = (LAYOUTS[""](t) for t in inputs)
         dy, text = LAYOUTS[""](values(self.tokens, self.columns)), Preference(backend="triton").text
-        y, *saved = moe.experts.__globals__["_experts"].launch((x, gate_up, down, indices, weights, True), text)
-        backward = moe.experts.__globals__["_experts_backward"]
-        gradients = backward.launch((dy, x, gate_up, down, weights, *saved, self.need), text)
+        op = moe.experts.__globals__["_experts"]
+        y, *saved = op.forward.launch((x, gate_up, down, indices, weights, True), text)
+        gradients = op.forms[""].operator.launch((dy, x, gate_up, down, weights, *saved, self.need), text)
         alone = moe.experts(x, gate_up, down, indices, weights, preference=Preference(backend="triton"))
         wide = [t.double() if t.is_floating_point() else t for t in inputs]
-        exact = experts_reference.experts(*wide), *experts_reference.experts_backward(dy.double(), *wide)
+        exact = reference.experts(*wide), *reference.experts_backward(dy.double(), *wide)
         pairs = [(y, exact[0]), (alone, exact[0])]
         pairs += [(g, e) for bit, g, e in zip((1, 2, 4, 8), gradients, exact[1:], strict=True) if self.need & bit]
         return any(not _near(got, expected, self.kind) for got, expected in pairs)
@@ -73,7 +74,8 @@ def _near(got: Tensor, expected: Tensor, kind: torch.dtype) -> bool:
 
 def calls() -> Iterator[Layer]:
     """Likely deaths first: sizes that fill no tile, and sizes that fill every one."""
-    yield Layer(19, 21, 3, 37, 2)
+    yield Layer(19, 37, 3, 37, 2)
+    yield Layer(7, 21, 3, 37, 2)
     yield Layer(5, 32, 3, 32, 1, idle=0)
     yield Layer(9, 5, 4, 3, 3, wrong=((0, 0, -1), (3, 2, 4), (8, 1, 9)))
     yield Layer(6, 8, 3, 8, 2, need=4)
@@ -87,27 +89,30 @@ def calls() -> Iterator[Layer]:
 LAST = (Layer(7, 6, 2, 8, 1), Layer(5, 16, 2, 5, 1), Layer(5, 21, 2, 8, 1))
 """Where programs have more rows, entries and slots than there are, and tiles as many columns as a chunk."""
 
-_sizes = {"rows": 16, "columns": 32, "warps": 4, "stages": 1, "group": 2}
-
-
-def _set_sizes(block: int, columns: int) -> None:
-    vars(experts_variants)["BLOCK"] = vars(experts_launch)["BLOCK"] = block
-    _sizes["columns"] = columns
+_SIZES = {
+    "rows": 16,
+    "columns": 32,
+    "warps": 4,
+    "stages": 1,
+    "group": 2,
+    "chunk": 16,
+    "block": 16,
+    "tokens": 4,
+}
 
 
 def shrink() -> None:
     """Tiles of 16 rows and 32 columns, chunks of 16, programs of a few rows; wrong indices do not raise."""
-    vars(experts_launch)["check"] = lambda: None
-    vars(experts_variants)["MAX_CHUNK"] = 16
-    _set_sizes(16, 32)
-    vars(experts_variants)["summed_tokens"] = vars(experts_launch)["summed_tokens"] = lambda: 4
-    lookup = Schedules.lookup
+    vars(directions)["check"] = lambda: None
+    named = Schedules.named
 
-    def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        found = lookup(self, kernel, device)
-        return {name: _sizes.get(name.rpartition("_")[2], value) for name, value in found.items()}
+    def small(self: Schedules, kernel: str, name: str) -> dict[str, int]:
+        schedule = named(self, kernel, name)
+        if not kernel.startswith("moe_experts"):
+            return schedule
+        return {parameter: _SIZES.get(parameter.rpartition("_")[2], value) for parameter, value in schedule.items()}
 
-    Schedules.lookup = small  # type: ignore[method-assign]
+    Schedules.named = small  # type: ignore[method-assign]
 
 
 def noticed() -> bool:
@@ -116,7 +121,7 @@ def noticed() -> bool:
         surround(number)
         if layer in LAST:
             surround(0)  # guards what follows the end
-            _set_sizes(128, 16)
+            _SIZES.update(block=128, columns=16)
         try:
             if layer.wrong_result():
                 return True

@@ -1,0 +1,341 @@
+"""What combine is tested, verified and timed on."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint.contract.batching import PIECE
+from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.core.errors import ArgumentError
+from adjoint.core.plan import Call, bind
+from adjoint.device.sums import wide
+from adjoint.ops.moe.combine import combine, combine_tensors, reference
+from adjoint.ops.moe.dispatch import dispatch
+from adjoint.ops.moe.dispatch.cases import EXPERTS, SHAPES, distinct_experts, example, indices_of, random_values, values
+from adjoint.ops.moe.layout import Layout
+from adjoint.ops.moe.layout.reference import layout as reference_layout
+
+
+def _places(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """inverse and offsets."""
+    offsets, _, inverse = reference_layout(indices, EXPERTS)
+    return inverse, offsets
+
+
+def _grouped(
+    tokens: tuple[int, ...],
+    slots: int,
+    columns: int,
+    weighted: bool,
+    *,
+    same_dtype: bool = False,
+    strided: bool = False,
+) -> Make:
+    """Rows of a layout in which an entry or two belong to no expert, and weights, float32 unless `same_dtype`."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        indices = indices_of(generator, tokens, slots, hot=True)
+        if indices.numel() > 4:
+            indices.view(-1)[[1, -2]] = EXPERTS
+        inverse, offsets = _places(indices)
+        rows = values(generator, dtype, device, indices.numel(), columns)
+        kind = dtype if same_dtype or dtype == torch.float64 else torch.float32
+        weights = values(generator, kind, device, *indices.shape) if weighted else None
+        if strided:
+            rows = rows.T.contiguous().T
+            weights = None if weights is None else torch.stack((weights, weights), -1)[..., 0]
+        return rows, weights, inverse.to(device), offsets.to(device)
+
+    return make
+
+
+def _cases(weighted: bool) -> tuple[Case, ...]:
+    few = Case("few tokens", _grouped((3,), 2, 2, weighted))
+    strided = Case("strided", _grouped((3, 2), 3, 19, weighted, same_dtype=True, strided=True))
+    # The layout by hand, as the reference has it, is slow for more.
+    many = Case("many tokens", _grouped((1024,), 8, 2048, weighted), heavy=True)
+    if not weighted:
+        return few, strided, many
+    wide = Case("wide", _grouped((12,), 3, 260, weighted))
+    return few, strided, wide, Case("no tokens", _grouped((0,), 2, 5, weighted)), many
+
+
+def _experts_of(inverse: Tensor, offsets: Tensor) -> Tensor:
+    """The indices a layout was made from; those of no expert are past the last."""
+    return torch.searchsorted(offsets, inverse.contiguous(), right=True) - 1
+
+
+def _part(inputs: Inputs, upstream: tuple[Tensor, ...], tokens: Tensor) -> tuple[Inputs, tuple[Tensor, ...], Tensor]:
+    """Some tokens of a problem as one of their own, and the row that each of its rows had."""
+    rows, weights, inverse, offsets = inputs
+    slots = inverse.shape[-1]
+    old = inverse.reshape(-1, slots)[tokens]
+    new_inverse, new_offsets = _places(_experts_of(old, offsets))
+    source = torch.empty_like(new_inverse.reshape(-1)).long()
+    source[new_inverse.reshape(-1).long()] = old.reshape(-1).long()
+    part = None if weights is None else weights.reshape(-1, slots)[tokens].contiguous()
+    gradient = upstream[0].reshape(-1, upstream[0].shape[-1])[tokens]
+    return (rows[source], part, new_inverse, new_offsets), (gradient,), source
+
+
+def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
+    inverse = inputs[2]
+    count = inverse.shape[:-1].numel()
+    tokens = torch.arange(count // 2, count, device=inverse.device)
+    part, gradient, source = _part(inputs, upstream, tokens)
+
+    def pairs(whole: Answers, alone: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+        for all_of_them, some in zip(whole[0], alone[0], strict=True):
+            yield all_of_them.reshape(count, all_of_them.shape[-1])[tokens], some
+        if whole[1]:
+            yield whole[1][0][source], alone[1][0]
+        if len(whole[1]) > 1:
+            yield whole[1][1].reshape(count, inverse.shape[-1])[tokens], alone[1][1]
+
+    yield Rebatch("the last tokens alone", part, gradient, pairs)
+
+
+def _resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
+    """`size` tokens: the same over again."""
+    tokens = torch.arange(size, device=inputs[2].device) % inputs[2].shape[:-1].numel()
+    part, gradient, _ = _part(inputs, upstream, tokens)
+    return part, gradient
+
+
+def _token_pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
+    """Pieces of tokens, each with rows of its own, in the order of its entries. Every entry must have an expert."""
+    *upstream, rows, weights, inverse, _ = arguments
+    tokens, slots = inverse.shape
+    step = max(1, PIECE // max(1, slots * rows.shape[1]))
+    for begin in range(0, tokens, step):
+        part = slice(begin, begin + step)
+        places = inverse[part].reshape(-1).long()
+        order = torch.arange(len(places), dtype=torch.int32, device=inverse.device).view(-1, slots)
+        ends = torch.tensor([0, len(places)], dtype=torch.int32, device=inverse.device)
+        inputs = (*(dy[part] for dy in upstream), rows[places], None if weights is None else weights[part], order, ends)
+        yield inputs, (outputs[0][places], *(o[part] for o in outputs[1:])) if upstream else (outputs[0][part],)
+
+
+def _answer(y: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Answers]:
+    def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+        rows, weights, inverse, offsets = inputs
+        doubled = (rows.double(), None if weights is None else weights.double(), inverse, offsets)
+        dtypes = [t.dtype for t in (rows, weights) if t is not None]
+        exact = gradients(upstream[0].double(), *doubled)
+        return (y(*doubled).to(rows.dtype),), tuple(g.to(d) for g, d in zip(exact, dtypes, strict=True))
+
+    return answer
+
+
+def _combined_narrowly(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
+    """The sum in bfloat16, for whatever type: too narrow even for what is rounded to it afterwards."""
+    total = torch.zeros(*inverse.shape[:-1], rows.shape[1], dtype=torch.bfloat16, device=rows.device)
+    for slot in range(inverse.shape[-1]):
+        alone = inverse[..., slot : slot + 1]
+        factor = None if weights is None else weights[..., slot : slot + 1]
+        total += reference.combine(rows, factor, alone, offsets).to(torch.bfloat16)
+    return total
+
+
+def _weights_flipped(dy: Tensor, rows: Tensor, weights: Tensor | None, *layout: Tensor) -> tuple[Tensor, ...]:
+    return reference.combine_backward(dy, rows, None if weights is None else weights.flip(-1), *layout)
+
+
+def _mistakes(weighted: bool) -> dict[str, Callable[..., Answers]]:
+    right, right_gradients = reference.combine, reference.combine_backward
+    listed = {
+        "zero output": lambda upstream, inputs: (
+            tuple(torch.zeros_like(t) for t in upstream),
+            tuple(torch.zeros_like(t) for t in inputs[:2] if t is not None),
+        ),
+        "entries of no expert count": _answer(
+            lambda rows, weights, inverse, offsets: right(rows, weights, inverse, offsets + 2), right_gradients
+        ),
+        "sums in a narrow type": _answer(_combined_narrowly, right_gradients),
+        "rows of another token": _answer(
+            lambda rows, weights, inverse, offsets: right(rows, weights, inverse.flip(0), offsets), right_gradients
+        ),
+    }
+    if weighted:
+        listed |= {
+            "weights ignored": _answer(lambda rows, w, *layout: right(rows, None, *layout), right_gradients),
+            "slots exchanged": _answer(lambda rows, w, *layout: right(rows, w.flip(-1), *layout), right_gradients),
+            "drows with another slot's weight": _answer(right, _weights_flipped),
+            "dweights without the last column": _answer(
+                right,
+                lambda dy, rows, *rest: (
+                    right_gradients(dy, rows, *rest)[0],
+                    right_gradients(dy[..., :-1], rows[:, :-1], *rest)[1],
+                ),
+            ),
+        }
+    return listed
+
+
+def _subject(name: str, weighted: bool, **fields: Any) -> Subject:
+    return Subject(
+        name=name,
+        function=combine_tensors,
+        inputs=("rows", "weights", "inverse", "offsets"),
+        reference=lambda *inputs: (reference.combine(*inputs),),
+        reference_backward=reference.combine_backward,
+        cases=_cases(weighted),
+        mistakes=_mistakes(weighted),
+        batched=("weights", "inverse"),
+        resized=_resized,
+        rebatched=_rebatched,
+        pieces=_token_pieces,
+        **fields,
+    )
+
+
+COMBINE = _subject("moe.combine", weighted=True)
+PLAIN = _subject("moe.combine[sum]", weighted=False, dtypes=(torch.bfloat16,))
+
+SUBJECTS = (COMBINE, PLAIN)
+
+# ------------------------------------------------------------------------------------------ bad calls
+
+
+def _changed(
+    change: Callable[[Tensor, Tensor, Layout], tuple[Any, Any, Any]], **options: Any
+) -> Callable[[torch.device], None]:
+    def call(device: torch.device) -> None:
+        combine(*change(*example(device)), **options)
+        adjoint.check()
+
+    return call
+
+
+def _named_twice(rows: Tensor, weights: Tensor, layout: Layout) -> None:
+    with adjoint.checked():
+        combine(rows, weights, layout._replace(inverse=layout.inverse.clamp_min(1)))
+
+
+def _backward(device: torch.device, tokens: int, need: int) -> Any:
+    """The backward operator, without rows and weights."""
+    layout, dy = example(device)[2], torch.zeros(tokens, 4, device=device)
+    return torch.ops.adjoint.moe_combine_backward(dy, None, None, layout.inverse, layout.offsets, need, "")
+
+
+BAD_CALLS = (
+    BadCall(
+        "rows with one axis",
+        _changed(lambda rows, weights, layout: (rows[:, 0], weights, layout)),
+        ArgumentError,
+        ("moe.combine", "rows", "(6,)"),
+    ),
+    BadCall(
+        "too few rows",
+        _changed(lambda rows, weights, layout: (rows[:5], weights, layout)),
+        ArgumentError,
+        ("rows", "6 entries", "5 rows"),
+    ),
+    BadCall(
+        "weights of the wrong shape",
+        _changed(lambda rows, weights, layout: (rows, weights.T, layout)),
+        ArgumentError,
+        ("weights", "(3, 2)", "(2, 3)"),
+    ),
+    BadCall(
+        "weights of the wrong dtype",
+        _changed(lambda rows, weights, layout: (rows, weights.half(), layout)),
+        ArgumentError,
+        ("weights", "float32", "float16"),
+    ),
+    BadCall(
+        "a layout that is a tensor",
+        _changed(lambda rows, weights, layout: (rows, weights, layout.inverse)),
+        ArgumentError,
+        ("layout", "Layout", "Tensor"),
+    ),
+    BadCall(
+        "a layout in 64 bits",
+        _changed(lambda rows, weights, layout: (rows, weights, Layout(*(t.long() for t in layout)))),
+        ArgumentError,
+        ("layout.inverse", "int32", "int64"),
+    ),
+    BadCall(
+        "a layout without offsets",
+        _changed(lambda rows, weights, layout: (rows, weights, layout._replace(offsets=layout.offsets[:0]))),
+        ArgumentError,
+        ("layout.offsets", "(0,)"),
+    ),
+    BadCall(
+        "a layout that names a row past the end",
+        _changed(lambda rows, weights, layout: (rows, weights, layout._replace(inverse=layout.inverse + 1))),
+        ArgumentError,
+        ("moe.combine: layout.inverse", "got 6 at position 2 "),
+    ),
+    BadCall(
+        "a layout that names a row before the beginning",
+        _changed(lambda rows, weights, layout: (rows, weights, layout._replace(inverse=layout.inverse - 1))),
+        ArgumentError,
+        ("layout.inverse", "got -1 at position 0 "),
+    ),
+    BadCall(
+        "a layout that names a row twice",
+        lambda d: _named_twice(*example(d)),
+        ArgumentError,
+        ("layout.inverse", "row 1 more than once"),
+    ),
+    BadCall(
+        "dy of the wrong shape, to the operator",
+        lambda d: _backward(d, 2, 1),
+        ArgumentError,
+        ("dy", "(3,)", "(2, 4)"),
+    ),
+    BadCall(
+        "no rows for the gradient of weights, to the operator",
+        lambda d: _backward(d, 3, 2),
+        ArgumentError,
+        ("weights", "rows"),
+    ),
+)
+
+# ----------------------------------------------------------------------------------------- workloads
+
+
+def _workload(tokens: int, columns: int, slots: int, experts: int, weighted: bool) -> Workload:
+    """Without weights, the forward is the backward of dispatch, and the backward dispatch without the sort."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        indices = distinct_experts(tokens, slots, experts, device, generator)
+        _, layout = dispatch(torch.empty(tokens, 0, dtype=dtype, device=device), indices, experts)
+        rows = random_values(dtype, device, generator, tokens * slots, columns)
+        weights = random_values(torch.float32, device, generator, tokens, slots).softmax(-1) if weighted else None
+        return rows, weights, layout.inverse, layout.offsets
+
+    def baseline(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
+        terms = rows[inverse.long()]
+        return (terms if weights is None else terms * weights[..., None]).sum(1).to(rows.dtype)
+
+    row = columns * 2
+    return Workload(
+        f"moe.combine{'' if weighted else '[sum]'} {tokens}×{columns}, {slots} of {experts} experts",
+        COMBINE if weighted else PLAIN,
+        make,
+        tokens * (slots + 1) * row,
+        tokens * (2 * slots + 1 if weighted else slots + 1) * row,
+        baseline,
+        devices=("cuda",),
+        deterministic=True,
+    )
+
+
+WORKLOADS = tuple(_workload(*shape, weighted) for shape in SHAPES for weighted in (True, False))
+
+# -------------------------------------------------------------------------------------------- builds
+
+
+def built_calls() -> Iterator[Call]:
+    """Every dtype, without weights and with those that it may have."""
+    inverse, offsets = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((64, 8), (513,)))
+    for dtype in COMBINE.dtypes:
+        rows = torch.empty(64 * 8, 4096, dtype=dtype, device="meta")
+        yield bind(combine_tensors, rows, None, inverse, offsets)
+        for kind in dict.fromkeys((wide(dtype), dtype)):
+            yield bind(combine_tensors, rows, torch.empty(64, 8, dtype=kind, device="meta"), inverse, offsets)

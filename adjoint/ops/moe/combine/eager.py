@@ -1,0 +1,25 @@
+"""The gradient of combine's weights in plain PyTorch, on any device, with the bits of the kernels."""
+
+import torch
+from torch import Tensor
+
+from adjoint.device.sums import wide
+from adjoint.ops.moe.dispatch.eager import entries_of
+
+
+def dots(gradient: Tensor, rows: Tensor, inverse: Tensor, offsets: Tensor, width: int, out: Tensor) -> None:
+    """out[t, j] = gradient[t] · rows[inverse[t, j]]: columns a width apart in their order, then neighbours."""
+    slots, columns = inverse.shape[-1], rows.shape[1]
+    row, _, counts = entries_of(inverse, offsets)
+    flat, tokens = out.view(-1), gradient.reshape(gradient.shape[:-1].numel(), columns)
+    entries = torch.arange(len(row), device=row.device)
+    for some in entries.split(max(1, 2**22 // max(1, columns))):
+        products = tokens.index_select(0, some // slots).to(wide(rows.dtype))
+        products = products.mul_(rows.index_select(0, row[some]))
+        products = torch.nn.functional.pad(products, (0, -columns % width)).view(len(some), -(-columns // width), width)
+        total = products.new_zeros(len(some), width)
+        for index in range(products.shape[1]):
+            total += products[:, index]
+        while total.shape[1] > 1:
+            total = total[:, 0::2] + total[:, 1::2]
+        flat[some] = total[:, 0].masked_fill_(~counts[some], 0).to(flat.dtype)

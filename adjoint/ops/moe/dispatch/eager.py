@@ -1,0 +1,42 @@
+"""Dispatch and its adjoint in plain PyTorch, on any device, with the bits of the kernels; combine has them too."""
+
+import torch
+from torch import Tensor
+
+from adjoint.device.sums import wide
+
+
+def entries_of(inverse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The row of each entry, which of them are among the rows at all, and which count."""
+    row = inverse.reshape(-1)
+    among = (row >= 0) & (row < len(row))
+    return torch.where(among, row, 0), among, among & (row < offsets[-1])
+
+
+def scatter(source: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, out: Tensor) -> None:
+    """out[inverse[t, j]] = source[t], or weights[t, j] times it; 0 past the last offset."""
+    slots = inverse.shape[-1]
+    row, among, counts = entries_of(inverse, offsets)
+    tokens = source.reshape(source.shape[:-1].numel(), source.shape[-1])
+    terms = tokens if weights is None else tokens.to(wide(source.dtype))
+    terms = terms.repeat_interleave(slots, 0)
+    if weights is not None:
+        terms = terms.mul_(weights.reshape(-1, 1).to(terms.dtype)).to(out.dtype)
+    # What names no row goes to one past the end: to leave it out, one would have to wait for its number.
+    padded = out.new_zeros(len(row) + 1, out.shape[1])
+    padded.index_copy_(0, torch.where(among, row, len(row)).long(), torch.where(counts[:, None], terms, 0))
+    out.copy_(padded[:-1])
+
+
+def sum_rows(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, out: Tensor) -> None:
+    """out[t] = Σ over j of rows[inverse[t, j]], or of weights[t, j] times it, in the order of j."""
+    tokens, slots, columns = inverse.shape[:-1].numel(), inverse.shape[-1], rows.shape[1]
+    row, _, counts = entries_of(inverse, offsets)
+    row, counts = row.view(tokens, slots), counts.view(tokens, slots)
+    total = torch.zeros(tokens, columns, dtype=wide(rows.dtype), device=rows.device)
+    for slot in range(slots):
+        term = rows.index_select(0, row[:, slot]).to(total.dtype)
+        if weights is not None:
+            term *= weights.reshape(tokens, slots)[:, slot, None].to(total.dtype)
+        total += term.masked_fill_(~counts[:, slot, None], 0)
+    out.view(tokens, columns).copy_(total)

@@ -1,0 +1,137 @@
+"""The expert layer in plain PyTorch, on any device: a matrix product per expert, rows grouped as kernels group them.
+
+Another library's grouped products can stand in for those (`Products`): the rest stays the same.
+
+What is rounded, and saved, is what kernels round and save: g and u, h = silu(g)·u, and each row's result.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adjoint.device.sums import wide
+from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
+from adjoint.ops.moe.layout import Layout
+
+
+def _segments(offsets: Tensor, rows: int) -> list[tuple[int, Tensor | slice]]:
+    """Each expert that may have rows, and which: a slice on the CPU; a mask elsewhere, where counting would wait."""
+    if offsets.device.type == "cpu":
+        bounds = offsets.tolist()
+        return [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(bounds) - 1) if bounds[e] < bounds[e + 1]]
+    place = torch.arange(rows, device=offsets.device)
+    owner = torch.searchsorted(offsets[1:].contiguous(), place, right=True)
+    return [(e, (owner == e)[:, None]) for e in range(len(offsets) - 1)]
+
+
+def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """rows[r] @ matrices[expert of r], rounded once; rows of no expert are zero."""
+    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    for e, segment in _segments(offsets, rows.shape[0]):
+        matrix = matrices[e].to(wide(rows.dtype))
+        if isinstance(segment, slice):
+            out[segment] = (rows[segment].to(matrix.dtype) @ matrix).to(out.dtype)
+        else:
+            out = torch.where(segment, (rows.to(matrix.dtype) @ matrix).to(out.dtype), out)
+    return out
+
+
+def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
+    """out[e] = Σ left[r]ᵀ · right[r] over the rows of expert e, rounded once."""
+    kind = wide(left.dtype)
+    out.zero_()
+    for e, segment in _segments(offsets, left.shape[0]):
+        if isinstance(segment, slice):
+            out[e] = (left[segment].to(kind).T @ right[segment].to(kind)).to(out.dtype)
+        else:
+            out[e] = (torch.where(segment, left, 0).to(kind).T @ torch.where(segment, right, 0).to(kind)).to(out.dtype)
+
+
+class Products(NamedTuple):
+    """The two products over grouped rows that the layer is made of, as `_product` and `_outer` define them."""
+
+    product: Callable[[Tensor, Tensor, Tensor], Tensor]
+    outer: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+PER_EXPERT = Products(_product, _outer)
+
+
+def _sum_slots(rows: Tensor, weights: Tensor | None, layout: Layout, out: Tensor) -> None:
+    """out[t] = Σ_j weights[t, j] · rows[inverse[t, j]], slot after slot; a row of no expert adds nothing."""
+    total = torch.zeros(out.shape, dtype=wide(out.dtype), device=out.device)
+    for slot in range(layout.inverse.shape[1]):
+        row = layout.inverse[:, slot].long()
+        term = rows[row].to(total.dtype)
+        if weights is not None:
+            term = weights[:, slot, None].to(total.dtype) * term
+        total += torch.where((row < layout.offsets[-1])[:, None], term, 0)
+    out.copy_(total)
+
+
+def _hidden(both: Tensor, inner: int) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(g)·u, silu(g) and u, wide."""
+    kind = wide(both.dtype)
+    silu = F.silu(both[:, :inner].to(kind))
+    u = both[:, inner:].to(kind)
+    return silu * u, silu, u
+
+
+def forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    layout: Layout,
+    y: Tensor,
+    gu: Tensor | None,
+    products: Products = PER_EXPERT,
+) -> None:
+    """The layer's output, and g and u of each row where there is room for them."""
+    token = layout.permutation.long() // layout.inverse.shape[1]
+    both = products.product(x[token], gate_up.transpose(1, 2), layout.offsets)
+    if gu is not None:
+        gu.copy_(both)
+    h, _, _ = _hidden(both, down.shape[2])
+    rows = products.product(h.to(x.dtype), down.transpose(1, 2), layout.offsets)
+    _sum_slots(rows, weights, layout, y)
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    gu: Tensor,
+    layout: Layout,
+    need: int,
+    outputs: tuple[Tensor, ...],
+    products: Products = PER_EXPERT,
+) -> None:
+    """The gradients that are needed, into dx, dgate_up, ddown and dweights."""
+    dx, dgate_up, ddown, dweights = outputs
+    kind, inner = wide(x.dtype), down.shape[2]
+    token = layout.permutation.long() // layout.inverse.shape[1]
+    weight = weights.reshape(-1)[layout.permutation.long()].to(kind)[:, None]
+    upstream = dy[token]
+    h, silu, u = _hidden(gu, inner)
+    if need & NEED_DOWN:
+        products.outer(upstream, (weight * h).to(x.dtype), layout.offsets, ddown)
+    if need & ~NEED_DOWN:
+        dh = products.product(upstream.to(kind), down, layout.offsets)
+        if need & NEED_WEIGHTS:
+            valid = layout.inverse.view(-1) < layout.offsets[-1]
+            sums = (h * dh).sum(1)[layout.inverse.view(-1).long()]
+            dweights.copy_(torch.where(valid, sums, 0).view(dweights.shape))
+        g = gu[:, :inner].to(kind)
+        sigma = torch.sigmoid(g)
+        dh = weight * dh
+        dboth = torch.cat((dh * u * (sigma * (1 + g * (1 - sigma))), dh * silu), 1).to(x.dtype)
+        if need & NEED_X:
+            _sum_slots(products.product(dboth, gate_up, layout.offsets), None, layout, dx)
+        if need & NEED_GATE_UP:
+            products.outer(dboth, x[token], layout.offsets, dgate_up)

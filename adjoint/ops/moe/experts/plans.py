@@ -1,0 +1,175 @@
+"""Which kernels serve which expert layer, and what they guarantee."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.candidates import Compute, in_pytorch, writing
+from adjoint.core.errors import register_fault
+from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.launch import Execute, Setup
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
+from adjoint.device.sums import wide
+from adjoint.ops.moe.experts import eager, grouped_mm
+from adjoint.ops.moe.experts.eager import PER_EXPERT, Products
+from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, Layout
+from adjoint.ops.moe.layout.eager import write as write_layout
+
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+INDEX_OUT_OF_RANGE = register_fault(
+    "moe.experts: indices must be at least 0 and less than the number of experts, "
+    "got {value} at position {position} (token·k + slot)"
+)
+
+DEPTH = {torch.float64: 16, torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+"""Terms of a sum that one step of a product adds."""
+
+HIDDEN_COLUMNS = {torch.float64: 32, torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+"""Columns of h·dh whose sum one program leaves for the gradient of a routing weight."""
+
+EDGE = {torch.float64: 32, torch.float32: 64}
+"""Rows, and columns, of a tile of the types without matrix instructions. Their sums within a row follow the layout
+of a tile, so they have one tile, whatever the schedule."""
+
+MAX_WIDTH = 2**15
+"""The largest D or 2·I: offsets inside one expert's weights are 32 bits."""
+
+
+def refuse(problem: Problem) -> str:
+    """Why the kernels cannot serve a problem."""
+    tokens, hidden, experts, inner, slots = problem.sizes
+    if tokens * slots > MAX_ENTRIES:
+        return f"numbers up to {MAX_ENTRIES} rows, these are {tokens * slots}"
+    if experts > MAX_EXPERTS:
+        return f"groups by up to {MAX_EXPERTS} experts, these are {experts}"
+    if max(hidden, 2 * inner) > MAX_WIDTH:
+        return f"rows have up to {MAX_WIDTH} columns, these have {max(hidden, 2 * inner)}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------- guarantee
+
+CEILINGS = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+"""Of every output: the largest that was measured are 4e-16, 6e-7, 4.0e-3 and 4.9e-4."""
+
+_CASES = {
+    torch.float64: "normal inputs, D up to 528, I up to 136",
+    torch.float32: "normal inputs, D up to 528, I up to 136",
+    torch.bfloat16: "normal inputs, D up to 2048, I up to 768, up to 512 experts, uniform and skewed routing",
+    torch.float16: "normal inputs, D up to 2048, I up to 768",
+}
+
+_ORDER = {
+    "y": "a product's terms in the order of its columns; then slots in their order",
+    "dx": "a product's terms in the order of its columns; then slots in their order",
+    "dgate_up": "an expert's rows in the order of their tokens",
+    "ddown": "an expert's rows in the order of their tokens",
+    "dweights": "columns in fixed blocks, blocks in their order",
+}
+_ITEM = {"y": "token", "dx": "token", "dgate_up": "expert", "ddown": "expert", "dweights": "token"}
+_ROUNDINGS = {"y": 4, "dx": 4, "dgate_up": 3, "ddown": 3, "dweights": 2}
+"""To the storage type: g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
+_FROM_DH = ("dx", "dgate_up", "dweights")
+
+
+def guarantee(problem: Problem, ours: bool, rounds_dh: bool = False) -> dict[str, Guarantee]:
+    """What each output promises: of our kernels, or of the matrix products of a library, which may round dh."""
+    element = problem.dtypes[0]
+    names = ("y",) if problem.op == "moe_experts" else ("dx", "dgate_up", "ddown", "dweights")
+    return {
+        name: Guarantee(
+            repeatable=ours,
+            batch_invariant=_ITEM[name] if ours else "",
+            device_invariant=False,
+            accumulator=str(wide(element)).removeprefix("torch."),
+            roundings=_ROUNDINGS[name] + (rounds_dh and name in _FROM_DH),
+            error=Empirical(CEILINGS[element], _CASES[element]),
+            domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),
+            special_values="as the products and sums give them, in the tokens and experts they reach",
+            out_of_range="an index out of range adds nothing and has no gradient, and is reported with position and "
+            "value: at once on the CPU, by adjoint.check() on a GPU",
+        )
+        for name in names
+    }
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _write_layout(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Layout:
+    """The layout of a forward, written by PyTorch."""
+    layout = Layout(*outputs[2:])
+    write_layout(arguments[3], arguments[2].shape[0], layout, INDEX_OUT_OF_RANGE)
+    return layout
+
+
+def _forward(products: Products) -> Compute:
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+        x, gate_up, down, _indices, weights, keep = arguments
+        layout = _write_layout(arguments, outputs)
+        with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
+            eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None, products)
+
+    return run
+
+
+def _backward(products: Products) -> Compute:
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+        dy, x, gate_up, down, weights, gu, *layout, need = arguments
+        with torch.autocast(x.device.type, enabled=False):
+            eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs, products)
+
+    return run
+
+
+def _set_up(setup: Setup) -> Execute:
+    """A plan on kernels. Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero."""
+    is_forward, (option,) = setup.problem.op == "moe_experts", setup.problem.options
+    if 0 not in setup.problem.sizes and (is_forward or option):
+        from adjoint.ops.moe.experts.triton import layer
+
+        return layer.forward(setup) if is_forward else layer.backward(setup)
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        if is_forward:
+            _write_layout(arguments, outputs)
+        for output in outputs[:2] if is_forward else outputs:
+            output.zero_()
+
+    return execute
+
+
+def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[Candidate, ...]:
+    return (
+        Candidate(
+            name="triton.grouped",
+            backend="triton",
+            kernel=kernel,
+            revision=1,
+            refuse=refuse,
+            guarantee=lambda problem: guarantee(problem, ours=True),
+            setup=_set_up,
+            schedules=_SCHEDULES,
+        ),
+        in_pytorch("eager.grouped", lambda problem: guarantee(problem, ours=False), writing(in_torch(PER_EXPERT))),
+        # After the one that serves everything: only a preference that names it gets it.
+        replace(
+            in_pytorch(
+                "eager.grouped_mm",
+                lambda problem: guarantee(problem, ours=False, rounds_dh=True),
+                writing(in_torch(grouped_mm.GROUPED_MM)),
+            ),
+            refuse=grouped_mm.refuse,
+        ),
+    )
+
+
+EXPERTS = _candidates("moe_experts", _forward)
+EXPERTS_BACKWARD = _candidates("moe_experts_backward", _backward)

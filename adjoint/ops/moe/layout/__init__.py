@@ -1,0 +1,48 @@
+"""How the rows of a dispatch lie: grouped by expert, then by token, then by slot.
+
+The T·k entries of `indices` [T, k], numbered token·k + slot, are ordered by a stable sort of their experts.
+An entry whose expert is out of range belongs to none and comes last, past `offsets[num_experts]`. Nothing else
+decides about the order, so the layout is a pure function of `indices`.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from adjoint.core.schedules import Schedules
+
+SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+"""Of the kernels that compute a layout."""
+
+MAX_ENTRIES = 2**28
+"""Entries a layout can number on a GPU."""
+
+MAX_EXPERTS = 2048
+"""Experts whose entries one counting sort tells apart on a GPU."""
+
+
+class Layout(NamedTuple):
+    """Where the rows of a dispatch are. All three are int32, contiguous, and carry no gradient.
+
+    Attributes:
+        offsets: the rows of expert e are those from `offsets[e]` to `offsets[e + 1]`; rows past the last
+            offset belong to entries whose expert is out of range.
+        permutation: the entry, token·k + slot, of each row.
+        inverse: the row of each entry, in the shape of `indices`.
+    """
+
+    offsets: Int[Tensor, " experts_and_one"]
+    permutation: Int[Tensor, " rows"]
+    inverse: Int[Tensor, "*tokens slots"]
+
+
+def allocate(indices: Tensor, num_experts: int) -> Layout:
+    """A layout's memory, empty."""
+    return Layout(
+        indices.new_empty((num_experts + 1,), dtype=torch.int32),
+        indices.new_empty((indices.numel(),), dtype=torch.int32),
+        indices.new_empty(indices.shape, dtype=torch.int32),
+    )

@@ -1,0 +1,54 @@
+"""The expert layer's products compile to the instructions they are written for."""
+
+import re
+
+import pytest
+import torch
+
+from adjoint.core import kernels
+from adjoint.core.kernels import TARGETS, Variant
+from adjoint.core.launch import setups
+from adjoint.ops.moe.experts.cases import built_calls
+
+pytestmark = pytest.mark.skipif(
+    kernels.interpreting() or bool(kernels.triton_missing()), reason="the ordinary process compiles"
+)
+
+PRODUCTS = [
+    ("moe_experts_up", {}),
+    ("moe_experts_product", {"BY_COLUMN": True}),
+    ("moe_experts_down_adjoint", {}),
+    ("moe_experts_product", {"BY_COLUMN": False}),
+    ("moe_experts_outer", {"LEFT_BY_TOKEN": False}),
+    ("moe_experts_outer", {"LEFT_BY_TOKEN": True}),
+]
+
+
+def _tuned(kernel: str, constants: dict[str, bool]) -> Variant:
+    """The variant for aligned bfloat16 tensors under the schedule of the GPU that kernels are tuned on."""
+    call = next(call for call in built_calls() if call.arguments[0].dtype == torch.bfloat16)
+    _, forward, _, backward = setups(call, "sm_90")
+    launches = [launch for setup in (forward, backward) for launch in setup.launches]
+    (variant,) = {
+        launch.variant
+        for launch in launches
+        if launch.kernel.name == kernel and launch.aligned and constants.items() <= launch.settings.items()
+    }
+    return variant
+
+
+@pytest.mark.parametrize(("kernel", "constants"), PRODUCTS, ids=str)
+def test_products_copy_16_bytes_at_a_time_and_multiply_in_groups_of_warps(
+    kernel: str, constants: dict[str, bool]
+) -> None:
+    """Both operands go from memory to shared memory past the registers, rows read by token included."""
+    from triton.backends.compiler import GPUTarget
+
+    variant = _tuned(kernel, constants)
+    ptx = variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
+    widths = set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", ptx))
+    assert widths == {"0x10"}
+    columns = dict(variant.constants)["COLUMNS"] * (2 if kernel == "moe_experts_up" else 1)
+    multiplied = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)
+    assert multiplied and set(multiplied) == {str(min(columns, 256))}
+    assert "mma.sync" not in ptx
