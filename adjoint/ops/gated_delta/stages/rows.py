@@ -1,6 +1,7 @@
 """What the kernels of `gate` and `normalize` have in common: tensors as rows of adjacent elements, and guarantees."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.layout import leading_axes
+from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.stages.copies import layout_of, readable
 
 MAX_ROWS = 2**31 - 2**16
@@ -88,4 +91,25 @@ def guarantee(kind: torch.dtype, item: str, formula: str, bound: Callable[..., T
         roundings=int(kind != torch.float32),
         error=Derived(f"{formula}, u = 2⁻²⁴; what underflows counts for nothing", bound),
         domain=domain,
+    )
+
+
+def on_kernels(
+    kernel: str,
+    module: str,
+    refuse: Callable[[Problem], str],
+    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    schedules: Schedules,
+) -> Candidate:
+    """A plan on kernels; their module, which imports Triton, is imported on first use."""
+    direction = "backward" if kernel.endswith("_backward") else "forward"
+    return Candidate(
+        name="triton.rows",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=refuse,
+        guarantee=guarantee,
+        setup=lambda setup: getattr(import_module(module), direction)(setup),
+        schedules=schedules,
     )

@@ -190,8 +190,10 @@ MAX_ELEMENTS = 128
 def _bind_tiles(setup: Setup, step: _Step, one_token: bool, aligned: bool) -> tuple[Launch, int]:
     """The kernel, and the columns of its tiles: as many as the schedule says, unless a thread would hold too much."""
     rows, width, schedule = power_of_two(step.K), power_of_two(step.V), setup.schedule
-    # Strides take registers too, a float64 two of them, and a loop over tokens some.
-    elements = MAX_ELEMENTS // (8 if not aligned or step.is_double else 1 if one_token else 2)
+    in_place = setup.problem.op.endswith("in_place")
+    # Strides take registers too, a float64 two of them, and a loop over tokens or two places to write to some.
+    lean = one_token and not (in_place and step.all_states)
+    elements = MAX_ELEMENTS // (8 if not aligned or step.is_double else 1 if lean else 2)
     columns = min(schedule["columns"], width, max(1, 32 * elements // rows))
     groups = min(schedule["warps"], width // columns)
     # With the columns of a group, a warp.
@@ -200,7 +202,7 @@ def _bind_tiles(setup: Setup, step: _Step, one_token: bool, aligned: bool) -> tu
         gated_delta_step_tiles, **step.types, K=step.K, V=step.V, HIGH=rows // low,
         HIGH_LEVELS=(rows // low).bit_length() - 1, GROUPS=groups, LOW=low, LOW_LEVELS=low.bit_length() - 1,
         COLUMNS=columns, INDEXED=step.indexed, NORMALIZE=step.normalize, ALL_STATES=step.all_states,
-        IN_PLACE=setup.problem.op.endswith("in_place"), ONE_TOKEN=one_token, ADJACENT=aligned,
+        IN_PLACE=in_place, ONE_TOKEN=one_token, ADJACENT=aligned,
         POLICY="evict_first" if "evict_first" in schedule else "", DOUBLE=step.is_double,
         aligned=aligned, num_warps=groups,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Which code serves which decoding step, and what it guarantees."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, short
 from adjoint.core.schedules import Schedules
@@ -105,16 +105,9 @@ _BACKWARD_TILE = 2048
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def _forward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.step import kernels
-
-    return kernels.forward(setup)
-
-
-def _backward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.step import kernels
-
-    return kernels.backward(setup)
+def _kernels() -> Any:
+    """The module that imports Triton, on first use."""
+    return import_module("adjoint.ops.gated_delta.step.kernels")
 
 
 def _entry(problem: Problem) -> str:
@@ -133,7 +126,7 @@ _TILES = Candidate(
     revision=1,
     refuse=lambda problem: "",
     guarantee=_tiles_guarantee,
-    setup=_forward,
+    setup=lambda setup: _kernels().forward(setup),
     schedules=_SCHEDULES,
     entry=_entry,
 )
@@ -144,7 +137,7 @@ _TILES_BACKWARD = Candidate(
     revision=1,
     refuse=lambda problem: "",
     guarantee=_tiles_backward_guarantee,
-    setup=_backward,
+    setup=lambda setup: _kernels().backward(setup),
     schedules=_SCHEDULES,
 )
 

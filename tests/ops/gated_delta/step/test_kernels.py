@@ -127,3 +127,25 @@ def test_upstream_of_one_output_alone(device: torch.device) -> None:
         )
         for got, expected in zip(ours, theirs, strict=True):
             assert relative(got, expected) < _limit(torch.float32) or not expected.any()
+
+
+@pytest.mark.parametrize(
+    "shape", ((2, 2, 1, 1, 0, 3), (2, 2, 1, 1, 3, 0), (0, 2, 1, 1, 3, 2), (2, 2, 1, 0, 3, 2)), ids=str
+)
+def test_sizes_of_zero(device: torch.device, shape: tuple[int, ...]) -> None:
+    """Empty sums are 0, in both directions; what only values show is reported all the same."""
+    inputs = leaves(_on(device, drawn(shape, torch.float32)))  # type: ignore[arg-type]
+    indices = torch.arange(shape[0], device=device)
+    outputs = adjoint.gated_delta_step(*inputs, state_indices=indices, preference=TRITON)
+    upstream = [torch.ones_like(x) for x in outputs]
+    gradients = torch.autograd.grad(outputs, inputs, upstream)
+    assert not any(x.any() for x in (*outputs, *gradients))
+    if shape[0]:
+        with pytest.raises(adjoint.ArgumentError, match=r"state_indices.* got 2 at position 1"):
+            adjoint.gated_delta_step(*inputs, state_indices=indices + 1, preference=TRITON)
+            adjoint.check()
+    if shape[0] and shape[3]:
+        inputs[3].data[1, 0, 0] = 0.5
+        with pytest.raises(adjoint.ArgumentError, match=r"g is the logarithm of a decay .* position 2 "):
+            adjoint.gated_delta_step(*inputs, state_indices=indices, preference=TRITON)
+            adjoint.check()

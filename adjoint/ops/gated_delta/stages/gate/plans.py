@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
 from adjoint.ops.gated_delta.stages import in_pytorch
 from adjoint.ops.gated_delta.stages.gate import eager
-from adjoint.ops.gated_delta.stages.rows import TINY, Bounds, U, guarantee, refuse, stored
+from adjoint.ops.gated_delta.stages.rows import TINY, Bounds, U, guarantee, on_kernels, refuse, stored
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -112,41 +110,13 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 # ------------------------------------------------------------------------------------------ candidates
 
+_KERNELS = ("adjoint.ops.gated_delta.stages.gate.kernels", refuse, _guarantee, _SCHEDULES)
+_EAGER_DOMAIN = "every finite input whose results are finite"
+_OUTPUTS = in_pytorch.promised(FORWARD, torch.float64, _EAGER_DOMAIN, g="wide", beta="wide")
+_GRADIENTS = in_pytorch.promised(BACKWARD, torch.float64, _EAGER_DOMAIN, da=0, db=1, dA_log=2, ddt_bias=3)
 
-def _forward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.stages.gate import kernels
-
-    return kernels.forward(setup)
-
-
-def _backward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.stages.gate import kernels
-
-    return kernels.backward(setup)
-
-
-def _on_kernels(kernel: str, setup: Callable[[Setup], Execute]) -> Candidate:
-    return Candidate(
-        name="triton.rows",
-        backend="triton",
-        kernel=kernel,
-        revision=1,
-        refuse=refuse,
-        guarantee=_guarantee,
-        setup=setup,
-        schedules=_SCHEDULES,
-    )
-
-
-_WIDE = in_pytorch.promised(
-    FORWARD, torch.float64, "every finite input whose results are finite", g="wide", beta="wide"
-)
-_GRADIENTS = in_pytorch.promised(
-    BACKWARD, torch.float64, "every finite input whose results are finite", da=0, db=1, dA_log=2, ddt_bias=3
-)
-
-GATE = (_on_kernels("gated_delta_gate", _forward), in_pytorch.forward(eager.forward, _WIDE))
+GATE = (on_kernels("gated_delta_gate", *_KERNELS), in_pytorch.forward(eager.forward, _OUTPUTS))
 GATE_BACKWARD = (
-    _on_kernels("gated_delta_gate_backward", _backward),
+    on_kernels("gated_delta_gate_backward", *_KERNELS),
     in_pytorch.backward(eager.backward, _GRADIENTS),
 )

@@ -1,21 +1,18 @@
 """Which code serves `normalize`, and what it guarantees."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
 from adjoint.ops.gated_delta.stages import in_pytorch
 from adjoint.ops.gated_delta.stages.normalize import eager
-from adjoint.ops.gated_delta.stages.rows import TINY, Bounds, U, guarantee, refuse, stored
+from adjoint.ops.gated_delta.stages.rows import TINY, Bounds, U, guarantee, on_kernels, refuse, stored
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -65,38 +62,14 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
     }
 
 
-def _forward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.stages.normalize import kernels
-
-    return kernels.forward(setup)
-
-
-def _backward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.stages.normalize import kernels
-
-    return kernels.backward(setup)
-
-
-def _on_kernels(kernel: str, setup: Callable[[Setup], Execute]) -> Candidate:
-    return Candidate(
-        name="triton.rows",
-        backend="triton",
-        kernel=kernel,
-        revision=1,
-        refuse=_refuse,
-        guarantee=_guarantee,
-        setup=setup,
-        schedules=_SCHEDULES,
-    )
-
-
+_KERNELS = ("adjoint.ops.gated_delta.stages.normalize.kernels", _refuse, _guarantee, _SCHEDULES)
 _FINITE = "every finite input whose results are finite"
 
 NORMALIZE = (
-    _on_kernels("gated_delta_normalize", _forward),
+    on_kernels("gated_delta_normalize", *_KERNELS),
     in_pytorch.forward(eager.forward, in_pytorch.promised(FORWARD, torch.float64, _FINITE, y=0)),
 )
 NORMALIZE_BACKWARD = (
-    _on_kernels("gated_delta_normalize_backward", _backward),
+    on_kernels("gated_delta_normalize_backward", *_KERNELS),
     in_pytorch.backward(eager.backward, in_pytorch.promised(BACKWARD, torch.float64, _FINITE, dx=0), has_need=False),
 )

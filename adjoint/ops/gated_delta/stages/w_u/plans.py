@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import NVIDIA
-from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
@@ -71,23 +71,16 @@ def _refuse(problem: Problem, narrow: bool) -> str:
     return f"numbers up to {MAX_TOKENS} chunks of heads, these are {programs}" if programs > MAX_TOKENS else ""
 
 
-def _forward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.stages.w_u import kernels
-
-    return kernels.forward(setup)
-
-
-def _backward(setup: Setup) -> Execute:
-    from adjoint.ops.gated_delta.stages.w_u import kernels
-
-    return kernels.backward(setup)
+def _kernels() -> Any:
+    """The module that imports Triton, on first use."""
+    return import_module("adjoint.ops.gated_delta.stages.w_u.kernels")
 
 
 _PRODUCTS = ("16_bit", "tf32", "two_parts")
 """How a product with T is computed, as `parts_of` counts: what schedules are for."""
 
 
-def _on_kernels(kernel: str, setup: Callable[[Setup], Execute], narrow: bool) -> Candidate:
+def _on_kernels(kernel: str, direction: str, narrow: bool) -> Candidate:
     return Candidate(
         name="triton.narrow_T" if narrow else "triton.solved_T",
         backend="triton",
@@ -95,7 +88,7 @@ def _on_kernels(kernel: str, setup: Callable[[Setup], Execute], narrow: bool) ->
         revision=1,
         refuse=lambda problem: _refuse(problem, narrow),
         guarantee=guarantee.on_kernels,
-        setup=setup,
+        setup=lambda setup: getattr(_kernels(), direction)(setup),
         targets=NVIDIA,
         schedules=_SCHEDULES,
         entry=lambda problem: f"{kernel}_{_PRODUCTS[parts_of(*problem.dtypes)]}",
@@ -121,10 +114,10 @@ def _compute_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -
 _EITHER = (False, True)
 
 RECOMPUTE_W_U = (
-    *(_on_kernels("gated_delta_w_u", _forward, narrow) for narrow in _EITHER),
+    *(_on_kernels("gated_delta_w_u", "forward", narrow) for narrow in _EITHER),
     *(_in_pytorch(guarantee.in_pytorch, _compute, narrow) for narrow in _EITHER),
 )
 RECOMPUTE_W_U_BACKWARD = (
-    *(_on_kernels("gated_delta_w_u_backward", _backward, narrow) for narrow in _EITHER),
+    *(_on_kernels("gated_delta_w_u_backward", "backward", narrow) for narrow in _EITHER),
     *(_in_pytorch(guarantee.backward_in_pytorch, _compute_backward, narrow) for narrow in _EITHER),
 )
