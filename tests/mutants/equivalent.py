@@ -101,6 +101,9 @@ EQUIVALENT = {
     ),
     ("moe_dots", "other=-1 -> other=-2"): "any number that is no row",
     ("sum_neighbours", "tl.static_range(8) -> tl.static_range(9)"): "a row of one value has no neighbours to add",
+    ("sum_neighbours", "values.shape[1] > 1 -> values.shape[1] >= 1"): (
+        "256 columns have all eight levels; the experts' kernels, which add fewer, have the function as it is"
+    ),
     # indexing
     ("take_backward_lines", "rank // _TILE -> rank % _TILE"): (
         "a line has at most 32 tiles of 32, and where there is more than one, an index has 32 entries"

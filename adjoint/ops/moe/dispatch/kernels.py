@@ -61,7 +61,7 @@ def moe_gather(
     tl.store(out + row[:, None] * columns + column[None, :], value, inside, eviction_policy="evict_first")
 
 
-@kernel(budget=MOVE, schedule=("ROWS", "BLOCK"))
+@kernel(budget=Budget(registers=160), schedule=("ROWS", "BLOCK"))
 @triton.jit
 def moe_sum(
     rows: PointerIf16.element, weights: Pointer.weight, inverse: Pointer.int32, offsets: Pointer.int32,

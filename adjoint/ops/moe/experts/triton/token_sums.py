@@ -127,11 +127,16 @@ class TokenSums:
             setup, moe_experts_product, part, width, K=terms, N=hidden, WIDTH=width, BY_COLUMN=by_column
         )
         block, tokens = 1 << (width - 1).bit_length(), setup.schedule["sum_tokens"]
-        self._sums = setup.either(
-            moe_experts_sum_slots, element=element, weight=weight, SLOTS=slots, N=hidden, WIDTH=width,
-            WEIGHTED=weighted, TOKENS=tokens, BLOCK=block, UNROLL=setup.schedule["sum_unroll"],
-            num_warps=max(1, min(setup.schedule["sum_warps"], block // 256)),
-        )  # fmt: skip
+        unroll, warps = setup.schedule["sum_unroll"], max(1, min(setup.schedule["sum_warps"], block // 256))
+        self._sums = {
+            aligned: setup.kernel(
+                moe_experts_sum_slots, element=element, weight=weight, aligned=aligned, SLOTS=slots, N=hidden,
+                WIDTH=width, WEIGHTED=weighted, TOKENS=tokens, BLOCK=block,
+                UNROLL=unroll if aligned else max(1, unroll // 2),  # narrow loads are many, and registers few
+                num_warps=warps,
+            )
+            for aligned in (True, False)
+        }  # fmt: skip
         self._grid = (-(-self._tokens // tokens),)
 
     def launch(
