@@ -51,8 +51,8 @@ TARGETS = {
 
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
 
-TUNED = "sm_90"
-"""Where kernels are tuned, and timed."""
+TUNED, TUNED_GPU = "sm_90", "NVIDIA H200"
+"""Where kernels are tuned, and timed: the architecture, and the GPU as schedules name it."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ class Parameter:
     """The type of one run-time parameter of a kernel.
 
     Attributes:
-        type: a type of Triton's ("i64"); of a pointer, a torch dtype by name, or a variable that the launch settles.
+        type: a type of Triton's ("i64"); of a pointer, a torch dtype by name; of either, a variable that the launch
+            settles.
         pointer: whether it is the address of numbers of that type.
         multiple: whether its value is a multiple of 16 (of a pointer, in bytes): "never" says that nothing is known,
             "always" that every launch sees to it, "aligned" that launches with `aligned=True` do.
@@ -168,16 +169,17 @@ class Parameter:
 
     @property
     def variable(self) -> str | None:
-        """The variable that stands for the type of a pointer's numbers; None where the type itself is named."""
-        return self.type if self.pointer and self.type not in _DTYPES else None
+        """The variable that stands for the type; None where the type itself is named."""
+        return None if self.type in (_DTYPES if self.pointer else _SCALARS) else self.type
 
     def text(self, dtypes: Mapping[str, torch.dtype]) -> str:
         """The type as Triton writes it, once variables are settled."""
-        if not self.pointer:
-            return self.type
-        return f"*{TRITON_TYPES[_DTYPES.get(self.type) or dtypes[self.type]]}"
+        if self.pointer:
+            return f"*{TRITON_TYPES[_DTYPES.get(self.type) or dtypes[self.type]]}"
+        return self.type if self.type in _SCALARS else TRITON_TYPES[dtypes[self.type]]
 
 
+_SCALARS = frozenset(("i32", "i64", "fp32"))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRITON_TYPES}
 
 
@@ -215,6 +217,19 @@ Int32, Int64 = Parameter("i32", False, "never"), Parameter("i64", False, "never"
 Int32x16, Int64x16 = Parameter("i32", False, "always"), Parameter("i64", False, "always")
 Int32If16, Int64If16 = Parameter("i32", False, "aligned"), Parameter("i64", False, "aligned")
 Float32 = Parameter("fp32", False, "never")
+
+
+class _Float(type):
+    __triton_builtin__ = True
+
+    def __getattr__(cls, name: str) -> Parameter:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Parameter(name, False, "never")
+
+
+class Float(metaclass=_Float):
+    """A number of the type that a variable stands for: `Float.computed`."""
 
 
 # ------------------------------------------------------------------------------------------------ kernels

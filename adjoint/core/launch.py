@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import status_word
-from adjoint.core.kernels import TARGETS, Kernel, Variant, architecture, interpreting
+from adjoint.core.kernels import TARGETS, TUNED, TUNED_GPU, Kernel, Variant, architecture, interpreting
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Memory, Regions
 
@@ -188,7 +188,8 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
     """What a call on meta tensors may launch on a GPU that need not be there, in both directions: names and variants.
 
-    Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned.
+    Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned, and
+    for the architecture of the GPU that kernels are tuned on under its schedule too.
     """
     outputs = call.operator.allocate(*call.arguments)
     directions = [(call.operator, call.arguments)]
@@ -198,22 +199,22 @@ def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
         problem = operator.describe(*arguments)._replace(device=torch.device(TARGETS[target][0]))
         for candidate in operator.candidates():
             if candidate.setup is not None and target in candidate.targets and not candidate.refuse(problem):
-                setup = set_up(candidate, problem, target)
-                for launch in setup.launches:
-                    if target in launch.kernel.targets:
-                        yield _words(launch.variant), launch.variant
+                for gpu in ("default", TUNED_GPU) if target == TUNED else ("default",):
+                    for launch in set_up(candidate, problem, target, gpu).launches:
+                        if target in launch.kernel.targets:
+                            yield _words(launch.variant), launch.variant
 
 
-def set_up(candidate: "Candidate", problem: Problem, target: str) -> Setup:
-    """The setup of a candidate for a problem on a GPU that need not be there."""
+def set_up(candidate: "Candidate", problem: Problem, target: str, gpu: str = "default") -> Setup:
+    """The setup of a candidate for a problem on a GPU that need not be there, under the schedule of its name."""
     assert candidate.setup is not None
-    setup = Setup(problem, candidate.schedule(problem), target)
+    setup = Setup(problem, candidate.schedule_on(gpu, problem), target)
     candidate.setup(setup)
     return setup
 
 
 def _words(variant: Variant) -> str:
-    types = ",".join(dict.fromkeys(text for _, text in variant.types if text.startswith("*")))
+    types = "".join(text for _, text in variant.types if text.startswith("*"))  # all: which has which type counts
     constants = ",".join(f"{name}={value}" for name, value in variant.constants)
     shape = f"warps={variant.num_warps},stages={variant.num_stages},multiples={len(variant.aligned)}"
     return f"{variant.kernel} {types} {constants} {shape}"

@@ -79,7 +79,14 @@ class Candidate:
         """The schedule of a problem on a device; without one, that of a GPU nobody tuned."""
         if self.schedules is None:
             return {}
-        return self.schedules.lookup(self.entry(problem) if self.entry else self.kernel, device)
+        return self.schedules.lookup(self._entry_of(problem), device)
+
+    def schedule_on(self, gpu: str, problem: Problem) -> dict[str, int]:
+        """The schedule of a problem on a GPU of that name, which need not be there."""
+        return {} if self.schedules is None else self.schedules.named(self._entry_of(problem), gpu)
+
+    def _entry_of(self, problem: Problem) -> str:
+        return self.entry(problem) if self.entry else self.kernel
 
     def why_not_on(self, device: torch.device) -> str:
         """Why its kernels cannot run on a device, whatever the problem; empty when they can."""
