@@ -185,10 +185,10 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 # ------------------------------------------------------------------------------------------------- builds
 
 
-def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
+def variants(call: "Call", target: str, plan: str = "") -> Iterator[tuple[str, Variant]]:
     """What a call on meta tensors may launch on a GPU that need not be there, in both directions: names and variants.
 
-    Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned, and
+    Plans are those that accept the problem and are for the target, or the one of a name among them, each under the schedule of a GPU nobody tuned, and
     for the architecture of the GPU that kernels are tuned on under its schedule too.
     """
     outputs = call.operator.allocate(*call.arguments)
@@ -198,17 +198,19 @@ def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
     for operator, arguments in directions:
         problem = operator.describe(*arguments)._replace(device=torch.device(TARGETS[target][0]))
         for candidate in operator.candidates():
-            if candidate.setup is not None and target in candidate.targets and not candidate.refuse(problem):
-                for gpu in ("default", TUNED_GPU) if target == TUNED else ("default",):
+            if candidate.setup is None or target not in candidate.targets or plan not in ("", candidate.name):
+                continue
+            if not candidate.refuse(problem):
+                for gpu in (target, TUNED_GPU) if target == TUNED else (target,):
                     for launch in set_up(candidate, problem, target, gpu).launches:
                         if target in launch.kernel.targets:
                             yield _words(launch.variant), launch.variant
 
 
-def set_up(candidate: "Candidate", problem: Problem, target: str, gpu: str = "default") -> Setup:
+def set_up(candidate: "Candidate", problem: Problem, target: str, gpu: str = "") -> Setup:
     """The setup of a candidate for a problem on a GPU that need not be there, under the schedule of its name."""
     assert candidate.setup is not None
-    setup = Setup(problem, candidate.schedule_on(gpu, problem), target)
+    setup = Setup(problem, candidate.schedule_on(problem, gpu, target), target)
     candidate.setup(setup)
     return setup
 
