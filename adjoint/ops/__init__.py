@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from adjoint.core.kernels import Variant
 
-OPS = ("activation.silu", "activation.swiglu", "embedding", "indexing", "moe", "gated_delta")
+OPS = ("activation.silu", "activation.swiglu", "embedding", "indexing", "moe", "gated_delta", "gated_delta.rule")
 """The folders of the ops."""
 
 FAMILIES = tuple(dict.fromkeys(op.partition(".")[0] for op in OPS))
@@ -40,4 +40,5 @@ def _of_calls(module: ModuleType, target: str) -> Iterator[tuple[str, "Variant"]
     from adjoint.core.launch import variants
 
     for call in module.built_calls():
-        yield from variants(call, target)
+        call, plan = call if isinstance(call, tuple) else (call, "")
+        yield from variants(call, target, plan)

@@ -2,17 +2,12 @@
 
 from collections.abc import Iterator
 
-from adjoint.core.kernels import NVIDIA, Variant
-from adjoint.ops.gated_delta.rule import backward_builds as rule_backward_builds
-from adjoint.ops.gated_delta.rule import builds as rule_builds
+from adjoint.core.kernels import Variant
 from adjoint.ops.gated_delta.stages import w_u_builds
 from adjoint.ops.gated_delta.step import builds as step_builds
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Kernel variants, named."""
-    if target in NVIDIA:
-        yield from rule_builds.builds(target)
-        yield from rule_backward_builds.builds(target)
     yield from step_builds.builds(target)
     yield from w_u_builds.builds(target)

@@ -289,13 +289,13 @@ def forward(
 
 @torch.no_grad()
 def backward(
+    dout: Tensor | None,
+    dfinal: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     saved: Tensor,
