@@ -188,8 +188,8 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 def variants(call: "Call", target: str, plan: str = "") -> Iterator[tuple[str, Variant]]:
     """What a call on meta tensors may launch on a GPU that need not be there, in both directions: names and variants.
 
-    Plans are those that accept the problem and are for the target, or the one of a name among them, each under the schedule of a GPU nobody tuned, and
-    for the architecture of the GPU that kernels are tuned on under its schedule too.
+    Plans are those that accept the problem and are for the target, or the one of a name among them, each under the
+    schedule of a GPU nobody tuned, and for the architecture of the GPU that kernels are tuned on under that of it too.
     """
     outputs = call.operator.allocate(*call.arguments)
     directions = [(call.operator, call.arguments)]

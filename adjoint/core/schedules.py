@@ -35,5 +35,5 @@ class Schedules:
 
     def named(self, kernel: str, *names: str) -> dict[str, int]:
         """The parameters of a kernel under the first of some names that has them, or else by default."""
-        entries = (self._by_gpu.get(name, {}).get(kernel) for name in names)
-        return dict(next(filter(None, entries), None) or self._by_gpu["default"][kernel])
+        chosen = next((name for name in names if kernel in self._by_gpu.get(name, {})), "default")
+        return dict(self._by_gpu[chosen][kernel])

@@ -60,7 +60,7 @@ def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 def _rule(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     *inputs, output_final_state, keep = arguments
     out, final_state, saved = outputs
-    eager.forward(*inputs, out, final_state if output_final_state else None, saved if keep else None)
+    eager.forward(*(*inputs, out, final_state if output_final_state else None, saved if keep else None))
 
 
 def _rule_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:

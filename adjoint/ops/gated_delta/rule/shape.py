@@ -127,7 +127,7 @@ class Shape(NamedTuple):
         return self.element == torch.float32
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """Sizes that most kernels are compiled for: K and V are the widths of rows in memory."""
         return {"GROUP": self.group, "K": padded(self.K), "V": padded(self.V)}
 

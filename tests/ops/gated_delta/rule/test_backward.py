@@ -203,8 +203,7 @@ def test_run_needs_no_other_memory(device: torch.device) -> None:
 
 
 def test_what_is_saved_and_what_is_computed_again() -> None:
-    """64 bytes a token and head are saved at K = V = 128, but for the last 1024; the workspace of a backward is what the
-    docs say."""
+    """64 bytes a token and head are saved at K = V = 128, but for the last 1024; the workspace is what the docs say."""
     from adjoint.ops.gated_delta.packing import SEGMENT, saved_states
 
     assert saved_states(33 * SEGMENT) * 128 * 128 * 4 / (32 * SEGMENT) == 64

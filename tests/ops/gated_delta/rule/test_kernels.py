@@ -232,7 +232,7 @@ def test_a_long_sequence_of_few_heads_is_split(device: torch.device) -> None:
 @pytest.mark.parametrize(("key_heads", "heads", "K"), ((1, 2, 128), (2, 2, 64), (1, 4, 64), (2, 6, 128)))
 @pytest.mark.parametrize("keys", (None, nearly_equal), ids=("random", "nearly equal"))
 def test_inverses_on_hopper(dtype: torch.dtype, key_heads: int, heads: int, K: int, keys: Any) -> None:
-    """T in two parts, of the kernel for Hopper as of the portable one, to 2^-13; slots without tokens are left alone."""
+    """T in two parts, of the kernel for Hopper as of the portable one, to 2^-13; others are left alone."""
     from adjoint.ops.gated_delta.rule.hopper import chunk_inverse as hopper
     from adjoint.ops.gated_delta.rule.triton import chunk_indices, chunk_inverse, gates
 
@@ -316,7 +316,10 @@ def test_where_chunks_and_segments_lie(
     unordered = [row * time for row in range(rows + 1)] if bounds is None else list(bounds)
     begins = [max(unordered[: n + 1]) for n in range(len(unordered))]
     assert written["sequence_begins"] == begins
-    for size, firsts, indices in ((64, "first_chunks", "chunk_indices"), (SEGMENT, "first_segments", "segment_indices")):
+    for size, firsts, indices in (
+        (64, "first_chunks", "chunk_indices"),
+        (SEGMENT, "first_segments", "segment_indices"),
+    ):
         first, lying = [0], []
         for number, (begin, end) in enumerate(pairwise(begins)):
             spans = range(begin, end, size)

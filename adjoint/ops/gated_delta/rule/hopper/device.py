@@ -49,7 +49,7 @@ class ByStrides:
 
     def _bind(self, strides: tuple[tuple[int, int], ...]) -> Launch:
         named = dict(zip(self._tokens, strides, strict=True))
-        constants = {f"{name}_STRIDE": token for name, (token, _) in named.items()}
+        constants: dict[str, Any] = {f"{name}_STRIDE": token for name, (token, _) in named.items()}
         constants |= {f"{name}_HEAD": head for name, (_, head) in named.items()}
         return self._setup.kernel(self._kernel, **constants, **self._settings)
 

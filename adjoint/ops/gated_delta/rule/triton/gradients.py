@@ -394,7 +394,7 @@ def sum_warps(shape: Shape) -> int:
 def gradient_regions(shape: Shape, need: int, normalize: bool) -> dict[str, tuple[torch.dtype, int]]:
     """M, its transpose and E [chunks, H, 64, 64]; what dg and dβ are computed from; and, where q and k are normalised
     and their rows cut, the gradients of what was normalised, in float32."""
-    regions = {}
+    regions: dict[str, tuple[torch.dtype, int]] = {}
     if need & (NEED_Q | NEED_K):
         regions |= {name: (shape.element, shape.lanes * CHUNK * CHUNK) for name in ("M", "M_transposed", "E")}
     if need & (NEED_G | NEED_BETA):

@@ -39,7 +39,7 @@ def token_tile(x, first, rows, token_stride, SIZE: tl.constexpr, BLOCK: tl.const
     token = tl.arange(0, 64)[:, None]
     column = first + tl.arange(0, BLOCK)[None, :]
     place = x + (token * token_stride.to(tl.int32) + column)
-    # Where every column is there no mask is kept for them: registers are what is scarce.
+    # Where every column is there, no mask takes registers for them, which are scarce.
     if SIZE % BLOCK == 0:
         return tl.load(place, token < rows, other=0)
     else:

@@ -59,7 +59,7 @@ def rule_unnormalize(
     tl.store(out + row * SIZE + column, ((dy - wide * along[:, None]) * factor).to(out.dtype.element_ty), inside)
 
 
-def _sizes(shape: Shape) -> dict[str, int]:
+def _sizes(shape: Shape) -> dict[str, Any]:
     return {"SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K)}
 
 
