@@ -80,12 +80,12 @@ def test_a_budget_can_be_exceeded() -> None:
 
 
 def test_spills_are_in_the_budget_where_kernels_are_not_tuned() -> None:
-    import_module("adjoint.ops.gated_delta.rule.triton.kernels")
-    allowed = kernels.registered()["rule_walk"].budget.spilled_elsewhere
-    walk = {"name": "x", "kernel": "rule_walk", "registers": 32, "spilled_bytes": allowed, "shared_bytes": 0}
-    assert allowed and _over_budget(walk, "sm_80") == []
-    assert _over_budget(walk | {"spilled_bytes": allowed + 4}, "sm_80")
-    assert _over_budget(walk, TUNED)
+    import_module("adjoint.ops.gated_delta.rule.triton.state_scan")
+    allowed = kernels.registered()["rule_state_scan"].budget.spilled_elsewhere
+    scan = {"name": "x", "kernel": "rule_state_scan", "registers": 32, "spilled_bytes": allowed, "shared_bytes": 0}
+    assert allowed and _over_budget(scan, "sm_80") == []
+    assert _over_budget(scan | {"spilled_bytes": allowed + 4}, "sm_80")
+    assert _over_budget(scan, TUNED)
 
 
 def test_a_failed_build_is_noticed() -> None:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
+from importlib import import_module, reload
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +52,24 @@ from tests.mutants.equivalent import EQUIVALENT
 
 EXPERTS = ("tiles", "products", "token_sums", "hidden_gradients")
 
+RULE = tuple(
+    f"adjoint.ops.gated_delta.rule.triton.{part}"
+    for part in (
+        "chunk_indices",
+        "gates",
+        "normalize",
+        "chunk_inverse",
+        "state_scan",
+        "compose_transitions",
+        "output",
+        "local_gradients",
+        "reverse_scan",
+        "gradients",
+        "gate_gradients",
+    )
+)
+"""Modules of kernels in the order of their imports: those after a mutant are loaded again, with the mutant in them."""
+
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "embedding": (
@@ -69,12 +87,7 @@ MODULES = {
         *(f"adjoint.ops.moe.experts.triton.{part}" for part in EXPERTS),
     ),
     "gated_delta": (
-        "adjoint.ops.gated_delta.rule.triton.table_kernels",
-        "adjoint.ops.gated_delta.rule.triton.kernels",
-        "adjoint.ops.gated_delta.rule.triton.backward_kernels",
-        "adjoint.ops.gated_delta.rule.triton.gradients_kernels",
-        "adjoint.ops.gated_delta.rule.triton.closing_kernels",
-        "adjoint.ops.gated_delta.rule.triton.compose_back_kernels",
+        *RULE,
         "adjoint.ops.gated_delta.step.kernels",
         "adjoint.ops.gated_delta.stages.gate.kernels",
         "adjoint.ops.gated_delta.stages.normalize.kernels",
@@ -84,8 +97,16 @@ MODULES = {
 """Every module with kernels, under the first family that uses it."""
 
 IN_GLUON = tuple(
-    f"adjoint.ops.gated_delta.rule.hopper.{part}_kernels"
-    for part in ("forward", "prepare", "transition", "turn", "walk", "walk_back", "gradients")
+    f"adjoint.ops.gated_delta.rule.hopper.{part}"
+    for part in (
+        "chunk_inverse",
+        "forward_scan",
+        "transitions",
+        "state_scan",
+        "local_gradients",
+        "reverse_scan",
+        "gradients",
+    )
 )
 """Which has no interpreter."""
 
@@ -376,10 +397,16 @@ def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
     if ".step." in mutant.module:
         step_calls.shrink()
         return step_calls.noticed()
-    way_back = ("rule_backward_kernels", "rule_gradients_kernels", "rule_closing_kernels", "rule_compose_back_kernels")
-    if mutant.module.endswith(way_back):
+    whole = ("adjoint.ops.gated_delta.rule.triton.forward", "adjoint.ops.gated_delta.rule.triton.backward")
+    for later in (*RULE[RULE.index(mutant.module) + 1 :], *whole):
+        reload(import_module(later))
+    if mutant.module.endswith(("gradients", "reverse_scan")) or mutant.function in _OF_THE_BACKWARD:
         return rule_backward_calls.noticed()
-    return rule_calls.noticed() or (mutant.function == "rule_walk" and rule_backward_calls.noticed())
+    return rule_calls.noticed() or (mutant.function == "rule_state_scan" and rule_backward_calls.noticed())
+
+
+_OF_THE_BACKWARD = ("rule_unnormalize", "rule_compose_reverse_transitions")
+"""Kernels of the backward alone, beside those of its own modules."""
 
 
 # ---------------------------------------------------------------------------------------------- tests

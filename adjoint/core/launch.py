@@ -33,7 +33,7 @@ from adjoint.core.problem import Problem
 from adjoint.core.workspace import Memory, Regions
 
 if TYPE_CHECKING:
-    from adjoint.core.plan import Call
+    from adjoint.core.plan import Call, Candidate
 
 Execute = Callable[[tuple[Any, ...], tuple[Tensor, ...], Tensor | None], tuple[Tensor, ...] | None]
 """Computes a plan's outputs: `(arguments, outputs, workspace)`; a workspace of None is allocated.
@@ -188,11 +188,11 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 # ------------------------------------------------------------------------------------------------- builds
 
 
-def setups(call: "Call", target: str) -> Iterator[Setup]:
+def setups(call: "Call", target: str, plan: str = "") -> Iterator[Setup]:
     """The setups of the plans that a call on meta tensors may have on a GPU that need not be there, in both directions.
 
-    Plans are those that accept the problem and are for the target, each under the schedule of a GPU nobody tuned, and
-    for the architecture of the GPU that kernels are tuned on under its schedule too.
+    Plans are those that accept the problem and are for the target, or the one of a name among them, each under the
+    schedule of a GPU nobody tuned; for the architecture that kernels are tuned on, under that of the tuned GPU too.
     """
     outputs = call.operator.allocate(*call.arguments)
     directions = [(call.operator, call.arguments)]
@@ -201,16 +201,24 @@ def setups(call: "Call", target: str) -> Iterator[Setup]:
     for operator, arguments in directions:
         problem = operator.describe(*arguments)._replace(device=torch.device(TARGETS[target][0]))
         for candidate in operator.candidates():
-            if candidate.setup is not None and target in candidate.targets and not candidate.refuse(problem):
-                for gpu in ("default", TUNED_GPU) if target == TUNED else ("default",):
-                    setup = Setup(problem, candidate.schedule_on(gpu, problem), target)
-                    candidate.setup(setup)
-                    yield setup
+            if candidate.setup is None or target not in candidate.targets or plan not in ("", candidate.name):
+                continue
+            if not candidate.refuse(problem):
+                for gpu in (target, TUNED_GPU) if target == TUNED else (target,):
+                    yield set_up(candidate, problem, target, gpu)
 
 
-def variants(call: "Call", target: str) -> Iterator[tuple[str, Variant]]:
-    """What a call on meta tensors may launch on a GPU that need not be there: names and variants."""
-    for setup in setups(call, target):
+def set_up(candidate: "Candidate", problem: Problem, target: str, gpu: str = "") -> Setup:
+    """The setup of a candidate for a problem on a GPU that need not be there, under the schedule of its name."""
+    assert candidate.setup is not None
+    setup = Setup(problem, candidate.schedule_on(problem, gpu, target), target)
+    candidate.setup(setup)
+    return setup
+
+
+def variants(call: "Call", target: str, plan: str = "") -> Iterator[tuple[str, Variant]]:
+    """What a call on meta tensors may launch on a GPU that need not be there: names and variants; see `setups`."""
+    for setup in setups(call, target, plan):
         for launch in setup.launches:
             if target in launch.kernel.targets:
                 yield _words(launch.variant), launch.variant

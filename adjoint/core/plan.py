@@ -83,9 +83,9 @@ class Candidate:
             return {}
         return self.schedules.lookup(self._entry_of(problem), device)
 
-    def schedule_on(self, gpu: str, problem: Problem) -> dict[str, int]:
-        """The schedule of a problem on a GPU of that name, which need not be there."""
-        return {} if self.schedules is None else self.schedules.named(self._entry_of(problem), gpu)
+    def schedule_on(self, problem: Problem, *names: str) -> dict[str, int]:
+        """The schedule of a problem on a GPU of that name or architecture, which need not be there."""
+        return {} if self.schedules is None else self.schedules.named(self._entry_of(problem), *names)
 
     def _entry_of(self, problem: Problem) -> str:
         return self.entry(problem) if self.entry else self.kernel
@@ -324,7 +324,7 @@ class Plan:
                 f"it has {', '.join(self.schedule) or 'none'}"
             )
         for name, value in parameters.items():
-            if value < 1 or value & (value - 1):
+            if value < 1 or (value & (value - 1) and not name.endswith("stages")):
                 raise ArgumentError(
                     f"{self.operator.name}: schedule parameter {name} must be a power of two, got {value}"
                 )

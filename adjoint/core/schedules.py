@@ -3,15 +3,18 @@
 import json
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from adjoint.core.kernels import architecture
 
 
 class Schedules:
     """Schedule parameters by kernel and GPU, from the reviewed JSON beside a family's kernels.
 
-    The file maps a GPU's name, "interpreter" (few, large programs), or "default" for a GPU nobody
-    tuned, to parameters by kernel.
+    The file maps a GPU's name, its architecture ("sm_90"), "interpreter" (few, large programs), or "default" for a GPU
+    nobody tuned, to parameters by kernel; in their place may stand the name of another that has the same.
     """
 
     def __init__(self, path: Path) -> None:
@@ -19,18 +22,18 @@ class Schedules:
 
     @cached_property
     def _by_gpu(self) -> dict[str, dict[str, dict[str, int]]]:
-        table: dict[str, dict[str, dict[str, int]]] = json.loads(self._path.read_text(encoding="utf-8"))
-        return table
+        table: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
+        return {name: table[entries] if isinstance(entries, str) else entries for name, entries in table.items()}
 
     def lookup(self, kernel: str, device: torch.device | None = None) -> dict[str, int]:
         """The parameters of a kernel on a device; without one, those of a GPU nobody tuned."""
-        name = "default"
         if device is not None and device.type == "cpu":
-            name = "interpreter"
-        elif device is not None and torch.cuda.is_available():
-            name = torch.cuda.get_device_name(device)
-        return self.named(kernel, name)
+            return self.named(kernel, "interpreter")
+        if device is not None and torch.cuda.is_available():
+            return self.named(kernel, torch.cuda.get_device_name(device), architecture(device))
+        return self.named(kernel)
 
-    def named(self, kernel: str, name: str) -> dict[str, int]:
-        """The parameters of a kernel on a GPU of that name."""
-        return dict(self._by_gpu.get(name, {}).get(kernel) or self._by_gpu["default"][kernel])
+    def named(self, kernel: str, *names: str) -> dict[str, int]:
+        """The parameters of a kernel under the first of some names that has them, or else by default."""
+        chosen = next((name for name in names if kernel in self._by_gpu.get(name, {})), "default")
+        return dict(self._by_gpu[chosen][kernel])

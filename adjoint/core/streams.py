@@ -20,7 +20,9 @@ def _second(device: torch.device) -> torch.cuda.Stream:
     return streams[index]
 
 
-def side_by_side(device: torch.device, first: Callable[[], Any], second: Callable[[], Any], worthwhile: bool) -> None:
+def run_concurrently(
+    device: torch.device, first: Callable[[], Any], second: Callable[[], Any], worthwhile: bool
+) -> None:
     """Launches two pieces of work that do not depend on each other; what follows waits for both.
 
     On a GPU, where that is worthwhile, the second goes to a stream of its own: neither fills the card alone, and the

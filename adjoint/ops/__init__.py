@@ -22,7 +22,7 @@ OPS = (
     "moe.dispatch",
     "moe.combine",
     "moe.experts",
-    "gated_delta",
+    "gated_delta.rule",
     "gated_delta.step",
     "gated_delta.stages.gate",
     "gated_delta.stages.normalize",
@@ -55,4 +55,5 @@ def _of_calls(module: ModuleType, target: str) -> Iterator[tuple[str, "Variant"]
     from adjoint.core.launch import variants
 
     for call in module.built_calls():
-        yield from variants(call, target)
+        call, plan = call if isinstance(call, tuple) else (call, "")
+        yield from variants(call, target, plan)

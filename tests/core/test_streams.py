@@ -5,13 +5,13 @@ import torch
 
 import adjoint
 from adjoint.core.errors import Unsupported
-from adjoint.core.streams import refuse_capture, side_by_side
+from adjoint.core.streams import refuse_capture, run_concurrently
 
 
 @pytest.mark.parametrize("worthwhile", [False, True])
 def test_both_pieces_run_in_their_order_without_a_gpu(worthwhile: bool) -> None:
     ran: list[str] = []
-    side_by_side(torch.device("cpu"), lambda: ran.append("first"), lambda: ran.append("second"), worthwhile)
+    run_concurrently(torch.device("cpu"), lambda: ran.append("first"), lambda: ran.append("second"), worthwhile)
     assert ran == ["first", "second"]
 
 
@@ -24,7 +24,7 @@ def test_what_follows_waits_for_both_even_when_the_second_raises() -> None:
         torch.cuda._sleep(50_000_000)
         left.fill_(1)
 
-    side_by_side(device, slowly, lambda: right.fill_(2), worthwhile=True)
+    run_concurrently(device, slowly, lambda: right.fill_(2), worthwhile=True)
     assert bool((left + right == 3).all())
 
     def fail() -> None:
@@ -32,7 +32,7 @@ def test_what_follows_waits_for_both_even_when_the_second_raises() -> None:
 
     left.zero_()
     with pytest.raises(ValueError, match="on purpose"):
-        side_by_side(device, slowly, fail, worthwhile=True)
+        run_concurrently(device, slowly, fail, worthwhile=True)
     assert bool((left == 1).all())
 
 
@@ -40,10 +40,10 @@ def test_what_follows_waits_for_both_even_when_the_second_raises() -> None:
 def test_a_graph_captures_both() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     left, right = (torch.zeros(16, device=device) for _ in range(2))
-    side_by_side(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
+    run_concurrently(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        side_by_side(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
+        run_concurrently(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
     for _ in range(3):
         graph.replay()
     assert bool((left == 4).all() and (right == 4).all())

@@ -161,35 +161,35 @@ EQUIVALENT = {
         "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
     ),
     # gated_delta_rule
-    ("rule_walk_back", "row < CHUNK -> row <= CHUNK (1)"): "a chunk has no row CHUNK: true of every row, as before",
-    ("rule_compose", "count <= SEGMENT -> count < SEGMENT"): (
+    ("rule_reverse_scan", "row < CHUNK -> row <= CHUNK (1)"): "a chunk has no row CHUNK: true of every row, as before",
+    ("rule_compose_transitions", "count <= SEGMENT -> count < SEGMENT"): (
         "a sequence of exactly one segment has none after its first: the loop over those has no steps"
     ),
     **{
-        ("rule_walk", change): "of a segment that no gradient passes through, M is found too, and nobody reads it"
+        ("rule_state_scan", change): "of a segment that no gradient passes through, M is found too, and nobody reads it"
         for change in (
-            "whole - index * SEGMENT > BACK -> whole - index * SEGMENT >= BACK",
-            "whole <= WHOLE -> whole < WHOLE",
+            "length - index * SEGMENT > REVERSE_SEGMENT -> length - index * SEGMENT >= REVERSE_SEGMENT",
+            "length <= UNSPLIT -> length < UNSPLIT",
         )
     },
     **{
         (kernel, change): "what is past the last key or value meets zeros, and is not stored"
         for kernel, change in (
-            ("rule_walk", "v_column < V -> v_column <= V"),
-            ("rule_walk", "v_row < K -> v_row <= K"),
-            ("rule_walk", "0.0 -> 1.0 (1)"),
-            ("rule_walk", "0.0 -> 1.0 (3)"),
-            ("rule_walk_back", "v_row < V -> v_row <= V (1)"),
-            ("rule_walk_back", "k_column < K -> k_column <= K (1)"),
+            ("rule_state_scan", "v_column < V -> v_column <= V"),
+            ("rule_state_scan", "v_row < K -> v_row <= K"),
+            ("rule_state_scan", "0.0 -> 1.0 (1)"),
+            ("rule_state_scan", "0.0 -> 1.0 (3)"),
+            ("rule_reverse_scan", "v_row < V -> v_row <= V (1)"),
+            ("rule_reverse_scan", "k_column < K -> k_column <= K (1)"),
         )
     },
     **{
         (kernel, "tl.full([1, CHUNK], 1, tl.int1) -> tl.full([1, CHUNK], 2, tl.int1)"): "true, as any number but 0"
-        for kernel in ("rule_walk", "rule_output")
+        for kernel in ("rule_state_scan", "rule_output")
     },
-    ("_fits", "tl.full(index.shape, 1, tl.int1) -> tl.full(index.shape, 2, tl.int1)"): "true, as any number but 0",
+    ("fits", "tl.full(index.shape, 1, tl.int1) -> tl.full(index.shape, 2, tl.int1)"): "true, as any number but 0",
     (
-        "rule_prepare",
+        "rule_chunk_inverse",
         "tl.static_range(1, 4) -> tl.static_range(1, 5)",
     ): "nothing lies between blocks of 16 in one of 16",
     ("rule_output", "K_STEP == K_BLOCK -> K_STEP != K_BLOCK (1)"): "one product, or a loop of steps, to one sum",
@@ -197,130 +197,127 @@ EQUIVALENT = {
         (kernel, change): "what a row stores past its end is another's, which the interpreter stores later"
         for kernel, change in (
             (
-                "rule_walk",
-                "tl.store(line + v_row[:, None] * K + k_column[None, :], S, _fits(v_row, LINES, V_BLOCK)[:, None] & "
+                "rule_state_scan",
+                "tl.store(line + v_row[:, None] * K + k_column[None, :], S, fits(v_row, LINES, V_BLOCK)[:, None] & "
                 "in_keys[None, :]) -> tl.store(line + v_row[:, None] * K + k_column[None, :], S)",
             ),
             (
-                "rule_walk_back",
+                "rule_reverse_scan",
                 "tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS, (v_row < V)[:, None] & "
                 "(k_column < K)[None, :]) -> tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS)",
             ),
-            ("rule_walk_back", "v_row < V -> v_row <= V (3)"),
-            ("rule_walk_back", "k_column < K -> k_column <= K (3)"),
+            ("rule_reverse_scan", "v_row < V -> v_row <= V (3)"),
+            ("rule_reverse_scan", "k_column < K -> k_column <= K (3)"),
         )
     },
     (
-        "rule_walk_back",
-        "dstarts + ((after - 1) * heads + head) * (V * K) + later -> "
-        "dstarts + ((after - 1) * heads + head) * (V * K) - later",
+        "rule_reverse_scan",
+        "dsegment_states + ((after - 1) * heads + head) * (V * K) + zero -> "
+        "dsegment_states + ((after - 1) * heads + head) * (V * K) - zero",
     ): "plus or minus 0",
-    ("rule_walk_back", "V % V_BLOCK -> V // V_BLOCK"): "masks for what is there always",
+    ("rule_reverse_scan", "V % V_BLOCK -> V // V_BLOCK"): "masks for what is there always",
     **{
         (tile, change): "masks for what is there always, and where they are missing what is read meets zeros"
         for tile, change in (
             ("_tile", "ROWS % ROW_BLOCK -> ROWS // ROW_BLOCK"),
             ("_tile", "COLUMNS % COLUMN_BLOCK -> COLUMNS // COLUMN_BLOCK"),
-            ("_turned_tile", "ROWS % ROW_BLOCK -> ROWS // ROW_BLOCK"),
+            ("_transposed_tile", "ROWS % ROW_BLOCK -> ROWS // ROW_BLOCK"),
         )
     },
-    ("rule_walk_back", "kind != tl.float32 -> kind == tl.float32 (1)"): (
+    ("rule_reverse_scan", "kind != tl.float32 -> kind == tl.float32 (1)"): (
         "the second part of dS is 0 in float32, and in 16 bits less than other roundings but in long sequences"
     ),
-    ("rule_walk_back", "0.0 -> 1.0 (4)"): "after the last chunk nothing decays",
+    ("rule_reverse_scan", "0.0 -> 1.0 (4)"): "after the last chunk nothing decays",
     **{
         ("_store_gradient", change): "plus or minus 0, which is there for the registers it saves"
         for change in (
-            "tl.arange(0, 64) + nothing -> tl.arange(0, 64) - nothing",
-            "first_key + nothing -> first_key - nothing",
+            "tl.arange(0, 64) + zero -> tl.arange(0, 64) - zero",
+            "first_key + zero -> first_key - zero",
         )
     },
-    ("rule_walk_back", "count <= WHOLE -> count < WHOLE"): (
-        "a sequence that is walked whole is then walked twice, to one result"
+    ("rule_reverse_scan", "count <= UNSPLIT -> count < UNSPLIT"): (
+        "a sequence that is scanned whole is then scanned twice, to one result"
     ),
-    ("rule_compose_back", "count <= WHOLE -> count < WHOLE"): (
-        "what is composed of a sequence that is walked whole is nobody's"
+    ("rule_compose_reverse_transitions", "count <= UNSPLIT -> count < UNSPLIT"): (
+        "what is composed of a sequence that is scanned whole is nobody's"
     ),
-    ("rule_compose_back", "k_column < K -> k_column <= K (2)"): (
+    ("rule_compose_reverse_transitions", "k_column < K -> k_column <= K (2)"): (
         "a row past the last gives a column past the last, which meets zeros of M and is not stored"
     ),
     **{
         (kernel, f"0.0 -> 1.0 ({load})"): "columns past the last meet zeros of M, and are not stored"
-        for kernel in ("rule_compose", "rule_compose_back")
+        for kernel in ("rule_compose_transitions", "rule_compose_reverse_transitions")
         for load in (1, 3)
     },
-    ("rule_compose", "V + V_BLOCK - 1 -> V + V_BLOCK - 2"): (
-        "V is padded to a multiple of V_BLOCK, 16: rounding up changes nothing"
-    ),
-    ("rule_table", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
+    ("rule_chunk_indices", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
     **{
-        ("_write_own_place", change): "whichever chunk writes it, it is one number"
+        ("_write_index", change): "whichever chunk writes it, it is one number"
         for change in (
-            "tl.store(begins + rows, rows * time, is_last) -> tl.store(begins + rows, rows * time)",
-            "tl.store(firsts + rows, chunks, is_last) -> tl.store(firsts + rows, chunks)",
-            "tl.store(segment_firsts + rows, rows * each, is_last) -> tl.store(segment_firsts + rows, rows * each)",
-            "tl.store(place + 2, row, begins_segment) -> tl.store(place + 2, row)",
-            "tl.store(place + 3, number, begins_segment) -> tl.store(place + 3, number)",
+            "tl.store(sequence_begins + rows, rows * time, is_last) -> tl.store(sequence_begins + rows, rows * time)",
+            "tl.store(first_chunks + rows, chunks, is_last) -> tl.store(first_chunks + rows, chunks)",
+            "tl.store(first_segments + rows, rows * each, is_last) -> tl.store(first_segments + rows, rows * each)",
+            "tl.store(index + INDEX_SEQUENCE, row, begins_segment) -> tl.store(index + INDEX_SEQUENCE, row)",
+            "tl.store(index + INDEX_NUMBER, segment, begins_segment) -> tl.store(index + INDEX_NUMBER, segment)",
         )
     },
-    ("_write_own_place", "row * each + number -> row * each - number (2)"): "the first segment of a row has number 0",
+    ("_write_index", "row * each + segment -> row * each - segment (2)"): "the first segment of a row has number 0",
     **{
         (
             kernel,
             f"{index} < CHUNK -> {index} <= CHUNK{number}",
         ): "a chunk has no row CHUNK: true of every row, as before"
         for kernel, index, number in (
-            ("rule_turn", "i", ""),
-            ("rule_turn", "j", ""),
-            ("rule_walk_back", "row", " (2)"),
-            ("rule_walk_back", "row", " (3)"),
+            ("rule_local_gradients", "i", ""),
+            ("rule_local_gradients", "j", ""),
+            ("rule_reverse_scan", "row", " (2)"),
+            ("rule_reverse_scan", "row", " (3)"),
             ("rule_gates", "row", ""),
         )
     },
     **{
         (kernel, f"{size} + {block} - 1 -> {size} + {block} - 2"): "padded sizes and blocks are multiples of 16"
         for kernel, size, block in (
-            ("rule_walk", "LINES", "V_BLOCK"),
+            ("rule_state_scan", "LINES", "V_BLOCK"),
             ("rule_output", "V", "V_BLOCK"),
-            ("rule_walk_back", "V", "V_BLOCK"),
+            ("rule_reverse_scan", "V", "V_BLOCK"),
             ("rule_gradients", "K", "K_BLOCK"),
         )
     },
     **{
         (kernel, change): "what is read of a chunk that is not there is not used"
         for kernel, change in (
-            ("rule_walk", "count > 0 -> count >= 0"),
-            ("rule_walk", "count > CHUNK -> count >= CHUNK"),
-            ("rule_walk_back", "count > 0 -> count >= 0"),
-            ("rule_walk_back", "0.0 -> 1.0 (2)"),
-            ("rule_walk_back", "0.0 -> 1.0 (3)"),
+            ("rule_state_scan", "count > 0 -> count >= 0"),
+            ("rule_state_scan", "count > CHUNK -> count >= CHUNK"),
+            ("rule_reverse_scan", "count > 0 -> count >= 0"),
+            ("rule_reverse_scan", "0.0 -> 1.0 (2)"),
+            ("rule_reverse_scan", "0.0 -> 1.0 (3)"),
         )
     },
     **{
         (kernel, change): "what is above the diagonal, or on it, is left out afterwards"
         for kernel, change in (
-            ("_matrix", "i > j -> i >= j"),
-            ("_matrix", "0.0 -> 1.0 (1)"),
+            ("_chunk_matrix", "i > j -> i >= j"),
+            ("_chunk_matrix", "0.0 -> 1.0 (1)"),
             ("rule_scores", "0.0 -> 1.0 (1)"),
             ("rule_output", "0.0 -> 1.0 (1)"),
             ("rule_matrices", "i > j -> i >= j"),
             ("rule_matrices", "0.0 -> 1.0"),
         )
     },
-    ("rule_prepare", "block_row > block_column -> block_row >= block_column"): "equal ones were taken before",
-    ("rule_walk", "next_over + 0.0 -> next_over - 0.0"): "plus or minus 0, which is there for the pipeline",
-    ("rule_turn", "K > K_BLOCK -> K >= K_BLOCK"): "keys that are there are read once more",
+    ("rule_chunk_inverse", "block_row > block_column -> block_row >= block_column"): "equal ones were taken before",
+    ("rule_state_scan", "next_decay + 0.0 -> next_decay - 0.0"): "plus or minus 0, which is there for the pipeline",
+    ("rule_local_gradients", "K > K_BLOCK -> K >= K_BLOCK"): "keys that are there are read once more",
     ("rule_gradients", "program % 2 == 0 -> program % 2 != 0"): "dk by the first of two programs and dq by the second",
-    ("rule_bounds", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
+    ("rule_sequence_bounds", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
     ("rule_clear", "first >= begin -> first > begin"): "a program with nothing to clear ends early or clears nothing",
-    ("rule_clear", "tl.minimum(first + ROWS, tokens) -> tl.maximum(first + ROWS, tokens)"): (
+    ("rule_clear", "tl.minimum(first + CLEARED_ROWS, tokens) -> tl.maximum(first + CLEARED_ROWS, tokens)"): (
         "a program with nothing to clear ends early or clears nothing"
     ),
     (
         "products",
         "left.dtype.element_ty == tl.float32 -> left.dtype.element_ty != tl.float32",
     ): "a loop, rolled or not",
-    ("_passing", "kind == tl.float32 -> kind != tl.float32"): "sums along rows by a scan or by a product",
+    ("_sums_past", "kind == tl.float32 -> kind != tl.float32"): "sums along rows by a scan or by a product",
     # gated_delta.recompute_w_u
     ("gated_delta_bounds", "bounds + one -> bounds - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_bounds", "bounds + count + 1 + one -> bounds + count + 1 - one"): (
@@ -348,7 +345,8 @@ EQUIVALENT = {
     },
     (
         "rule_clear_saved",
-        "tl.load(begins + middle) < (place + 1) * SEGMENT -> tl.load(begins + middle) <= (place + 1) * SEGMENT",
+        "tl.load(sequence_begins + middle) < (place + 1) * SEGMENT -> "
+        "tl.load(sequence_begins + middle) <= (place + 1) * SEGMENT",
     ): "a sequence that begins where the tokens of a place end does not have it, nor does the one that ends there",
     ("rule_clear_saved", "segment > 0 -> segment >= 0"): (
         "0 only before a first sequence that does not begin with the tokens, which is reported, and saves nothing"

@@ -6,6 +6,7 @@ Gradients are compared with autograd over the recurrence in float64, closely, ea
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from adjoint.contract.inputs import widened
 from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as rule_shape
-from adjoint.ops.gated_delta.rule.triton import backward_launch as rule_backward_launch
-from adjoint.ops.gated_delta.rule.triton import launch as rule_launch
 from adjoint.ops.gated_delta.values import gradients, tokens
 from tests.mutants.calls import at_the_edge
 from tests.mutants.rule_calls import fall
@@ -53,15 +52,16 @@ class Sequences:
         if self.normalize:  # of lengths that tell rows apart
             stretched = [x * (torch.rand(*x.shape[:-1], 1, generator=source) + 0.5).to(x.dtype) for x in inputs[:2]]
             inputs = (*stretched, *inputs[2:])
-        *given, state, cu_seqlens = inputs
-        rule, back = (adjoint.gated_delta_rule.__globals__[name] for name in ("_rule", "_rule_backward"))
-        o, final, saved = rule.launch((*inputs, 0.5, self.normalize, True, True), _FORWARD)
+        rule = adjoint.gated_delta_rule.__globals__["_rule"]
+        o, final, saved = rule.forward.launch((*inputs, 0.5, self.normalize, True, True), _FORWARD)
         do, dfinal = (torch.randn(x.shape, generator=source).to(x.dtype) for x in (o, final))
         upstream = (do if self.of_output else None, dfinal if self.of_state else None)
-        edged = [None if x is None else at_the_edge(x) for x in (*given, *upstream, state, cu_seqlens)]
-        need = 31 if state is None else 63
+        edged = [None if x is None else at_the_edge(x) for x in (*upstream, *inputs)]
+        need = 31 if inputs[5] is None else 63
         with _two_parts() if self.in_two_parts else nullcontext(), no_numbers():
-            found = back.launch((*edged, saved, 0.5, self.normalize, need), _KERNELS)
+            gradients_of_inputs = rule.forms[""].operator.launch(
+                (*edged, saved, 0.5, self.normalize, need), _KERNELS
+            )  # fmt: skip
         slopes = gradients(lambda *x: reference.gated_delta_rule(*x, scale=0.5, normalize_qk=self.normalize))
         wide = [torch.zeros_like(x, dtype=torch.float64) for x in (o, final)]
         for place, part in enumerate(upstream):
@@ -69,7 +69,7 @@ class Sequences:
                 wide[place] = part.double()
         exact = slopes(*wide, *widened(inputs))
         limits = (*(CLOSE[self.dtype],) * 5, CLOSE_STATE[self.dtype])
-        results = zip(found, exact, limits, strict=False)
+        results = zip(gradients_of_inputs, exact, limits, strict=False)
         return any(_far(got, right, limit) for got, right, limit in results if right is not None)
 
 
@@ -91,26 +91,33 @@ def no_numbers() -> Iterator[None]:
 @contextmanager
 def _two_parts() -> Iterator[None]:
     """T in two parts, all of it in the second, where a part that is not added is missed most."""
-    prepare, tuning = rule_launch.prepare, rule_backward_launch.forward_tuning
+    backward = import_module("adjoint.ops.gated_delta.rule.triton.backward")
+    bind, parts_of = backward.bind_chunk_inverse, backward.parts_of
 
-    def second_part_alone(launches: Any, memory: Any, k: Any, hopper: bool = False) -> None:
-        prepare(launches, memory, k, hopper)
-        parts = memory["T"].view(-1, 2, CHUNK * CHUNK)
-        parts[:, 1] = parts[:, 0]
-        parts[:, 0] = 0
+    def bind_second_part_alone(*arguments: Any) -> Any:
+        inverse = bind(*arguments)
 
-    rule_launch.prepare = second_part_alone
-    rule_backward_launch.forward_tuning = lambda shape: tuning(shape)._replace(parts=2)
+        def launch(memory: Any, k: Any) -> None:
+            inverse(memory, k)
+            parts = memory["T"].view(-1, 2, CHUNK * CHUNK)
+            parts[:, 1] = parts[:, 0]
+            parts[:, 0] = 0
+
+        return launch
+
+    vars(backward).update(bind_chunk_inverse=bind_second_part_alone, parts_of=lambda shape: 2)
+    adjoint.core.plan.forget()
     try:
         yield
     finally:
-        rule_launch.prepare, rule_backward_launch.forward_tuning = prepare, tuning
+        vars(backward).update(bind_chunk_inverse=bind, parts_of=parts_of)
+        adjoint.core.plan.forget()
 
 
 def calls() -> Iterator[Sequences]:
     slow: dict[str, Any] = {"decay": 0.001, "strength": (0.0, 0.1)}  # much of a gradient passes through a segment
     yield Sequences((1, 200, 1, 3, 16, 24), options={"cu_seqlens": (0, 0, 1, 66, 200), "decay": 0.3})
-    # No tokens, some, as many as are walked whole, and four segments; four with keys that do not fill a block.
+    # No tokens, some, as many as are scanned whole, and four segments; four with keys that do not fill a block.
     yield Sequences((1, 650, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 10, 138, 650), **slow})
     yield Sequences((1, 700, 1, 1, 16, 16), options={"cu_seqlens": (0, 320, 700), **slow})
     yield Sequences((2, 450, 2, 2, 40, 16), of_state=False, options={"state": False, **slow})
@@ -127,9 +134,9 @@ def calls() -> Iterator[Sequences]:
 
 def noticed() -> bool:
     """Whether any call does not give what it should; segments have one chunk, or two, and two heads are few."""
-    for module in (packing, rule_launch, rule_shape, rule_backward_launch):
-        vars(module)["SEGMENT"] = 64
-    rule_shape.FEW_HEADS, rule_shape.BACK_SEGMENT, rule_shape.WHOLE_BACK = 2, 128, 128
+    packing.SEGMENT = 64
+    rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = 2, 128, 128
+    adjoint.core.plan.forget()
     try:
         return any(call.wrong_result() for call in calls())
     except Exception:

@@ -6,6 +6,7 @@ types alone do (parts of matrices and scores) is tried on them, and on the matri
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +16,13 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.contract.inputs import widened
-from adjoint.core.workspace import Regions
 from adjoint.ops.gated_delta import packing, reference
+from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.rule import shape as rule_shape
-from adjoint.ops.gated_delta.rule.eager import EPSILON
-from adjoint.ops.gated_delta.rule.triton import forward as rule_forward
-from adjoint.ops.gated_delta.rule.triton import launch as rule_launch
+from adjoint.ops.gated_delta.rule.shape import token_rows
 from adjoint.ops.gated_delta.values import nearly_equal, tokens
 from tests.mutants.calls import at_the_edge
+from tests.ops.gated_delta.rule.kernels import Kernels
 
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 4.5e-3}
 """Of the norm of a result: ten times what rounding gives float32, and half more for bfloat16."""
@@ -45,9 +45,9 @@ class Sequences:
         inputs = tokens(self.shape, **self.options)(self.dtype, torch.device("cpu"), torch.Generator().manual_seed(3))
         if self.falls:
             fall(inputs[3])
-        given = tuple(x if x is None else at_the_edge(x, front=x.dtype == torch.int64) for x in inputs)
-        forward = adjoint.gated_delta_rule.__globals__["_rule"]
-        o, final, saved = forward.launch((*given, 0.5, self.normalize, True, True), _KERNELS)
+        edged = tuple(x if x is None else at_the_edge(x, front=x.dtype == torch.int64) for x in inputs)
+        forward = adjoint.gated_delta_rule.__globals__["_rule"].forward
+        o, final, saved = forward.launch((*edged, 0.5, self.normalize, True, True), _KERNELS)
         exact = reference.gated_delta_rule(*widened(inputs), scale=0.5, normalize_qk=self.normalize)
         if any(_far(got, right, self.dtype) for got, right in zip((o, final), exact, strict=True)):
             return True
@@ -66,12 +66,12 @@ def _far(got: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
 
 def _saved(inputs: tuple[Any, ...], normalize: bool) -> Tensor:
     """The states between segments: the last of a sequence cut there."""
-    *given, state, cu_seqlens = inputs
-    rows, time, heads, V = given[2].shape
-    K = given[0].shape[3]
-    places = given[2].new_zeros(packing.saved_states(rows * time), heads, K, V)
+    *differentiable, state, cu_seqlens = inputs
+    rows, time, heads, V = differentiable[2].shape
+    K = differentiable[0].shape[3]
+    places = differentiable[2].new_zeros(packing.saved_states(rows * time), heads, K, V)
     bounds = [row * time for row in range(rows + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    flat = [x.flatten(0, 1) for x in given]
+    flat = [x.flatten(0, 1) for x in differentiable]
     for number, (begin, end) in enumerate(pairwise(bounds)):
         for segment in range(1, -(-(end - begin) // packing.SEGMENT)):
             part = [x[begin : begin + segment * packing.SEGMENT][None] for x in flat]
@@ -83,9 +83,7 @@ def _saved(inputs: tuple[Any, ...], normalize: bool) -> Tensor:
 
 def shrink() -> None:
     """Segments of two chunks, so that few tokens have several; sequences of one and two heads are split."""
-    for module in (packing, rule_launch, rule_shape, rule_forward):
-        vars(module)["SEGMENT"] = 128
-    rule_shape.FEW_HEADS = 2
+    packing.SEGMENT, rule_shape.FEW_HEADS = 128, 2
 
 
 def calls() -> Iterator[Sequences]:
@@ -101,6 +99,11 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((1, 20, 1, 1, 64, 16), options={"decay": None})
 
 
+def _triton(module: str) -> Any:
+    """A module of kernels as it is now: a mutant may have its place."""
+    return import_module(f"adjoint.ops.gated_delta.rule.triton.{module}")
+
+
 class Chunks:
     """The kernels one by one, on memory of their own."""
 
@@ -113,36 +116,43 @@ class Chunks:
         heads: tuple[int, int] = (1, 2),
     ) -> None:
         options: dict[str, Any] = {"keys": nearly_equal, "decay": 0.01, "strength": (0.9, 1.0), "cu_seqlens": bounds}
-        drawn = tokens((1, time, *heads, 16, 16), **options)
-        made = drawn(dtype, torch.device("cpu"), torch.Generator().manual_seed(4))
-        self.q, self.k, self.v, self.g, self.beta, self.state, self.cu_seqlens = made
-        named = {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "beta": self.beta}
-        shape = rule_shape.Shape.of(rule_shape.describe("rule", named, {}, self.cu_seqlens, ()))
-        self.run = rule_launch.Launches(shape, self.q.device, rule_shape.tuning(shape)._replace(parts=parts))
-        regions = rule_shape.table_regions(shape, segments=True) | rule_shape.chunk_regions(shape, self.run.tuned)
-        held = Regions(**regions, **{"P": rule_shape.chunk_regions(shape, self.run.tuned, score_parts=2)["P"]})
-        self.memory = held.tensors(held.allocate(self.q.device).fill_(0xFF))
-        self.queries, self.keys, self.values = (
-            rule_shape.walkable(at_the_edge(x)) for x in (self.q, self.k, self.v)
-        )  # fmt: skip
-        rule_launch.table(self.run, self.memory, self.cu_seqlens)
-        rule_launch.gates(self.run, self.memory, self.g, self.beta)
-        rule_launch.prepare(self.run, self.memory, self.keys)
+        draw = tokens((1, time, *heads, 16, 16), **options)
+        inputs = draw(dtype, torch.device("cpu"), torch.Generator().manual_seed(4))
+        self.q, self.k, self.v, self.g, self.beta, self.state, self.cu_seqlens = inputs
+        bound, self.parts = Kernels(inputs), parts
+        self.setup, self.shape = bound.setup, bound.shape
+        inverse = _triton("chunk_inverse")
+        self.memory = bound.memory(
+            **_triton("chunk_indices").index_regions(self.shape, segments=True),
+            **_triton("gates").gate_region(self.shape),
+            **inverse.inverse_region(self.shape, parts),
+            **inverse.score_region(self.shape, 2),
+            **_triton("state_scan").scan_regions(self.shape),
+        )
+        self.queries, self.keys, self.values = (token_rows(at_the_edge(x)) for x in (self.q, self.k, self.v))
+        gates = _triton("gates").bind_gates(self.setup, self.shape, (True,), raises=True)
+        gates(self.memory, self.cu_seqlens, self.g, self.beta)
+        inverse.bind_chunk_inverse(self.setup, self.shape, parts)(self.memory, self.keys)
 
-    def walk(self, **options: Any) -> list[Tensor]:
-        """What is left of a walk: states and new values of all chunks."""
-        left = [self.memory[name] for name in ("states", "new")]
-        for x in left:
+    def scan(self, segmented: bool = False, saved: Tensor | None = None) -> list[Tensor]:
+        """What a state scan leaves: states and new values of all chunks."""
+        results = [self.memory[name] for name in ("states", "new_values")]
+        for x in results:
             x.fill_(torch.nan)
-        rule_launch.walk(self.run, self.memory, self.keys, self.values, self.state, **options)
-        return [x.clone().nan_to_num(7.0) for x in left]
+        scan = _triton("state_scan").bind_state_scan(
+            self.setup, self.shape, self.parts, segmented=segmented, initial=True,
+            saves=saved is not None and not segmented, final=False,
+        )  # fmt: skip
+        scan(self.memory, self.keys, self.values, self.state, saved)
+        return [x.clone().nan_to_num(7.0) for x in results]
 
 
 def wrong_matrices() -> bool:
     """Whether T in two parts is further from the inverse than its parts allow, or P from the scores."""
     for dtype, close, key_heads, heads in ((torch.bfloat16, 1e-4, 2, 4), (torch.float32, 1e-6, 1, 2)):
         own = Chunks(dtype, 100, None, 2, (key_heads, heads))
-        rule_launch.scores(own.run, own.memory, own.queries, own.keys, 0.5, 2)
+        scores = _triton("chunk_inverse").bind_scores(own.setup, own.shape, 2)
+        scores(own.memory, own.queries, own.keys, 0.5)
         T, P = (own.memory[name].view(2, heads, 2, 64, 64).double().sum(2) for name in ("T", "P"))
         for chunk, size in ((0, 64), (1, 36)):
             here = slice(64 * chunk, 64 * chunk + size)
@@ -163,49 +173,47 @@ def wrong_matrices() -> bool:
     return False
 
 
-def wrong_walks() -> bool:
+def wrong_scans() -> bool:
     """Whether segments do not give what whole sequences do, or the second part of T is not what is added."""
-    own = Chunks(torch.bfloat16, 310, (0, 20, 310), 1)
+    one_part = Chunks(torch.bfloat16, 310, (0, 20, 310), 1)
     saved = torch.zeros(packing.saved_states(310), 2, 16, 16)
-    whole = own.walk(saved=saved)
-    if not all(map(torch.equal, own.walk(segmented=True, saved=saved), whole)):
+    whole = one_part.scan(saved=saved)
+    if not all(map(torch.equal, one_part.scan(segmented=True, saved=saved), whole)):
         return True
-    apart = Chunks(torch.bfloat16, 310, (0, 20, 310), 2)
-    parts = apart.memory["T"].view(-1, 2, 64 * 64)
+    two_parts = Chunks(torch.bfloat16, 310, (0, 20, 310), 2)
+    parts = two_parts.memory["T"].view(-1, 2, 64 * 64)
     parts[:, 1] = parts[:, 0]
     parts[:, 0] = 0
-    return not all(map(torch.equal, apart.walk(), whole))
+    return not all(map(torch.equal, two_parts.scan(), whole))
 
 
-def wrong_tables() -> bool:
+def wrong_indices() -> bool:
     """Whether what lies where is not what counting by hand gives: of rows, of few sequences, and of many."""
     packed, two_blocks = (3, 3, 20, 310), (*range(128), 310)
     of_few = ((310, 1, packed, 128), (310, 1, two_blocks, 128))
+    indices, gates = _triton("chunk_indices"), _triton("gates")
     for time, rows, bounds, few in ((200, 3, None, 0), (50, 1, None, 0), *of_few, (310, 1, packed, 0)):
-        rule_launch._FEW_SEQUENCES = few
+        indices.FEW_SEQUENCES = few
         x, g = torch.zeros(rows, time, 1, 16), at_the_edge(torch.zeros(rows, time, 1))
         cu_seqlens = None if bounds is None else at_the_edge(torch.tensor(bounds), front=True)
-        named = {"q": x, "k": x, "v": x, "g": g, "beta": g}
-        shape = rule_shape.Shape.of(rule_shape.describe("rule", named, {}, cu_seqlens, ()))
-        regions = rule_shape.table_regions(shape, segments=True) | {"gates": (torch.float32, shape.chunks * 5 * 64)}
-        held = Regions(**regions)
-        memory = held.tensors(held.allocate(x.device).fill_(0xFF))
-        rule_launch.table_and_gates(rule_launch.Launches(shape, x.device), memory, cu_seqlens, g, g, raises=False)
+        bound = Kernels((x, x, x, g, g, None, cu_seqlens))
+        memory = bound.memory(**indices.index_regions(bound.shape, segments=True), **gates.gate_region(bound.shape))
+        gates.bind_gates(bound.setup, bound.shape, (True,), raises=False)(memory, cu_seqlens, g, g)
         begins = [row * time for row in range(rows + 1)] if bounds is None else list(bounds)
-        if memory["begins"].tolist() != begins:
+        if memory["sequence_begins"].tolist() != begins:
             return True
-        for size, name in ((packing.CHUNK, ""), (packing.SEGMENT, "segment_")):
+        for size, name in ((packing.CHUNK, "chunk"), (packing.SEGMENT, "segment")):
             first, lying = [0], []
             for number, (begin, end) in enumerate(pairwise(begins)):
-                own = range(begin, end, size)
-                lying += [[token, min(size, end - token), number, index] for index, token in enumerate(own)]
+                spans = range(begin, end, size)
+                lying += [[token, min(size, end - token), number, index] for index, token in enumerate(spans)]
                 first.append(len(lying))
-            places = memory[f"{name}places"].view(-1, 4).tolist()
-            if memory[f"{name}firsts"].tolist() != first or places[: len(lying)] != lying:
+            written = memory[f"{name}_indices"].view(-1, 4).tolist()
+            if memory[f"first_{name}s"].tolist() != first or written[: len(lying)] != lying:
                 return True
-            if any(place[1] for place in places[len(lying) :]):
+            if any(index[1] for index in written[len(lying) :]):
                 return True
-    rule_launch._FEW_SEQUENCES = 128
+    indices.FEW_SEQUENCES = 255
     return False
 
 
@@ -213,7 +221,8 @@ def wrong_clearing() -> bool:
     """Whether anything but the tokens of no sequence becomes zero."""
     own = Chunks(torch.float32, 100, None, 1)
     out = at_the_edge(torch.ones(1, 100, 2, 16))
-    rule_launch.clear(own.run, {"begins": torch.tensor([3, 90], dtype=torch.int32)}, out)
+    clear = _triton("chunk_indices").bind_clear(own.setup, own.shape, torch.float32)
+    clear({"sequence_begins": torch.tensor([3, 90], dtype=torch.int32)}, out)
     right = torch.ones(1, 100, 2, 16)
     right[:, :3] = right[:, 90:] = 0
     return not torch.equal(out, right)
@@ -228,9 +237,9 @@ def wrong_clearing_of_states() -> bool:
         for begin, end in pairwise(bounds):
             first = begin // packing.SEGMENT
             right[first : first + max(0, -(-(end - begin) // packing.SEGMENT) - 1)] = 1
-        given = at_the_edge(saved)
-        rule_launch.clear_saved(own.run, own.memory, given)
-        if not torch.equal(given, right):
+        edged = at_the_edge(saved)
+        _triton("chunk_indices").bind_clear_saved(own.setup, own.shape)(own.memory, edged)
+        if not torch.equal(edged, right):
             return True
     return False
 
@@ -240,10 +249,10 @@ def wrong_norms() -> bool:
     source = torch.Generator().manual_seed(6)
     x = torch.randn(2, 9, 3, 24, generator=source)[..., ::2] * torch.rand(2, 9, 3, 1, generator=source) ** 20
     gates = torch.zeros(2, 9, 3)
-    named = {"q": x, "k": x, "v": x, "g": gates, "beta": gates}
-    shape = rule_shape.Shape.of(rule_shape.describe("rule", named, {}, None, ()))
+    bound = Kernels((x, x, x, gates, gates, None, None))
     out, factors = torch.full((2 * 9 * 3 + 1, 16), torch.nan), torch.full((2 * 9 * 3 + 1,), torch.nan)
-    rule_launch.normalize(rule_launch.Launches(shape, x.device), x, out, factors)
+    normalize = _triton("normalize").bind_normalize(bound.setup, bound.shape, factors=True)
+    normalize({"copied_q": out, "q_factors": factors}, "q", x)
     factor = (x.double().square().sum(-1) + EPSILON).rsqrt()
     right = torch.zeros(2, 9, 3, 16, dtype=torch.float64)
     right[..., :12] = x.double() * factor[..., None]
@@ -256,13 +265,13 @@ def wrong_fault() -> bool:
     """Whether a positive g is reported at another place, or as another number, than plain PyTorch reports it."""
     inputs = tokens((2, 70, 1, 3, 16, 16))(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(7))
     inputs[3][1, 67, 2] = 5.0
-    forward, said = adjoint.gated_delta_rule.__globals__["_rule"], []
+    forward, messages = adjoint.gated_delta_rule.__globals__["_rule"].forward, []
     for plan in (_KERNELS, Preference(plan="eager.chunked").text):
         try:
             forward.launch((*inputs, 0.5, False, True, True), plan)
         except adjoint.ArgumentError as error:
-            said.append(str(error))
-    return len(said) != 2 or said[0] != said[1]
+            messages.append(str(error))
+    return len(messages) != 2 or messages[0] != messages[1]
 
 
 def noticed() -> bool:
@@ -270,14 +279,14 @@ def noticed() -> bool:
     shrink()
     try:
         return (
-            wrong_tables()
+            wrong_indices()
             or wrong_clearing()
             or wrong_clearing_of_states()
             or wrong_norms()
             or wrong_fault()
             or wrong_matrices()
             or any(call.wrong_result() for call in calls())
-            or wrong_walks()
+            or wrong_scans()
         )
     except Exception:
         return True

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 
 BFLOAT16 = torch.bfloat16
 MANY, FEW, ODD, EIGHT = (8, 16), (2, 4), (1, 3), (2, 8)
-"""Key heads and value heads: walked from end to end, split over the card, not in pairs, and as many as are split."""
+"""Key heads and value heads: scanned from end to end, split over the card, not in pairs, and as many as are split."""
 
 SMALLER: dict[str, Any] = {"sizes": (64, 128), "dtype": torch.float16}
 
@@ -42,11 +42,11 @@ OUTPUTS = ("o", "final_state")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
 
 every_plan = pytest.mark.parametrize("name", NAMES)
-both_walks = pytest.mark.parametrize("heads", (MANY, FEW), ids=("many heads", "few heads"))
+both_scans = pytest.mark.parametrize("heads", (MANY, FEW), ids=("many heads", "few heads"))
 
 
-class Given(NamedTuple):
-    """A call: the op's tensors, and the gradients of its outputs and final states."""
+class Example(NamedTuple):
+    """Inputs of a call: the op's tensors, and the gradients of its outputs and final states."""
 
     q: Tensor
     k: Tensor
@@ -62,11 +62,11 @@ class Given(NamedTuple):
     def tokens(self) -> tuple[Tensor, ...]:
         return self[:5]
 
-    def of(self, begin: int, end: int, number: int, row: int = 0) -> "Given":
+    def of(self, begin: int, end: int, number: int, row: int = 0) -> "Example":
         """One sequence alone: tokens of a row, and the states of its number."""
         tokens = [x[row : row + 1, begin:end] for x in self.tokens]
         states = slice(number, number + 1)
-        return Given(*tokens, self.state[states], None, self.do[row : row + 1, begin:end], self.dfinal[states])
+        return Example(*tokens, self.state[states], None, self.do[row : row + 1, begin:end], self.dfinal[states])
 
 
 def drawn(
@@ -81,7 +81,7 @@ def drawn(
     decay: float = 0.25,
     near: bool = False,
     seed: int = 0,
-) -> Given:
+) -> Example:
     """Directions as keys and queries, decays and strengths as a layer has them; `near` makes keys nearly equal."""
     generator = torch.Generator(device).manual_seed(seed)
     (key_heads, value_heads), (K, V) = heads, sizes
@@ -93,7 +93,7 @@ def drawn(
     if near:
         keys = F.normalize(F.normalize(normal(rows, 1, key_heads, K), dim=-1) + 0.05 * keys, dim=-1)
     number = rows if bounds is None else len(bounds) - 1
-    return Given(
+    return Example(
         F.normalize(normal(rows, time, key_heads, K), dim=-1).to(dtype),
         keys.to(dtype),
         normal(rows, time, value_heads, V).to(dtype),
@@ -111,14 +111,14 @@ def preference_for(name: str) -> Preference:
     return Preference(plan=name if name == PORTABLE else f"{name}+{PORTABLE}")
 
 
-def plan_of(name: str, given: Given) -> Plan:
+def plan_of(name: str, example: Example) -> Plan:
     """The plan, or a skipped test where the device or the shape has none."""
     try:
         return adjoint.plan(
             adjoint.gated_delta_rule,
-            *given.tokens,
-            initial_state=given.state,
-            cu_seqlens=given.cu_seqlens,
+            *example.tokens,
+            initial_state=example.state,
+            cu_seqlens=example.cu_seqlens,
             output_final_state=True,
             preference=preference_for(name),
         )
@@ -126,12 +126,12 @@ def plan_of(name: str, given: Given) -> Plan:
         pytest.skip(str(refusal))
 
 
-def forward(preference: Preference, given: Given) -> tuple[Tensor, Tensor]:
+def forward(preference: Preference, example: Example) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         o, final = adjoint.gated_delta_rule(
-            *given.tokens,
-            initial_state=given.state,
-            cu_seqlens=given.cu_seqlens,
+            *example.tokens,
+            initial_state=example.state,
+            cu_seqlens=example.cu_seqlens,
             output_final_state=True,
             preference=preference,
         )
@@ -139,50 +139,50 @@ def forward(preference: Preference, given: Given) -> tuple[Tensor, Tensor]:
     return o, final
 
 
-def results(preference: Preference, given: Given) -> tuple[Tensor, ...]:
+def results(preference: Preference, example: Example) -> tuple[Tensor, ...]:
     """Outputs, final states, and all gradients."""
-    own = leaves((*given.tokens, given.state))
+    inputs = leaves((*example.tokens, example.state))
     o, final = adjoint.gated_delta_rule(
-        *own[:5],
-        initial_state=own[5],
-        cu_seqlens=given.cu_seqlens,
+        *inputs[:5],
+        initial_state=inputs[5],
+        cu_seqlens=example.cu_seqlens,
         output_final_state=True,
         preference=preference,
     )
     assert final is not None
-    gradients = torch.autograd.grad((o, final), own, (given.do, given.dfinal))
+    gradients = torch.autograd.grad((o, final), inputs, (example.do, example.dfinal))
     return o.detach(), final.detach(), *gradients
 
 
-def exact_results(given: Given) -> tuple[Tensor, ...]:
+def exact_results(example: Example) -> tuple[Tensor, ...]:
     """In float64, by the chunked form in plain PyTorch, which other tests hold to the recurrence."""
-    return results(Preference(plan="eager.chunked"), Given(*widened(given)))
+    return results(Preference(plan="eager.chunked"), Example(*widened(example)))
 
 
-def inside(plan: Plan, found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+def inside(plan: Plan, answers: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     """Every result is finite and within what its plan states; what float32 has no normal number for may be 0."""
     assert plan.adjoint is not None
     stated = plan.guarantee | plan.adjoint.guarantee
     smallest = torch.finfo(torch.float32).smallest_normal
-    for name, got in found.items():
+    for name, got in answers.items():
         assert bool(torch.isfinite(got).all()), name
         got, expected = (torch.where(x.abs() < smallest, 0.0, x) for x in (got, exact[name]))
         measured = stated[name].error.measure(got, expected)
         assert measured.holds, (name, str(measured))
 
 
-def named(found: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    return dict(zip((*OUTPUTS, *GRADIENTS), found, strict=True))
+def named(answers: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip((*OUTPUTS, *GRADIENTS), answers, strict=True))
 
 
-def of_sequence(found: tuple[Tensor, ...], number: int, begin: int, end: int) -> tuple[Tensor, ...]:
+def of_sequence(answers: tuple[Tensor, ...], number: int, begin: int, end: int) -> tuple[Tensor, ...]:
     """What belongs to one of the packed sequences."""
     states = ("final_state", "dinitial_state")
-    return tuple(x[number : number + 1] if key in states else x[:, begin:end] for key, x in named(found).items())
+    return tuple(x[number : number + 1] if key in states else x[:, begin:end] for key, x in named(answers).items())
 
 
-def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    return all(map(torch.equal, found, expected))
+def same(answers: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(map(torch.equal, answers, expected))
 
 
 def warm(name: str, heads: str, smaller: str) -> None:
@@ -190,21 +190,21 @@ def warm(name: str, heads: str, smaller: str) -> None:
     device = torch.device("cuda", 0)
     options = SMALLER if smaller else {}
     for bounds in (None, (0, 3, 70)):
-        given = drawn(device, 70, {"many": MANY, "few": FEW, "odd": ODD}[heads], bounds=bounds, **options)
-        results(preference_for(name), given)
+        example = drawn(device, 70, {"many": MANY, "few": FEW, "odd": ODD}[heads], bounds=bounds, **options)
+        results(preference_for(name), example)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_side_by_side() -> None:
+def compiled_concurrently() -> None:
     """One process for each plan and number of heads: compiling is most of the time here, and none of what is tested."""
     if not torch.cuda.is_available() or (os.cpu_count() or 1) < 8:
         return
     code = "import sys; from tests.ops.gated_delta.test_gpu import warm; warm(*sys.argv[1:])"
-    wanted = [(name, heads, "") for name in NAMES for heads in ("many", "few", "odd")]
-    wanted += [(name, "few", "smaller") for name in NAMES]
+    combinations = [(name, heads, "") for name in NAMES for heads in ("many", "few", "odd")]
+    combinations += [(name, "few", "smaller") for name in NAMES]
     root = Path(__file__).parents[3]
     run = [sys.executable, "-c", code]
-    processes = [subprocess.Popen([*run, *what], cwd=root, stderr=subprocess.DEVNULL) for what in wanted]
+    processes = [subprocess.Popen([*run, *what], cwd=root, stderr=subprocess.DEVNULL) for what in combinations]
     for process in processes:
         process.wait()  # a plan that is refused, or fails, is the tests' affair
 
@@ -219,29 +219,31 @@ def memory() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ errors
 
 
-def _without_decay(given: Given) -> Given:
-    return given._replace(g=torch.zeros_like(given.g), beta=1 - 0.01 * given.beta)
+def _without_decay(example: Example) -> Example:
+    return example._replace(g=torch.zeros_like(example.g), beta=1 - 0.01 * example.beta)
 
 
-def _orthogonal(given: Given) -> Given:
-    _, time, _, size = given.k.shape
-    axes = torch.eye(size, dtype=given.k.dtype, device=given.k.device)[torch.arange(time, device=given.k.device) % size]
-    return given._replace(k=axes[None, :, None].expand_as(given.k), beta=torch.ones_like(given.beta))
+def _orthogonal(example: Example) -> Example:
+    _, time, _, size = example.k.shape
+    axes = torch.eye(size, dtype=example.k.dtype, device=example.k.device)[
+        torch.arange(time, device=example.k.device) % size
+    ]
+    return example._replace(k=axes[None, :, None].expand_as(example.k), beta=torch.ones_like(example.beta))
 
 
-DOMAINS: dict[str, tuple[dict[str, Any], Callable[[Given], Given]]] = {
-    "random": ({"time": 700}, lambda given: given),
-    "random, split": ({"time": 2200, "heads": FEW, "decay": 0.05}, lambda given: given),
-    "nearly equal keys": ({"time": 1024, "near": True, "decay": 1.0}, lambda given: given),
-    "nearly equal keys, slow decay": ({"time": 1024, "near": True, "decay": 1 / 16}, lambda given: given),
+DOMAINS: dict[str, tuple[dict[str, Any], Callable[[Example], Example]]] = {
+    "random": ({"time": 700}, lambda example: example),
+    "random, split": ({"time": 2200, "heads": FEW, "decay": 0.05}, lambda example: example),
+    "nearly equal keys": ({"time": 1024, "near": True, "decay": 1.0}, lambda example: example),
+    "nearly equal keys, slow decay": ({"time": 1024, "near": True, "decay": 1 / 16}, lambda example: example),
     "no decay, full strength": ({"time": 300}, _without_decay),
-    "decay that leaves nothing": ({"time": 300, "decay": 5000.0}, lambda given: given),
+    "decay that leaves nothing": ({"time": 300, "decay": 5000.0}, lambda example: example),
     "orthogonal keys, full strength": ({"time": 300}, _orthogonal),
-    "one token": ({"time": 1}, lambda given: given),
-    "a chunk and a token": ({"time": CHUNK + 1}, lambda given: given),
-    "packed": ({"time": 700, "bounds": (0, 0, 1, 65, 193, 700, 700)}, lambda given: given),
-    "smaller keys, float16": ({"time": 300, "heads": FEW, **SMALLER}, lambda given: given),
-    "three heads of a key": ({"time": 130, "heads": ODD}, lambda given: given),
+    "one token": ({"time": 1}, lambda example: example),
+    "a chunk and a token": ({"time": CHUNK + 1}, lambda example: example),
+    "packed": ({"time": 700, "bounds": (0, 0, 1, 65, 193, 700, 700)}, lambda example: example),
+    "smaller keys, float16": ({"time": 300, "heads": FEW, **SMALLER}, lambda example: example),
+    "three heads of a key": ({"time": 130, "heads": ODD}, lambda example: example),
 }
 
 
@@ -249,36 +251,36 @@ DOMAINS: dict[str, tuple[dict[str, Any], Callable[[Given], Given]]] = {
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_errors_are_within_what_is_stated(device: torch.device, name: str, domain: str) -> None:
     options, change = DOMAINS[domain]
-    given = change(drawn(device, **options))
-    plan = plan_of(name, given)
-    inside(plan, named(results(preference_for(name), given)), named(exact_results(given)))
+    example = change(drawn(device, **options))
+    plan = plan_of(name, example)
+    inside(plan, named(results(preference_for(name), example)), named(exact_results(example)))
 
 
 @every_plan
 def test_wide_values(device: torch.device, name: str) -> None:
     """The forward alone, which takes more sizes of V than the backward does."""
-    given = drawn(device, 300, FEW, sizes=(64, 192), dtype=torch.float16)
-    exact = forward(Preference(plan="eager.chunked"), Given(*widened(given)))
+    example = drawn(device, 300, FEW, sizes=(64, 192), dtype=torch.float16)
+    exact = forward(Preference(plan="eager.chunked"), Example(*widened(example)))
     try:
-        found = forward(Preference(plan=name), given)
+        answers = forward(Preference(plan=name), example)
     except adjoint.Unsupported as refusal:
         pytest.skip(str(refusal))
-    for got, expected in zip(found, exact, strict=True):
+    for got, expected in zip(answers, exact, strict=True):
         assert float((got.double() - expected).norm()) <= plans.CEILINGS[torch.float16] * float(expected.norm())
 
 
 @every_plan
 def test_residuals_of_a_rounding(device: torch.device, name: str) -> None:
-    """Values that the state holds already, but for their rounding: dβ is a sum of products with v − Sᵀk, which is then
+    """Values that the state has already, but for their rounding: dβ is a sum of products with v − Sᵀk, which is then
     smaller than the errors of its terms. Its error is measured against those terms."""
-    given = drawn(device, 300)
-    held = torch.einsum("bthk,bhkv->bthv", given.k.float().repeat_interleave(2, 2), given.state)
-    given = given._replace(v=held.to(BFLOAT16), g=torch.zeros_like(given.g))
-    plan = plan_of(name, given)
-    found, exact = named(results(preference_for(name), given)), named(exact_results(given))
-    terms = (given.v.double() * exact["dv"] / given.beta.double()[..., None]).abs().sum(-1)
-    error = (found.pop("dbeta").double() - exact["dbeta"]).norm()
-    inside(plan, found, exact)
+    example = drawn(device, 300)
+    remembered = torch.einsum("bthk,bhkv->bthv", example.k.float().repeat_interleave(2, 2), example.state)
+    example = example._replace(v=remembered.to(BFLOAT16), g=torch.zeros_like(example.g))
+    plan = plan_of(name, example)
+    answers, exact = named(results(preference_for(name), example)), named(exact_results(example))
+    terms = (example.v.double() * exact["dv"] / example.beta.double()[..., None]).abs().sum(-1)
+    error = (answers.pop("dbeta").double() - exact["dbeta"]).norm()
+    inside(plan, answers, exact)
     assert float(error) <= plan.adjoint.guarantee["dbeta"].error.ceiling * float(terms.norm())  # type: ignore[union-attr]
 
 
@@ -287,14 +289,14 @@ def test_a_million_tokens(device: torch.device, name: str) -> None:
     """One sequence. A decay of about 0.98 a token leaves nothing of a state, or of its gradient, in 65536 tokens: so
     float64 has the last outputs from those alone, and the first gradients likewise."""
     time, some, enough = 2**20, 4096, 2**16
-    given = drawn(device, time, FEW, decay=0.02)
-    plan = plan_of(name, given)
-    found = named(results(preference_for(name), given))
-    last = named(exact_results(given.of(time - enough, time, 0)))
-    first = named(exact_results(given.of(0, enough, 0)))
-    early = {key: found[key][:, :some] for key in GRADIENTS[:-1]} | {"dinitial_state": found["dinitial_state"]}
+    example = drawn(device, time, FEW, decay=0.02)
+    plan = plan_of(name, example)
+    answers = named(results(preference_for(name), example))
+    last = named(exact_results(example.of(time - enough, time, 0)))
+    first = named(exact_results(example.of(0, enough, 0)))
+    early = {key: answers[key][:, :some] for key in GRADIENTS[:-1]} | {"dinitial_state": answers["dinitial_state"]}
     inside(plan, early, {key: x[:, :some] if key in GRADIENTS[:-1] else x for key, x in first.items()})
-    late = {"o": found["o"][:, -some:], "final_state": found["final_state"]}
+    late = {"o": answers["o"][:, -some:], "final_state": answers["final_state"]}
     inside(plan, late, {"o": last["o"][:, -some:], "final_state": last["final_state"]})
 
 
@@ -302,15 +304,15 @@ def test_a_million_tokens(device: torch.device, name: str) -> None:
 
 
 @every_plan
-@both_walks
+@both_scans
 def test_packed_sequences_are_separate_ones(device: torch.device, name: str, heads: tuple[int, int]) -> None:
     bounds = (0, 0, 1, 66, 1200, 3400)
-    given = drawn(device, bounds[-1], heads, bounds=bounds)
-    plan_of(name, given)
-    together = results(preference_for(name), given)
+    example = drawn(device, bounds[-1], heads, bounds=bounds)
+    plan_of(name, example)
+    batch = results(preference_for(name), example)
     for number, (begin, end) in enumerate(pairwise(bounds)):
-        alone = results(preference_for(name), given.of(begin, end, number))
-        assert same(alone, of_sequence(together, number, begin, end)), (begin, end)
+        alone = results(preference_for(name), example.of(begin, end, number))
+        assert same(alone, of_sequence(batch, number, begin, end)), (begin, end)
 
 
 @every_plan
@@ -319,42 +321,42 @@ def test_gradients_pass_through_segments(device: torch.device, name: str, heads:
     """Weak tokens that hardly decay, so that most of a state, and of its gradient, passes through thousands of them:
     within what is stated, and each sequence as if alone, those that are split and those that are not."""
     bounds = (0, 700, 700, 17800, 21896, 30088, 30189)
-    given = drawn(device, bounds[-1], heads, bounds=bounds, decay=2e-5)
-    given = given._replace(beta=given.beta * 0.01)
-    plan = plan_of(name, given)
-    found, exact = results(preference_for(name), given), named(exact_results(given))
-    passed = exact["dinitial_state"][2].norm() / given.dfinal[2].norm()
+    example = drawn(device, bounds[-1], heads, bounds=bounds, decay=2e-5)
+    example = example._replace(beta=example.beta * 0.01)
+    plan = plan_of(name, example)
+    answers, exact = results(preference_for(name), example), named(exact_results(example))
+    passed = exact["dinitial_state"][2].norm() / example.dfinal[2].norm()
     assert passed > 0.1, "the gradient of the longest initial state has much of the final state's"
-    inside(plan, named(found), exact)
-    assert torch.equal(named(found)["dinitial_state"][1], given.dfinal[1])
+    inside(plan, named(answers), exact)
+    assert torch.equal(named(answers)["dinitial_state"][1], example.dfinal[1])
     for number, (begin, end) in enumerate(pairwise(bounds)):
-        alone = results(preference_for(name), given.of(begin, end, number))
-        assert same(alone, of_sequence(found, number, begin, end)), (begin, end)
+        alone = results(preference_for(name), example.of(begin, end, number))
+        assert same(alone, of_sequence(answers, number, begin, end)), (begin, end)
 
 
 @every_plan
-@both_walks
+@both_scans
 def test_a_row_of_a_batch_is_the_row_alone(device: torch.device, name: str, heads: tuple[int, int]) -> None:
-    given = drawn(device, 1500, heads, rows=3)
-    plan_of(name, given)
-    together = results(preference_for(name), given)
+    example = drawn(device, 1500, heads, rows=3)
+    plan_of(name, example)
+    batch = results(preference_for(name), example)
     for row in (0, 2):
-        alone = results(preference_for(name), given.of(0, 1500, row, row))
-        assert same(alone, tuple(x[row : row + 1] for x in together)), row
+        alone = results(preference_for(name), example.of(0, 1500, row, row))
+        assert same(alone, tuple(x[row : row + 1] for x in batch)), row
 
 
 @every_plan
-@both_walks
+@both_scans
 def test_prefixes_and_causality(device: torch.device, name: str, heads: tuple[int, int]) -> None:
     """The output of a prefix is the prefix of the output, and nothing that comes later changes it."""
-    given = drawn(device, 3000, heads)
-    plan_of(name, given)
-    o, _ = forward(preference_for(name), given)
+    example = drawn(device, 3000, heads)
+    plan_of(name, example)
+    o, _ = forward(preference_for(name), example)
     for cut in (1, 64, 1000, 1025, 2048, 2500):
-        short, _ = forward(preference_for(name), given.of(0, cut, 0))
+        short, _ = forward(preference_for(name), example.of(0, cut, 0))
         assert torch.equal(short, o[:, :cut]), cut
     for cut in (63, 1024, 1777, 2999):
-        changed = given._replace(**{key: x.clone() for key, x in zip(Given._fields, given.tokens, strict=False)})
+        changed = example._replace(**{key: x.clone() for key, x in zip(Example._fields, example.tokens, strict=False)})
         for x in changed.tokens:
             x[:, cut:] *= 0.5
         again, _ = forward(preference_for(name), changed)
@@ -362,70 +364,70 @@ def test_prefixes_and_causality(device: torch.device, name: str, heads: tuple[in
 
 
 @every_plan
-@both_walks
+@both_scans
 def test_a_prefill_cut_in_two(device: torch.device, name: str, heads: tuple[int, int]) -> None:
     """After whole chunks it keeps its bits, where it is not one that is split. Any other cut gives what is within the
     ceiling of the exact result as the whole is, so the two are within twice of it."""
     time = 2500
-    given = drawn(device, time, heads)
-    plan = plan_of(name, given)
-    whole = forward(preference_for(name), given)
+    example = drawn(device, time, heads)
+    plan = plan_of(name, example)
+    whole = forward(preference_for(name), example)
     for cut in (CHUNK, 3 * CHUNK, SEGMENT, 2 * SEGMENT, 1, 777, 1025):
-        first, between = forward(preference_for(name), given.of(0, cut, 0))
-        second, last = forward(preference_for(name), given.of(cut, time, 0)._replace(state=between))
+        first, between = forward(preference_for(name), example.of(0, cut, 0))
+        second, last = forward(preference_for(name), example.of(cut, time, 0)._replace(state=between))
         parts = torch.cat((first, second), 1), last
         if heads == MANY and cut % CHUNK == 0:
             assert same(parts, whole), cut
         for key, got, expected in zip(OUTPUTS, parts, whole, strict=True):
             measured = plan.guarantee[key].error.measure(got, expected.double())
             assert measured.value <= 2 * measured.limit, (key, cut, str(measured))
-    short = forward(preference_for(name), given.of(0, SEGMENT, 0))
-    first, between = forward(preference_for(name), given.of(0, 5 * CHUNK, 0))
-    second, last = forward(preference_for(name), given.of(5 * CHUNK, SEGMENT, 0)._replace(state=between))
+    short = forward(preference_for(name), example.of(0, SEGMENT, 0))
+    first, between = forward(preference_for(name), example.of(0, 5 * CHUNK, 0))
+    second, last = forward(preference_for(name), example.of(5 * CHUNK, SEGMENT, 0)._replace(state=between))
     assert same((torch.cat((first, second), 1), last), short), "a sequence of one segment is never split"
 
 
 @every_plan
-@both_walks
+@both_scans
 def test_bits_repeat_while_another_stream_loads_the_gpu(
     device: torch.device, name: str, heads: tuple[int, int]
 ) -> None:
-    given = drawn(device, 2048 if heads == MANY else 3000, heads)
-    plan_of(name, given)
-    first = results(preference_for(name), given)
+    example = drawn(device, 2048 if heads == MANY else 3000, heads)
+    plan_of(name, example)
+    first = results(preference_for(name), example)
     load, side = torch.randn(4096, 4096, dtype=BFLOAT16, device=device), torch.cuda.Stream(device)
     for repeat in range(100):
         with torch.cuda.stream(side):
             torch.mm(load, load)
-        assert same(results(preference_for(name), given), first), repeat
+        assert same(results(preference_for(name), example), first), repeat
 
 
 # ------------------------------------------------------------------------------------------------ graphs
 
 
 @every_plan
-@both_walks
+@both_scans
 @pytest.mark.parametrize("packed", (False, True), ids=("a batch", "packed"))
 def test_a_training_step_is_recorded_in_a_graph(
     device: torch.device, name: str, heads: tuple[int, int], packed: bool
 ) -> None:
     """Forward and backward through autograd, without a wait; replayed with other values and other bounds."""
     time = 3000
-    given = drawn(device, time, heads, bounds=(0, 100, 1500, time) if packed else None)
-    plan_of(name, given)
+    example = drawn(device, time, heads, bounds=(0, 100, 1500, time) if packed else None)
+    plan_of(name, example)
     preference = preference_for(name)
-    own = leaves((*given.tokens, given.state))
+    inputs = leaves((*example.tokens, example.state))
 
     def step() -> tuple[Tensor, ...]:
         o, final = adjoint.gated_delta_rule(
-            *own[:5],
-            initial_state=own[5],
-            cu_seqlens=given.cu_seqlens,
+            *inputs[:5],
+            initial_state=inputs[5],
+            cu_seqlens=example.cu_seqlens,
             output_final_state=True,
             preference=preference,
         )
         assert final is not None
-        return o, final, *torch.autograd.grad((o, final), own, (given.do, given.dfinal))
+        return o, final, *torch.autograd.grad((o, final), inputs, (example.do, example.dfinal))
 
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -437,13 +439,13 @@ def test_a_training_step_is_recorded_in_a_graph(
         recorded = step()
     for seed in (1, 2):
         other = drawn(device, time, heads, bounds=(0, 64 * seed, 64 * seed, time) if packed else None, seed=seed)
-        for x, y in zip((*own, given.cu_seqlens, given.do, given.dfinal), other, strict=True):
+        for x, y in zip((*inputs, example.cu_seqlens, example.do, example.dfinal), other, strict=True):
             if x is not None:
                 x.detach().copy_(y)
         graph.replay()
         assert same(tuple(x.detach() for x in recorded), results(preference, other)), seed
-    given.g[0, 7, 1] = 0.5
-    own[3].detach().copy_(given.g)
+    example.g[0, 7, 1] = 0.5
+    inputs[3].detach().copy_(example.g)
     graph.replay()
     with pytest.raises(adjoint.ArgumentError, match="must be at most 0"):
         adjoint.check()
@@ -464,17 +466,17 @@ def test_compiled_whole(device: torch.device, name: str, dynamic: bool) -> None:
         backend="aot_eager",
     )
     for time in (700, 1500):
-        given = drawn(device, time, bounds=(0, 100, 100, time))
-        plan_of(name, given)
-        own = leaves((*given.tokens, given.state))
-        outputs = compiled(*own, given.cu_seqlens)
-        gradients = torch.autograd.grad(outputs, own, (given.do, given.dfinal))
-        assert same((*(x.detach() for x in outputs), *gradients), results(preference, given)), time
+        example = drawn(device, time, bounds=(0, 100, 100, time))
+        plan_of(name, example)
+        inputs = leaves((*example.tokens, example.state))
+        outputs = compiled(*inputs, example.cu_seqlens)
+        gradients = torch.autograd.grad(outputs, inputs, (example.do, example.dfinal))
+        assert same((*(x.detach() for x in outputs), *gradients), results(preference, example)), time
     torch._dynamo.reset()
 
 
 @every_plan
-@both_walks
+@both_scans
 def test_no_length_compiles_anything_new(device: torch.device, name: str, heads: tuple[int, int]) -> None:
     first = drawn(device, 130, heads, bounds=(0, 30, 130))
     plan_of(name, first)
@@ -505,13 +507,13 @@ def test_more_than_65535_sequences(device: torch.device, name: str) -> None:
     small = drawn(device, time, FEW)
     state = torch.empty(number, 4, 128, 128, device=device).normal_()
     assert state.numel() > 2**31
-    given = small._replace(state=state, cu_seqlens=bounds, dfinal=state)
-    plan_of(name, given)
-    found = results(preference_for(name), given)
+    example = small._replace(state=state, cu_seqlens=bounds, dfinal=state)
+    plan_of(name, example)
+    answers = results(preference_for(name), example)
     for sequence in (1, 2, 3, 65534, 65535, 65536, number - 2, number - 1):
         begin, end = bounds[sequence : sequence + 2].tolist()
-        alone = results(preference_for(name), given.of(begin, end, sequence))
-        assert same(alone, of_sequence(found, sequence, begin, end)), sequence
+        alone = results(preference_for(name), example.of(begin, end, sequence))
+        assert same(alone, of_sequence(answers, sequence, begin, end)), sequence
 
 
 @every_plan
@@ -520,13 +522,13 @@ def test_tokens_past_two_to_the_31_numbers(device: torch.device, name: str) -> N
     length, number = 4096, 256
     time = length * number + 70
     bounds = (*range(0, length * number + 1, length), time)
-    given = drawn(device, 70)  # small: the large ones are drawn in their own dtype
-    heads = given.v.shape[2]
+    example = drawn(device, 70)  # small: the large ones are drawn in their own dtype
+    heads = example.v.shape[2]
 
     def normal(*shape: int) -> Tensor:
         return torch.empty(1, time, *shape, dtype=BFLOAT16, device=device).normal_()
 
-    given = Given(
+    example = Example(
         normal(8, 128).mul_(0.07),
         normal(8, 128).mul_(0.07),
         normal(heads, 128),
@@ -537,13 +539,13 @@ def test_tokens_past_two_to_the_31_numbers(device: torch.device, name: str) -> N
         normal(heads, 128),
         torch.randn(number + 1, heads, 128, 128, device=device),
     )
-    assert given.v.numel() > 2**31
-    plan_of(name, given)
-    found = results(preference_for(name), given)
+    assert example.v.numel() > 2**31
+    plan_of(name, example)
+    answers = results(preference_for(name), example)
     for sequence in (0, number - 1, number):
         begin, end = bounds[sequence : sequence + 2]
-        alone = results(preference_for(name), given.of(begin, end, sequence))
-        assert same(alone, of_sequence(found, sequence, begin, end)), sequence
+        alone = results(preference_for(name), example.of(begin, end, sequence))
+        assert same(alone, of_sequence(answers, sequence, begin, end)), sequence
 
 
 # ---------------------------------------------------------------------------------------------- decoding
@@ -553,26 +555,26 @@ def test_tokens_past_two_to_the_31_numbers(device: torch.device, name: str) -> N
 def test_a_step_in_place_and_paged(device: torch.device, kind: torch.dtype) -> None:
     """The pool's other states stay as they are, a row is as if alone, and in place is as out of place."""
     rows, time, heads = 37, 3, (16, 32)
-    given = drawn(device, time, heads, rows=rows)
+    example = drawn(device, time, heads, rows=rows)
     pool = torch.randn(64, 32, 128, 128, device=device).to(kind)
     indices = torch.randperm(64, device=device)[:rows]
     indices[5] = -1
-    o, states = adjoint.gated_delta_step(*given.tokens, pool, state_indices=indices)
-    own = pool.clone()
-    again, returned = adjoint.gated_delta_step(*given.tokens, own, state_indices=indices, in_place=True)
-    assert returned is own and torch.equal(again, o) and not o[5].any()
+    o, states = adjoint.gated_delta_step(*example.tokens, pool, state_indices=indices)
+    updated = pool.clone()
+    again, returned = adjoint.gated_delta_step(*example.tokens, updated, state_indices=indices, in_place=True)
+    assert returned is updated and torch.equal(again, o) and not o[5].any()
     chosen = indices >= 0
-    assert torch.equal(own[indices[chosen]], states[chosen])
+    assert torch.equal(updated[indices[chosen]], states[chosen])
     others = torch.ones(64, dtype=torch.bool, device=device)
     others[indices[chosen]] = False
-    assert torch.equal(own[others], pool[others])
+    assert torch.equal(updated[others], pool[others])
     row = 11
-    token = tuple(x[row : row + 1] for x in given.tokens)
+    token = tuple(x[row : row + 1] for x in example.tokens)
     alone, state = adjoint.gated_delta_step(*token, pool[indices[row]][None])
     assert torch.equal(alone[0], o[row]) and torch.equal(state[0], states[row])
-    wide = given._replace(state=pool[indices.clamp_min(0)].float())
-    exact = forward(Preference(plan="eager.chunked"), Given(*widened(wide)))
-    stated = adjoint.plan(adjoint.gated_delta_step, *given.tokens, pool, state_indices=indices).guarantee
+    wide = example._replace(state=pool[indices.clamp_min(0)].float())
+    exact = forward(Preference(plan="eager.chunked"), Example(*widened(wide)))
+    stated = adjoint.plan(adjoint.gated_delta_step, *example.tokens, pool, state_indices=indices).guarantee
     for key, got, expected in zip(("o", "new_state"), (o, states), exact, strict=True):
         assert stated[key].error.measure(got[chosen], expected[chosen]).holds, key
 
@@ -580,15 +582,15 @@ def test_a_step_in_place_and_paged(device: torch.device, kind: torch.dtype) -> N
 def test_4096_decoded_tokens_follow_a_prefill(device: torch.device) -> None:
     """Within the ceiling of the prefill, whose state they begin with, and that of one step, every 64 tokens."""
     prefill, decoded = 1024, 4096
-    given = drawn(device, prefill + decoded, decay=1 / 64)._replace(state=torch.zeros(1, 16, 128, 128, device=device))
-    exact, _ = forward(Preference(plan="eager.chunked"), Given(*widened(given)))
-    _, pool = forward(Preference(), given.of(0, prefill, 0))
+    example = drawn(device, prefill + decoded, decay=1 / 64)._replace(state=torch.zeros(1, 16, 128, 128, device=device))
+    exact, _ = forward(Preference(plan="eager.chunked"), Example(*widened(example)))
+    _, pool = forward(Preference(), example.of(0, prefill, 0))
     steps = []
     for t in range(prefill, prefill + decoded):
-        token = (x[:, t : t + 1] for x in given.tokens)
+        token = (x[:, t : t + 1] for x in example.tokens)
         steps.append(adjoint.gated_delta_step(*token, pool, in_place=True)[0])
-    rule = adjoint.plan(adjoint.gated_delta_rule, *given.tokens).guarantee["o"].error
-    step = adjoint.plan(adjoint.gated_delta_step, *(x[:, :1] for x in given.tokens), pool).guarantee["o"].error
+    rule = adjoint.plan(adjoint.gated_delta_rule, *example.tokens).guarantee["o"].error
+    step = adjoint.plan(adjoint.gated_delta_step, *(x[:, :1] for x in example.tokens), pool).guarantee["o"].error
     limit = rule.ceiling + step.ceiling  # type: ignore[union-attr]
     got, expected = torch.cat(steps, 1).double(), exact[:, prefill:]
     for begin in range(0, decoded, 64):

@@ -1,14 +1,21 @@
-"""The sequences the gated delta rule is tested and verified on, and what is made from them."""
+"""What `gated_delta_rule` is tested, verified and timed on."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject
+from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.core.plan import Call, bind
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.rule import gated_delta_rule
+from adjoint.ops.gated_delta.arguments import NEED_STATE
+from adjoint.ops.gated_delta.packing import CHUNK, saved_states
+from adjoint.ops.gated_delta.rule import eager, gated_delta_rule
+from adjoint.ops.gated_delta.rule.bad_calls import BAD_CALLS
 from adjoint.ops.gated_delta.values import gradients, nearly_equal, orthogonal, strided, tokens, wrong, zeros
 
 _CASES = (
@@ -39,7 +46,8 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
     longest = max(range(len(bounds) - 1), key=lambda n: bounds[n + 1] - bounds[n])
     begin, end = bounds[longest], bounds[longest + 1]
     number = longest if cu_seqlens is not None else rows - 1
-    own, places = slice(number, number + 1), (slice(0 if cu_seqlens is not None else number, None), slice(begin, end))
+    states = slice(number, number + 1)
+    places = (slice(0 if cu_seqlens is not None else number, None), slice(begin, end))
     if rows == 0 or time == 0:
         return
 
@@ -49,11 +57,11 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
     def alone(whole: Answers, part: Answers) -> Iterator[tuple[Tensor, Tensor]]:
         parts = (*part[0], *part[1])
         for got, every in zip(parts, (*whole[0], *whole[1]), strict=True):
-            yield got, of_tokens(every) if every.shape[1] == time else every[own]
+            yield got, of_tokens(every) if every.shape[1] == time else every[states]
 
-    first = None if state is None else state[own]
-    given = (*map(of_tokens, tokens), first, None)
-    yield Rebatch(f"sequence {number} alone", given, (of_tokens(do), dfinal[own]), alone)
+    first = None if state is None else state[states]
+    inputs = (*map(of_tokens, tokens), first, None)
+    yield Rebatch(f"sequence {number} alone", inputs, (of_tokens(do), dfinal[states]), alone)
 
     if cu_seqlens is None and time > 1:
         cut = time - time // 3
@@ -124,11 +132,11 @@ def _normalizing(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _scaled(make: Make) -> Make:
     """q and k of many lengths."""
 
-    def made(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    def make_scaled(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         q, k, *rest = make(dtype, device, generator)
         return q * 3, k * torch.linspace(0.02, 5, max(1, k.shape[1]), dtype=dtype, device=device)[:, None, None], *rest
 
-    return made
+    return make_scaled
 
 
 NORMALIZED = Subject(
@@ -151,3 +159,175 @@ NORMALIZED = Subject(
     dtypes=(torch.float64, torch.bfloat16),
     rebatched=_rebatched,
 )
+
+__all__ = ["BAD_CALLS", "SUBJECTS", "WORKLOADS", "built_calls"]
+
+SUBJECTS = (RULE, NORMALIZED)
+
+
+# ------------------------------------------------------------------------------------------- workloads
+
+ROWS = (
+    (32768, 16, 32, 1, 1),
+    (32768, 16, 32, 4, 1),
+    (8192, 16, 32, 1, 1),
+    (32768, 2, 8, 1, 1),
+    (32768, 16, 32, 1, 256),
+)
+"""Tokens, key heads, value heads, sequences they are packed from, and what log σ(x) is divided by for the decay.
+
+Our times do not depend on the decay. Those of a peer do that leaves out what has decayed away: log σ(x) itself halves a
+state at every token, more than most heads of a layer do.
+"""
+
+K = V = 128
+"""The sizes of keys and values that are timed."""
+
+
+def _layer(time: int, key_heads: int, heads: int, sequences: int, slower: int) -> Make:
+    """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        source = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(1, time, *shape, device=device, generator=source)
+
+        bounds = None
+        if sequences > 1:
+            bounds = torch.arange(0, time + 1, time // sequences, device=device)
+        return (
+            F.normalize(normal(key_heads, K), dim=-1).to(dtype),
+            F.normalize(normal(key_heads, K), dim=-1).to(dtype),
+            normal(heads, V).to(dtype),
+            F.logsigmoid(normal(heads)) / slower,
+            normal(heads).sigmoid(),
+            None,
+            bounds,
+        )
+
+    return make
+
+
+def _by_chunks(*inputs: Any) -> tuple[Tensor]:
+    """The chunked form in float64, which other tests hold to the recurrence: that would take minutes here."""
+    out = torch.empty_like(inputs[2])
+    eager.forward(*(*inputs, K**-0.5, False, out, None, None))
+    return (out,)
+
+
+def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    differentiable, rest, v = inputs[:5], inputs[5:], inputs[2]
+    saved = v.new_zeros(saved_states(v.shape[1]), v.shape[2], K, V)
+    options = (K**-0.5, False)
+    eager.forward(*(*inputs, *options, torch.empty_like(v), None, saved))
+    slopes = tuple(map(torch.empty_like, differentiable))
+    eager.backward(*(do, None, *differentiable, *rest, saved, *options, NEED_STATE - 1, (*slopes, v.new_empty(0))))
+    return slopes
+
+
+TIMED = replace(
+    RULE,
+    keywords={},
+    reference=_by_chunks,
+    reference_backward=_gradients,
+    cases=(),
+    mistakes={},
+    pieces=lambda arguments, outputs: [(arguments, outputs)],
+)
+
+
+def _workloads() -> Iterator[Workload]:
+    for time, key_heads, heads, sequences, slower in ROWS:
+        keys, values, gates = time * key_heads * K * 2, time * heads * V * 2, time * heads * 4
+        products = CHUNK * (2 * K + 2 * V) + 3 * K * V  # k kᵀ, q kᵀ; T r, P v'; k S, q S, kᵀ v'
+        packed = f", {sequences} sequences" if sequences > 1 else ""
+        slow = ", slow decay" if slower > 1 else ""
+        yield Workload(
+            f"gated_delta_rule {time} tokens, {key_heads} and {heads} heads{packed}{slow}",
+            TIMED,
+            _layer(time, key_heads, heads, sequences, slower),
+            2 * keys + 2 * values + 2 * gates,
+            4 * keys + 3 * values + 4 * gates,
+            None,
+            peers=("fla_gated_delta_rule", "flash_qla_gated_delta_rule"),
+            compile=False,
+            devices=("cuda",),
+            operations=2 * time * heads * products,
+            kept=True,
+            recorded=True,
+        )
+
+
+_chunked = partial(reference.gated_delta_rule, by_chunks=True)
+_TIME, _HEADS = 2048, 16
+_BYTES = _TIME * _HEADS * K * 4
+
+_ON_A_CPU = Workload(
+    name=f"{_TIME} tokens × {_HEADS} heads of {K}×{V}, float32",
+    # The recurrence would keep a state for every token; by chunks it is the same function, and fits.
+    subject=replace(RULE, reference=_chunked, reference_backward=gradients(_chunked)),
+    make=tokens((1, _TIME, _HEADS, _HEADS, K, V), decay=0.1),
+    forward_bytes=4 * _BYTES,
+    backward_bytes=8 * _BYTES,
+    baseline=None,
+    peers=("transformers_gated_delta_rule",),
+    dtype=torch.float32,
+    devices=("cpu",),
+    compile=False,
+)
+
+WORKLOADS = (*_workloads(), _ON_A_CPU)
+
+
+# ---------------------------------------------------------------------------------------------- builds
+
+_LAYERS = (
+    (torch.bfloat16, (16, 32), (128, 128), False),
+    (torch.bfloat16, (16, 32), (128, 128), True),
+    (torch.bfloat16, (4, 8), (128, 128), False),
+    (torch.bfloat16, (16, 32), (256, 256), True),
+    (torch.float16, (16, 32), (128, 64), False),
+    (torch.float16, (2, 4), (64, 64), True),
+    (torch.float32, (16, 32), (256, 256), True),
+    (torch.float32, (4, 8), (128, 128), False),
+)
+"""Element type, key and value heads, K and V, and whether q and k are normalised. Few heads are split."""
+
+_ON_HOPPER = (
+    (torch.bfloat16, (16, 32), (128, 128), False),
+    (torch.bfloat16, (16, 32), (128, 128), True),
+    (torch.bfloat16, (32, 32), (128, 128), False),
+    (torch.bfloat16, (8, 32), (64, 128), True),
+    (torch.bfloat16, (4, 8), (128, 128), False),
+    (torch.bfloat16, (1, 3), (128, 128), False),
+    (torch.float16, (32, 32), (128, 64), True),
+    (torch.float16, (16, 32), (64, 64), False),
+    (torch.float16, (16, 32), (64, 192), False),
+    (torch.float16, (32, 32), (64, 192), False),
+)
+"""The same of the plan for Hopper: one key head of a program or two, and heads that are not in pairs."""
+
+
+def built_calls() -> Iterator[Call | tuple[Call, str]]:
+    """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
+
+    def call(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
+        (key_heads, value_heads), (K, V), time = heads, sizes, 32768
+        q, k, v = (
+            torch.empty(1, time, *shape, dtype=dtype, device="meta")
+            for shape in ((key_heads, K), (key_heads, K), (value_heads, V))
+        )
+        g, beta = (torch.empty(1, time, value_heads, device="meta") for _ in range(2))
+        return bind(gated_delta_rule, q, k, v, g, beta, normalize_qk=normalize, **rest)
+
+    for layer in _LAYERS:
+        states = torch.empty(4, layer[1][1], *layer[2], device="meta")
+        bounds = torch.empty(5, dtype=torch.int64, device="meta")
+        packed = call(*layer, initial_state=states, cu_seqlens=bounds, output_final_state=True)
+        yield packed, "triton.chunked"
+    yield call(*_LAYERS[2])  # rows of a batch, which are split
+    for layer in _ON_HOPPER:
+        states = torch.empty(1, layer[1][1], *layer[2], device="meta")
+        yield call(*layer), "gluon.fused"
+        yield call(*layer, initial_state=states, output_final_state=True), "gluon.fused"

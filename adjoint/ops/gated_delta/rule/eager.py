@@ -61,28 +61,28 @@ class _Inputs:
 class _Block:
     """Some chunks, `[steps, lanes, chunk, ...]`; a lane is a sequence and a value head."""
 
-    def __init__(self, given: _Inputs, group: Group, segment: int) -> None:
-        tokens = self.tokens = Tokens(group, segment, given.v.device)
-        kind = wide_dtype(given.v.dtype)
-        self.repeat = given.per_key_head
+    def __init__(self, inputs: _Inputs, group: Group, segment: int) -> None:
+        tokens = self.tokens = Tokens(group, segment, inputs.v.device)
+        kind = wide_dtype(inputs.v.dtype)
+        self.repeat = inputs.per_key_head
         self.key_heads = slice(group.first_head, group.first_head + group.heads)
         self.heads = slice(group.first_head * self.repeat, (group.first_head + group.heads) * self.repeat)
         self.steps, self.lanes = tokens.steps, tokens.number * group.heads * self.repeat
-        self.scale = given.scale
-        q, k = (tokens.gather(x[:, self.key_heads], kind) for x in (given.q, given.k))
+        self.scale = inputs.scale
+        q, k = (tokens.gather(x[:, self.key_heads], kind) for x in (inputs.q, inputs.k))
         self.q_norm = self.k_norm = None
-        if given.normalize:
+        if inputs.normalize:
             q, self.q_norm = _normalize(q)
             k, self.k_norm = _normalize(k)
         self.kk, self.qk = self._each_head(k @ k.mT), self._each_head(q @ k.mT)
         self.q, self.k = self._each_head(q), self._each_head(k)
-        self.v = tokens.gather(given.v[:, self.heads], kind).flatten(1, 2)
-        self.beta = tokens.gather(given.beta[:, self.heads], kind).flatten(1, 2).unsqueeze(-1)
+        self.v = tokens.gather(inputs.v[:, self.heads], kind).flatten(1, 2)
+        self.beta = tokens.gather(inputs.beta[:, self.heads], kind).flatten(1, 2).unsqueeze(-1)
         # The running sum in float64: differences of long sums in float32 would lose the digits of short decays.
-        log_decay = tokens.gather(given.g[:, self.heads], torch.float64).flatten(1, 2).cumsum(-1)
+        log_decay = tokens.gather(inputs.g[:, self.heads], torch.float64).flatten(1, 2).cumsum(-1)
         self.from_start = log_decay.exp().unsqueeze(-1).to(kind)
         self.to_end = (log_decay[..., -1:] - log_decay).exp_().unsqueeze(-1).to(kind)
-        self.over = log_decay[..., -1].exp()[..., None, None].to(kind)
+        self.chunk_decay = log_decay[..., -1].exp()[..., None, None].to(kind)
         self.decay = _decays(log_decay, kind)
         self.T = inverse((self.kk * self.decay).mul_(self.beta).tril_(-1)).view_as(self.decay)
 
@@ -102,29 +102,29 @@ class _Block:
         scores = self.qk * self.decay
         out = torch.empty_like(self.v)
         for s in range(self.steps):
-            _, new = self._new_values(s, state)
+            _, new_values = self._new_values(s, state)
             seen = torch.bmm(self.q[s], state).mul_(self.from_start[s])
-            torch.baddbmm(seen, scores[s], new, beta=self.scale, alpha=self.scale, out=out[s])
-            state = self._next(s, state, new)
+            torch.baddbmm(seen, scores[s], new_values, beta=self.scale, alpha=self.scale, out=out[s])
+            state = self._next(s, state, new_values)
         return out, state
 
     def _new_values(self, s: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """e^G ⊙ (k S) and v'."""
-        known = torch.bmm(self.k[s], state).mul_(self.from_start[s])
-        return known, torch.bmm(self.T[s], (self.v[s] - known).mul_(self.beta[s]))
+        predicted = torch.bmm(self.k[s], state).mul_(self.from_start[s])
+        return predicted, torch.bmm(self.T[s], (self.v[s] - predicted).mul_(self.beta[s]))
 
-    def _next(self, s: int, state: Tensor, new: Tensor) -> Tensor:
-        return torch.baddbmm(state * self.over[s], (self.k[s] * self.to_end[s]).mT, new)
+    def _next(self, s: int, state: Tensor, new_values: Tensor) -> Tensor:
+        return torch.baddbmm(state * self.chunk_decay[s], (self.k[s] * self.to_end[s]).mT, new_values)
 
     def backward(self, state: Tensor, dstate: Tensor, dout: Tensor | None, need: int) -> "_Gradients":
         """The gradients of the block's inputs, and of the state it begins with."""
         shape = (self.steps, *state.shape)
         states, dstates = state.new_empty(shape), state.new_empty(shape)
-        known, new, dnew, Y = (torch.empty_like(self.v) for _ in range(4))
+        predicted, new_values, dnew, Y = (torch.empty_like(self.v) for _ in range(4))
         for s in range(self.steps):
             states[s] = state
-            known[s], new[s] = self._new_values(s, state)
-            state = self._next(s, state, new[s])
+            predicted[s], new_values[s] = self._new_values(s, state)
+            state = self._next(s, state, new_values[s])
         if dout is None:
             dnew.zero_()
         else:
@@ -134,11 +134,11 @@ class _Block:
             dstates[s] = dstate
             dnew[s].baddbmm_(self.k[s] * self.to_end[s], dstate)
             torch.bmm(self.T[s].mT, dnew[s], out=Y[s])
-            dstate = dstate * self.over[s]
+            dstate = dstate * self.chunk_decay[s]
             if dout is not None:
                 dstate.baddbmm_((self.q[s] * self.from_start[s]).mT, dout[s])
             dstate.baddbmm_(self.k[s].mT, Y[s] * (self.beta[s] * self.from_start[s]), alpha=-1)
-        return self._collect(states, dstates, dstate, dout, known, new, Y, need)
+        return self._collect(states, dstates, dstate, dout, predicted, new_values, Y, need)
 
     def _collect(
         self,
@@ -146,47 +146,47 @@ class _Block:
         dstates: Tensor,
         dstate: Tensor,
         dout: Tensor | None,
-        known: Tensor,
-        new: Tensor,
+        predicted: Tensor,
+        new_values: Tensor,
         Y: Tensor,
         need: int,
     ) -> "_Gradients":
         dv = Y * self.beta
-        found = _Gradients(state=dstate, v=dv.unflatten(1, (self.tokens.number, -1)))
+        gradients = _Gradients(state=dstate, v=dv.unflatten(1, (self.tokens.number, -1)))
         if not need & (NEED_Q | NEED_K | NEED_G | NEED_BETA):
-            return found
-        N = torch.matmul(Y, new.mT).mul_(self.decay).neg_().tril_(-1)
+            return gradients
+        N = torch.matmul(Y, new_values.mT).mul_(self.decay).neg_().tril_(-1)
         of_grams = N * self.kk
         if need & NEED_BETA:
-            dbeta = (Y * (self.v - known)).sum(-1).add_(of_grams.sum(-1))
-            found.beta = dbeta.unflatten(1, (self.tokens.number, -1))
+            dbeta = (Y * (self.v - predicted)).sum(-1).add_(of_grams.sum(-1))
+            gradients.beta = dbeta.unflatten(1, (self.tokens.number, -1))
         if not need & (NEED_Q | NEED_K | NEED_G):
-            return found
-        of_state = torch.matmul(new, dstates.mT).mul_(self.to_end)
+            return gradients
+        of_state = torch.matmul(new_values, dstates.mT).mul_(self.to_end)
         through_decay = of_grams.mul_(self.beta)
-        since_start = (dv * known).sum(-1).neg_()
+        since_start = (dv * predicted).sum(-1).neg_()
         if dout is not None:
-            M = torch.matmul(dout, new.mT).mul_(self.decay)
+            M = torch.matmul(dout, new_values.mT).mul_(self.decay)
             dq = torch.matmul(dout, states.mT).mul_(self.from_start)
             if need & NEED_G:
                 through_decay.add_((M * self.qk).tril_(-1))
                 since_start.add_((self.q * dq).sum(-1))
             if need & NEED_Q:
                 dq += torch.matmul(M, self.k)
-                found.q = self._unnormalized(dq, self.q, self.q_norm)
+                gradients.q = self._unnormalized(dq, self.q, self.q_norm)
         if need & NEED_G:
             until_end = (self.k * of_state).sum(-1)
-            kept = (states * dstates).sum((-1, -2)) * self.over[..., 0, 0]
-            dg = _passing(through_decay, since_start, until_end).add_(kept.unsqueeze(-1))
-            found.g = dg.unflatten(1, (self.tokens.number, -1))
+            through_state = (states * dstates).sum((-1, -2)) * self.chunk_decay[..., 0, 0]
+            dg = _passing(through_decay, since_start, until_end).add_(through_state.unsqueeze(-1))
+            gradients.g = dg.unflatten(1, (self.tokens.number, -1))
         if need & NEED_K:
             dk = of_state.sub_(torch.matmul(dv * self.from_start, states.mT))
             E = N.mul_(self.beta)
             dk += torch.matmul(E + E.mT, self.k)
             if dout is not None:
                 dk += torch.matmul(M.mT, self.q)
-            found.k = self._unnormalized(dk, self.k, self.k_norm)
-        return found
+            gradients.k = self._unnormalized(dk, self.k, self.k_norm)
+        return gradients
 
     def _unnormalized(self, dy: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
         """The gradient of q or k for one of what was normalised; y = x·norm, so dx = norm·(dy − y (y·dy))."""
@@ -225,7 +225,7 @@ def _passing(between: Tensor, since_start: Tensor, until_end: Tensor) -> Tensor:
     """The gradient of each g_t: what was multiplied with a decay that token t is part of.
 
     That is e^{G_i−G_j} for j < t ≤ i, e^{G_i} for t ≤ i and e^{Γ−G_j} for j < t. The same sums through dG, whose terms
-    cancel again when they are added up, would lose the digits of a gradient that decay has made small.
+    cancel again when they are added up, would lose the digits of a gradient that decay leaves small.
     """
     later = between.flip(-2).cumsum(-2).flip(-2).tril_(-1).sum(-1)
     later.add_(since_start.flip(-1).cumsum(-1).flip(-1))
@@ -261,7 +261,7 @@ def forward(
     final_state: Tensor | None,
     saved: Tensor | None,
 ) -> None:
-    """Writes the outputs; the final states, and those between segments, where they are wanted."""
+    """Writes the outputs; the final states, and those between segments, where they are needed."""
     report(POSITIVE_GATE, g, g > 0)
     starts, lengths = bounds(q.shape[0], q.shape[1], cu_seqlens, raises=True)
     if final_state is not None:
@@ -272,11 +272,11 @@ def forward(
         out.zero_()
     if not (q.numel() and v.numel()):
         return
-    given, flat_out = _flat(q, k, v, g, beta, scale, normalize), out.flatten(0, 1)
+    inputs, flat_out = _flat(q, k, v, g, beta, scale, normalize), out.flatten(0, 1)
     for group in groups(starts, lengths, q.shape[2], v.shape[2]):
-        states = _States(given, group, initial_state)
+        states = _States(inputs, group, initial_state)
         for segment in range(group.segments):
-            block = _Block(given, group, segment)
+            block = _Block(inputs, group, segment)
             state = states.active(block)
             if saved is not None and segment:
                 saved[group.saved(segment, saved.device), block.heads] = states.by_sequence(state)
@@ -289,13 +289,13 @@ def forward(
 
 @torch.no_grad()
 def backward(
+    dout: Tensor | None,
+    dfinal: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     saved: Tensor,
@@ -314,23 +314,23 @@ def backward(
         _set(dinitial, dfinal)
     if not (q.numel() and v.numel()):
         return
-    given = _flat(q, k, v, g, beta, scale, normalize)
+    inputs = _flat(q, k, v, g, beta, scale, normalize)
     flat_dout = None if dout is None else dout.flatten(0, 1)
     targets = [gradient.flatten(0, 1) if need >> bit & 1 else None for bit, gradient in enumerate(gradients[:5])]
     for group in groups(starts, lengths, q.shape[2], v.shape[2]):
-        firsts, dstates = _States(given, group, initial_state), _States(given, group, dfinal)
+        initial_states, dstates = _States(inputs, group, initial_state), _States(inputs, group, dfinal)
         for segment in reversed(range(group.segments)):
-            block = _Block(given, group, segment)
+            block = _Block(inputs, group, segment)
             if segment:
-                at = saved[group.saved(segment, saved.device), block.heads].to(firsts.all.dtype).flatten(0, 1)
+                at = saved[group.saved(segment, saved.device), block.heads].to(initial_states.all.dtype).flatten(0, 1)
             else:
-                at = firsts.active(block)
+                at = initial_states.active(block)
             upstream = None
             if flat_dout is not None:
                 upstream = block.tokens.gather(flat_dout[:, block.heads], at.dtype).flatten(1, 2)
-            found = block.backward(at, dstates.active(block), upstream, need)
-            dstates.update(found.state)
-            parts = (found.q, found.k, found.v, found.g, found.beta)
+            block_gradients = block.backward(at, dstates.active(block), upstream, need)
+            dstates.update(block_gradients.state)
+            parts = (block_gradients.q, block_gradients.k, block_gradients.v, block_gradients.g, block_gradients.beta)
             for number, (target, part) in enumerate(zip(targets, parts, strict=True)):
                 if target is not None and part is not None:
                     block.tokens.scatter(target[:, block.key_heads if number < 2 else block.heads], part)
@@ -348,12 +348,12 @@ def _set(target: Tensor, source: Tensor | None) -> None:
 class _States:
     """The states of a group's sequences and heads, as they go from segment to segment."""
 
-    def __init__(self, given: _Inputs, group: Group, states: Tensor | None) -> None:
-        first, repeat = group.first_head, given.per_key_head
+    def __init__(self, inputs: _Inputs, group: Group, states: Tensor | None) -> None:
+        first, repeat = group.first_head, inputs.per_key_head
         self.heads = slice(first * repeat, (first + group.heads) * repeat)
-        kind, device = wide_dtype(given.v.dtype), given.v.device
+        kind, device = wide_dtype(inputs.v.dtype), inputs.v.device
         if states is None:
-            shape = (len(group.sequences), self.heads.stop - self.heads.start, given.q.shape[-1], given.v.shape[-1])
+            shape = (len(group.sequences), self.heads.stop - self.heads.start, inputs.q.shape[-1], inputs.v.shape[-1])
             self.all = torch.zeros(shape, dtype=kind, device=device)
         else:
             self.all = states[group.numbers(device)][:, self.heads].to(kind, copy=True).contiguous()

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import writing
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.kernels import why_not_on_nvidia
+from adjoint.core.kernels import NVIDIA
+from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.arguments import wide_dtype
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from adjoint.ops.gated_delta.promises import (
@@ -25,7 +27,9 @@ from adjoint.ops.gated_delta.promises import (
     recorded,
 )
 from adjoint.ops.gated_delta.rule import eager
-from adjoint.ops.gated_delta.rule.shape import BACK_SEGMENT, FEW_HEADS, WHOLE_BACK, Shape, tuning
+from adjoint.ops.gated_delta.rule.shape import FEW_HEADS, REVERSE_SEGMENT, UNSPLIT_REVERSE, Shape
+
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 _OUT_OF_RANGE = (
     "g above 0 and cu_seqlens out of order are reported: at once on the CPU, by adjoint.check() on a GPU, where g is "
@@ -54,10 +58,9 @@ def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def _rule(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    *given, output_final_state, save = arguments
+    *inputs, output_final_state, keep = arguments
     out, final_state, saved = outputs
-    wanted = (final_state if output_final_state else None, saved if save else None)
-    eager.forward(*(*given, out, *wanted))
+    eager.forward(*(*inputs, out, final_state if output_final_state else None, saved if keep else None))
 
 
 def _rule_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -84,11 +87,6 @@ MAX_HEADS = 2**14
 MAX_PROGRAMS = 2**31 - 1
 
 
-def triton_part(module: str) -> Any:
-    """A module that imports Triton, on first use."""
-    return import_module(f"adjoint.ops.gated_delta.rule.triton.{module}")
-
-
 def refuse(problem: Problem) -> str:
     """Why the kernels cannot serve a problem."""
     shape = Shape.of(problem)
@@ -101,7 +99,7 @@ def refuse(problem: Problem) -> str:
     blocks = -(-(shape.V + shape.K * shape.may_split) // 16)
     if (shape.chunks + shape.sequences) * shape.heads * blocks > MAX_PROGRAMS:
         return f"there may be {shape.chunks} chunks of {shape.heads} heads, more programs than a launch has"
-    return why_not_on_nvidia(problem.device)
+    return ""
 
 
 CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
@@ -129,7 +127,7 @@ def _order(shape: Shape) -> str:
     return f"{order}; cut after a whole number of chunks with the state carried on, a sequence keeps its bits{longer}"
 
 
-def kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
+def _kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
     """What the kernels promise of an output of the forward."""
     dtype = problem.dtypes[0]
     narrow = dtype != torch.float32
@@ -150,65 +148,26 @@ def kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
 
 def _kernel_guarantee(problem: Problem) -> dict[str, Guarantee]:
     return {
-        name: kernel_promise(problem, name, **({} if name == "saved" else {"out_of_range": _OUT_OF_RANGE}))
+        name: _kernel_promise(problem, name, **({} if name == "saved" else {"out_of_range": _OUT_OF_RANGE}))
         for name in ("o", "final_state", "saved")
     }
 
 
-def kernel_numbers(problem: Problem) -> dict[str, Any]:
-    """The parameters of the kernels that change bits."""
-    return {**_chunks(problem), "parts": tuning(Shape.of(problem)).parts}
-
-
-def _on_kernels(
-    name: str,
-    kernel: str,
-    module: str,
-    refuse: Callable[[Problem], str],
-    guarantee: Callable[[Problem], dict[str, Guarantee]],
-    **options: Any,
-) -> Candidate:
-    """A candidate whose module has `run`, `prepare` and `regions`, which take the options."""
-    return Candidate(
-        name=name,
-        backend="triton",
-        kernel=kernel,
-        revision=1,
-        refuse=refuse,
-        guarantee=guarantee,
-        run=writing(lambda *a: triton_part(module).run(*a, **options)),
-        prepare=lambda plan: triton_part(module).prepare(plan, **options),
-        numeric=kernel_numbers,
-        workspace_bytes=lambda problem: triton_part(module).regions(problem, **options).bytes,
-    )
-
-
-_CHUNKED = _on_kernels("triton.chunked", "rule_walk", "forward", refuse, _kernel_guarantee)
-
-
-def _refuse_other_than_hopper(problem: Problem) -> str:
+def _refuse_wide(problem: Problem) -> str:
     """Why kernels in Gluon cannot serve a problem, whatever its sizes."""
-    shape = Shape.of(problem)
-    if problem.device.type != "cuda" or torch.version.hip is not None:
-        return "is for NVIDIA's Hopper"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(problem.device) != (9, 0):
-        return f"is for Hopper (sm_90), this is {torch.cuda.get_device_name(problem.device)}"
-    if shape.element not in (torch.bfloat16, torch.float16):
-        return f"takes 16-bit types, this is {shape.element}"
-    return ""
+    element = problem.dtypes[0]
+    return "" if element in (torch.bfloat16, torch.float16) else f"takes 16-bit types, this is {element}"
 
 
-def _refuse_hopper(problem: Problem) -> str:
-    """Why the walk in Gluon cannot serve a problem."""
+def _refuse_fused(problem: Problem) -> str:
+    """Why the forward scan in Gluon cannot serve a problem."""
     shape = Shape.of(problem)
-    if refusal := _refuse_other_than_hopper(problem):
+    if refusal := _refuse_wide(problem):
         return refusal
     if shape.K not in (64, 128) or shape.V % 64 or not shape.V:
         return f"takes K of 64 or 128 and V of a multiple of 64, these are {shape.K} and {shape.V}"
     return refuse(problem)
 
-
-_FUSED = _on_kernels("gluon.fused", "rule_forward_hopper", "forward", _refuse_hopper, _kernel_guarantee, fused=True)
 
 BACKWARD_CEILINGS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of every gradient. The largest that was measured: 2.1e-6, 2.0e-2 and 1e-3, of dg where states are random and their
@@ -229,8 +188,8 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     products = "" if narrow else ", in IEEE float32 or as three of TF32 parts"
     order = _CHUNKS_OF_A_SEQUENCE + products
     if shape.may_split:
-        order += f"; up to {FEW_HEADS} value heads, sequences of more than {WHOLE_BACK} tokens are segments of "
-        order += f"{BACK_SEGMENT} that end with Mᵀ dS + B of the gradient dS after"
+        order += f"; up to {FEW_HEADS} value heads, sequences of more than {UNSPLIT_REVERSE} tokens are segments of "
+        order += f"{REVERSE_SEGMENT} that end with Mᵀ dS + B of the gradient dS after"
     limits = "; new values, states and their gradients stay below 65504" if dtype == torch.float16 else ""
     return {
         name: Guarantee(
@@ -249,7 +208,7 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 def _refuse_fused_backward(problem: Problem) -> str:
     """Why the kernel of all gradients in Gluon cannot serve a problem."""
     shape = Shape.of(problem)
-    if refusal := _refuse_other_than_hopper(problem):
+    if refusal := _refuse_wide(problem):
         return refusal
     if shape.K not in (64, 128) or shape.V not in (64, 128):
         return f"takes K and V of 64 or 128, these are {shape.K} and {shape.V}"
@@ -258,20 +217,55 @@ def _refuse_fused_backward(problem: Problem) -> str:
     return refuse(problem)
 
 
-_FUSED_BACKWARD = _on_kernels(
-    "gluon.fused",
-    "rule_gradients_hopper",
-    "backward",
-    _refuse_fused_backward,
-    _kernel_backward_guarantee,
-    fused=True,
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _entry(problem: Problem, fused: bool) -> str:
+    """The name of a problem's schedule: by what its kernels are cut for."""
+    shape, backward = Shape.of(problem), problem.op.endswith("backward")
+    direction = "backward" if backward else "forward"
+    words = [f"fused {direction}" if fused else f"{direction} {'float32' if shape.is_wide else '16-bit'}"]
+    if shape.K > 128:
+        words.append("K > 128")
+    elif backward:
+        words += ["few heads"] * shape.may_split + ["V <= 64"] * (shape.V <= 64 and not shape.is_wide)
+    return ", ".join(words)
+
+
+def _on_kernels(
+    kernel: str,
+    direction: str,
+    refuse: Callable[[Problem], str],
+    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    fused: bool = False,
+) -> Candidate:
+    """A plan on kernels, in Triton alone or with those in Gluon for Hopper."""
+
+    def setup(setup: Setup) -> Execute:
+        module = import_module(f"adjoint.ops.gated_delta.rule.triton.{direction}")
+        return getattr(module, direction)(setup, fused)  # type: ignore[no-any-return]
+
+    return Candidate(
+        name="gluon.fused" if fused else "triton.chunked",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=refuse,
+        guarantee=guarantee,
+        setup=setup,
+        targets=("sm_90",) if fused else NVIDIA,
+        schedules=_SCHEDULES,
+        entry=lambda problem: _entry(problem, fused),
+    )
+
+
+RULE = (
+    _on_kernels("rule_forward_scan_hopper", "forward", _refuse_fused, _kernel_guarantee, fused=True),
+    _on_kernels("rule_state_scan", "forward", refuse, _kernel_guarantee),
+    eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks, _is_packed),
 )
-
-_CHUNKED_BACKWARD = _on_kernels("triton.chunked", "rule_walk_back", "backward", refuse, _kernel_backward_guarantee)
-
-RULE = (_FUSED, _CHUNKED, eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks, _is_packed))
 RULE_BACKWARD = (
-    _FUSED_BACKWARD,
-    _CHUNKED_BACKWARD,
+    _on_kernels("rule_gradients_hopper", "backward", _refuse_fused_backward, _kernel_backward_guarantee, fused=True),
+    _on_kernels("rule_reverse_scan", "backward", refuse, _kernel_backward_guarantee),
     eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks, _is_packed),
 )

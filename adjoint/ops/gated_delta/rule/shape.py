@@ -1,4 +1,4 @@
-"""The sizes of a problem of the gated delta rule as its kernels see it, and the memory they need; nothing of Triton."""
+"""The sizes of a problem of the gated delta rule, and how its tokens lie in memory; nothing of Triton."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,22 +6,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from adjoint.core.launch import Setup
+from adjoint.core.op import Facts
 from adjoint.core.problem import Problem
-from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT, saved_states
-
-GATE_ROWS = 5
-"""What the gates of a chunk are: G, what G lost in rounding, β, e^G, e^{Γ−G}."""
+from adjoint.core.workspace import Memory
+from adjoint.ops.gated_delta import packing
+from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 
 LARGE = 2**17
-"""Tokens times value heads from which kernels that do not depend on each other run side by side."""
+"""Tokens times value heads from which kernels that do not depend on each other run concurrently."""
 
+REVERSE_SEGMENT = 2048
+"""Tokens of a segment of the reverse scan, counted from the start of a sequence: a multiple of `packing.SEGMENT`."""
 
-BACK_SEGMENT = 2048
-"""Tokens of a segment on the way back, counted from the start of a sequence: a multiple of SEGMENT."""
-
-WHOLE_BACK = 16384
-"""Tokens up to which a sequence is walked back whole where longer ones are split: that is more than twice the work,
-which only an idle card does in less time, and shorter ones are packed with others. At least those of a segment."""
+UNSPLIT_REVERSE = 16384
+"""Tokens up to which the reverse scan takes a sequence as a whole where it splits longer ones: splitting is more than
+twice the work, which only an idle card does in less time, and shorter ones are packed with others. At least those of a
+segment."""
 
 FEW_HEADS = 8
 """Value heads up to which one long sequence is split: more of them keep a card busy."""
@@ -33,8 +34,13 @@ def padded(size: int) -> int:
 
 
 def power(size: int) -> int:
-    """The width of the block that holds a row: a power of two."""
+    """The width of the block that contains a row: a power of two."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def tile(block: int, size: int) -> int:
+    """Columns of a program's tile: those of the schedule, no more than a row has, and no fewer than a product takes."""
+    return max(16, min(block, power(size)))
 
 
 class Shape(NamedTuple):
@@ -63,6 +69,10 @@ class Shape(NamedTuple):
         return 0 in (self.tokens, self.sequences, self.heads, self.K, self.V)
 
     @property
+    def is_packed(self) -> bool:
+        return self.ids is not None
+
+    @property
     def tokens(self) -> int:
         return self.rows * self.time
 
@@ -78,8 +88,8 @@ class Shape(NamedTuple):
 
     @property
     def segments(self) -> int:
-        """Slots for segments of SEGMENT tokens."""
-        return self.spans(SEGMENT)
+        """Slots for segments of `packing.SEGMENT` tokens."""
+        return self.spans(packing.SEGMENT)
 
     def spans(self, size: int) -> int:
         if self.ids is None:
@@ -99,112 +109,49 @@ class Shape(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether there may be such a sequence."""
-        return self.may_split and self.time > SEGMENT
+        """Whether the forward may have such a sequence."""
+        return self.may_split and self.time > packing.SEGMENT
 
     @property
-    def whole_back(self) -> int:
-        """Tokens up to which a sequence is walked back whole; 0 where all are."""
-        return WHOLE_BACK if self.may_split else 0
+    def unsplit_reverse(self) -> int:
+        """Tokens up to which the reverse scan takes a sequence as a whole; 0 where it takes all of them so."""
+        return UNSPLIT_REVERSE if self.may_split else 0
 
     @property
-    def is_split_back(self) -> bool:
+    def is_split_in_reverse(self) -> bool:
         """Whether there may be a longer one."""
-        return self.may_split and self.time > self.whole_back
+        return self.may_split and self.time > self.unsplit_reverse
 
     @property
     def is_wide(self) -> bool:
         return self.element == torch.float32
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Sizes that most kernels are compiled for: K and V are the widths of rows in memory."""
+        return {"GROUP": self.group, "K": padded(self.K), "V": padded(self.V)}
 
-class Tuning(NamedTuple):
-    """How the kernels are cut and launched: columns of V a program has, its warps, and the depth of its pipeline.
+    @property
+    def lanes(self) -> int:
+        """Slots for chunks of a value head."""
+        return self.chunks * self.heads
 
-    Tuned on an H200. On one GPU all of it depends on the dtype and on K alone, so that bits cannot depend on anything
-    else.
-    """
-
-    prepare_warps: int = 2
-    walk_block: int = 32
-    walk_warps: int = 4
-    walk_stages: int = 3
-    output_block: int = 64
-    output_warps: int = 4
-    output_stages: int = 1
-    compose_stages: int = 3
-    parts: int = 1
-
-
-def tuning(shape: Shape, from_shared: bool = True) -> Tuning:
-    """The cut of a problem.
-
-    Args:
-        from_shared: whether products take operands from shared memory, as on Hopper and Blackwell's data-centre GPUs;
-            elsewhere they take registers, outputs are cut smaller, and there may be no room for two of M.
-    """
-    if shape.is_wide:
-        tuned = Tuning(8, 16, 8 if shape.K > 128 else 4, 1, 32, 8, 1)
-    else:
-        tuned = Tuning(4, 32, 8, 1) if shape.K > 128 else Tuning()
-        if not from_shared:
-            tuned = tuned._replace(output_block=32, output_warps=8)
-    return tuned if from_shared else tuned._replace(compose_stages=1)
-
-
-# ------------------------------------------------------------------------------------------------ memory
-
-
-def table_regions(shape: Shape, segments: bool = False) -> dict[str, tuple[torch.dtype, int]]:
-    """begins and firsts [N + 1], places [chunks, 4]; of segments as well: segment_firsts, segment_places."""
-    held = {
-        "begins": (torch.int32, shape.sequences + 1),
-        "firsts": (torch.int32, shape.sequences + 1),
-        "places": (torch.int32, shape.chunks * 4),
-    }
-    if segments:
-        held["segment_firsts"] = (torch.int32, shape.sequences + 1)
-        held["segment_places"] = (torch.int32, shape.segments * 4)
-    return held
-
-
-def split_regions(shape: Shape, saved: bool) -> dict[str, tuple[torch.dtype, int]]:
-    """transitions [segments, H, K + V, K]; and saved states, unless the caller keeps them."""
-    K, V = padded(shape.K), padded(shape.V)
-    held = {"transitions": (torch.float32, shape.segments * shape.heads * (K + V) * K)}
-    if saved:
-        held["saved"] = (torch.float32, saved_states(shape.tokens) * shape.heads * shape.K * shape.V)
-    return held
-
-
-def chunk_regions(shape: Shape, tuned: Tuning, score_parts: int = 0) -> dict[str, tuple[torch.dtype, int]]:
-    """gates [chunks, H, 5, 64], T [chunks, H, parts, 64, 64], states [chunks, H, V, K], new [chunks, H, V, 64].
-
-    With `score_parts`, P [chunks, H, score parts, 64, 64] in the place of states and new: for a walk that writes o.
-    """
-    lanes, K, V = shape.chunks * shape.heads, padded(shape.K), padded(shape.V)
-    held = {
-        "gates": (torch.float32, lanes * GATE_ROWS * CHUNK),
-        "T": (shape.element, lanes * tuned.parts * CHUNK * CHUNK),
-    }
-    if score_parts:
-        return held | {"P": (shape.element, lanes * score_parts * CHUNK * CHUNK)}
-    return held | {"states": (shape.element, lanes * V * K), "new": (shape.element, lanes * V * CHUNK)}
+    @property
+    def saved_elements(self) -> int:
+        """Numbers of the states between segments."""
+        return saved_states(self.tokens) * self.heads * self.K * self.V
 
 
 # ------------------------------------------------------------------------------------------------ inputs
 
 
 def describe(
-    op: str,
-    tokens: Mapping[str, Tensor | None],
-    states: Mapping[str, Tensor | None],
-    cu_seqlens: Tensor | None,
-    options: tuple[Any, ...],
-) -> Problem:
-    """The problem of tokens q, k, v, do [B, T, heads, size], g and beta, and of states [N, H, K, V].
+    tokens: Mapping[str, Tensor | None], states: Mapping[str, Tensor | None], cu_seqlens: Tensor | None
+) -> Facts:
+    """The facts of tokens q, k, v, do [B, T, heads, size], g and beta, and of states [N, H, K, V].
 
-    Its sizes are those of a `Shape`, then 1 or 0 for each of `states` and for do: given or not. Its layout names what
-    kernels cannot read where it lies.
+    Their sizes are those of a `Shape`, then 1 or 0 for each of `states` and for do: present or not. Their layout names
+    what kernels cannot read where it lies.
     """
     q, v, g, beta = (tokens[name] for name in ("q", "v", "g", "beta"))
     assert q is not None and v is not None and g is not None and beta is not None
@@ -214,25 +161,29 @@ def describe(
     if cu_seqlens is not None:
         ids, sequences = (cu_seqlens.dtype,), cu_seqlens.shape[0] - 1
     optional = (*states.values(), tokens["do"]) if "do" in tokens else tuple(states.values())
-    given = (0 if x is None else 1 for x in optional)
-    copied = [name for name, x in tokens.items() if x is not None and x.dim() == 4 and not is_walkable(x)]
+    present = (0 if x is None else 1 for x in optional)
+    copied = [name for name, x in tokens.items() if x is not None and x.dim() == 4 and not is_readable(x)]
     copied += [name for name, state in states.items() if state is not None and not state.is_contiguous()]
     if cu_seqlens is not None and not cu_seqlens.is_contiguous():
         copied.append("cu_seqlens")
     layout = " ".join((*copied, "copied")) if copied else ""
-    sizes = (rows, time, sequences, key_heads, v.shape[2], K, v.shape[3], *given)
-    return Problem(op, q.device, (q.dtype, g.dtype, beta.dtype, *ids), layout, sizes, options)
+    sizes = (rows, time, sequences, key_heads, v.shape[2], K, v.shape[3], *present)
+    return Facts((q.dtype, g.dtype, beta.dtype, *ids), layout, sizes)
 
 
-class Walkable(NamedTuple):
-    """Tokens as kernels walk them: where they begin, and how far tokens and heads are apart."""
+class TokenRows(NamedTuple):
+    """Tokens as kernels read them: where they begin, and the strides of tokens and of heads."""
 
     start: Any
     token_stride: int
     head_stride: int
 
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.token_stride, self.head_stride
 
-def is_walkable(x: Tensor) -> bool:
+
+def is_readable(x: Tensor) -> bool:
     """Whether kernels can read [B, T, heads, size] where it lies: rows of a multiple of 16 numbers, each beginning at
     a multiple of 16 bytes."""
     rows, time, heads, size = x.shape
@@ -250,10 +201,10 @@ def is_walkable(x: Tensor) -> bool:
     )
 
 
-def walkable(x: Tensor, copy: Tensor | None = None) -> Walkable:
+def token_rows(x: Tensor, copy: Tensor | None = None) -> TokenRows:
     """Tokens for the kernels: where they lie, or copied into memory for [B, T, heads, padded size]."""
     if copy is None and x.data_ptr() % 16 == 0:
-        return Walkable(x, *_apart(x))
+        return TokenRows(x, *_strides(x))
     rows, time, heads, size = x.shape
     if copy is None:  # memory that torch did not allocate
         copy = x.new_empty(rows * time * heads * padded(size))
@@ -261,32 +212,38 @@ def walkable(x: Tensor, copy: Tensor | None = None) -> Walkable:
     wide[..., :size].copy_(x)
     if size < padded(size):
         wide[..., size:].zero_()
-    return Walkable(copy, heads * padded(size), padded(size))
+    return TokenRows(copy, heads * padded(size), padded(size))
 
 
-def _apart(x: Tensor) -> tuple[int, int]:
-    """How far the tokens of all rows and their heads are apart; where there is one, as if there were more."""
+def _strides(x: Tensor) -> tuple[int, int]:
+    """The strides of the tokens of all rows and of their heads; where there is one, as if there were more."""
     rows, time, heads, size = x.shape
     token = x.stride(1) if time > 1 else x.stride(0) if rows > 1 else heads * size
     return token, x.stride(2) if heads > 1 else size
 
 
-def copies(problem: Problem, tokens: Mapping[str, int]) -> dict[str, tuple[torch.dtype, int]]:
-    """Memory for what kernels cannot read where it lies.
+class Copies:
+    """Memory for the inputs that kernels cannot read where they lie, and for those that are normalised."""
 
-    `tokens` maps names of token tensors to the numbers of a token, all heads, that a copy has.
-    """
-    shape, held = Shape.of(problem), {}
-    for name in problem.layout.split()[:-1]:
-        if name in tokens:
-            held[f"copied_{name}"] = (shape.element, shape.tokens * tokens[name])
-        elif name == "cu_seqlens":
-            held["copied_cu_seqlens"] = (shape.ids or torch.int64, shape.sequences + 1)
-        else:
-            held[f"copied_{name}"] = (torch.float32, shape.sequences * shape.heads * shape.K * shape.V)
-    return held
+    def __init__(self, setup: Setup, shape: Shape, normalized: tuple[str, ...]) -> None:
+        keys, values = shape.key_heads * padded(shape.K), shape.heads * padded(shape.V)
+        widths = {"q": keys, "k": keys, "v": values, "do": values}
+        self.names = frozenset(setup.problem.layout.split()[:-1])
+        for name in dict.fromkeys((*setup.problem.layout.split()[:-1], *normalized)):
+            if name in widths:
+                setup.scratch(**{f"copied_{name}": (shape.element, shape.tokens * widths[name])})
+            elif name == "cu_seqlens":
+                setup.scratch(copied_cu_seqlens=(shape.ids or torch.int64, shape.sequences + 1))
+            else:
+                states = shape.sequences * shape.heads * shape.K * shape.V
+                setup.scratch(**{f"copied_{name}": (torch.float32, states)})
 
+    def contiguous(self, memory: Memory, name: str, x: Tensor | None) -> Tensor | None:
+        """A state or cu_seqlens, or its copy."""
+        if x is None or name not in self.names:
+            return x
+        return memory.tensor(f"copied_{name}").view(x.shape).copy_(x)
 
-def contiguous(x: Tensor, copy: Tensor | None) -> Tensor:
-    """A state or cu_seqlens, or its copy."""
-    return x if copy is None else copy.view(x.shape).copy_(x)
+    def token_rows(self, memory: Memory, name: str, x: Tensor) -> TokenRows:
+        """Tokens, or their copy."""
+        return token_rows(x, memory.tensor(f"copied_{name}") if name in self.names else None)

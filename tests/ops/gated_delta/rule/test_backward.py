@@ -13,9 +13,10 @@ from adjoint.contract.inputs import Inputs, leaves, widened
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import NEED_STATE
-from adjoint.ops.gated_delta.rule import _rule, _rule_backward, plans
+from adjoint.ops.gated_delta.rule import _rule, plans
 from adjoint.ops.gated_delta.values import nearly_equal, orthogonal, tokens
 
+FORWARD, BACKWARD = _rule.forward, _rule.forms[""].operator
 KERNELS = Preference(plan="triton.chunked").text
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
 
@@ -40,24 +41,21 @@ def backward(
     inputs: Inputs, do: Tensor | None, dfinal: Tensor | None, need: int = 63, normalize: bool = False
 ) -> tuple[Tensor, ...]:
     """The gradients, by the kernels alone."""
-    *given, state, cu_seqlens = inputs
-    _, _, saved = _rule.launch((*given, state, cu_seqlens, 0.5, normalize, False, True), KERNELS)
-    return _rule_backward.launch(
-        (*given, do, dfinal, state, cu_seqlens, saved, 0.5, normalize, need), KERNELS
-    )  # fmt: skip
+    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, True), KERNELS)
+    return BACKWARD.launch((do, dfinal, *inputs, saved, 0.5, normalize, need), KERNELS)
 
 
 def exact(inputs: Inputs, do: Tensor | None, dfinal: Tensor | None, **options: Any) -> list[Tensor]:
-    own = leaves(widened(inputs))
-    outputs = reference.gated_delta_rule(*own, scale=0.5, by_chunks=True, **options)
-    given = [(o, u.double()) for o, u in zip(outputs, (do, dfinal), strict=True) if u is not None]
-    wanted = [x for x in own[:6] if x is not None]
-    found, slopes = zip(*given, strict=True)
-    return list(torch.autograd.grad(found, wanted, slopes, allow_unused=True, materialize_grads=True))
+    exact_inputs = leaves(widened(inputs))
+    outputs = reference.gated_delta_rule(*exact_inputs, scale=0.5, by_chunks=True, **options)
+    pairs = [(o, u.double()) for o, u in zip(outputs, (do, dfinal), strict=True) if u is not None]
+    differentiable = [x for x in exact_inputs[:6] if x is not None]
+    results, slopes = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(results, differentiable, slopes, allow_unused=True, materialize_grads=True))
 
 
-def inside_the_ceiling(found: tuple[Tensor, ...], right: list[Tensor], dtype: torch.dtype) -> None:
-    for name, got, expected in zip(NAMES, found, right, strict=False):
+def inside_the_ceiling(results: tuple[Tensor, ...], right: list[Tensor], dtype: torch.dtype) -> None:
+    for name, got, expected in zip(NAMES, results, right, strict=False):
         assert torch.isfinite(got).all(), name
         error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
         assert error <= plans.BACKWARD_CEILINGS[dtype], (name, float(error))
@@ -67,11 +65,11 @@ def inside_the_ceiling(found: tuple[Tensor, ...], right: list[Tensor], dtype: to
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("given", ("both", "do", "dfinal"))
-def test_either_gradient_may_be_absent(device: torch.device, given: str) -> None:
+@pytest.mark.parametrize("present", ("both", "do", "dfinal"))
+def test_either_gradient_may_be_absent(device: torch.device, present: str) -> None:
     inputs = drawn(device, (1, 70, 1, 2, 20, 12))
     do, dfinal = upstream_of(inputs)
-    do, dfinal = (do if given != "dfinal" else None), (dfinal if given != "do" else None)
+    do, dfinal = (do if present != "dfinal" else None), (dfinal if present != "do" else None)
     inside_the_ceiling(backward(inputs, do, dfinal), exact(inputs, do, dfinal), torch.float32)
 
 
@@ -81,9 +79,9 @@ def test_upstream_gradients_reach_the_initial_state_in_two_parts(device: torch.d
     inputs = drawn(device, (1, 70, 1, 2, 16, 16), torch.bfloat16)
     do, dfinal = upstream_of(inputs)
     rounded = (do.double() * 0.7).to(do.dtype).double() / 0.7
-    found, expected = backward(inputs, do, dfinal, need=32)[5], exact(inputs, do, dfinal)[5]
+    result, expected = backward(inputs, do, dfinal, need=32)[5], exact(inputs, do, dfinal)[5]
     further = exact(inputs, rounded, dfinal)[5]
-    assert (found.double() - expected).norm() < (further - expected).norm() / 2
+    assert (result.double() - expected).norm() < (further - expected).norm() / 2
 
 
 @pytest.mark.kernels
@@ -104,29 +102,29 @@ def test_residuals_of_a_rounding(device: torch.device, dtype: torch.dtype) -> No
     v = torch.einsum("bthk,bhkv->bthv", k.float(), state).to(dtype)
     inputs = (q, k, v, torch.zeros_like(g), beta, state, None)
     do, dfinal = upstream_of(inputs)
-    found, right = backward(inputs, do, dfinal), exact(inputs, do, dfinal)
-    others = [x for place, x in enumerate(found) if place != 4], [x for place, x in enumerate(right) if place != 4]
+    results, right = backward(inputs, do, dfinal), exact(inputs, do, dfinal)
+    others = [x for place, x in enumerate(results) if place != 4], [x for place, x in enumerate(right) if place != 4]
     inside_the_ceiling(tuple(others[0]), others[1], dtype)
     terms = (v.double() * right[2] / beta.double()[..., None]).abs().sum(-1)
-    error = (found[4].double() - right[4]).norm()
+    error = (results[4].double() - right[4]).norm()
     assert error <= plans.BACKWARD_CEILINGS[dtype] * terms.norm()
     assert dtype == torch.float32 or error > plans.BACKWARD_CEILINGS[dtype] * right[4].norm(), "why it is stated so"
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("K", (12, 40), ids=("whole rows", "rows in blocks"))
-def test_gradients_pass_through_norms(device: torch.device, monkeypatch: pytest.MonkeyPatch, K: int) -> None:
+def test_gradients_pass_through_norms(device: torch.device, K: int) -> None:
     """Rows that one block holds, and rows that it does not."""
-    from adjoint.ops.gated_delta.rule.triton import backward_launch as rule_backward_launch
+    from adjoint.ops.gated_delta.rule.shape import Shape
+    from adjoint.ops.gated_delta.rule.triton.gradients import key_blocks
 
     inputs = list(drawn(device, (1, 66, 1, 2, K, 8)))
     inputs[0], inputs[1] = inputs[0] * 3, inputs[1] * torch.linspace(0.1, 4, 66, device=device)[:, None, None]
     do, dfinal = upstream_of(tuple(inputs))
-    if K == 40:
-        shape = rule_backward_launch.Shape(*(torch.float32,) * 3, None, 1, 66, 1, 1, 2, K, 8)
-        assert rule_backward_launch.is_apart(shape)
-    found = backward(tuple(inputs), do, dfinal, normalize=True)
-    inside_the_ceiling(found, exact(tuple(inputs), do, dfinal, normalize_qk=True), torch.float32)
+    shape = Shape(*(torch.float32,) * 3, None, 1, 66, 1, 1, 2, K, 8)
+    assert key_blocks(shape) == (2 if K == 40 else 1)
+    results = backward(tuple(inputs), do, dfinal, normalize=True)
+    inside_the_ceiling(results, exact(tuple(inputs), do, dfinal, normalize_qk=True), torch.float32)
 
 
 @pytest.mark.kernels
@@ -150,13 +148,13 @@ def test_packed_sequences_are_separate_ones(device: torch.device) -> None:
     bounds = (0, 0, 1, 66, 141)
     inputs = drawn(device, (1, 141, 1, 1, 16, 24), torch.bfloat16, cu_seqlens=bounds)
     do, dfinal = upstream_of(inputs)
-    together = backward(inputs, do, dfinal)
+    packed = backward(inputs, do, dfinal)
     for number, (begin, end) in enumerate(pairwise(bounds)):
         state, last = inputs[5][number : number + 1], dfinal[number : number + 1]
         alone = backward((*(x[:, begin:end] for x in inputs[:5]), state, None), do[:, begin:end], last)
-        for name, got, expected in zip(NAMES, alone, together, strict=True):
-            own = expected[number : number + 1] if name == "dinitial_state" else expected[:, begin:end]
-            assert torch.equal(got, own), (name, number)
+        for name, got, expected in zip(NAMES, alone, packed, strict=True):
+            part = expected[number : number + 1] if name == "dinitial_state" else expected[:, begin:end]
+            assert torch.equal(got, part), (name, number)
 
 
 @pytest.mark.kernels
@@ -165,9 +163,9 @@ def test_strides_and_expanded_gradients_change_nothing(device: torch.device) -> 
     do, dfinal = upstream_of(inputs)
     do = do[:, :1].expand_as(do)
     expected = backward(inputs, do.contiguous(), dfinal)
-    turned = tuple(x if x is None else x.transpose(1, -1).contiguous().transpose(1, -1) for x in inputs[:6])
-    found = backward((*turned, None), do, dfinal.transpose(1, 3).contiguous().transpose(1, 3))
-    assert all(torch.equal(got, right) for got, right in zip(found, expected, strict=True))
+    strided = tuple(x if x is None else x.transpose(1, -1).contiguous().transpose(1, -1) for x in inputs[:6])
+    results = backward((*strided, None), do, dfinal.transpose(1, 3).contiguous().transpose(1, 3))
+    assert all(torch.equal(got, right) for got, right in zip(results, expected, strict=True))
 
 
 @pytest.mark.kernels
@@ -175,14 +173,22 @@ def test_tokens_of_no_sequence_have_no_gradient(device: torch.device) -> None:
     inputs = list(drawn(device, (1, 90, 1, 1, 16, 16), cu_seqlens=(0, 90)))
     inputs[6] = torch.tensor((10, 70), device=device)
     do, dfinal = upstream_of(tuple(inputs))
-    *given, state, cu_seqlens = inputs
+    state = inputs[5]
     saved = state.new_empty(0, *state.shape[1:])
-    found = _rule_backward.launch((*given, do, dfinal, state, cu_seqlens, saved, 0.5, False, 63), KERNELS)
-    for got in found[:5]:
+    results = BACKWARD.launch((do, dfinal, *inputs, saved, 0.5, False, 63), KERNELS)
+    for got in results[:5]:
         assert not got[:, :10].any() and not got[:, 70:].any() and got[:, 10:70].any()
 
 
 # ------------------------------------------------------------------------------------------------ memory
+
+
+def run_poisoned(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The gradients, into memory that holds no numbers, by way of a workspace that holds none."""
+    plan = adjoint.core.plan.select(BACKWARD, BACKWARD.describe(*arguments), KERNELS)
+    outputs = tuple(torch.full_like(x, float("nan")) for x in BACKWARD.allocate(*arguments))
+    workspace = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8, device=plan.problem.device)
+    return plan.compute(arguments, outputs, workspace)
 
 
 @pytest.mark.kernels
@@ -190,21 +196,14 @@ def test_run_needs_no_other_memory(device: torch.device) -> None:
     """Outputs and workspace of the caller, whatever they held."""
     inputs = drawn(device, (1, 9, 1, 2, 16, 16), torch.bfloat16)
     do, dfinal = upstream_of(inputs)
-    *given, state, cu_seqlens = inputs
-    saved = state.new_empty(0, *state.shape[1:])
-    arguments = (*given, do, dfinal, state, cu_seqlens, saved, 0.5, False, 63)
-    plan = adjoint.core.plan.select(_rule_backward, _rule_backward.describe(*arguments), KERNELS)
-    outputs = tuple(torch.full_like(x, float("nan")) for x in _rule_backward.allocate(*arguments))
-    size = plan.candidate.workspace_bytes(plan.problem)
-    workspace = torch.full((size,), 255, dtype=torch.uint8, device=device)
-    plan.candidate.run(plan, arguments, outputs, workspace)
+    saved = inputs[5].new_empty(0, *inputs[5].shape[1:])
+    outputs = run_poisoned((do, dfinal, *inputs, saved, 0.5, False, 63))
     expected = backward(inputs, do, dfinal)
     assert all(torch.equal(got, right) for got, right in zip(outputs, expected, strict=True))
 
 
-def test_what_is_kept_and_what_is_computed_again() -> None:
-    """64 bytes a token and head are kept at K = V = 128, but for the last 1024; the workspace of a backward is what the
-    docs say."""
+def test_what_is_saved_and_what_is_computed_again() -> None:
+    """64 bytes a token and head are saved at K = V = 128, but for the last 1024; the workspace is what the docs say."""
     from adjoint.ops.gated_delta.packing import SEGMENT, saved_states
 
     assert saved_states(33 * SEGMENT) * 128 * 128 * 4 / (32 * SEGMENT) == 64
@@ -213,8 +212,8 @@ def test_what_is_kept_and_what_is_computed_again() -> None:
     problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, (1.0, False, 31))
     (candidate,) = (c for c in plans.RULE_BACKWARD if c.name == "triton.chunked")
     if adjoint.core.kernels.triton_missing():
-        pytest.skip("regions are counted by a module that imports Triton")
-    each = candidate.workspace_bytes(problem) / (32768 * 32)
+        pytest.skip("a setup imports Triton")
+    each = candidate.scratch_bytes(problem) / (32768 * 32)
     assert 2723 <= each <= 2733, each
 
 

@@ -11,15 +11,17 @@ from torch import Tensor
 import adjoint
 from adjoint.contract.inputs import Inputs
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.rule import _rule, _rule_backward, plans
+from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from tests.ops.gated_delta.rule.test_backward import (
+    FORWARD,
     KERNELS,
     NAMES,
     backward,
     drawn,
     exact,
     inside_the_ceiling,
+    run_poisoned,
     upstream_of,
 )
 
@@ -33,13 +35,9 @@ BOUNDS = (0, 0, 100, 4 * SHORT + 170, 5 * SHORT + 170, 5 * SHORT + 170)
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from adjoint.ops.gated_delta.rule.triton import backward_launch as rule_backward_launch
-    from adjoint.ops.gated_delta.rule.triton import launch as rule_launch
-
-    for module in (packing, rule_shape, rule_launch, rule_backward_launch):
-        monkeypatch.setattr(module, "SEGMENT", SHORT // 2)
-    monkeypatch.setattr(rule_shape, "BACK_SEGMENT", SHORT)
-    monkeypatch.setattr(rule_shape, "WHOLE_BACK", SHORT)
+    monkeypatch.setattr(packing, "SEGMENT", SHORT // 2)
+    monkeypatch.setattr(rule_shape, "REVERSE_SEGMENT", SHORT)
+    monkeypatch.setattr(rule_shape, "UNSPLIT_REVERSE", SHORT)
     adjoint.core.plan.forget()
     yield
     adjoint.core.plan.forget()
@@ -54,22 +52,24 @@ def remembered(device: torch.device, bounds: tuple[int, ...], dtype: torch.dtype
 # ----------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("given", ("both", "do", "dfinal"))
+@pytest.mark.parametrize("present", ("both", "do", "dfinal"))
 def test_gradients_pass_through_every_segment(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, given: str
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, present: str
 ) -> None:
     """From the outputs, and from the final state alone, to the first tokens; without what composes them they do not."""
-    from adjoint.ops.gated_delta.rule.triton import backward_launch as rule_backward_launch
+    from adjoint.ops.gated_delta.rule.triton import backward as rule_backward
 
     inputs = remembered(device, BOUNDS)
     do, dfinal = upstream_of(inputs)
-    upstream = (do if given != "dfinal" else None), (dfinal if given != "do" else None)
-    found, right = backward(inputs, *upstream), exact(inputs, *upstream)
-    inside_the_ceiling(found, right, torch.float32)
+    upstream = (do if present != "dfinal" else None), (dfinal if present != "do" else None)
+    results, right = backward(inputs, *upstream), exact(inputs, *upstream)
+    inside_the_ceiling(results, right, torch.float32)
     for number in (0, 4):  # sequences without tokens
-        assert torch.equal(found[5][number], dfinal[number] if given != "do" else torch.zeros_like(dfinal[number]))
+        expected = dfinal[number] if present != "do" else torch.zeros_like(dfinal[number])
+        assert torch.equal(results[5][number], expected)
     assert right[5][2].norm() > 0.1 * right[5][1].norm(), "what passes through five segments counts"
-    monkeypatch.setattr(rule_backward_launch, "compose_back", lambda *_: None)
+    monkeypatch.setattr(rule_backward, "bind_compose_reverse_transitions", lambda *_: lambda memory: None)
+    adjoint.core.plan.forget()
     with pytest.raises(AssertionError):
         inside_the_ceiling(backward(inputs, *upstream), right, torch.float32)
 
@@ -95,21 +95,21 @@ def test_packed_sequences_are_separate_ones(device: torch.device, dtype: torch.d
     """Also those of up to one segment, which alone launch nothing that is split."""
     inputs = remembered(device, BOUNDS, dtype)
     do, dfinal = upstream_of(inputs)
-    together = backward(inputs, do, dfinal)
+    packed = backward(inputs, do, dfinal)
     for number, (begin, end) in enumerate(pairwise(BOUNDS)):
         state, last = inputs[5][number : number + 1], dfinal[number : number + 1]
         alone = backward((*(x[:, begin:end] for x in inputs[:5]), state, None), do[:, begin:end], last)
-        for name, got, expected in zip(NAMES, alone, together, strict=True):
-            own = expected[number : number + 1] if name == "dinitial_state" else expected[:, begin:end]
-            assert torch.equal(got, own), (name, number)
+        for name, got, expected in zip(NAMES, alone, packed, strict=True):
+            part = expected[number : number + 1] if name == "dinitial_state" else expected[:, begin:end]
+            assert torch.equal(got, part), (name, number)
 
 
-def test_shorter_sequences_are_walked_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shorter_sequences_are_scanned_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sequence whole and split: neither is far from the other, and they differ."""
     inputs = remembered(device, (0, 3 * SHORT))
     do, dfinal = upstream_of(inputs)
     split = backward(inputs, do, dfinal)
-    monkeypatch.setattr(rule_shape, "WHOLE_BACK", 3 * SHORT)
+    monkeypatch.setattr(rule_shape, "UNSPLIT_REVERSE", 3 * SHORT)
     adjoint.core.plan.forget()
     whole = backward(inputs, do, dfinal)
     assert not torch.equal(split[5], whole[5])
@@ -122,15 +122,10 @@ def test_shorter_sequences_are_walked_whole(device: torch.device, monkeypatch: p
 def test_run_needs_no_other_memory(device: torch.device) -> None:
     """Outputs and workspace of the caller, whatever they held; no place of nobody is read."""
     bounds = (0, 50, 3 * SHORT + 60, 4 * SHORT)
-    *given, state, cu_seqlens = inputs = remembered(device, bounds, torch.bfloat16)
+    inputs = remembered(device, bounds, torch.bfloat16)
     do, dfinal = upstream_of(inputs)
-    _, _, saved = _rule.launch((*inputs, 0.5, False, False, True), KERNELS)
-    arguments = (*given, do, dfinal, state, cu_seqlens, saved, 0.5, False, 63)
-    plan = adjoint.core.plan.select(_rule_backward, _rule_backward.describe(*arguments), KERNELS)
-    outputs = tuple(torch.full_like(x, float("nan")) for x in _rule_backward.allocate(*arguments))
-    size = plan.candidate.workspace_bytes(plan.problem)
-    workspace = torch.full((size,), 255, dtype=torch.uint8, device=device)
-    plan.candidate.run(plan, arguments, outputs, workspace)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, True), KERNELS)
+    outputs = run_poisoned((do, dfinal, *inputs, saved, 0.5, False, 63))
     expected: tuple[Tensor, ...] = backward(inputs, do, dfinal)
     assert all(torch.equal(got, right) for got, right in zip(outputs, expected, strict=True))
 
@@ -138,17 +133,18 @@ def test_run_needs_no_other_memory(device: torch.device) -> None:
 def test_what_a_split_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """K·4·(K + V) / 2048 bytes a token and head beside what is needed anyway: 64 at K = V = 128."""
     if adjoint.core.kernels.triton_missing():
-        pytest.skip("regions are counted by a module that imports Triton")
+        pytest.skip("a setup imports Triton")
     from adjoint.core.problem import Problem
 
     monkeypatch.undo()  # segments of the length they have
-    assert rule_shape.BACK_SEGMENT % packing.SEGMENT == 0 and rule_shape.WHOLE_BACK >= rule_shape.BACK_SEGMENT
+    assert rule_shape.REVERSE_SEGMENT % packing.SEGMENT == 0
+    assert rule_shape.UNSPLIT_REVERSE >= rule_shape.REVERSE_SEGMENT
     (candidate,) = (c for c in plans.RULE_BACKWARD if c.name == "triton.chunked")
 
     def each(heads: int) -> float:
         sizes: tuple[Any, ...] = (1, 32768, 1, heads // 2, heads, 128, 128, 0, 0, 1)
         dtypes = (torch.bfloat16, torch.float32, torch.float32)
         problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, (1.0, False, 31))
-        return candidate.workspace_bytes(problem) / (32768 * heads)
+        return candidate.scratch_bytes(problem) / (32768 * heads)
 
     assert 58 <= each(8) - each(16) <= 64

@@ -10,8 +10,8 @@ from adjoint import Preference
 from adjoint.contract.inputs import Inputs
 from adjoint.core.kernels import triton_missing
 from adjoint.core.problem import Problem
-from adjoint.ops.gated_delta.rule import _rule, _rule_backward, plans
-from tests.ops.gated_delta.rule.test_backward import drawn, exact, inside_the_ceiling, upstream_of
+from adjoint.ops.gated_delta.rule import plans
+from tests.ops.gated_delta.rule.test_backward import BACKWARD, FORWARD, drawn, exact, inside_the_ceiling, upstream_of
 
 FUSED = Preference(plan="gluon.fused").text
 (CANDIDATE,) = (candidate for candidate in plans.RULE_BACKWARD if candidate.name == "gluon.fused")
@@ -29,36 +29,39 @@ def problem(
     return Problem("gated_delta_rule_backward", torch.device(device, index), dtypes, "", sizes, (1.0, False, need))
 
 
-def test_gradients_nobody_wants_have_room() -> None:
+def test_gradients_that_are_not_needed_have_room() -> None:
     if triton_missing():
-        pytest.skip("regions are counted by a module that imports Triton")
+        pytest.skip("a setup imports Triton")
     tokens, keys, values, gates = 32768, 16 * 128 * 2, 32 * 128 * 2, 32 * 4
-    more = CANDIDATE.workspace_bytes(problem(need=1)) - CANDIDATE.workspace_bytes(problem())
+    more = CANDIDATE.scratch_bytes(problem(need=1)) - CANDIDATE.scratch_bytes(problem())
     assert more == tokens * (keys + values + 2 * gates)
-    assert CANDIDATE.workspace_bytes(problem(need=32)) == CANDIDATE.workspace_bytes(problem())
+    assert CANDIDATE.scratch_bytes(problem(need=32)) == CANDIDATE.scratch_bytes(problem())
 
 
 @no_gpu
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("refused", "words"),
     (
-        (problem("cpu"), "is for NVIDIA's Hopper"),
         (problem(dtype=torch.float32), "takes 16-bit types, this is torch.float32"),
         (problem(K=96), "takes K and V of 64 or 128, these are 96 and 128"),
         (problem(V=192), "takes K and V of 64 or 128, these are 128 and 192"),
         (problem(do=0), "takes a gradient of the outputs, and there is none"),
     ),
 )
-def test_what_it_refuses(asked: Problem, words: str) -> None:
-    assert words in CANDIDATE.refuse(asked)
+def test_what_it_refuses(refused: Problem, words: str) -> None:
+    assert words in CANDIDATE.refuse(refused)
 
 
-def test_it_keeps_less_between_kernels() -> None:
+def test_it_is_for_hopper_alone() -> None:
+    assert CANDIDATE.why_not_on(torch.device("cpu")) == "is for sm_90 alone"
+
+
+def test_it_stores_less_between_kernels() -> None:
     """Neither M, its transpose and E, nor the parts of dg and dβ."""
     if triton_missing():
-        pytest.skip("regions are counted by a module that imports Triton")
+        pytest.skip("a setup imports Triton")
     (chunked,) = (candidate for candidate in plans.RULE_BACKWARD if candidate.name == "triton.chunked")
-    saved = chunked.workspace_bytes(problem()) - CANDIDATE.workspace_bytes(problem())
+    saved = chunked.scratch_bytes(problem()) - CANDIDATE.scratch_bytes(problem())
     assert saved / (512 * 32) == pytest.approx(3 * 64 * 64 * 2 + (3 + 1 + 1) * 64 * 4 + 4, abs=1)
 
 
@@ -66,9 +69,8 @@ def test_it_keeps_less_between_kernels() -> None:
 
 
 def backward(inputs: Inputs, do: Tensor, dfinal: Tensor, normalize: bool = False, need: int = 63) -> tuple[Tensor, ...]:
-    *given, state, cu_seqlens = inputs
-    _, _, saved = _rule.launch((*given, state, cu_seqlens, 0.5, normalize, False, True), FUSED)
-    return _rule_backward.launch((*given, do, dfinal, state, cu_seqlens, saved, 0.5, normalize, need), FUSED)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, True), FUSED)
+    return BACKWARD.launch((do, dfinal, *inputs, saved, 0.5, normalize, need), FUSED)
 
 
 @hopper
@@ -89,24 +91,23 @@ def test_gradients(
     """Groups of one to four heads, tails, sequences without tokens, of one, and of one more than a chunk."""
     inputs = drawn(device, shape, dtype, **options)
     do, dfinal = upstream_of(inputs)
-    found = backward(inputs, do, dfinal, normalize)
-    inside_the_ceiling(found, exact(inputs, do, dfinal, normalize_qk=normalize), dtype)
+    results = backward(inputs, do, dfinal, normalize)
+    inside_the_ceiling(results, exact(inputs, do, dfinal, normalize_qk=normalize), dtype)
     again = backward(inputs, do, dfinal, normalize)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
 
 
 @hopper
 @pytest.mark.kernels
 @pytest.mark.parametrize("normalize", (False, True))
-def test_bits_do_not_depend_on_what_else_is_wanted(device: torch.device, normalize: bool) -> None:
-    """All gradients are computed together, wherever those that nobody wants go."""
+def test_bits_do_not_depend_on_what_else_is_needed(device: torch.device, normalize: bool) -> None:
+    """All gradients are computed together, wherever those that are not needed go."""
     inputs = drawn(device, (1, 130, 2, 4, 128, 128), torch.bfloat16)
     do, dfinal = upstream_of(inputs)
-    together = backward(inputs, do, dfinal, normalize)
-    for bit, whole in enumerate(together):
-        found = backward(inputs, do, dfinal, normalize, need=1 << bit)
-        assert torch.equal(found[bit], whole)
-        assert all(other.numel() == 0 for number, other in enumerate(found) if number != bit)
+    for bit, expected in enumerate(backward(inputs, do, dfinal, normalize)):
+        results = backward(inputs, do, dfinal, normalize, need=1 << bit)
+        assert torch.equal(results[bit], expected)
+        assert all(other.numel() == 0 for number, other in enumerate(results) if number != bit)
 
 
 @hopper
@@ -114,7 +115,6 @@ def test_bits_do_not_depend_on_what_else_is_wanted(device: torch.device, normali
 def test_bits_of_a_row_are_its_own(device: torch.device) -> None:
     inputs = drawn(device, (3, 150, 2, 4, 128, 128), torch.bfloat16)
     do, dfinal = upstream_of(inputs)
-    found = backward(inputs, do, dfinal)
-    *given, state, _ = inputs
-    alone = backward((*(x[1:2] for x in given), state[1:2], None), do[1:2], dfinal[1:2])
-    assert all(torch.equal(one[0], all_[1]) for one, all_ in zip(alone, found, strict=True))
+    results = backward(inputs, do, dfinal)
+    alone = backward((*(x[1:2] for x in inputs[:6]), None), do[1:2], dfinal[1:2])
+    assert all(torch.equal(one[0], all_[1]) for one, all_ in zip(alone, results, strict=True))

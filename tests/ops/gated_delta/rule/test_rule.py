@@ -1,4 +1,4 @@
-"""`gated_delta_rule` beyond the shared checks: packing, segments, states, extremes, what is kept."""
+"""`gated_delta_rule` beyond the shared checks: packing, segments, states, extremes, what is saved."""
 
 from itertools import pairwise
 
@@ -33,15 +33,15 @@ def rule(inputs, **options):
 
 def compare(inputs, by_chunks: bool = True) -> None:
     """Every output and gradient against float64, inside the ceilings the plans state."""
-    own = leaves(inputs)
-    outputs = rule(own)
+    fresh = leaves(inputs)
+    outputs = rule(fresh)
     exact, slopes = by_recurrence(inputs, by_chunks)
-    found = gradients_of(outputs, own)
+    gradients = gradients_of(outputs, fresh)
     share = 1e-8 if inputs[0].dtype == torch.float64 else 1.0
     for got, expected in zip(outputs, exact, strict=True):
         assert torch.isfinite(got).all()
         assert relative(got, expected) <= FORWARD * share
-    for got, expected in zip(found, slopes, strict=True):
+    for got, expected in zip(gradients, slopes, strict=True):
         assert torch.isfinite(got).all()
         assert relative(got, expected) <= BACKWARD * share
 
@@ -105,11 +105,11 @@ def test_more_sequences_than_a_grid_has_programs() -> None:
 @pytest.mark.parametrize("used", ("o", "final_state"))
 def test_an_output_may_be_unused(used: str) -> None:
     inputs = drawn((1, 70, 1, 2, 4, 3))
-    own, other = leaves(inputs), leaves(inputs)
+    first, other = leaves(inputs), leaves(inputs)
     index = ("o", "final_state").index(used)
-    found = rule(own)[index]
+    output = rule(first)[index]
     exact = reference.gated_delta_rule(*other)[index]
-    got = torch.autograd.grad(found, own[:6], upstream_of(found), allow_unused=True)
+    got = torch.autograd.grad(output, first[:6], upstream_of(output), allow_unused=True)
     expected = torch.autograd.grad(exact, other[:6], upstream_of(exact), allow_unused=True)
     for name, mine, theirs in zip((*NAMES, "initial_state"), got, expected, strict=True):
         theirs = torch.zeros_like(mine) if theirs is None else theirs
@@ -188,15 +188,15 @@ def test_sizes_of_zero(shape: tuple[int, ...]) -> None:
             assert gradient.shape == x.shape
 
 
-def test_what_is_kept_for_the_backward() -> None:
+def test_what_is_saved_for_the_backward() -> None:
     """The inputs, and a state between any 1024 tokens of a head and the next: 64 bytes for each token and head at
     K = V = 128."""
     inputs = leaves(drawn((1, 2048, 1, 2, 16, 16), torch.float32, state=False))
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         rule(inputs)
-    own = {x.data_ptr() for x in inputs if x is not None}
-    beside = [x for x in kept if x.data_ptr() not in own and x.numel()]
+    addresses = {x.data_ptr() for x in inputs if x is not None}
+    beside = [x for x in saved if x.data_ptr() not in addresses and x.numel()]
     assert [tuple(x.shape) for x in beside] == [(1, 2, 16, 16)]
     assert packing.SEGMENT == 1024 and 128 * 128 * 4 / packing.SEGMENT == 64
 
@@ -222,9 +222,9 @@ def test_compiled_without_a_final_state() -> None:
     )
     for time in (5, 70):
         inputs = leaves(drawn((1, time, 1, 2, 4, 4), state=False))[:5]
-        found = torch.autograd.grad(compiled(*inputs).sum(), inputs)
+        gradients = torch.autograd.grad(compiled(*inputs).sum(), inputs)
         for got, right in zip(
-            found, torch.autograd.grad(adjoint.gated_delta_rule(*inputs)[0].sum(), inputs), strict=True
+            gradients, torch.autograd.grad(adjoint.gated_delta_rule(*inputs)[0].sum(), inputs), strict=True
         ):
             assert torch.equal(got, right)
     torch._dynamo.reset()
@@ -243,11 +243,11 @@ def test_kernels_are_refused_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     gates = [torch.empty(1, 64, 2, device="meta") for _ in range(2)]
     problem = adjoint.plan(adjoint.gated_delta_rule, *meta, *gates).problem._replace(device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    reasons = [plan.refuse(problem) for plan in RULE if plan.backend == "triton"]
-    assert reasons and all("NVIDIA" in reason for reason in reasons)
+    reasons = {plan.name: plan.why_not_on(problem.device) for plan in RULE if plan.backend == "triton"}
+    assert reasons == {"gluon.fused": "is for sm_90 alone", "triton.chunked": "its kernels are for NVIDIA GPUs"}
 
 
-def test_outputs_and_gradients_into_given_memory() -> None:
+def test_outputs_and_gradients_into_memory_of_the_caller() -> None:
     *tokens, state, _ = drawn((1, 70, 1, 2, 4, 3), torch.float32)
     plan = adjoint.plan(adjoint.gated_delta_rule, *tokens, initial_state=state, output_final_state=True)
     expected = plan.run(*tokens, state, None)
@@ -255,7 +255,7 @@ def test_outputs_and_gradients_into_given_memory() -> None:
     plan.run(*tokens, state, None, out=out)
     assert all(map(torch.equal, out, expected))
     upstream = tuple(map(torch.ones_like, expected[:2]))
-    gradients = plan.adjoint.run(*tokens, *upstream, state, None, expected[2])
+    gradients = plan.adjoint.run(*upstream, *tokens, state, None, expected[2])
     assert [x.shape for x in gradients] == [x.shape for x in (*tokens, state)]
 
 

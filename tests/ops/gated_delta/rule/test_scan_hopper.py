@@ -1,4 +1,4 @@
-"""The walk over segments on Hopper: its states and v' beside those of `rule_walk` and of the recurrence in float64."""
+"""The state scan over segments on Hopper: its states and v' beside those in Triton and of the recurrence in float64."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,13 +10,17 @@ from torch import Tensor
 from adjoint import Preference
 from adjoint.contract.inputs import Inputs
 from adjoint.core.kernels import triton_missing
+from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule import _describe_backward, _rule, plans
-from tests.ops.gated_delta.rule.test_backward import drawn
+from adjoint.ops.gated_delta.rule import plans
+from adjoint.ops.gated_delta.rule.shape import Shape, token_rows
+from tests.ops.gated_delta.rule.kernels import Kernels
+from tests.ops.gated_delta.rule.test_backward import FORWARD, drawn
 from tests.ops.gated_delta.rule.test_gradients_hopper import hopper
 
 FUSED = Preference(plan="gluon.fused").text
+(BACKWARD_CANDIDATE,) = (candidate for candidate in plans.RULE_BACKWARD if candidate.name == "gluon.fused")
 PACKED = (0, 0, 1, 66, 194, 2300, 2300)
 """Sequences without tokens, of one, of one more than a chunk, of two chunks, and of more than two segments."""
 
@@ -31,29 +35,32 @@ SHAPES: tuple[tuple[tuple[int, ...], torch.dtype, dict[str, Any]], ...] = (
 every_shape = pytest.mark.parametrize(("shape", "dtype", "options"), SHAPES)
 
 
-def walked(inputs: Inputs, gluon: bool) -> tuple[Tensor, Tensor]:
+def scanned(inputs: Inputs, gluon: bool) -> tuple[Tensor, Tensor]:
     """Sᵀ at the start of every chunk [chunks, H, V, K] and its v'ᵀ [chunks, H, V, 64], from poisoned memory."""
-    from adjoint.ops.gated_delta.rule.hopper import walk as rule_walk_hopper
-    from adjoint.ops.gated_delta.rule.shape import Shape, walkable
-    from adjoint.ops.gated_delta.rule.triton import backward as rule_backward
-    from adjoint.ops.gated_delta.rule.triton import launch as rule_launch
+    from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
+    from adjoint.ops.gated_delta.rule.hopper.state_scan import bind_segment_states
+    from adjoint.ops.gated_delta.rule.triton.chunk_indices import index_regions
+    from adjoint.ops.gated_delta.rule.triton.chunk_inverse import inverse_region
+    from adjoint.ops.gated_delta.rule.triton.gates import bind_gates, gate_region
+    from adjoint.ops.gated_delta.rule.triton.state_scan import bind_state_scan, scan_regions
 
-    *given, state, cu_seqlens = inputs
-    _, k, v, g, beta = given
-    _, _, saved = _rule.launch((*given, state, cu_seqlens, 0.5, False, False, True), FUSED)
-    problem = _describe_backward(*given, v, None, state, cu_seqlens, saved, 0.5, False, 31)
-    shape, held = Shape.of(problem), rule_backward.regions(problem, fused=True)
-    workspace = held.allocate(k.device).fill_(255)
-    memory = held.pointers(workspace)
-    launches = rule_backward.Launches(shape, k.device)
-    rule_launch.table_and_gates(launches, memory, cu_seqlens, g, beta, raises=False)
-    rule_launch.prepare(launches, memory, walkable(k), hopper=True)
+    _, k, v, g, beta, state, cu_seqlens = inputs
+    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, True), FUSED)
+    bound = Kernels(inputs, BACKWARD_CANDIDATE, "gated_delta_rule_backward")
+    setup, shape = bound.setup, bound.shape
+    memory = bound.memory(
+        **index_regions(shape, segments=True), **gate_region(shape), **inverse_region(shape, 2), **scan_regions(shape)
+    )
+    bind_gates(setup, shape, (True,), raises=False)(memory, cu_seqlens, g, beta)
+    bind_inverse(setup, shape, 2)(memory, token_rows(k))
+    initial = state is not None
     if gluon:
-        rule_walk_hopper.walk(launches, memory, walkable(k), walkable(v), state, saved)
+        scan = bind_segment_states(setup, shape, initial)
     else:
-        rule_launch.walk(launches, memory, walkable(k), walkable(v), state, segmented=True, saved=saved)
-    states, new = (held.tensor(workspace, name) for name in ("states", "new"))
-    return states.view(-1, shape.heads, shape.V, shape.K), new.view(-1, shape.heads, shape.V, CHUNK)
+        scan = bind_state_scan(setup, shape, 2, segmented=True, initial=initial, saves=False, final=False)
+    scan(memory, token_rows(k), token_rows(v), state, saved)
+    states, new_values = memory["states"], memory["new_values"]
+    return states.view(-1, shape.heads, shape.V, shape.K), new_values.view(-1, shape.heads, shape.V, CHUNK)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -63,16 +70,16 @@ def bits(x: Tensor) -> Tensor:
 
 def sequences(inputs: Inputs) -> list[tuple[Inputs, int]]:
     """Each sequence alone, in order, and the chunks of those before it."""
-    *given, state, cu_seqlens = inputs
-    rows, time = given[0].shape[:2]
+    *tokens, state, cu_seqlens = inputs
+    rows, time = tokens[0].shape[:2]
     bounds = range(0, (rows + 1) * time, time) if cu_seqlens is None else cu_seqlens.tolist()
-    found, chunks = [], 0
+    every, chunks = [], 0
     for number, (begin, end) in enumerate(pairwise(bounds)):
         if end > begin:
-            alone = [x.flatten(0, 1)[None, begin:end] for x in given]
-            found.append(((*alone, None if state is None else state[number : number + 1], None), chunks))
+            alone = [x.flatten(0, 1)[None, begin:end] for x in tokens]
+            every.append(((*alone, None if state is None else state[number : number + 1], None), chunks))
             chunks += -(-(end - begin) // CHUNK)
-    return found
+    return every
 
 
 def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -82,16 +89,16 @@ def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
     keys = k[0].double().repeat_interleave(heads // k.shape[2], 1)
     S = torch.zeros(heads, k.shape[3], v.shape[3], dtype=torch.float64, device=k.device)
     S = S if state is None else state[0].double()
-    states, new = [], []
+    states, new_values = [], []
     for token, (key, value, decay, strength) in enumerate(
         zip(keys, v[0].double(), g[0].double().exp(), beta[0].double(), strict=True)
     ):
         if token % CHUNK == 0:
             states.append(S.mT)
         S = S * decay[:, None, None]
-        new.append(strength[:, None] * (value - torch.einsum("hkv,hk->hv", S, key)))
-        S = S + torch.einsum("hk,hv->hkv", key, new[-1])
-    return torch.stack(states), torch.stack(new, -1)
+        new_values.append(strength[:, None] * (value - torch.einsum("hkv,hk->hv", S, key)))
+        S = S + torch.einsum("hk,hv->hkv", key, new_values[-1])
+    return torch.stack(states), torch.stack(new_values, -1)
 
 
 @pytest.mark.parametrize(
@@ -105,21 +112,29 @@ def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
         (1, 8, 128, True),
     ),
 )
-def test_which_walk_is_chosen(sequences: int, heads: int, V: int, chosen: bool) -> None:
-    """By the programs of a walk back in Gluon; and of so many heads both are compiled, whatever is chosen."""
+def test_which_scan_is_chosen(sequences: int, heads: int, V: int, chosen: bool) -> None:
+    """By the programs of a reverse scan in Gluon; and of so many heads both are bound, whatever is chosen."""
     if triton_missing():
         pytest.skip("kernels are chosen by a module that imports Triton")
-    from adjoint.ops.gated_delta.rule.shape import Shape
-    from adjoint.ops.gated_delta.rule.triton import backward as rule_backward
+    from adjoint.core.launch import set_up
+    from adjoint.ops.gated_delta.rule.triton.backward import scans_in_gluon
 
     sizes = (sequences, 4096, sequences, heads // 2, heads, 128, V, 0, 0, 1)
     dtypes = (torch.bfloat16, torch.float32, torch.float32)
     problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, (1.0, False, 31))
-    assert rule_backward._walks_in_gluon(Shape.of(problem), fused=True) is chosen
-    assert not rule_backward._walks_in_gluon(Shape.of(problem), fused=False)
-    names = {key[0] for key in rule_backward.keys(problem, fused=True)}
-    assert {"walk", "walk_hopper"} & names == ({"walk_hopper"} if heads <= 8 else {"walk", "walk_hopper"})
-    assert "walk_hopper" not in {key[0] for key in rule_backward.keys(problem)}
+    assert scans_in_gluon(Shape.of(problem), fused=True) is chosen
+    assert not scans_in_gluon(Shape.of(problem), fused=False)
+
+    def scans(candidate: Candidate) -> set[str]:
+        """The kernels of the state scan that a plan binds, but for transitions."""
+        launches = set_up(candidate, problem, "sm_90").launches
+        bound = {launch.kernel.name for launch in launches if not launch.settings.get("TRANSITION")}
+        return bound & {"rule_state_scan", "rule_state_scan_hopper"}
+
+    both = {"rule_state_scan", "rule_state_scan_hopper"}
+    assert scans(BACKWARD_CANDIDATE) == ({"rule_state_scan_hopper"} if heads <= 8 else both)
+    (chunked,) = (candidate for candidate in plans.RULE_BACKWARD if candidate.name == "triton.chunked")
+    assert scans(chunked) == {"rule_state_scan"}
 
 
 # ---------------------------------------------------------------------------------------------- on Hopper
@@ -128,13 +143,13 @@ def test_which_walk_is_chosen(sequences: int, heads: int, V: int, chosen: bool) 
 @hopper
 @pytest.mark.kernels
 @every_shape
-def test_bits_are_those_of_the_walk_in_triton(
+def test_bits_are_those_of_the_scan_in_triton(
     device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Of all memory: neither leaves a place of a chunk as it was, nor writes any other."""
     inputs = drawn(device, shape, dtype, **options)
-    found, expected = walked(inputs, gluon=True), walked(inputs, gluon=False)
-    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected, strict=True))
+    in_gluon, in_triton = scanned(inputs, gluon=True), scanned(inputs, gluon=False)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(in_gluon, in_triton, strict=True))
 
 
 @hopper
@@ -145,11 +160,11 @@ def test_states_and_values(
 ) -> None:
     """Within what is stated of the op; and past the end of a sequence v' is 0."""
     inputs = drawn(device, shape, dtype, **options)
-    states, new = walked(inputs, gluon=True)
+    states, new_values = scanned(inputs, gluon=True)
     for alone, chunk in sequences(inputs):
         expected_states, expected_new = recurrence(alone)
         chunks, tokens = len(expected_states), expected_new.shape[-1]
-        values = new[chunk : chunk + chunks].permute(1, 2, 0, 3).flatten(2)
+        values = new_values[chunk : chunk + chunks].permute(1, 2, 0, 3).flatten(2)
         for got, expected in ((states[chunk : chunk + chunks], expected_states), (values[..., :tokens], expected_new)):
             error = float((got.double() - expected).norm())
             assert error <= plans.CEILINGS[dtype] * float(expected.norm()), (chunk, error)
@@ -161,9 +176,9 @@ def test_states_and_values(
 def test_packed_sequences_are_separate_ones(device: torch.device) -> None:
     shape, dtype, options = SHAPES[1]
     inputs = drawn(device, shape, dtype, **options)
-    together = walked(inputs, gluon=True)
+    packed = scanned(inputs, gluon=True)
     for alone, chunk in sequences(inputs):
-        for one, all_ in zip(walked(alone, gluon=True), together, strict=True):
+        for one, all_ in zip(scanned(alone, gluon=True), packed, strict=True):
             assert torch.equal(bits(one), bits(all_[chunk : chunk + len(one)]))
 
 
@@ -172,7 +187,7 @@ def test_packed_sequences_are_separate_ones(device: torch.device) -> None:
 def test_bits_repeat(device: torch.device) -> None:
     shape, dtype, options = SHAPES[1]
     inputs = drawn(device, shape, dtype, **options)
-    first = walked(inputs, gluon=True)
+    first = scanned(inputs, gluon=True)
     for _ in range(20):
-        again = walked(inputs, gluon=True)
+        again = scanned(inputs, gluon=True)
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(first, again, strict=True))

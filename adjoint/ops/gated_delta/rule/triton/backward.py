@@ -1,261 +1,291 @@
-"""The backward of the gated delta rule on Triton, as a plan runs it: its memory, and its kernels one after the other.
+"""The backward of the gated delta rule on kernels: what a plan binds, and what runs.
 
-table → gates → prepare → walk, over segments from the saved states, → turn → walk_back → matrices → gradients →
-gate_gradients
+    gates → chunk inverse → state scan, over segments from the saved states, → local gradients → reverse scan →
+    matrices → gradients → gate gradients
 
 On Hopper (`fused`), one kernel has the place of the last three, and those before have others of their own. Of few
-heads, walk_back is split: see `rule_compose_back_kernels.py`.
+heads, the reverse scan is split: see `compose_transitions.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from adjoint.core.errors import status_word
-from adjoint.core.plan import Plan
-from adjoint.core.problem import Problem
-from adjoint.core.streams import side_by_side
-from adjoint.core.workspace import Regions
-from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V
-from adjoint.ops.gated_delta.rule.shape import (
-    Shape,
-    Walkable,
-    chunk_regions,
-    contiguous,
-    copies,
-    padded,
-    table_regions,
-    walkable,
+from adjoint.core.launch import Execute, Setup
+from adjoint.core.streams import run_concurrently
+from adjoint.core.workspace import Memory
+from adjoint.ops.gated_delta import packing
+from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_STATE
+from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.rule import shape as sizes
+from adjoint.ops.gated_delta.rule.shape import Copies, Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import bind_clear, index_regions
+from adjoint.ops.gated_delta.rule.triton.chunk_inverse import bind_chunk_inverse, inverse_region
+from adjoint.ops.gated_delta.rule.triton.compose_transitions import (
+    bind_compose_reverse_transitions,
+    reverse_transition_regions,
 )
-from adjoint.ops.gated_delta.rule.triton import backward_launch, launch
-from adjoint.ops.gated_delta.rule.triton.backward_launch import Launches
+from adjoint.ops.gated_delta.rule.triton.gate_gradients import bind_gate_gradients
+from adjoint.ops.gated_delta.rule.triton.gates import bind_gates, gate_region
+from adjoint.ops.gated_delta.rule.triton.gradients import (
+    NEED_KEYS,
+    NEED_TOKENS,
+    bind_gradients,
+    bind_matrices,
+    gradient_regions,
+    sum_warps,
+)
+from adjoint.ops.gated_delta.rule.triton.local_gradients import bind_local_gradients, local_regions
+from adjoint.ops.gated_delta.rule.triton.normalize import bind_normalize
+from adjoint.ops.gated_delta.rule.triton.reverse_scan import (
+    ReverseScan,
+    Upstream,
+    bind_reverse_scan,
+    bind_segment_scan,
+    bind_segment_terms,
+    reverse_scan_regions,
+)
+from adjoint.ops.gated_delta.rule.triton.state_scan import bind_reverse_transitions, bind_state_scan, scan_regions
 
-_OF_KEYS = NEED_Q | NEED_K | NEED_G | NEED_BETA
-_OF_TOKENS = _OF_KEYS | NEED_V
-
-OF_TOKENS = ("dq", "dk", "dv", "dg", "dbeta")
+TOKEN_GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")
 """Gradients with a row for each token, in the order of their bits in `need`."""
 
+FEW_PROGRAMS = 64
+"""Of a reverse scan in Gluon, which are all that one sequence of 32 heads has with V = 128."""
 
-_FEW_PROGRAMS = 64
-"""Of a walk back in Gluon, which are all that one sequence of 32 heads has with V = 128."""
+
+def parts_of(shape: Shape) -> int:
+    """Numbers of the storage type that an element of T is stored in: dg and dβ of nearly equal keys need two."""
+    return 1 if shape.is_wide else 2
 
 
-def _walks_in_gluon(shape: Shape, fused: bool) -> bool:
-    """Whether a plan for Hopper walks over segments in Gluon. It has the bits of the walk in Triton, and is faster.
+def backward(setup: Setup, fused: bool = False) -> Execute:
+    """The gradients that `need` asks for."""
+    shape = Shape.of(setup.problem)
+    _, normalize, need = setup.problem.options
+    setup.number(chunk=CHUNK, segment=packing.SEGMENT)
+    if shape.is_empty:
+        return _without_tokens(need)
+    parts = parts_of(shape)
+    copies = Copies(setup, shape, ("q", "k") if normalize else ())
+    setup.scratch(
+        **index_regions(shape, segments=True), **gate_region(shape), **inverse_region(shape, parts),
+        **scan_regions(shape), **local_regions(shape), **reverse_scan_regions(shape),
+    )  # fmt: skip
+    gates = bind_gates(setup, shape, (True,), raises=False)
+    normalized = bind_normalize(setup, shape, factors=True) if normalize else None
+    inverse, local = _bind_chunks(setup, shape, parts, fused)
+    scan = _bind_scans(setup, shape, parts, fused)
+    gradients = (_in_gluon if fused else _in_triton)(setup, shape)
+    dtypes = (shape.element, shape.element, shape.element, shape.gate, shape.strength)
+    places = [bit for bit in range(5) if need >> bit & 1]
+    clear = bind_clear(setup, shape, *(dtypes[bit] for bit in places)) if shape.is_packed else None
 
-    Not beside a walk back of few programs, which it slows down by more than it saves: on an H200 the backward of one
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, saved, scale, *_ = arguments
+        memory = setup.memory(workspace)
+        cu_seqlens = copies.contiguous(memory, "cu_seqlens", cu_seqlens)
+        initial_state = copies.contiguous(memory, "initial_state", initial_state)
+        dfinal_state = copies.contiguous(memory, "dfinal_state", dfinal_state)
+        gates(memory, cu_seqlens, g, beta)
+        queries = normalized(memory, "q", q) if normalized else copies.token_rows(memory, "q", q)
+        keys = normalized(memory, "k", k) if normalized else copies.token_rows(memory, "k", k)
+        values = copies.token_rows(memory, "v", v)
+        gradient = None if do is None else copies.token_rows(memory, "do", do)
+        inverse(memory, keys)
+        local(memory, queries, keys, gradient, scale)
+        upstream = Upstream(queries, keys, gradient, dfinal_state, scale)
+        dinitial_state = outputs[5] if need & NEED_STATE else None
+        scan(memory, upstream, values, initial_state, saved.contiguous(), dinitial_state)
+        gradients(memory, upstream, values, outputs)
+        if clear:
+            clear(memory, *[outputs[bit] for bit in places])
+
+    return execute
+
+
+def _bind_chunks(setup: Setup, shape: Shape, parts: int, fused: bool) -> tuple[Callable[..., None], ...]:
+    """The chunk inverse, and local gradients."""
+    if fused:
+        from adjoint.ops.gated_delta.rule.hopper import local_gradients
+        from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
+
+        return bind_inverse(setup, shape, parts), local_gradients.bind_local_gradients(setup, shape)
+    upstream = bool(setup.problem.sizes[9])
+    return bind_chunk_inverse(setup, shape, parts), bind_local_gradients(setup, shape, parts, upstream)
+
+
+# --------------------------------------------------------------------------------------------------- scans
+
+
+def reverses_in_gluon(shape: Shape, fused: bool) -> bool:
+    """Whether a plan for Hopper has its reverse scan in Gluon, which takes whole sequences: not those of few heads."""
+    return fused and not shape.may_split
+
+
+def scans_in_gluon(shape: Shape, fused: bool) -> bool:
+    """Whether a plan for Hopper scans segments in Gluon. That has the bits of the scan in Triton, and is faster.
+
+    Not beside a reverse scan of few programs, which it slows down by more than it saves: on an H200 the backward of one
     sequence of 32768 tokens, 32 heads and K = V = 128 took 2551 µs with it (with a third chunk in shared memory), and
     2450 without.
     """
-    few = shape.sequences * shape.heads * (shape.V // 64) <= _FEW_PROGRAMS
-    return fused and not (few and backward_launch.walks_back_in_gluon(shape, fused))
+    if not fused:
+        return False
+    from adjoint.ops.gated_delta.rule.hopper.reverse_scan import programs
+
+    return not (reverses_in_gluon(shape, fused) and programs(shape) <= FEW_PROGRAMS)
 
 
-def _walks_in_triton(shape: Shape, fused: bool) -> bool:
-    """Whether any number of sequences is walked in Triton."""
-    return not fused or backward_launch.walks_back_in_gluon(shape, fused)
+def _bind_state_scan(setup: Setup, shape: Shape, parts: int, fused: bool) -> Callable[..., None]:
+    """States and new values of the forward again: `launch(memory, k, v, initial_state, saved)`.
 
-
-def _kinds(shape: Shape) -> tuple[torch.dtype, ...]:
-    """The types of the gradients of tokens."""
-    return (shape.element, shape.element, shape.element, shape.gate, shape.strength)
-
-
-def regions(problem: Problem, fused: bool = False) -> Regions:
-    """The workspace of a backward; `fused` is the one for Hopper."""
-    shape = Shape.of(problem)
-    if shape.is_empty:
-        return Regions()
-    _, normalize, need = problem.options
-    keys, values = shape.key_heads * padded(shape.K), shape.heads * padded(shape.V)
-    held = copies(problem, {"q": keys, "k": keys, "v": values, "do": values})
-    if normalize:
-        held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
-    held |= backward_launch.regions(shape, backward_launch.tuning(shape), need, normalize, fused)
-    if fused and need & _OF_TOKENS:  # which one kernel computes, all of them
-        widths = (shape.key_heads * shape.K, shape.key_heads * shape.K, shape.heads * shape.V, shape.heads, shape.heads)
-        for bit, (name, kind, width) in enumerate(zip(OF_TOKENS, _kinds(shape), widths, strict=True)):
-            if not need >> bit & 1:
-                held[f"unwanted_{name}"] = (kind, shape.tokens * width)
-    return Regions(
-        **table_regions(shape, segments=True), **chunk_regions(shape, backward_launch.forward_tuning(shape)), **held
-    )
-
-
-def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
-    """Every kernel a backward may launch."""
-    shape = Shape.of(problem)
-    _, normalize, need = problem.options
-    initial, final, upstream = (bool(given) for given in problem.sizes[7:])
-    apart = 0 if fused else need
-    walks = backward_launch.walks_back_in_gluon(shape, fused)
-    listed = launch.table_keys(shape.ids is not None, False, (True,))
-    listed += [launch.prepare_key(shape, fused)]
-    listed += [("turn", upstream)] * (not fused) + [("normalize", True)] * normalize
-    for aligned in (True, False):
-        listed += [("walk", True, initial, False, False, aligned)] * _walks_in_triton(shape, fused)
-        if not walks:
-            listed.append(("walk_back", upstream, final, bool(need & NEED_STATE), aligned))
-        if shape.may_split:
-            listed.append(("transition_back", upstream, final, False, aligned))
-            listed.append(("segment_back", upstream, final, bool(need & NEED_STATE), aligned))
-        if apart & _OF_TOKENS:
-            listed.append(("matrices", upstream, need & _OF_TOKENS, aligned))
-        if apart & _OF_KEYS:
-            listed.append(("gradients", upstream, normalize, need & _OF_KEYS, aligned))
-    listed += [("transition_alone",), ("compose_back",)] * shape.may_split
+    Where the number of sequences decides between two kernels, both are bound.
+    """
+    initial = bool(setup.problem.sizes[7])
+    in_triton = in_gluon = None
+    if not fused or reverses_in_gluon(shape, fused):
+        in_triton = bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
     if fused:
-        from adjoint.ops.gated_delta.rule.hopper.launch import natural
+        from adjoint.ops.gated_delta.rule.hopper.state_scan import bind_segment_states
 
-        listed += [("turn_hopper", natural(shape)), ("walk_hopper", natural(shape)[2:], initial)]
-        listed += [("walk_back_hopper", natural(shape), final, bool(need & NEED_STATE))] * walks
-        listed += [("gradients_hopper", natural(shape, 2), normalize)] * bool(need & _OF_TOKENS)
-    if apart & (NEED_G | NEED_BETA):
-        listed.append(("gate_gradients", upstream, need & (NEED_G | NEED_BETA)))
-    if normalize and need & (NEED_Q | NEED_K) and backward_launch.is_apart(shape):
-        listed.append(("unnormalize",))
-    if shape.ids is not None:
-        listed += sorted({("clear", kind) for bit, kind in enumerate(_kinds(shape)) if need >> bit & 1}, key=str)
-    return listed
+        in_gluon = bind_segment_states(setup, shape, initial)
+    chosen = in_gluon if scans_in_gluon(shape, fused) else in_triton
+    assert chosen is not None
+    return chosen
 
 
-def prepare(plan: Plan, fused: bool = False) -> None:
-    """Compiles every kernel the plan may launch."""
-    status_word(plan.problem.device)
-    shape = Shape.of(plan.problem)
-    if shape.is_empty:
-        return
-    launches = Launches(shape, plan.problem.device, memo=plan.memo)
-    for key in keys(plan.problem, fused):
-        launches.prepare(key)
+def _bind_scans(setup: Setup, shape: Shape, parts: int, fused: bool) -> Callable[..., None]:
+    """The state scan and the reverse scan: `launch(memory, upstream, v, initial_state, saved, dinitial_state)`."""
+    _, final, upstream = (bool(present) for present in setup.problem.sizes[7:10])
+    initial = bool(setup.problem.options[2] & NEED_STATE)
+    states = _bind_state_scan(setup, shape, parts, fused)
+    if reverses_in_gluon(shape, fused):
+        from adjoint.ops.gated_delta.rule.hopper import reverse_scan
 
+        whole: ReverseScan = reverse_scan.bind_reverse_scan(setup, shape, final=final, initial=initial)
+    else:
+        whole = bind_reverse_scan(setup, shape, upstream=upstream, final=final, initial=initial)
+    if shape.may_split:
+        setup.number(reverse_segment=sizes.REVERSE_SEGMENT, unsplit_reverse=sizes.UNSPLIT_REVERSE)
+        transitions = bind_reverse_transitions(setup, shape, parts)
+        terms = bind_segment_terms(setup, shape, upstream=upstream, final=final)
+        compose = bind_compose_reverse_transitions(setup, shape)
+        segments = bind_segment_scan(setup, shape, upstream=upstream, final=final, initial=initial)
+    if shape.is_split_in_reverse:
+        setup.scratch(**reverse_transition_regions(shape))
+    device, is_large, may_be_whole = setup.device, shape.is_large, shape.is_packed and shape.sequences > 1
 
-def run(
-    plan: Plan,
-    arguments: tuple[Any, ...],
-    outputs: tuple[Tensor, ...],
-    workspace: Tensor | None,
-    fused: bool = False,
-) -> None:
-    """The gradients that `need` asks for."""
-    q, k, v, g, beta, do, dfinal_state, initial_state, cu_seqlens, saved, scale, normalize, need = arguments
-    shape, held = Shape.of(plan.problem), regions(plan.problem, fused)
-    if shape.is_empty:
-        _leave(outputs, dfinal_state, need)
-        return
-    launches = Launches(shape, plan.problem.device, memo=plan.memo)
-    if workspace is None:
-        workspace = held.allocate(plan.problem.device)
-    memory = held.pointers(workspace)
+    def launch(
+        memory: Memory,
+        upstream: Upstream,
+        v: TokenRows,
+        initial_state: Tensor | None,
+        saved: Tensor,
+        dinitial_state: Tensor | None,
+    ) -> None:
+        def scan_states() -> None:
+            states(memory, upstream.k, v, initial_state, saved)
 
-    def copy(name: str) -> Tensor | None:
-        return held.tensor(workspace, f"copied_{name}") if f"copied_{name}" in memory else None
+        def scan_whole() -> None:
+            whole(memory, upstream, dinitial_state)
 
-    def tokens(name: str, x: Tensor) -> Walkable:
-        if normalize and name in ("q", "k"):
-            return launch.normalize(launches, x, memory[f"copied_{name}"], memory[f"{name}_factors"])
-        return walkable(x, copy(name))
+        # The reverse scan and the state scan do not need each other, and the reverse scan leaves most of the card idle
+        # where sequences are few. It goes first: its programs need a whole SM each, and would find none after those of
+        # the state scan.
+        if not shape.is_split_in_reverse:
+            run_concurrently(device, scan_whole, scan_states, is_large)
+            return
 
-    if cu_seqlens is not None:
-        cu_seqlens = contiguous(cu_seqlens, copy("cu_seqlens"))
-    if initial_state is not None:
-        initial_state = contiguous(initial_state, copy("initial_state"))
-    if dfinal_state is not None:
-        dfinal_state = contiguous(dfinal_state, copy("dfinal_state"))
-    launch.table_and_gates(launches, memory, cu_seqlens, g, beta, raises=False)
-    queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
-    upstream = None if do is None else tokens("do", do)
-    launch.prepare(launches, memory, keys, hopper=fused)
-    kept = saved.contiguous()
-    dinitial = outputs[5] if need & NEED_STATE else None
-    way = backward_launch.WayBack(queries, keys, upstream, dfinal_state, scale)
+        def scan_whole_and_transitions() -> None:
+            scan_whole()  # of what is packed with the long ones
+            transitions(memory, upstream.k)
 
-    def forward_again() -> None:
-        gluon = _walks_in_gluon(shape, fused)
-        if fused:
-            from adjoint.ops.gated_delta.rule.hopper import walk as rule_walk_hopper
+        def scan_terms() -> None:
+            terms(memory, upstream, None)
 
-            rule_walk_hopper.walk(launches, memory, keys, values, initial_state, kept, starts=gluon)
-        if _walks_in_triton(shape, fused):  # compiled with either, or another number of sequences would compile it
-            launch.walk(launches, memory, keys, values, initial_state, segmented=True, saved=kept, starts=not gluon)
+        def scan_terms_and_states() -> None:
+            scan_terms()
+            scan_states()
 
-    def whole() -> None:
-        if backward_launch.walks_back_in_gluon(shape, fused):
-            assert upstream is not None
-            hopper.walk_back(launches, memory, queries, keys, upstream, scale, dfinal_state, dinitial)
+        def scan_segments() -> None:
+            compose(memory)
+            segments(memory, upstream, dinitial_state)
+
+        if may_be_whole:  # most sequences may not be split
+            run_concurrently(device, scan_whole_and_transitions, scan_terms_and_states, is_large)
+            scan_segments()
         else:
-            backward_launch.walk_back(launches, memory, way, dinitial)
+            run_concurrently(device, scan_terms, scan_whole_and_transitions, is_large)
+            run_concurrently(device, scan_segments, scan_states, is_large)
 
-    def from_zero() -> None:
-        backward_launch.transitions_back(launches, memory, way)
-
-    def whole_and_transitions() -> None:
-        if shape.is_split_back:  # of what is packed with the long ones
-            whole()
-        launch.transitions_alone(launches, memory, keys)
-
-    def back() -> None:
-        if not shape.is_split_back:
-            whole()
-        if shape.may_split:
-            backward_launch.compose_back(launches, memory)
-            backward_launch.segments_back(launches, memory, way, dinitial)
-
-    if fused:
-        from adjoint.ops.gated_delta.rule.hopper import walk_back as hopper
-
-        assert upstream is not None  # or the plan refused
-        hopper.turn(launches, memory, queries, keys, upstream, scale)
-    else:
-        backward_launch.turn(launches, memory, queries, keys, upstream, scale)
-    # Neither of two needs the other, and going back leaves most of the card idle where sequences are few. It goes
-    # first: its programs need a whole SM each, and would find none after those of the walk. What no sequence is long
-    # enough for is compiled, and not launched.
-    device, large = plan.problem.device, shape.is_large
-    if shape.is_split_back and shape.ids is not None and shape.sequences > 1:  # most of them may be walked whole
-
-        def from_zero_and_forward_again() -> None:
-            from_zero()
-            forward_again()
-
-        side_by_side(device, whole_and_transitions, from_zero_and_forward_again, large)
-        back()
-    else:
-        if shape.may_split:
-            side_by_side(device, from_zero, whole_and_transitions, large and shape.is_split_back)
-        side_by_side(device, back, forward_again, large)
-    dq, dk, dv, dg, dbeta, _ = outputs
-    if fused and need & _OF_TOKENS:
-        from adjoint.ops.gated_delta.rule.hopper import gradients as rule_gradients_hopper
-
-        assert upstream is not None
-        results = tuple(
-            out if need >> bit & 1 else held.tensor(workspace, f"unwanted_{name}")
-            for bit, (name, out) in enumerate(zip(OF_TOKENS, outputs, strict=False))
-        )
-        rule_gradients_hopper.gradients(launches, memory, queries, keys, values, upstream, results, scale, normalize)
-    apart = 0 if fused else need
-    if apart & _OF_TOKENS:
-        backward_launch.matrices(launches, memory, queries, keys, values, upstream, dv, scale, need & _OF_TOKENS)
-    if apart & _OF_KEYS:
-        backward_launch.gradients(
-            launches, memory, queries, keys, upstream, dq, dk, scale, normalize, need & _OF_KEYS
-        )  # fmt: skip
-    if apart & (NEED_G | NEED_BETA):
-        backward_launch.gate_gradients(
-            launches, memory, dg, dbeta, upstream is not None, need & (NEED_G | NEED_BETA)
-        )  # fmt: skip
-    if cu_seqlens is not None:
-        launch.clear(launches, memory, *(out for bit, out in enumerate(outputs[:5]) if need >> bit & 1))
+    return launch
 
 
-def _leave(outputs: tuple[Tensor, ...], dfinal_state: Tensor | None, need: int) -> None:
+# ----------------------------------------------------------------------------------------------- gradients
+
+
+def _in_triton(setup: Setup, shape: Shape) -> Callable[..., None]:
+    """The gradients of tokens: `launch(memory, upstream, v, outputs)`."""
+    _, normalize, need = setup.problem.options
+    upstream = bool(setup.problem.sizes[9])
+    matrices = gradients = gate_gradients = None
+    setup.scratch(**gradient_regions(shape, need, normalize))
+    if need & NEED_TOKENS:
+        setup.number(sum_warps=sum_warps(shape))
+        matrices = bind_matrices(setup, shape, upstream, need)
+    if need & NEED_KEYS:
+        gradients = bind_gradients(setup, shape, upstream, normalize, need)
+    if need & (NEED_G | NEED_BETA):
+        gate_gradients = bind_gate_gradients(setup, shape, upstream, need)
+
+    def launch(memory: Memory, upstream: Upstream, v: TokenRows, outputs: tuple[Tensor, ...]) -> None:
+        q, k, do, _, scale = upstream
+        dq, dk, dv, dg, dbeta, _ = outputs
+        if matrices:
+            matrices(memory, q, k, v, do, scale, dv)
+        if gradients:
+            gradients(memory, q, k, do, scale, dq, dk)
+        if gate_gradients:
+            gate_gradients(memory, dg, dbeta)
+
+    return launch
+
+
+def _in_gluon(setup: Setup, shape: Shape) -> Callable[..., None]:
+    """The same by one kernel, which computes all of them; those that are not needed go to the workspace."""
+    from adjoint.ops.gated_delta.rule.hopper import gradients
+
+    _, normalize, need = setup.problem.options
+    if not need & NEED_TOKENS:
+        return lambda *arguments: None
+    keys, values = (shape.element, shape.key_heads * shape.K), (shape.element, shape.heads * shape.V)
+    widths = (keys, keys, values, (shape.gate, shape.heads), (shape.strength, shape.heads))
+    unneeded = [None if need >> bit & 1 else f"unneeded_{name}" for bit, name in enumerate(TOKEN_GRADIENTS)]
+    for name, (dtype, width) in zip(unneeded, widths, strict=True):
+        if name:
+            setup.scratch(**{name: (dtype, shape.tokens * width)})
+    compute = gradients.bind_gradients(setup, shape, normalize)
+
+    def launch(memory: Memory, upstream: Upstream, v: TokenRows, outputs: tuple[Tensor, ...]) -> None:
+        q, k, do, _, scale = upstream
+        results = tuple([memory.tensor(name) if name else outputs[bit] for bit, name in enumerate(unneeded)])
+        compute(memory, q, k, v, do, scale, results)
+
+    return launch
+
+
+def _without_tokens(need: int) -> Execute:
     """Without tokens, heads or sizes, the gradient of the states goes through as it is."""
-    for bit, out in enumerate(outputs):
-        if need >> bit & 1:
-            if bit == 5 and dfinal_state is not None:
-                out.copy_(dfinal_state)
-            else:
-                out.zero_()
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        dfinal_state = arguments[1]
+        for bit, out in enumerate(outputs):
+            if need >> bit & 1:
+                if bit == 5 and dfinal_state is not None:
+                    out.copy_(dfinal_state)
+                else:
+                    out.zero_()
+
+    return execute

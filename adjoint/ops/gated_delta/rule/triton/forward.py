@@ -1,168 +1,181 @@
-"""The forward of the gated delta rule on Triton, as a plan runs it: its memory, and its kernels one after the other."""
+"""The forward of the gated delta rule on kernels: what a plan binds, and what runs.
 
+    gates → chunk inverse → state scan → output
+
+Where sequences are split, transitions and what composes them come before the scan. On Hopper (`fused`), the inverse
+comes with the scores, and one kernel scans and writes the outputs.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.errors import check, report, status_word
-from adjoint.core.kernels import compile_together
-from adjoint.core.plan import Plan
-from adjoint.core.problem import Problem
-from adjoint.core.streams import side_by_side
-from adjoint.core.workspace import Regions
+from adjoint.core.errors import check, report
+from adjoint.core.launch import Execute, Setup
+from adjoint.core.streams import run_concurrently
+from adjoint.core.workspace import Memory
+from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule.shape import (
-    Shape,
-    Walkable,
-    chunk_regions,
-    contiguous,
-    copies,
-    padded,
-    split_regions,
-    table_regions,
-    tuning,
-    walkable,
+from adjoint.ops.gated_delta.rule.shape import Copies, Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import (
+    bind_bounds,
+    bind_clear,
+    bind_clear_saved,
+    index_regions,
 )
-from adjoint.ops.gated_delta.rule.triton import launch
-from adjoint.ops.gated_delta.rule.triton.launch import Launches
+from adjoint.ops.gated_delta.rule.triton.chunk_inverse import bind_chunk_inverse, inverse_region, score_region
+from adjoint.ops.gated_delta.rule.triton.compose_transitions import bind_compose_transitions, transition_region
+from adjoint.ops.gated_delta.rule.triton.gates import bind_gates, gate_region
+from adjoint.ops.gated_delta.rule.triton.normalize import bind_normalize
+from adjoint.ops.gated_delta.rule.triton.output import bind_output
+from adjoint.ops.gated_delta.rule.triton.state_scan import bind_state_scan, bind_transitions, scan_regions
+
+PARTS = 1
+"""Numbers of the storage type that an element of T is stored in."""
+
+Chunks = Callable[..., None]
+"""`compute(memory, q, k, v, scale, initial_state, saved, final_state, out)`, from gates to outputs."""
 
 
-def regions(problem: Problem, fused: bool = False) -> Regions:
-    """The workspace of a forward; `fused` is the walk that writes outputs itself."""
-    shape, normalize = Shape.of(problem), problem.options[1]
+def forward(setup: Setup, fused: bool = False) -> Execute:
+    """o; the final states, and those between segments, where they are needed."""
+    shape = Shape.of(setup.problem)
+    _, normalize, output_final_state, keep = setup.problem.options
+    setup.number(chunk=CHUNK, segment=packing.SEGMENT)
+    copies = Copies(setup, shape, ("q", "k") if normalize and not shape.is_empty else ())
+    setup.scratch(**index_regions(shape, segments=shape.is_split and not shape.is_empty))
     if shape.is_empty:
-        return Regions(**{name: region for name, region in table_regions(shape).items() if name != "places"})
-    keys, values = shape.key_heads * padded(shape.K), shape.heads * padded(shape.V)
-    held = copies(problem, {"q": keys, "k": keys, "v": values})
-    if normalize:
-        held |= {f"copied_{name}": (shape.element, shape.tokens * keys) for name in ("q", "k")}
+        return _without_tokens(setup, shape, copies)
+    setup.scratch(**gate_region(shape), **inverse_region(shape, PARTS))
     if shape.is_split:
-        held |= split_regions(shape, saved=not problem.options[3])
-    table = table_regions(shape, segments=shape.is_split)
-    return Regions(**table, **chunk_regions(shape, tuning(shape), int(fused)), **held)
+        setup.scratch(**transition_region(shape))
+        if not keep:
+            setup.scratch(saved=(torch.float32, shape.saved_elements))
+    gates = bind_gates(setup, shape, (False, True) if shape.may_split else (False,), raises=True)
+    normalized = bind_normalize(setup, shape, factors=False) if normalize else None
+    compute = (_in_gluon if fused else _in_triton)(setup, shape)
+    clear = bind_clear(setup, shape, shape.element) if shape.is_packed else None
+    clear_saved = bind_clear_saved(setup, shape) if keep else None
+    concurrently = shape.is_large and shape.is_packed
+    device = setup.device
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, *_ = arguments
+        out, final_state, saved = outputs
+        memory = setup.memory(workspace)
+        cu_seqlens = copies.contiguous(memory, "cu_seqlens", cu_seqlens)
+        initial_state = copies.contiguous(memory, "initial_state", initial_state)
+        gates(memory, cu_seqlens, g, beta)
+        if device.type == "cpu":
+            check()
+        queries = normalized(memory, "q", q) if normalized else copies.token_rows(memory, "q", q)
+        keys = normalized(memory, "k", k) if normalized else copies.token_rows(memory, "k", k)
+        values = copies.token_rows(memory, "v", v)
+        between = saved if keep else memory.tensor("saved") if shape.is_split else None
+        final = final_state if output_final_state else None
+
+        def compute_chunks() -> None:
+            compute(memory, queries, keys, values, scale, initial_state, between, final, out)
+
+        def clear_others() -> None:
+            if clear:
+                clear(memory, out)
+            if clear_saved:
+                clear_saved(memory, saved)
+
+        # The outputs of tokens that belong to no sequence, and saved states that no sequence has, are cleared beside.
+        run_concurrently(device, compute_chunks, clear_others, concurrently)
+
+    return execute
 
 
-def keys(problem: Problem, fused: bool = False) -> list[tuple[Any, ...]]:
-    """Every kernel a forward may launch."""
-    shape = Shape.of(problem)
-    _, normalize, final, save = problem.options
-    if shape.is_empty:
-        return [("bounds", True, CHUNK)]
-    if fused:
-        from adjoint.ops.gated_delta.rule.hopper.launch import natural
-    initial = bool(problem.sizes[7])
-    listed = launch.table_keys(shape.ids is not None, True, (False, True) if shape.may_split else (False,))
-    listed.append(launch.prepare_key(shape, fused, scores=True))
-    listed += [("compose", initial)] * shape.may_split
-    for split in (False, True) if shape.may_split else (False,):
-        for aligned in (True, False):
-            if fused:
-                listed.append(("forward_hopper", natural(shape), split, initial, final, aligned))
-            else:
-                listed.append(("walk", split, initial, save and not split, final, aligned))
-    if fused:
-        listed += [("scores", 1)] * (("prepare",) in listed)
-        listed += [("transition_hopper", natural(shape))] * shape.may_split
-    else:
-        listed += [("output", aligned) for aligned in (True, False)] + [("transition",)] * shape.may_split
-    listed += [("normalize", False)] * normalize + [("clear_saved",)] * save
-    return listed + [("clear", shape.element)] * (shape.ids is not None)
+def _in_triton(setup: Setup, shape: Shape) -> Chunks:
+    initial, (_, _, final, keep) = bool(setup.problem.sizes[7]), setup.problem.options
+    setup.scratch(**scan_regions(shape))
+    inverse, output = bind_chunk_inverse(setup, shape, PARTS), bind_output(setup, shape)
+    scan = bind_state_scan(setup, shape, PARTS, segmented=False, initial=initial, saves=keep, final=final)
+    split_scan, is_split = scan, shape.is_split
+    if shape.may_split:
+        transitions = bind_transitions(setup, shape, PARTS)
+        compose = bind_compose_transitions(setup, shape, initial)
+        split_scan = bind_state_scan(setup, shape, PARTS, segmented=True, initial=initial, saves=False, final=final)
+
+    def compute(
+        memory: Memory,
+        q: TokenRows,
+        k: TokenRows,
+        v: TokenRows,
+        scale: float,
+        initial_state: Tensor | None,
+        saved: Tensor | None,
+        final_state: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        inverse(memory, k)
+        if is_split:
+            transitions(memory, k, v)
+            compose(memory, initial_state, saved)
+        (split_scan if is_split else scan)(memory, k, v, initial_state, saved, final_state)
+        output(memory, q, k, scale, out)
+
+    return compute
 
 
-def prepare(plan: Plan, fused: bool = False) -> None:
-    """Compiles every kernel the plan may launch."""
-    status_word(plan.problem.device)
-    launches = Launches(Shape.of(plan.problem), plan.problem.device, memo=plan.memo)
-    for key in keys(plan.problem, fused):
-        launches.prepare(key)
+def _in_gluon(setup: Setup, shape: Shape) -> Chunks:
+    from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse_and_scores
+    from adjoint.ops.gated_delta.rule.hopper.forward_scan import bind_forward_scan
+    from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
+
+    initial, final = bool(setup.problem.sizes[7]), setup.problem.options[2]
+    setup.scratch(**score_region(shape))
+    inverse_and_scores = bind_inverse_and_scores(setup, shape)
+    scan = bind_forward_scan(setup, shape, segmented=False, initial=initial, final=final)
+    split_scan, is_split = scan, shape.is_split
+    if shape.may_split:
+        transitions = bind_transitions(setup, shape)
+        compose = bind_compose_transitions(setup, shape, initial)
+        split_scan = bind_forward_scan(setup, shape, segmented=True, initial=initial, final=final)
+
+    def compute(
+        memory: Memory,
+        q: TokenRows,
+        k: TokenRows,
+        v: TokenRows,
+        scale: float,
+        initial_state: Tensor | None,
+        saved: Tensor | None,
+        final_state: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        inverse_and_scores(memory, q, k, scale)
+        if is_split:
+            transitions(memory, k, v)
+            compose(memory, initial_state, saved)
+        (split_scan if is_split else scan)(memory, q, k, v, scale, initial_state, saved, final_state, out)
+
+    return compute
 
 
-def run(
-    plan: Plan,
-    arguments: tuple[Any, ...],
-    outputs: tuple[Tensor, ...],
-    workspace: Tensor | None,
-    fused: bool = False,
-) -> None:
-    """o; the final states, and those between segments, where they are wanted."""
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, output_final_state, save = arguments
-    out, final_state, saved = outputs
-    shape, held = Shape.of(plan.problem), regions(plan.problem, fused)
-    launches = Launches(shape, plan.problem.device, memo=plan.memo)
-    if shape.may_split:  # a longer sequence launches more, and must not be the first to compile
-        what = (plan.problem.device, plan.problem.dtypes, plan.problem.options, plan.problem.sizes[3:], fused)
-        compile_together(what, lambda: prepare(plan, fused))
-    if workspace is None:
-        workspace = held.allocate(plan.problem.device)
-    memory = held.pointers(workspace)
+def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:
+    """Without tokens, heads or sizes, states stay what they are; values are checked all the same."""
+    bounds = bind_bounds(setup, shape, CHUNK, raises=True)
 
-    def copy(name: str) -> Tensor | None:
-        return held.tensor(workspace, f"copied_{name}") if f"copied_{name}" in memory else None
-
-    def tokens(name: str, x: Tensor) -> Walkable:
-        if normalize and name != "v":
-            return launch.normalize(launches, x, memory[f"copied_{name}"])
-        return walkable(x, copy(name))
-
-    if cu_seqlens is not None:
-        cu_seqlens = contiguous(cu_seqlens, copy("cu_seqlens"))
-    if initial_state is not None:
-        initial_state = contiguous(initial_state, copy("initial_state"))
-    if shape.is_empty:
-        launch.table(launches, memory, cu_seqlens)
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        g, initial_state, cu_seqlens = arguments[3], arguments[5], arguments[6]
+        out, final_state, saved = outputs
+        memory = setup.memory(workspace)
+        bounds(memory, copies.contiguous(memory, "cu_seqlens", cu_seqlens), memory["first_chunks"])
         report(POSITIVE_GATE, g, g > 0)
-        _leave(plan.problem.device, outputs, initial_state)
-        return
-    launch.table_and_gates(launches, memory, cu_seqlens, g, beta)
-    if plan.problem.device.type == "cpu":
-        check()
-    queries, keys, values = tokens("q", q), tokens("k", k), tokens("v", v)
-    between = saved if save else held.tensor(workspace, "saved") if shape.is_split else None
-    final = final_state if output_final_state else None
+        if setup.device.type == "cpu":
+            check()
+        out.zero_()
+        saved.zero_()
+        if initial_state is None or not final_state.numel():
+            final_state.zero_()
+        else:
+            final_state.copy_(initial_state)
 
-    def in_gluon() -> None:
-        from adjoint.ops.gated_delta.rule.hopper import launch as rule_hopper
-
-        launch.prepare_and_scores(launches, memory, queries, keys, scale)
-        if shape.is_split:
-            rule_hopper.transitions(launches, memory, keys, values)
-            launch.compose(launches, memory, initial_state, between)
-        rule_hopper.forward(
-            launches, memory, queries, keys, values, scale, initial_state, between, final, out, shape.is_split
-        )  # fmt: skip
-
-    def in_triton() -> None:
-        launch.prepare(launches, memory, keys)
-        if shape.is_split:
-            launch.transitions(launches, memory, keys, values)
-            launch.compose(launches, memory, initial_state, between)
-        launch.walk(
-            launches, memory, keys, values, initial_state, segmented=shape.is_split, saved=between, final_state=final
-        )  # fmt: skip
-        launch.output(launches, memory, queries, keys, scale, out)
-
-    def clear() -> None:
-        if cu_seqlens is not None:
-            launch.clear(launches, memory, out)
-        if save:
-            launch.clear_saved(launches, memory, saved)
-
-    # What no sequence has is written by none of the others.
-    side_by_side(
-        plan.problem.device, in_gluon if fused else in_triton, clear, shape.is_large and cu_seqlens is not None
-    )  # fmt: skip
-
-
-def _leave(device: torch.device, outputs: tuple[Tensor, ...], initial_state: Tensor | None) -> None:
-    """Without tokens, heads or sizes, states stay what they are."""
-    out, final_state, saved = outputs
-    if device.type == "cpu":
-        check()
-    out.zero_()
-    saved.zero_()
-    if initial_state is None or not final_state.numel():
-        final_state.zero_()
-    else:
-        final_state.copy_(initial_state)
+    return execute

@@ -1,32 +1,38 @@
-"""The walk back of the gated delta rule's adjoint for Hopper, in Gluon: what `rule_walk_back` computes.
+"""The reverse scan for Hopper: what `rule_reverse_scan` computes of whole sequences.
 
-A program walks 64 columns of V from the last chunk to the first, with three warpgroups. One copies W, q, k, do,
+A program scans 64 columns of V from the last chunk to the first, with three warpgroups. One copies W, q, k, do,
 Tᵀ Pᵀ do and the gates of the chunks to come into shared memory; one has dSᵀ in the accumulators of the tensor cores,
 and as their left operand too, rounded in registers; one takes Yᵀ and dS⁺ᵀ from shared memory to where they belong.
-A warp that copies is held up by what was copied before, and would hold up the products.
+A warp that copies waits for what was copied before, and would keep the products waiting.
 
-    found = dS⁺ᵀ Wᵀ                         in two parts; beside them: dS⁺ᵀ goes to shared memory
-    dSᵀ = e^Γ dS⁺ᵀ + (scale·e^G ⊙ do)ᵀ q    likewise; beside them: Y = found + Tᵀ Pᵀ do
+    dS⁺ᵀ Wᵀ                                 in two parts; beside them: dS⁺ᵀ goes to shared memory
+    dSᵀ = e^Γ dS⁺ᵀ + (scale·e^G ⊙ do)ᵀ q    likewise; beside them: Y = W dS⁺ + Tᵀ Pᵀ do
     dSᵀ −= (β e^G ⊙ Y)ᵀ k                   beside it: Yᵀ goes to shared memory
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
-from adjoint.ops.gated_delta.rule.hopper.pieces import rounded_to, say, together
+from adjoint.core.kernels import Budget, Float32, Pointer, Pointer16, kernel
+from adjoint.core.launch import Setup
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, arrive, rounded_to, thread_barrier
+from adjoint.ops.gated_delta.rule.shape import Shape
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH
+from adjoint.ops.gated_delta.rule.triton.reverse_scan import ReverseScan, Upstream
+
+V_BLOCK = 64
+"""Columns of V of a program."""
 
 
 @gluon.jit
-def _copy(
-    q, k, do, W, local, gates, qs, ks, dos, Ws, locals, strengths, starts, full, empty, count, chunks,
+def _producer(
+    q, k, do, W, local_gradients, gates, qs, ks, dos, Ws, local_tiles, strengths, starts, full, empty, count, chunks,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -45,44 +51,44 @@ def _copy(
     of_local = (value.to(gl.int64) * 64)[:, None] + place.to(gl.int64)[None, :]
     of_do = (value.to(gl.int64) * DO_STRIDE)[:, None] + place.to(gl.int64)[None, :]
     lane = gl.arange(0, 64, GATES)
-    left = count - (chunks - 1) * 64
+    remaining = count - (chunks - 1) * 64
     stage = 0
     phase = 1
-    come = 0
+    pending = 0
     for chunk in range(chunks):
         mbarrier.wait(empty.index(stage), phase)
-        inside = (row < left)[:, None] & (column < K)[None, :]
+        inside = (row < remaining)[:, None] & (column < K)[None, :]
         async_copy.async_copy_global_to_shared(Ws.index(stage), W + of_W)
         async_copy.async_copy_global_to_shared(qs.index(stage), q + of_q, mask=inside)
         async_copy.async_copy_global_to_shared(ks.index(stage), k + of_k, mask=inside)
-        inside = (value < left)[:, None] & (place < 64)[None, :]
+        inside = (value < remaining)[:, None] & (place < 64)[None, :]
         async_copy.async_copy_global_to_shared(dos.index(stage), do + of_do, mask=inside)
-        async_copy.async_copy_global_to_shared(locals.index(stage), local + of_local)
-        async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
-        async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
+        async_copy.async_copy_global_to_shared(local_tiles.index(stage), local_gradients + of_local)
+        async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
+        async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + lane)
         async_copy.commit_group()
         if chunk > 0:
             async_copy.wait_group(1)
-            say(full, come)
-            come = stage
+            arrive(full, pending)
+            pending = stage
         q -= 64 * Q_STRIDE
         k -= 64 * K_STRIDE
         do -= 64 * DO_STRIDE
-        gates -= HEADS * (5 * 64)
+        gates -= HEADS * (GATE_ROWS * 64)
         W -= HEADS * (64 * K)
-        local -= HEADS * (V * 64)
-        left = 64
+        local_gradients -= HEADS * (V * 64)
+        remaining = 64
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     async_copy.wait_group(0)
     if chunks > 0:
-        say(full, come)
+        arrive(full, pending)
 
 
 @gluon.jit
-def _leave(
+def _store_results(
     Y, dstates, Ys, dSs, staged, drained, chunks, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr
 ):  # fmt: skip
     """Takes Yᵀ and dS⁺ᵀ of every chunk out of shared memory."""
@@ -99,7 +105,7 @@ def _leave(
         mbarrier.wait(staged, phase)
         dS_rows = dSs.load(WIDE_ROWS)
         Y_rows = Ys.load(ROWS)
-        together()
+        thread_barrier()
         mbarrier.arrive(drained)
         gl.store(dstates + of_dS, dS_rows)
         gl.store(Y + of_Y, Y_rows)
@@ -109,8 +115,8 @@ def _leave(
 
 
 @gluon.jit
-def _walk(
-    dfinal_state, dinitial_state, state, qs, ks, dos, Ws, locals, strengths, starts, Ys, dSs,
+def _consumer(
+    dfinal_state, dinitial_state, state, qs, ks, dos, Ws, local_tiles, strengths, starts, Ys, dSs,
     full, empty, staged, drained, chunks, scale,
     K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
 ):  # fmt: skip
@@ -135,31 +141,31 @@ def _walk(
         rest = gl.convert_layout(rounded_to(dS - rounded.to(gl.float32), kind), BY_CHUNK)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
         mbarrier.wait(full.index(stage), phase)
-        found = warpgroup_mma(rest, Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        found = warpgroup_mma(narrow, Ws.index(stage).permute((1, 0)), found, is_async=True)
+        Y_tile = warpgroup_mma(rest, Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        Y_tile = warpgroup_mma(narrow, Ws.index(stage).permute((1, 0)), Y_tile, is_async=True)
         # Waits for nothing: without it the next product would be preceded by a wait for this one.
         dS = warpgroup_mma_wait(2, deps=[dS])
         from_start = starts.index(stage).load(COLUMNS)
-        over = starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))
+        decay = starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))
         upstream = dos.index(stage).permute((1, 0)).load(VALUES).to(gl.float32) * (from_start * scale)[None, :]
         high = rounded_to(upstream, kind)
         low = gl.convert_layout(rounded_to(upstream - high.to(gl.float32), kind), BY_KEYS)
         high = gl.convert_layout(high, BY_KEYS)
-        dS = warpgroup_mma(low, qs.index(stage), dS * over[None, :], is_async=True)
+        dS = warpgroup_mma(low, qs.index(stage), dS * decay[None, :], is_async=True)
         dS = warpgroup_mma(high, qs.index(stage), dS, is_async=True)
-        besides = locals.index(stage).load(VALUES).to(gl.float32)
+        local_tile = local_tiles.index(stage).load(VALUES).to(gl.float32)
         factor = strengths.index(stage).load(COLUMNS) * from_start
         mbarrier.wait(drained, out_phase)
         dSs.store(rounded)
-        found = warpgroup_mma_wait(2, deps=[found])
-        found += besides
-        carried = gl.convert_layout((-(found * factor[None, :])).to(kind), BY_KEYS)
+        Y_tile = warpgroup_mma_wait(2, deps=[Y_tile])
+        Y_tile += local_tile
+        carried = gl.convert_layout((-(Y_tile * factor[None, :])).to(kind), BY_KEYS)
         dS = warpgroup_mma(carried, ks.index(stage), dS, is_async=True)
-        Ys.store(found.to(kind))
-        together()
+        Ys.store(Y_tile.to(kind))
+        thread_barrier()
         mbarrier.arrive(staged)
         dS = warpgroup_mma_wait(0, deps=[dS])
-        together()
+        thread_barrier()
         mbarrier.arrive(empty.index(stage))
         out_phase ^= 1
         stage += 1
@@ -167,14 +173,18 @@ def _walk(
             stage = 0
             phase ^= 1
     if INITIAL:
-        # 0, and known after the loop alone: or the places would be kept in registers through it.
+        # 0, and known after the loop alone: or the places would stay in registers through it.
         state += gl.minimum(stage, 0)
         gl.store(dinitial_state + state + v_row[:, None] + (k_column * V)[None, :], dS)
 
 
+@kernel(budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",), schedule=("STAGES",))
 @gluon.jit
-def rule_walk_back_hopper(
-    q, k, do, gates, W, local, begins, firsts, dfinal_state, dinitial_state, Y, dstates, scale,
+def rule_reverse_scan_hopper(
+    q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32, W: Pointer16.element,
+    local_gradients: Pointer16.element, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
+    dfinal_state: Pointer.float32,
+    dinitial_state: Pointer.float32, Y: Pointer16.element, dstates: Pointer16.element, scale: Float32,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
@@ -182,7 +192,7 @@ def rule_walk_back_hopper(
     """Y and dS⁺ of every chunk of one sequence and value head, for 64 columns of V and all of K; transposed.
 
     For 16-bit types, K of 64 or 128 and V a multiple of 64. FINAL: whether there is a gradient of the final state.
-    INITIAL: whether that of the initial state is wanted.
+    INITIAL: whether that of the initial state is needed.
     """
     CHUNK: gl.constexpr = 64
     V_BLOCK: gl.constexpr = 64
@@ -195,8 +205,8 @@ def rule_walk_back_hopper(
     sequence = (program // (HEADS * blocks)).to(gl.int64)
     head = (program // blocks) % HEADS
     first_row = (program % blocks) * V_BLOCK
-    begin = gl.load(begins + sequence)
-    count = gl.load(begins + sequence + 1) - begin
+    begin = gl.load(sequence_begins + sequence)
+    count = gl.load(sequence_begins + sequence + 1) - begin
     chunks = (count + CHUNK - 1) // CHUNK
     last = gl.maximum(chunks - 1, 0)
     key_head = (head // GROUP).to(gl.int64)
@@ -204,10 +214,10 @@ def rule_walk_back_hopper(
     q += token * Q_STRIDE + key_head * Q_HEAD
     k += token * K_STRIDE + key_head * K_HEAD
     do += token * DO_STRIDE + head.to(gl.int64) * DO_HEAD + first_row
-    lane = (gl.load(firsts + sequence) + last).to(gl.int64) * HEADS + head
-    gates += lane * (5 * CHUNK)
+    lane = (gl.load(first_chunks + sequence) + last).to(gl.int64) * HEADS + head
+    gates += lane * (GATE_ROWS * CHUNK)
     W += lane * (CHUNK * K)
-    local += lane * (V * CHUNK) + first_row * CHUNK
+    local_gradients += lane * (V * CHUNK) + first_row * CHUNK
     Y += lane * (V * CHUNK) + first_row * CHUNK
     dstates += lane * (V * K) + first_row * K
     state = (sequence * HEADS + head) * (K * V) + first_row
@@ -216,7 +226,7 @@ def rule_walk_back_hopper(
     qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
     ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
     dos = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V_BLOCK], TILE)
-    locals = gl.allocate_shared_memory(kind, [STAGES, V_BLOCK, CHUNK], TILE)
+    local_tiles = gl.allocate_shared_memory(kind, [STAGES, V_BLOCK, CHUNK], TILE)
     strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     dSs = gl.allocate_shared_memory(kind, [V_BLOCK, K], TILE)
@@ -233,26 +243,55 @@ def rule_walk_back_hopper(
     gl.warp_specialize(
         [
             (
-                _walk,
+                _consumer,
                 (
-                    dfinal_state, dinitial_state, state, qs, ks, dos, Ws, locals, strengths, starts, Ys, dSs,
+                    dfinal_state, dinitial_state, state, qs, ks, dos, Ws, local_tiles, strengths, starts, Ys, dSs,
                     full, empty, staged, drained, chunks, scale, K, V, STAGES, FINAL, INITIAL,
                 ),
             ),
             (
-                _copy,
+                _producer,
                 (
-                    q, k, do, W, local, gates, qs, ks, dos, Ws, locals, strengths, starts, full, empty, count, chunks,
+                    q, k, do, W, local_gradients, gates, qs, ks, dos, Ws, local_tiles, strengths, starts, full, empty,
+                    count, chunks,
                     HEADS, Q_STRIDE, K_STRIDE, DO_STRIDE, K, V, STAGES,
                 ),
             ),
-            (_leave, (Y, dstates, Ys, dSs, staged, drained, chunks, HEADS, K, V)),
+            (_store_results, (Y, dstates, Ys, dSs, staged, drained, chunks, HEADS, K, V)),
         ],
         [4, 4],
         [128, 96],
     )  # fmt: skip
 
 
-KERNELS = (
-    kernels.register(rule_walk_back_hopper, budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",)),
-)
+def programs(shape: Shape) -> int:
+    """Programs of a reverse scan."""
+    return shape.sequences * shape.heads * (shape.V // V_BLOCK)
+
+
+def bind_reverse_scan(setup: Setup, shape: Shape, *, final: bool, initial: bool) -> ReverseScan:
+    """Y and dS⁺ of every chunk, and the initial states' gradient: `launch(memory, upstream, dinitial_state)`.
+
+    Args:
+        final: whether there is a gradient of the final states.
+        initial: whether that of the initial states is needed.
+    """
+    scan = ByStrides(
+        setup, shape, rule_reverse_scan_hopper, "Q K DO", element=shape.element, HEADS=shape.heads, GROUP=shape.group,
+        K=shape.K, V=shape.V, STAGES=setup.schedule["gluon_reverse_stages"], FINAL=final, INITIAL=initial,
+    )  # fmt: skip
+    grid = (programs(shape),)
+
+    def launch(memory: Mapping[str, Any], upstream: Upstream, dinitial_state: Tensor | None) -> None:
+        q, k, do, dfinal_state, scale = upstream
+        assert do is not None  # or the plan refused
+        absent = memory["gates"]  # stands for a pointer that no variant reads
+        scan.of(q, k, do).launch(
+            grid, q=q.start, k=k.start, do=do.start, gates=memory["gates"], W=memory["W"],
+            local_gradients=memory["local_gradients"], sequence_begins=memory["sequence_begins"],
+            first_chunks=memory["first_chunks"], dfinal_state=absent if dfinal_state is None else dfinal_state,
+            dinitial_state=absent if dinitial_state is None else dinitial_state, Y=memory["Y"],
+            dstates=memory["dstates"], scale=scale,
+        )  # fmt: skip
+
+    return launch

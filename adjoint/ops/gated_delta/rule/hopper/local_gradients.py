@@ -1,4 +1,4 @@
-"""What of the gated delta rule's adjoint does not go from chunk to chunk, for Hopper, in Gluon: as `rule_turn` has it.
+"""What of the adjoint does not go from chunk to chunk, for Hopper: as `rule_local_gradients` has it.
 
 One warpgroup per chunk and key head, and one value head of it after the other: while one is worked on, T, do and the
 gates of the next are copied into shared memory. A matrix that is the left operand of a product is so in registers.
@@ -8,47 +8,56 @@ gates of the next are copied into shared memory. A matrix that is the left opera
     (Tᵀ Pᵀ do)ᵀ = doᵀ (P T)    64 columns of V at a time
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
-from adjoint.ops.gated_delta.rule.hopper.pieces import rounded_to, together
+from adjoint.core.kernels import Budget, Float32, Pointer, Pointer16, kernel
+from adjoint.core.launch import Setup
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, rounded_to, thread_barrier
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS, GATE_TO_END
 
 
 @gluon.jit
 def _fetch(
-    T, do, gates, Ts, dos, sums, ends, buffer, left,
+    T, do, gates, Ts, dos, sums, ends, buffer, rows,
     DO_STRIDE: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of a value head: `left` rows, and zeros for the others; nothing where it is 0."""
+    """Starts the copies of a value head: `rows` rows, and zeros for the others; nothing where it is 0."""
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    there = (row * 0 < left)[:, None] & (column < 64)[None, :]
+    present = (row * 0 < rows)[:, None] & (column < 64)[None, :]
     of_T = T + (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
     for part in gl.static_range(2):
-        async_copy.async_copy_global_to_shared(Ts.index(buffer * 2 + part), of_T + part * 4096, mask=there)
-    inside = (row < left)[:, None] & (column < 64)[None, :]
+        async_copy.async_copy_global_to_shared(Ts.index(buffer * 2 + part), of_T + part * 4096, mask=present)
+    inside = (row < rows)[:, None] & (column < 64)[None, :]
     of_do = do + (row.to(gl.int64) * DO_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     for block in gl.static_range(V // 64):
         place = dos.index(buffer * (V // 64) + block)
         async_copy.async_copy_global_to_shared(place, of_do + block * 64, mask=inside)
     lane = gl.arange(0, 64, GATES)
-    async_copy.async_copy_global_to_shared(sums.index(buffer), gates + lane, mask=lane * 0 < left)
-    async_copy.async_copy_global_to_shared(ends.index(buffer), gates + 256 + lane, mask=lane * 0 < left)
+    async_copy.async_copy_global_to_shared(sums.index(buffer), gates + lane, mask=lane * 0 < rows)
+    async_copy.async_copy_global_to_shared(ends.index(buffer), gates + GATE_TO_END * 64 + lane, mask=lane * 0 < rows)
     async_copy.commit_group()
 
 
+@kernel(budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",))
 @gluon.jit
-def rule_turn_hopper(
-    q, k, do, gates, places, T, W, local, scale,
+def rule_local_gradients_hopper(
+    q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
+    chunk_indices: Pointer.int32,
+    T: Pointer16.element, W: Pointer16.element, local_gradients: Pointer16.element, scale: Float32,
     KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr,
 ):  # fmt: skip
-    """W [64, K] and local = Tᵀ Pᵀ do, transposed [V, 64], of a chunk and every value head of a key head.
+    """W [64, K] and local_gradients = Tᵀ Pᵀ do, transposed [V, 64], of a chunk and every value head of a key head.
 
     For 16-bit types, K of 64 or 128 and V a multiple of 64. T is two numbers of the storage type each.
     """
@@ -69,18 +78,18 @@ def rule_turn_hopper(
 
     slot = (gl.program_id(0) // KEY_HEADS).to(gl.int64)
     key_head = (gl.program_id(0) % KEY_HEADS).to(gl.int64)
-    rows = gl.load(places + slot * 4 + 1)
+    rows = gl.load(chunk_indices + slot * INDEX_WIDTH + INDEX_COUNT)
     if rows == 0:
         return
-    at = gl.load(places + slot * 4).to(gl.int64)
-    q += at * Q_STRIDE + key_head * Q_HEAD
-    k += at * K_STRIDE + key_head * K_HEAD
-    do += at * DO_STRIDE + key_head * (GROUP * DO_HEAD)
+    first_token = gl.load(chunk_indices + slot * INDEX_WIDTH).to(gl.int64)
+    q += first_token * Q_STRIDE + key_head * Q_HEAD
+    k += first_token * K_STRIDE + key_head * K_HEAD
+    do += first_token * DO_STRIDE + key_head * (GROUP * DO_HEAD)
     lane = (slot * KEY_HEADS + key_head) * GROUP
-    gates += lane * (5 * CHUNK)
+    gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (2 * CHUNK * CHUNK)
     W += lane * (CHUNK * K)
-    local += lane * (V * CHUNK)
+    local_gradients += lane * (V * CHUNK)
 
     qs = gl.allocate_shared_memory(kind, [CHUNK, K], TILE)
     ks = gl.allocate_shared_memory(kind, [CHUNK, K], TILE)
@@ -88,7 +97,7 @@ def rule_turn_hopper(
     dos = gl.allocate_shared_memory(kind, [2 * BLOCKS, CHUNK, CHUNK], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     ends = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-    locals = gl.allocate_shared_memory(kind, [CHUNK, CHUNK], TILE)
+    staged_tile = gl.allocate_shared_memory(kind, [CHUNK, CHUNK], TILE)
 
     # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE_ROWS))
@@ -106,7 +115,7 @@ def rule_turn_hopper(
     i = gl.arange(0, CHUNK, LINES)[:, None]
     j = gl.arange(0, CHUNK, COLUMNS)[None, :]
     nothing = gl.zeros([CHUNK, CHUNK], gl.float32, VALUES)
-    empty = gl.zeros([CHUNK, K], gl.float32, STATE)
+    no_keys = gl.zeros([CHUNK, K], gl.float32, STATE)
     async_copy.wait_group(0)
     fence_async_shared()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -118,18 +127,18 @@ def rule_turn_hopper(
             fence_async_shared()
         T += 2 * CHUNK * CHUNK
         do += DO_HEAD
-        gates += 5 * CHUNK
-        left = gl.where(member + 1 < GROUP, rows, 0)
-        _fetch(T, do, gates, Ts, dos, sums, ends, 1 - buffer, left, DO_STRIDE, V, ROWS, GATES)
-        solve = Ts.index(buffer * 2)
-        solve_rest = Ts.index(buffer * 2 + 1)
+        gates += GATE_ROWS * CHUNK
+        next_rows = gl.where(member + 1 < GROUP, rows, 0)
+        _fetch(T, do, gates, Ts, dos, sums, ends, 1 - buffer, next_rows, DO_STRIDE, V, ROWS, GATES)
+        inverse = Ts.index(buffer * 2)
+        inverse_low = Ts.index(buffer * 2 + 1)
 
-        turned = solve.permute((1, 0)).load(VALUES).to(gl.float32)
-        turned += solve_rest.permute((1, 0)).load(VALUES).to(gl.float32)
-        turned = gl.where(i == j, 1.0, turned) * ends.index(buffer).load(COLUMNS)[None, :]
-        high = rounded_to(turned, kind)
-        low = gl.convert_layout(rounded_to(turned - high.to(gl.float32), kind), BY_KEYS)
-        of_keys = warpgroup_mma(gl.convert_layout(high, BY_KEYS), ks, empty, use_acc=False, is_async=True)
+        T_transposed = inverse.permute((1, 0)).load(VALUES).to(gl.float32)
+        T_transposed += inverse_low.permute((1, 0)).load(VALUES).to(gl.float32)
+        T_transposed = gl.where(i == j, 1.0, T_transposed) * ends.index(buffer).load(COLUMNS)[None, :]
+        high = rounded_to(T_transposed, kind)
+        low = gl.convert_layout(rounded_to(T_transposed - high.to(gl.float32), kind), BY_KEYS)
+        of_keys = warpgroup_mma(gl.convert_layout(high, BY_KEYS), ks, no_keys, use_acc=False, is_async=True)
         of_keys = warpgroup_mma(low, ks, of_keys, is_async=True)
 
         between = sums.index(buffer).load(LINES)[:, None] - sums.index(buffer).load(COLUMNS)[None, :]
@@ -138,29 +147,44 @@ def rule_turn_hopper(
         high = rounded_to(P, kind)
         low = gl.convert_layout(rounded_to(P - high.to(gl.float32), kind), BY_CHUNK)
         left_operand = gl.convert_layout(high, BY_CHUNK)
-        both = warpgroup_mma(left_operand, solve, P, is_async=True)
-        both = warpgroup_mma(low, solve, both, is_async=True)
-        both = warpgroup_mma(left_operand, solve_rest, both, is_async=True)
+        P_T = warpgroup_mma(left_operand, inverse, P, is_async=True)
+        P_T = warpgroup_mma(low, inverse, P_T, is_async=True)
+        P_T = warpgroup_mma(left_operand, inverse_low, P_T, is_async=True)
         of_keys = warpgroup_mma_wait(3, deps=[of_keys])
         qs.store(of_keys.to(kind))
-        both = warpgroup_mma_wait(0, deps=[both])
-        high = rounded_to(both, kind)
-        together()  # T has been read by all
-        solve.store(high)
-        solve_rest.store(rounded_to(both - high.to(gl.float32), kind))
+        P_T = warpgroup_mma_wait(0, deps=[P_T])
+        high = rounded_to(P_T, kind)
+        thread_barrier()  # T has been read by all
+        inverse.store(high)
+        inverse_low.store(rounded_to(P_T - high.to(gl.float32), kind))
         fence_async_shared()
         for block in gl.static_range(BLOCKS):
             upstream = dos.index(buffer * BLOCKS + block).permute((1, 0))
-            found = warpgroup_mma(upstream, solve, nothing, use_acc=False, is_async=True)
-            found = warpgroup_mma(upstream, solve_rest, found, is_async=True)
+            local_tile = warpgroup_mma(upstream, inverse, nothing, use_acc=False, is_async=True)
+            local_tile = warpgroup_mma(upstream, inverse_low, local_tile, is_async=True)
             if block == 0:
                 gl.store(W + of_W, qs.load(WIDE_ROWS))
-            found = warpgroup_mma_wait(0, deps=[found])
-            locals.store(found.to(kind))
-            gl.store(local + block * (CHUNK * CHUNK) + of_local, locals.load(ROWS))
+            local_tile = warpgroup_mma_wait(0, deps=[local_tile])
+            staged_tile.store(local_tile.to(kind))
+            gl.store(local_gradients + block * (CHUNK * CHUNK) + of_local, staged_tile.load(ROWS))
         W += CHUNK * K
-        local += V * CHUNK
+        local_gradients += V * CHUNK
     async_copy.wait_group(0)
 
 
-KERNELS = (kernels.register(rule_turn_hopper, budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",)),)
+def bind_local_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
+    """W and the local gradients of every chunk and value head: `launch(memory, q, k, do, scale)`."""
+    local = ByStrides(
+        setup, shape, rule_local_gradients_hopper, "Q K DO", element=shape.element, KEY_HEADS=shape.key_heads,
+        GROUP=shape.group, K=shape.K, V=shape.V,
+    )  # fmt: skip
+    grid = (shape.chunks * shape.key_heads,)
+
+    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, do: TokenRows | None, scale: float) -> None:
+        assert do is not None  # or the plan refused
+        local.of(q, k, do).launch(
+            grid, q=q.start, k=k.start, do=do.start, gates=memory["gates"], chunk_indices=memory["chunk_indices"],
+            T=memory["T"], W=memory["W"], local_gradients=memory["local_gradients"], scale=scale,
+        )  # fmt: skip
+
+    return launch

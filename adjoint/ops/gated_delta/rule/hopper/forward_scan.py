@@ -1,15 +1,19 @@
-"""The forward of the gated delta rule for Hopper, in Gluon: the walk from chunk to chunk and the outputs in one.
+"""The forward for Hopper: the state scan and the outputs in one kernel.
 
-What `rule_walk` and `rule_output` compute; v' meets the decayed scores P in two parts. A program walks 64 columns of V
-of a sequence or segment, with three warpgroups. One has Sᵀ in the accumulators of the tensor cores, and as their left
-operand too, rounded in registers; it does what the next chunk waits for and nothing else, and leaves Sᵀ and v'ᵀ in
+What `rule_state_scan` and `rule_output` compute; v' meets the decayed scores P in two parts. A program scans 64 columns
+of V of a sequence or segment, with three warpgroups. One has Sᵀ in the accumulators of the tensor cores, and as their
+left operand too, rounded in registers; it does what the next chunk waits for and nothing else, and leaves Sᵀ and v'ᵀ in
 shared memory. One computes the outputs from them. One copies q, k, v, T, P and the gates of the chunks to come.
 
-    known = Sᵀ kᵀ              beside it: Sᵀ goes to shared memory, v is read      seen = Sᵀ qᵀ
-    found = r + r T°ᵀ          beside it: S decays
+    predicted = Sᵀ kᵀ          beside it: Sᵀ goes to shared memory, v is read      seen = Sᵀ qᵀ
+    v' = r + r T°ᵀ             beside it: S decays
     Sᵀ += w k                  beside it: v'ᵀ goes to shared memory                oᵀ = seen + v'ᵀ Pᵀ
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,13 +24,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
-from adjoint.ops.gated_delta.rule.hopper.pieces import say, together
+from adjoint.core.kernels import Budget, Float32, Int32, Pointer, Pointer16, PointerIf16, kernel
+from adjoint.core.launch import Setup, is_aligned
+from adjoint.ops.gated_delta import packing
+from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, arrive, thread_barrier
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
+
+V_BLOCK = 64
+"""Columns of V of a program."""
+
+NEVER = 2**30
+"""More chunks than a sequence has."""
 
 
 @gluon.jit
-def _copy(
+def _producer(
     q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, full, empty, count, chunks,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -45,45 +60,45 @@ def _copy(
     of_v = (token.to(gl.int64) * V_STRIDE)[:, None] + value.to(gl.int64)[None, :]
     of_square = (token.to(gl.int64) * 64)[:, None] + value.to(gl.int64)[None, :]
     lane = gl.arange(0, 64, GATES)
-    left = count
+    remaining = count
     stage = 0
     phase = 1
-    come = 0
+    pending = 0
     for chunk in range(chunks):
         mbarrier.wait(empty.index(stage), phase)
-        inside = (row < left)[:, None] & (column < K)[None, :]
+        inside = (row < remaining)[:, None] & (column < K)[None, :]
         async_copy.async_copy_global_to_shared(ks.index(stage), k + of_k, mask=inside)
-        inside_values = (token < left)[:, None] & (value < 64)[None, :]
+        inside_values = (token < remaining)[:, None] & (value < 64)[None, :]
         async_copy.async_copy_global_to_shared(vs.index(stage), v + of_v, mask=inside_values)
-        async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
-        async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
-        async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane)
+        async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
+        async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + lane)
+        async_copy.async_copy_global_to_shared(ends.index(stage), gates + GATE_TO_END * 64 + lane)
         async_copy.async_copy_global_to_shared(Ts.index(stage), T + of_square)
         async_copy.async_copy_global_to_shared(qs.index(stage), q + of_q, mask=inside)
         async_copy.async_copy_global_to_shared(Ps.index(stage), P + of_square)
         async_copy.commit_group()
         if chunk > 0:
             async_copy.wait_group(1)
-            say(full, come)
-            come = stage
+            arrive(full, pending)
+            pending = stage
         q += 64 * Q_STRIDE
         k += 64 * K_STRIDE
         v += 64 * V_STRIDE
         T += HEADS * (64 * 64)
         P += HEADS * (64 * 64)
-        gates += HEADS * (5 * 64)
-        left -= 64
+        gates += HEADS * (GATE_ROWS * 64)
+        remaining -= 64
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     async_copy.wait_group(0)
     if chunks > 0:
-        say(full, come)
+        arrive(full, pending)
 
 
 @gluon.jit
-def _answer(
+def _output_consumer(
     out, qs, Ps, starts, Ss, highs, lows, outs, full, empty, S_staged, S_drained, new_staged, new_drained,
     count, chunks, scale,
     HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
@@ -97,7 +112,7 @@ def _answer(
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
     of_out = (row.to(gl.int64) * (HEADS * V))[:, None] + column.to(gl.int64)[None, :]
     nothing = gl.zeros([64, 64], gl.float32, VALUES)
-    left = count
+    remaining = count
     stage = 0
     phase = 0
     staged = 0
@@ -108,7 +123,7 @@ def _answer(
         seen = warpgroup_mma(Ss, qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         from_start = starts.index(stage).load(COLUMNS)
         seen = warpgroup_mma_wait(0, deps=[seen])
-        together()
+        thread_barrier()
         mbarrier.arrive(S_drained)
         seen = seen * (from_start * scale)[None, :]
         scores = Ps.index(stage).permute((1, 0))
@@ -117,15 +132,15 @@ def _answer(
         total = warpgroup_mma(highs, scores, seen, is_async=True)
         total = warpgroup_mma(lows, scores, total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
-        together()
+        thread_barrier()
         mbarrier.arrive(new_drained)
         mbarrier.arrive(empty.index(stage))
         outs.permute((1, 0)).store(total.to(kind))
-        together()
-        inside = (row < left)[:, None] & (column < 64)[None, :]
+        thread_barrier()
+        inside = (row < remaining)[:, None] & (column < 64)[None, :]
         gl.store(out + of_out, outs.load(ROWS), mask=inside)
         out += (64 * V) * HEADS
-        left -= 64
+        remaining -= 64
         staged ^= 1
         stage += 1
         if stage == STAGES:
@@ -134,8 +149,8 @@ def _answer(
 
 
 @gluon.jit
-def _walk(
-    source, given, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
+def _state_consumer(
+    source, source_rows, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
     full, empty, S_staged, S_drained, new_staged, new_drained, chunks, save_every, ends_here,
     HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr,
     FINAL: gl.constexpr,
@@ -151,7 +166,7 @@ def _walk(
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE)).to(gl.int64)
     S = gl.load(
         source + v_row[:, None] + (k_column * V)[None, :],
-        mask=(v_row < given)[:, None] & (k_column < K)[None, :],
+        mask=(v_row < source_rows)[:, None] & (k_column < K)[None, :],
         other=0.0,
     )
     nothing = gl.zeros([64, 64], gl.float32, VALUES)
@@ -164,51 +179,51 @@ def _walk(
         rounded = S.to(kind)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
         mbarrier.wait(full.index(stage), phase)
-        known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        predicted = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         values = vs.index(stage).permute((1, 0)).load(VALUES)
         strength = strengths.index(stage).load(COLUMNS)
         from_start = starts.index(stage).load(COLUMNS)
         mbarrier.wait(S_drained, drained)
         Ss.store(rounded)
-        together()
+        thread_barrier()
         mbarrier.arrive(S_staged)
         if chunk > 0:
             mbarrier.arrive(empty.index(before))  # whose last product all warps have waited for
-        known = warpgroup_mma_wait(0, deps=[known])
-        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * known
+        predicted = warpgroup_mma_wait(0, deps=[predicted])
+        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * predicted
         operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
-        found = warpgroup_mma(operand, Ts.index(stage).permute((1, 0)), residual, is_async=True)
+        v_new = warpgroup_mma(operand, Ts.index(stage).permute((1, 0)), residual, is_async=True)
         S = S * starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
         to_end = ends.index(stage).load(COLUMNS)
-        found = warpgroup_mma_wait(0, deps=[found])
-        carried = gl.convert_layout((to_end[None, :] * found).to(kind), BY_KEYS)
+        v_new = warpgroup_mma_wait(0, deps=[v_new])
+        carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
         S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
-        high = found.to(kind)
-        low = (found - high.to(gl.float32)).to(kind)
+        high = v_new.to(kind)
+        low = (v_new - high.to(gl.float32)).to(kind)
         mbarrier.wait(new_drained, drained)
         highs.store(high)
         lows.store(low)
-        together()
+        thread_barrier()
         mbarrier.arrive(new_staged)
         S = warpgroup_mma_wait(0, deps=[S])
         if SEGMENTED:
             if FINAL:  # noqa: SIM102  (a constant, and what only the GPU knows)
                 if (chunk + 1 == chunks) & ends_here:
-                    # 0, and known in the loop alone: or the places would be kept in registers through it.
+                    # 0, and known in the loop alone: or the places would stay in registers through it.
                     place = final_state + (chunk + 1 - chunks)
                     gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
         else:
             until_saved -= 1
             place = saved
-            wanted = (until_saved == 0) & (chunk + 1 < chunks)
+            stores = (until_saved == 0) & (chunk + 1 < chunks)
             if until_saved == 0:
                 until_saved = save_every
                 saved += HEADS * (K * V)
             if FINAL:  # noqa: SIM102
                 if chunk + 1 == chunks:
                     place = final_state
-                    wanted = chunk + 1 == chunks
-            if wanted:
+                    stores = chunk + 1 == chunks
+            if stores:
                 gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
         drained ^= 1
         before = stage
@@ -218,9 +233,15 @@ def _walk(
             phase ^= 1
 
 
+@kernel(
+    budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",)
+)
 @gluon.jit
-def rule_forward_hopper(
-    q, k, v, gates, T, P, spans, begins, firsts, initial_state, saved, final_state, out, scale, save_every,
+def rule_forward_scan_hopper(
+    q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
+    P: Pointer16.element, segment_indices: Pointer.int32, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
+    initial_state: Pointer.float32, saved: Pointer.float32, final_state: Pointer.float32, out: PointerIf16.element,
+    scale: Float32, save_every: Int32,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
@@ -229,7 +250,7 @@ def rule_forward_hopper(
     """o of a sequence and value head, 64 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 64.
 
     The state is saved after every `save_every` chunks but the last, and is final after the last. A sequence without
-    tokens is left alone. Over segments (SEGMENTED) a program walks one, from the state that was saved at its start, and
+    tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved at its start, and
     saves none.
     """
     CHUNK: gl.constexpr = 64
@@ -247,32 +268,32 @@ def rule_forward_hopper(
     sequence = span
     index = 0
     if SEGMENTED:
-        sequence = gl.load(spans + span * 4 + 2).to(gl.int64)
-        index = gl.load(spans + span * 4 + 3)
-    begin = gl.load(begins + sequence)
+        sequence = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_SEQUENCE).to(gl.int64)
+        index = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_NUMBER)
+    begin = gl.load(sequence_begins + sequence)
     first = begin.to(gl.int64) + index * SEGMENT
-    count = gl.load(begins + sequence + 1) - begin - index * SEGMENT
+    count = gl.load(sequence_begins + sequence + 1) - begin - index * SEGMENT
     ends_here = count <= SEGMENT
     if SEGMENTED:
-        count = gl.minimum(gl.load(spans + span * 4 + 1), count)
+        count = gl.minimum(gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT), count)
     chunks = (count + CHUNK - 1) // CHUNK
-    kept = (begin // SEGMENT + index).to(gl.int64)
+    saved_slot = (begin // SEGMENT + index).to(gl.int64)
     of_sequence = (sequence * HEADS + head) * size + first_row
     source = initial_state + of_sequence
-    given = gl.where(count > 0, V_BLOCK if INITIAL else 0, 0)
+    source_rows = gl.where(count > 0, V_BLOCK if INITIAL else 0, 0)
     if SEGMENTED:  # noqa: SIM102
         if index > 0:
-            source = saved + ((kept - 1) * HEADS + head) * size + first_row
-            given = gl.where(count > 0, V_BLOCK, 0)
-    saved += (kept * HEADS + head) * size + first_row
+            source = saved + ((saved_slot - 1) * HEADS + head) * size + first_row
+            source_rows = gl.where(count > 0, V_BLOCK, 0)
+    saved += (saved_slot * HEADS + head) * size + first_row
     final_state += of_sequence
 
     key_head = (head // GROUP).to(gl.int64)
     q += first * Q_STRIDE + key_head * Q_HEAD
     k += first * K_STRIDE + key_head * K_HEAD
     v += first * V_STRIDE + head.to(gl.int64) * V_HEAD + first_row
-    lane = (gl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64) * HEADS + head
-    gates += lane * (5 * CHUNK)
+    lane = (gl.load(first_chunks + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64) * HEADS + head
+    gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (CHUNK * CHUNK)
     P += lane * (CHUNK * CHUNK)
     out += (first * HEADS + head) * V + first_row
@@ -305,22 +326,22 @@ def rule_forward_hopper(
     gl.warp_specialize(
         [
             (
-                _walk,
+                _state_consumer,
                 (
-                    source, given, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
+                    source, source_rows, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
                     full, empty, S_staged, S_drained, new_staged, new_drained, chunks, save_every, ends_here,
                     HEADS, K, V, STAGES, SEGMENTED, FINAL,
                 ),
             ),
             (
-                _answer,
+                _output_consumer,
                 (
                     out, qs, Ps, starts, Ss, highs, lows, outs, full, empty, S_staged, S_drained, new_staged,
                     new_drained, count, chunks, scale, HEADS, K, V, STAGES,
                 ),
             ),
             (
-                _copy,
+                _producer,
                 (
                     q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, full, empty, count, chunks,
                     HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K, STAGES,
@@ -332,6 +353,49 @@ def rule_forward_hopper(
     )  # fmt: skip
 
 
-KERNELS = (
-    kernels.register(rule_forward_hopper, budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",)),
-)
+def bind_forward_scan(
+    setup: Setup, shape: Shape, *, segmented: bool, initial: bool, final: bool
+) -> Callable[..., None]:
+    """o, and the states that are needed: `launch(memory, q, k, v, scale, initial_state, saved, final_state, out)`.
+
+    Args:
+        segmented: over segments, from the states in `saved`; otherwise over whole sequences, and states between
+            segments are written there, unless it is None.
+        initial: whether there is an initial state.
+        final: whether final states are written.
+    """
+    scan = {
+        aligned: ByStrides(
+            setup, shape, rule_forward_scan_hopper, "Q K V", element=shape.element, HEADS=shape.heads,
+            GROUP=shape.group, K=shape.K, V=shape.V, STAGES=setup.schedule["scan_stages"], SEGMENTED=segmented,
+            INITIAL=initial, FINAL=final, SEGMENT=packing.SEGMENT, aligned=aligned,
+        )
+        for aligned in (True, False)
+    }  # fmt: skip
+    grid = ((shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // V_BLOCK),)
+    spans_of = "segment_indices" if segmented else "sequence_begins"
+    segment_chunks = packing.SEGMENT // CHUNK
+
+    def launch(
+        memory: Mapping[str, Any],
+        q: TokenRows,
+        k: TokenRows,
+        v: TokenRows,
+        scale: float,
+        initial_state: Tensor | None,
+        saved: Tensor | None,
+        final_state: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        if final_state is not None and shape.is_packed:  # for sequences without tokens, which no program scans
+            final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+        absent = memory["gates"]  # stands for a pointer that no variant reads
+        scan[is_aligned(out)].of(q, k, v).launch(
+            grid, q=q.start, k=k.start, v=v.start, gates=memory["gates"], T=memory["T"], P=memory["P"],
+            segment_indices=memory[spans_of], sequence_begins=memory["sequence_begins"],
+            first_chunks=memory["first_chunks"], initial_state=absent if initial_state is None else initial_state,
+            saved=absent if saved is None else saved, final_state=absent if final_state is None else final_state,
+            out=out, scale=scale, save_every=NEVER if saved is None or segmented else segment_chunks,
+        )  # fmt: skip
+
+    return launch

@@ -1,26 +1,34 @@
-"""What a segment makes of any state, for Hopper, in Gluon: `rule_walk` with TRANSITION.
+"""What a segment makes of any state, for Hopper: `rule_state_scan` with TRANSITION.
 
-One warpgroup walks 64 columns of M, from those of the identity and without values, or of B, from 0. They stay in the
+One warpgroup scans 64 columns of M, from those of the identity and without values, or of B, from 0. They stay in the
 accumulators of the tensor cores and are their left operand too, rounded in registers; k, v, T and the gates of the
 chunk to come are copied into shared memory meanwhile. Each product is started before what can be done beside it.
 
-    known = Sᵀ kᵀ         beside it: copies start, v is read
-    found = r + r T°ᵀ     beside it: S decays
+    predicted = Sᵀ kᵀ     beside it: copies start, v is read
+    v' = r + r T°ᵀ        beside it: S decays
     Sᵀ += w k
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
+from adjoint.core.kernels import Budget, Pointer, Pointer16, kernel
+from adjoint.core.launch import Setup
+from adjoint.ops.gated_delta import packing
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_DECAY, GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
 
 
 @gluon.jit
 def _fetch(
-    k, v, T, gates, ks, vs, Ts, strengths, starts, ends, stage, left, v_left,
+    k, v, T, gates, ks, vs, Ts, strengths, starts, ends, stage, remaining, v_remaining,
     K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
@@ -29,26 +37,29 @@ def _fetch(
     GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
     column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
-    inside = (row < left)[:, None] & (column < K)[None, :]
+    inside = (row < remaining)[:, None] & (column < K)[None, :]
     place = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(ks.index(stage), place, mask=inside)
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    inside = (row < v_left)[:, None] & (column < 64)[None, :]
+    inside = (row < v_remaining)[:, None] & (column < 64)[None, :]
     place = v + (row.to(gl.int64) * V_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
     offset = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
     async_copy.async_copy_global_to_shared(Ts.index(stage), T + offset)
     lane = gl.arange(0, 64, GATES)
-    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
-    async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
-    async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane)
+    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
+    async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + lane)
+    async_copy.async_copy_global_to_shared(ends.index(stage), gates + GATE_TO_END * 64 + lane)
     async_copy.commit_group()
 
 
+@kernel(budget=Budget(registers=255, shared_bytes=115712), targets=("sm_90",), numeric=("SEGMENT",))
 @gluon.jit
-def rule_transition_hopper(
-    k, v, gates, T, spans, begins, firsts, transitions,
+def rule_transitions_hopper(
+    k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
+    segment_indices: Pointer.int32,
+    sequence_begins: Pointer.int32, first_chunks: Pointer.int32, transitions: Pointer.float32,
     HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr,
     GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
@@ -73,13 +84,13 @@ def rule_transition_hopper(
     span = (program // (HEADS * blocks)).to(gl.int64)
     head = (program // blocks) % HEADS
     first_row = (program % blocks) * LINES
-    sequence = gl.load(spans + span * 4 + 2).to(gl.int64)
-    index = gl.load(spans + span * 4 + 3)
-    begin = gl.load(begins + sequence)
+    sequence = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_SEQUENCE).to(gl.int64)
+    index = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_NUMBER)
+    begin = gl.load(sequence_begins + sequence)
     first = begin.to(gl.int64) + index * SEGMENT
-    count = gl.load(begins + sequence + 1) - begin - index * SEGMENT
-    count = gl.minimum(gl.load(spans + span * 4 + 1), count)
-    slot = (gl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64)
+    count = gl.load(sequence_begins + sequence + 1) - begin - index * SEGMENT
+    count = gl.minimum(gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT), count)
+    slot = (gl.load(first_chunks + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64)
     line = first_row + gl.arange(0, LINES, gl.SliceLayout(1, STATE))
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
     S = gl.where(line[:, None] == k_column[None, :], 1.0, 0.0)
@@ -88,7 +99,7 @@ def rule_transition_hopper(
     k += first * K_STRIDE + key_head * K_HEAD
     v += first * V_STRIDE + head.to(gl.int64) * V_HEAD + gl.maximum(first_row - K, 0)
     lane = slot * HEADS + head
-    gates += lane * (5 * CHUNK)
+    gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (CHUNK * CHUNK)
 
     ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
@@ -100,9 +111,9 @@ def rule_transition_hopper(
 
     chunks = (count + CHUNK - 1) // CHUNK
     valued = (first_row >= K).to(gl.int32)
-    over = 0.0
+    decay = 0.0
     if count > 0:
-        over = gl.load(gates + 4 * CHUNK - 1)
+        decay = gl.load(gates + GATE_DECAY)
         _fetch(
             k, v, T, gates, ks, vs, Ts, strengths, starts, ends, 0, count, count * valued, K_STRIDE, V_STRIDE, K
         )  # fmt: skip
@@ -112,37 +123,50 @@ def rule_transition_hopper(
         async_copy.wait_group(0)
         fence_async_shared()
         nothing = gl.zeros([LINES, CHUNK], gl.float32, VALUES)
-        known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        predicted = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         if chunk + 1 < chunks:  # the last chunk is followed by itself, without tokens
             T += HEADS * (CHUNK * CHUNK)
-            gates += HEADS * (5 * CHUNK)
-        left = count - (chunk + 1) * CHUNK
+            gates += HEADS * (GATE_ROWS * CHUNK)
+        remaining = count - (chunk + 1) * CHUNK
         k += CHUNK * K_STRIDE
         v += CHUNK * V_STRIDE
         _fetch(
-            k, v, T, gates, ks, vs, Ts, strengths, starts, ends, (chunk + 1) % STAGES, left, left * valued,
+            k, v, T, gates, ks, vs, Ts, strengths, starts, ends, (chunk + 1) % STAGES, remaining, remaining * valued,
             K_STRIDE, V_STRIDE, K,
         )  # fmt: skip
-        coming = gl.load(gates + 4 * CHUNK - 1)
+        next_decay = gl.load(gates + GATE_DECAY)
         strength = strengths.index(stage).load(COLUMNS)
         from_start = starts.index(stage).load(COLUMNS)
         values = vs.index(stage).permute((1, 0)).load(VALUES)
-        known = warpgroup_mma_wait(0, deps=[known])
-        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * known
+        predicted = warpgroup_mma_wait(0, deps=[predicted])
+        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * predicted
         rounded = gl.convert_layout(residual.to(kind), BY_CHUNK)
-        found = warpgroup_mma(rounded, Ts.index(stage).permute((1, 0)), residual, is_async=True)
-        S = S * over
+        v_new = warpgroup_mma(rounded, Ts.index(stage).permute((1, 0)), residual, is_async=True)
+        S = S * decay
         to_end = ends.index(stage).load(COLUMNS)
-        found = warpgroup_mma_wait(0, deps=[found])
-        carried = gl.convert_layout((to_end[None, :] * found).to(kind), BY_KEYS)
+        v_new = warpgroup_mma_wait(0, deps=[v_new])
+        carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
         S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
-        over = coming
+        decay = next_decay
         S = warpgroup_mma_wait(0, deps=[S])
     async_copy.wait_group(0)
     place = (line.to(gl.int64) * K)[:, None] + k_column.to(gl.int64)[None, :]
     gl.store(transitions + (span * HEADS + head) * (K * (K + V)) + place, S)
 
 
-KERNELS = (
-    kernels.register(rule_transition_hopper, budget=Budget(registers=255, shared_bytes=115712), targets=("sm_90",)),
-)
+def bind_transitions(setup: Setup, shape: Shape) -> Callable[[Mapping[str, Any], TokenRows, TokenRows], None]:
+    """What every segment makes of a state, M S + B: `launch(memory, k, v)`, Mᵀ and Bᵀ into `transitions`."""
+    transition = ByStrides(
+        setup, shape, rule_transitions_hopper, "K V", element=shape.element, HEADS=shape.heads, GROUP=shape.group,
+        K=shape.K, V=shape.V, SEGMENT=packing.SEGMENT,
+    )  # fmt: skip
+    grid = (shape.segments * shape.heads * ((shape.K + shape.V) // 64),)
+
+    def launch(memory: Mapping[str, Any], k: TokenRows, v: TokenRows) -> None:
+        transition.of(k, v).launch(
+            grid, k=k.start, v=v.start, gates=memory["gates"], T=memory["T"],
+            segment_indices=memory["segment_indices"], sequence_begins=memory["sequence_begins"],
+            first_chunks=memory["first_chunks"], transitions=memory["transitions"],
+        )  # fmt: skip
+
+    return launch

@@ -1,4 +1,4 @@
-"""The inverse of each chunk's matrix for Hopper, in Gluon: what `rule_prepare` computes, two value heads a program.
+"""The inverse of each chunk's matrix for Hopper: what `rule_chunk_inverse` computes, two value heads a program.
 
 With SCORES also what `rule_scores` does, in one part: both read k, and both need the decays within a chunk.
 
@@ -8,13 +8,22 @@ With SCORES also what `rule_scores` does, in one part: both read k, and both nee
     −T₁ (A₁₀ T₀)                 between them, as products of 16-bit parts
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
+from adjoint.core.kernels import Budget, Float32, Int64x16, Pointer, Pointer16, kernel
+from adjoint.core.launch import Setup
+from adjoint.core.streams import run_concurrently
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
+from adjoint.ops.gated_delta.rule.triton.chunk_inverse import bind_chunk_inverse, bind_scores
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS, GATE_STRENGTH
 
 
 @gluon.jit
@@ -57,7 +66,7 @@ def _exp(x):
 
 
 @gluon.jit
-def _started(left, right, MMA: gl.constexpr):
+def _start_product(left, right, MMA: gl.constexpr):
     """left·rightᵀ of rows in shared memory; to be waited for."""
     nothing = gl.zeros([64, 64], gl.float32, MMA)
     return warpgroup_mma(left, right.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -72,7 +81,7 @@ def _decay(gates, i, j):
 @gluon.jit
 def _columns(gram, decay, gates, i, j):
     """Columns of −A, from k kᵀ: [block, column, row] of the blocks on its diagonal, and of what is right of row 31."""
-    strength = -gl.load(gates + 128 + i)[None, :]
+    strength = -gl.load(gates + GATE_STRENGTH * 64 + i)[None, :]
     A = gl.where(i[None, :] > j[:, None], strength * (gram * decay), 0.0)
     first, second = gl.split(gl.permute(A.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
     half = gl.zeros_like(A).to(gl.int1) | (j < 32)[:, None]
@@ -80,9 +89,12 @@ def _columns(gram, decay, gates, i, j):
     return gl.where(upper, first, second), second
 
 
+@kernel(budget=Budget(registers=255, shared_bytes=98304), targets=("sm_90",), numeric=("PARTS",))
 @gluon.jit
-def rule_prepare_hopper(
-    q, k, gates, places, T, P, scale, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+def rule_chunk_inverse_hopper(
+    q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,
+    T: Pointer16.element, P: Pointer16.element, scale: Float32, q_token_stride: Int64x16, q_head_stride: Int64x16,
+    k_token_stride: Int64x16, k_head_stride: Int64x16,
     HEADS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """T − I of two value heads of a chunk; with SCORES also P = scale·(q kᵀ) ⊙ D, 0 above the diagonal."""
@@ -109,12 +121,12 @@ def rule_prepare_hopper(
 
     slot = (gl.program_id(0) // pairs).to(gl.int64)
     head = (gl.program_id(0) % pairs) * 2
-    count = gl.load(places + slot * 4 + 1)
+    count = gl.load(chunk_indices + slot * INDEX_WIDTH + INDEX_COUNT)
     if count == 0:
         return
-    first = gl.load(places + slot * 4).to(gl.int64)
+    first = gl.load(chunk_indices + slot * INDEX_WIDTH).to(gl.int64)
     lane = slot * HEADS + head
-    gates += lane * (5 * CHUNK)
+    gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (PARTS * CHUNK * CHUNK)
     P += lane * (CHUNK * CHUNK)
 
@@ -138,7 +150,7 @@ def rule_prepare_hopper(
     # Everything is transposed: rows are the keys of a product, columns its queries.
     j = gl.arange(0, CHUNK, gl.SliceLayout(1, GRAM))
     i = gl.arange(0, CHUNK, gl.SliceLayout(0, GRAM))
-    # Registers and shared memory decide how many programs an SM has, so nothing is kept that can be had again: scores
+    # Registers and shared memory decide how many programs an SM has, so nothing stays that can be had again: scores
     # before A, one head after the other, every result to shared memory at once. That is allocated when a product has
     # read its operands, and so has their place.
     async_copy.wait_group(0)
@@ -146,8 +158,8 @@ def rule_prepare_hopper(
     if SCORES:
         for which in gl.static_range(2):
             if which < keyed:
-                seen = _started(keys.index(which), queries.index(which), GRAM)
-            decay = _decay(gates + which * (5 * CHUNK), i, j)
+                seen = _start_product(keys.index(which), queries.index(which), GRAM)
+            decay = _decay(gates + which * (GATE_ROWS * CHUNK), i, j)
             if which < keyed:
                 seen = warpgroup_mma_wait(0, deps=[seen])
             if which == 0:
@@ -161,17 +173,17 @@ def rule_prepare_hopper(
         gl.store(P + CHUNK * CHUNK + offset, scores.index(1).load(ROWS))
     # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
     for which in gl.static_range(2):
-        own = gates + which * (5 * CHUNK)
+        head_gates = gates + which * (GATE_ROWS * CHUNK)
         if which < keyed:
-            gram = _started(keys.index(which), keys.index(which), GRAM)
-        decay = _decay(own, i, j)
+            gram = _start_product(keys.index(which), keys.index(which), GRAM)
+        decay = _decay(head_gates, i, j)
         if which < keyed:
             gram = warpgroup_mma_wait(0, deps=[gram])
         if which == 0:
             on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], FLAT)
             between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
             far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
-        near, beyond = _columns(gram, decay, own, i, j)
+        near, beyond = _columns(gram, decay, head_gates, i, j)
         on_diagonal.slice(2 * which, 2, dim=1).store(gl.permute(near, (1, 0, 2)))
         far.index(which).store(beyond)
 
@@ -236,10 +248,10 @@ def rule_prepare_hopper(
                     outs.index(3 + block).store(parts.index(4 + 2 * which + block).permute((1, 0)).load(MMA))
             else:
                 low = parts.index(4 + 2 * which + block).permute((1, 0)).load(MMA)
-                whole = high.to(gl.float32) + low.to(gl.float32)
-                rounded = whole.to(kind)
+                value = high.to(gl.float32) + low.to(gl.float32)
+                rounded = value.to(kind)
                 if PARTS == 2:
-                    outs.index(3 + block).store((whole - rounded.to(gl.float32)).to(kind))
+                    outs.index(3 + block).store((value - rounded.to(gl.float32)).to(kind))
             outs.index(block).store(gl.where(is_one, gl.zeros_like(rounded), rounded))
         for part in gl.static_range(PARTS):
             out = T + (which * PARTS + part) * (CHUNK * CHUNK) + offset
@@ -249,4 +261,47 @@ def rule_prepare_hopper(
             gl.store(out + HALF, gl.zeros([HALF, HALF], kind, OUT))
 
 
-KERNELS = (kernels.register(rule_prepare_hopper, budget=Budget(registers=255, shared_bytes=98304), targets=("sm_90",)),)
+def fits_pairs(shape: Shape) -> bool:
+    """Whether this kernel takes a problem: pairs of value heads, 16-bit types, and K of 64 or 128."""
+    return shape.element in (torch.bfloat16, torch.float16) and shape.K in (64, 128) and shape.heads % 2 == 0
+
+
+def _bind(setup: Setup, shape: Shape, parts: int, scores: bool) -> Callable[..., None]:
+    inverse = setup.kernel(
+        rule_chunk_inverse_hopper, element=shape.element, HEADS=shape.heads, GROUP=shape.group, K=shape.K,
+        PARTS=parts, SCORES=scores,
+    )  # fmt: skip
+    grid = (shape.chunks * (shape.heads // 2),)
+
+    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float) -> None:
+        inverse.launch(
+            grid, q=q.start, k=k.start, gates=memory["gates"], chunk_indices=memory["chunk_indices"], T=memory["T"],
+            P=memory["P"] if scores else memory["T"], scale=scale, q_token_stride=q.token_stride,
+            q_head_stride=q.head_stride, k_token_stride=k.token_stride, k_head_stride=k.head_stride,
+        )  # fmt: skip
+
+    return launch
+
+
+def bind_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapping[str, Any], TokenRows], None]:
+    """T − I of every chunk and value head: `launch(memory, k)`; by `rule_chunk_inverse` where this kernel cannot."""
+    if not fits_pairs(shape):
+        return bind_chunk_inverse(setup, shape, parts)
+    inverse = _bind(setup, shape, parts, scores=False)
+    return lambda memory, k: inverse(memory, k, k, 1.0)
+
+
+def bind_inverse_and_scores(
+    setup: Setup, shape: Shape
+) -> Callable[[Mapping[str, Any], TokenRows, TokenRows, float], None]:
+    """T − I and P of every chunk and value head: `launch(memory, q, k, scale)`; one kernel, or two concurrently."""
+    if fits_pairs(shape):
+        return _bind(setup, shape, 1, scores=True)
+    inverse, scores = bind_chunk_inverse(setup, shape, 1), bind_scores(setup, shape)
+
+    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float) -> None:
+        run_concurrently(
+            setup.device, lambda: inverse(memory, k), lambda: scores(memory, q, k, scale), shape.is_large
+        )  # fmt: skip
+
+    return launch

@@ -1,14 +1,18 @@
-"""The walk of the gated delta rule's backward for Hopper, in Gluon: what `rule_walk` computes of segments, bit for bit.
+"""The state scan of the backward for Hopper: what `rule_state_scan` computes of segments, bit for bit.
 
 Nearly all it does is to move memory: Sᵀ and v'ᵀ of a chunk leave, k, v, both parts of T and the gates of the next come.
 So a warpgroup of its own takes what leaves out of shared memory, and copies what comes into it. The others have 64
 columns of V each: Sᵀ in the accumulators of the tensor cores, and as their left operand too, rounded in registers.
 
-    known = Sᵀ kᵀ                      beside it: Sᵀ goes to shared memory, v is read
-    found = r + r T°ᵀ, in two parts    beside them: S decays
+    predicted = Sᵀ kᵀ                  beside it: Sᵀ goes to shared memory, v is read
+    v' = r + r T°ᵀ, in two parts       beside them: S decays
     Sᵀ += w k                          beside it: v'ᵀ goes to shared memory
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -19,14 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
-from adjoint.ops.gated_delta.rule.hopper.pieces import together
+from adjoint.core.kernels import Budget, Pointer, Pointer16, kernel
+from adjoint.core.launch import Setup
+from adjoint.ops.gated_delta import packing
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, thread_barrier
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
 
 
 @gluon.jit
 def _fetch(
-    k, v, T, gates, ks, vs, highs, lows, strengths, starts, ends, stage, left,
+    k, v, T, gates, ks, vs, highs, lows, strengths, starts, ends, stage, remaining,
     K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
@@ -38,12 +46,12 @@ def _fetch(
     row = gl.arange(0, 64, gl.SliceLayout(1, KEY_ROWS))
     column = gl.arange(0, K, gl.SliceLayout(0, KEY_ROWS))
     place = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    inside = (row < left)[:, None] & (column < K)[None, :]
+    inside = (row < remaining)[:, None] & (column < K)[None, :]
     async_copy.async_copy_global_to_shared(ks.index(stage), place, mask=inside)
     row = gl.arange(0, 64, gl.SliceLayout(1, VALUE_ROWS))
     column = gl.arange(0, V, gl.SliceLayout(0, VALUE_ROWS))
     place = v + (row.to(gl.int64) * V_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    inside = (row < left)[:, None] & (column < V)[None, :]
+    inside = (row < remaining)[:, None] & (column < V)[None, :]
     async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
@@ -51,14 +59,14 @@ def _fetch(
     async_copy.async_copy_global_to_shared(highs.index(stage), T + offset)
     async_copy.async_copy_global_to_shared(lows.index(stage), T + 64 * 64 + offset)
     lane = gl.arange(0, 64, GATES)
-    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + 128 + lane)
-    async_copy.async_copy_global_to_shared(starts.index(stage), gates + 192 + lane)
-    async_copy.async_copy_global_to_shared(ends.index(stage), gates + 256 + lane)
+    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
+    async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + lane)
+    async_copy.async_copy_global_to_shared(ends.index(stage), gates + GATE_TO_END * 64 + lane)
 
 
 @gluon.jit
-def _serve(
-    k, v, T, gates, states, new, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+def _producer(
+    k, v, T, gates, states, new_values, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
     full, empty, S_staged, S_drained, new_staged, new_drained, count, chunks,
     HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     STAGES: gl.constexpr,
@@ -79,16 +87,16 @@ def _serve(
         if step >= STAGES:
             mbarrier.wait(S_staged, phase)
             rows = Ss.load(KEY_ROWS)
-            together()
+            thread_barrier()
             mbarrier.arrive(S_drained)
             gl.store(states + of_state, rows)
             mbarrier.wait(new_staged, phase)
             rows = news.load(ROWS)
-            together()
+            thread_barrier()
             mbarrier.arrive(new_drained)
-            gl.store(new + of_new, rows)
+            gl.store(new_values + of_new, rows)
             states += HEADS * (V * K)
-            new += HEADS * (V * 64)
+            new_values += HEADS * (V * 64)
             phase ^= 1
         if step < chunks:
             mbarrier.wait(empty.index(stage), stage_phase)
@@ -100,7 +108,7 @@ def _serve(
             k += 64 * K_STRIDE
             v += 64 * V_STRIDE
             T += HEADS * (2 * 64 * 64)
-            gates += HEADS * (5 * 64)
+            gates += HEADS * (GATE_ROWS * 64)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -109,8 +117,8 @@ def _serve(
 
 
 @gluon.jit
-def _walk(
-    state, given, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+def _consumer(
+    state, source_rows, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
     full, empty, S_staged, S_drained, new_staged, new_drained, chunks,
     K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -125,7 +133,7 @@ def _walk(
     v_row = gl.arange(0, V, gl.SliceLayout(1, STATE))
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
     place = state + v_row.to(gl.int64)[:, None] + (k_column.to(gl.int64) * V)[None, :]
-    S = gl.load(place, mask=(v_row < given)[:, None] & (k_column < K)[None, :], other=0.0)
+    S = gl.load(place, mask=(v_row < source_rows)[:, None] & (k_column < K)[None, :], other=0.0)
     nothing = gl.zeros([V, 64], gl.float32, VALUES)
     stage = 0
     phase = 0
@@ -135,30 +143,30 @@ def _walk(
         narrow = gl.convert_layout(rounded, BY_CHUNK)
         mbarrier.wait(full.index(stage), phase)
         fence_async_shared()
-        known = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        predicted = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         values = vs.index(stage).permute((1, 0)).load(VALUES)
         mbarrier.wait(S_drained, out_phase)
         Ss.store(rounded)
-        together()
+        thread_barrier()
         mbarrier.arrive(S_staged)
-        known = warpgroup_mma_wait(0, deps=[known])
+        predicted = warpgroup_mma_wait(0, deps=[predicted])
         strength = strengths.index(stage).load(COLUMNS)  # not before, when S in 16 bits takes registers too
         from_start = starts.index(stage).load(COLUMNS)
-        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * known
+        residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * predicted
         operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
-        found = warpgroup_mma(operand, highs.index(stage).permute((1, 0)), residual, is_async=True)
-        found = warpgroup_mma(operand, lows.index(stage).permute((1, 0)), found, is_async=True)
+        v_new = warpgroup_mma(operand, highs.index(stage).permute((1, 0)), residual, is_async=True)
+        v_new = warpgroup_mma(operand, lows.index(stage).permute((1, 0)), v_new, is_async=True)
         S = S * starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
         to_end = ends.index(stage).load(COLUMNS)
-        found = warpgroup_mma_wait(0, deps=[found])
-        carried = gl.convert_layout((to_end[None, :] * found).to(kind), BY_KEYS)
+        v_new = warpgroup_mma_wait(0, deps=[v_new])
+        carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
         S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
         mbarrier.wait(new_drained, out_phase)
-        news.store(found.to(kind))
-        together()
+        news.store(v_new.to(kind))
+        thread_barrier()
         mbarrier.arrive(new_staged)
         S = warpgroup_mma_wait(0, deps=[S])
-        together()
+        thread_barrier()
         mbarrier.arrive(empty.index(stage))
         out_phase ^= 1
         stage += 1
@@ -167,9 +175,15 @@ def _walk(
             phase ^= 1
 
 
+@kernel(
+    budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",)
+)
 @gluon.jit
-def rule_walk_hopper(
-    k, v, gates, T, spans, begins, firsts, initial_state, saved, states, new,
+def rule_state_scan_hopper(
+    k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
+    segment_indices: Pointer.int32,
+    sequence_begins: Pointer.int32, first_chunks: Pointer.int32, initial_state: Pointer.float32, saved: Pointer.float32,
+    states: Pointer16.element, new_values: Pointer16.element,
     HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr,
     GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr,
     SEGMENT: gl.constexpr,
@@ -177,7 +191,7 @@ def rule_walk_hopper(
     """The state at the start of every chunk, and v' of every chunk, of one segment and value head; both transposed.
 
     For 16-bit types, K and V of 64 or 128. A segment begins with the state that was saved at its start, the first of a
-    sequence with an initial one, where there is one (INITIAL), or 0. A warpgroup walks for every 64 columns of V.
+    sequence with an initial one, where there is one (INITIAL), or 0. A warpgroup scans every 64 columns of V.
     """
     CHUNK: gl.constexpr = 64
     kind: gl.constexpr = k.dtype.element_ty
@@ -187,25 +201,25 @@ def rule_walk_hopper(
     program = gl.program_id(0)
     span = (program // HEADS).to(gl.int64)
     head = program % HEADS
-    first = gl.load(spans + span * 4).to(gl.int64)
-    count = gl.load(spans + span * 4 + 1)  # 0 where there is no segment
-    sequence = gl.load(spans + span * 4 + 2).to(gl.int64)
-    index = gl.load(spans + span * 4 + 3)
+    first = gl.load(segment_indices + span * INDEX_WIDTH).to(gl.int64)
+    count = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT)  # 0 where there is no segment
+    sequence = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_SEQUENCE).to(gl.int64)
+    index = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_NUMBER)
     chunks = (count + CHUNK - 1) // CHUNK
-    kept = (gl.load(begins + sequence) // SEGMENT + index).to(gl.int64) - 1
+    saved_slot = (gl.load(sequence_begins + sequence) // SEGMENT + index).to(gl.int64) - 1
     state = initial_state + (sequence * HEADS + head) * (K * V)
-    given = V if INITIAL else 0  # rows of Sᵀ
+    source_rows = V if INITIAL else 0  # rows of Sᵀ
     if index > 0:
-        state = saved + (kept * HEADS + head) * (K * V)
-        given = V
-    given = gl.where(count > 0, given, 0)
+        state = saved + (saved_slot * HEADS + head) * (K * V)
+        source_rows = V
+    source_rows = gl.where(count > 0, source_rows, 0)
     k += first * K_STRIDE + (head // GROUP).to(gl.int64) * K_HEAD
     v += first * V_STRIDE + head.to(gl.int64) * V_HEAD
-    lane = (gl.load(firsts + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64) * HEADS + head
-    gates += lane * (5 * CHUNK)
+    lane = (gl.load(first_chunks + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64) * HEADS + head
+    gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (2 * CHUNK * CHUNK)
     states += lane * (V * K)
-    new += lane * (V * CHUNK)
+    new_values += lane * (V * CHUNK)
 
     ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
     vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V], TILE)
@@ -223,7 +237,7 @@ def rule_walk_hopper(
     new_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     new_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=128)  # each thread that copies says when its copies have come
+        mbarrier.init(full.index(stage), count=128)  # each thread that copies arrives when its copies have
         mbarrier.init(empty.index(stage), count=1)
     mbarrier.init(S_staged, count=1)
     mbarrier.init(S_drained, count=1)
@@ -232,16 +246,16 @@ def rule_walk_hopper(
     gl.warp_specialize(
         [
             (
-                _walk,
+                _consumer,
                 (
-                    state, given, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+                    state, source_rows, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
                     full, empty, S_staged, S_drained, new_staged, new_drained, chunks, K, V, STAGES,
                 ),
             ),
             (
-                _serve,
+                _producer,
                 (
-                    k, v, T, gates, states, new, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
+                    k, v, T, gates, states, new_values, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
                     full, empty, S_staged, S_drained, new_staged, new_drained, count, chunks,
                     HEADS, K_STRIDE, V_STRIDE, K, V, STAGES,
                 ),
@@ -252,4 +266,24 @@ def rule_walk_hopper(
     )  # fmt: skip
 
 
-KERNELS = (kernels.register(rule_walk_hopper, budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",)),)
+def bind_segment_states(setup: Setup, shape: Shape, initial: bool) -> Callable[..., None]:
+    """States and new values of every chunk, over segments: `launch(memory, k, v, initial_state, saved)`."""
+    scan = ByStrides(
+        setup, shape, rule_state_scan_hopper, "K V", element=shape.element, HEADS=shape.heads, GROUP=shape.group,
+        K=shape.K, V=shape.V, STAGES=setup.schedule["gluon_scan_stages"], INITIAL=initial, SEGMENT=packing.SEGMENT,
+        num_warps=shape.V // 16,
+    )  # fmt: skip
+    grid = (shape.segments * shape.heads,)
+
+    def launch(
+        memory: Mapping[str, Any], k: TokenRows, v: TokenRows, initial_state: Tensor | None, saved: Tensor
+    ) -> None:
+        scan.of(k, v).launch(
+            grid, k=k.start, v=v.start, gates=memory["gates"], T=memory["T"],
+            segment_indices=memory["segment_indices"], sequence_begins=memory["sequence_begins"],
+            first_chunks=memory["first_chunks"],
+            initial_state=memory["gates"] if initial_state is None else initial_state, saved=saved,
+            states=memory["states"], new_values=memory["new_values"],
+        )  # fmt: skip
+
+    return launch

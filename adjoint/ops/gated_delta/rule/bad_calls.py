@@ -1,4 +1,4 @@
-"""Calls of the gated delta rule that must raise, and what their errors must say."""
+"""Calls of the gated delta rule that must raise, beside those that every op refuses, and what their errors must say."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,6 @@ from adjoint.contract.cases import BadCall
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.ops.gated_delta.rule import gated_delta_rule
 
-META = torch.device("meta")
 BATCH, TIME, KEY_HEADS, HEADS, K, V = 1, 6, 1, 2, 4, 3
 
 
@@ -29,8 +28,8 @@ def _with(**changes: Callable[[Tensor], Any]) -> Callable[[torch.device], Any]:
     """The rule on inputs of which some are changed."""
 
     def call(device: torch.device) -> None:
-        given = _inputs(device)
-        gated_delta_rule(**(given | {name: change(given[name]) for name, change in changes.items()}))
+        inputs = _inputs(device)
+        gated_delta_rule(**(inputs | {name: change(inputs[name]) for name, change in changes.items()}))
         adjoint.check()
 
     return call
@@ -40,8 +39,8 @@ def _and(**options: Any) -> Callable[[torch.device], Any]:
     """The rule with further arguments; those that are functions are called with the device."""
 
     def call(device: torch.device) -> None:
-        found = {name: value(device) if callable(value) else value for name, value in options.items()}
-        gated_delta_rule(**_inputs(device), **found)
+        values = {name: value(device) if callable(value) else value for name, value in options.items()}
+        gated_delta_rule(**_inputs(device), **values)
         adjoint.check()
 
     return call
@@ -56,38 +55,27 @@ def _state(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[torch.d
 
 
 def _positive_gate(device: torch.device) -> None:
-    given = _inputs(device)
-    given["g"][0, 3, 1] = 0.25
-    gated_delta_rule(**given)
+    inputs = _inputs(device)
+    inputs["g"][0, 3, 1] = 0.25
+    gated_delta_rule(**inputs)
     adjoint.check()
 
 
-def _second_derivative(device: torch.device) -> None:
-    given = _inputs(device)
-    v = given["v"].requires_grad_()
-    (dv,) = torch.autograd.grad(gated_delta_rule(**given)[0].sum(), v, create_graph=True)
-    dv.sum().backward()
-
-
 def _adjoint_with(device: torch.device, need: int, saved: Tensor) -> Any:
-    given = _inputs(device)
+    inputs = _inputs(device)
     return torch.ops.adjoint.gated_delta_rule_backward(
-        *given.values(), given["v"], None, None, None, saved, 1.0, False, need, ""
+        inputs["v"], None, *inputs.values(), None, None, saved, 1.0, False, need, ""
     )
 
 
 _HEADS = _with(q=lambda x: x.expand(BATCH, TIME, 3, K), k=lambda x: x.expand(BATCH, TIME, 3, K))
 
 BAD_CALLS = (
-    BadCall("q that is a list", _with(q=lambda x: x.tolist()), ArgumentError, ("gated_delta_rule", "q", "list")),
     BadCall("q with three axes", _with(q=lambda x: x[0]), ArgumentError, ("q", "batch, time", "(6, 1, 4)")),
-    BadCall("integer q", _with(q=lambda x: x.long()), ArgumentError, ("q", "int64")),
     BadCall("k of another shape", _with(k=lambda x: x[:, :5]), ArgumentError, ("k", "(1, 6, 1, 4)", "(1, 5, 1, 4)")),
     BadCall("k of another dtype", _with(k=lambda x: x.half()), ArgumentError, ("k", "float32", "float16")),
     BadCall("v of another dtype", _with(v=lambda x: x.bfloat16()), ArgumentError, ("v", "float32", "bfloat16")),
     BadCall("v of another time", _with(v=lambda x: x[:, :5]), ArgumentError, ("v", "(1, 6)", "(1, 5, 2, 3)")),
-    BadCall("v elsewhere", _with(v=lambda x: x.to(META)), ArgumentError, ("v", "device", "meta")),
-    BadCall("g elsewhere", _with(g=lambda x: x.to(META)), ArgumentError, ("g", "device", "meta")),
     BadCall("g of another shape", _with(g=lambda x: x[..., :1]), ArgumentError, ("g", "(1, 6, 2)", "(1, 6, 1)")),
     BadCall("g of another dtype", _with(g=lambda x: x.double()), ArgumentError, ("g", "float32", "float64")),
     BadCall("beta of another dtype", _with(beta=lambda x: x.half()), ArgumentError, ("beta", "float32", "float16")),
@@ -120,12 +108,6 @@ BAD_CALLS = (
         _and(initial_state=_state(1, HEADS, K, V, dtype=torch.bfloat16)),
         ArgumentError,
         ("initial_state", "float32", "bfloat16"),
-    ),
-    BadCall(
-        "states elsewhere",
-        _and(initial_state=lambda d: torch.zeros(1, HEADS, K, V, device=META)),
-        ArgumentError,
-        ("initial_state", "device", "meta"),
     ),
     BadCall(
         "a state per row where sequences are packed",
@@ -172,7 +154,12 @@ BAD_CALLS = (
     BadCall(
         "float bounds", _and(cu_seqlens=lambda d: _bounds(0, 6)(d).float()), ArgumentError, ("cu_seqlens", "float32")
     ),
-    BadCall("bounds elsewhere", _and(cu_seqlens=lambda d: _bounds(0, 6)(META)), ArgumentError, ("cu_seqlens", "meta")),
+    BadCall(
+        "bounds elsewhere",
+        _and(cu_seqlens=lambda d: _bounds(0, 6)(torch.device("meta"))),
+        ArgumentError,
+        ("cu_seqlens", "meta"),
+    ),
     BadCall(
         "bounds and two rows",
         lambda d: gated_delta_rule(*(torch.cat((x, x)) for x in _inputs(d).values()), cu_seqlens=_bounds(0, 6)(d)),
@@ -187,7 +174,6 @@ BAD_CALLS = (
         Unsupported,
         ("gated_delta_rule", "o is not batch_invariant"),
     ),
-    BadCall("create_graph=True", _second_derivative, Unsupported, ("gated_delta_rule", "second derivative")),
     BadCall(
         "a gradient of a state that is not given, to the operator",
         lambda d: _adjoint_with(d, 63, torch.zeros(0, HEADS, K, V, device=d)),
@@ -199,13 +185,5 @@ BAD_CALLS = (
         lambda d: _adjoint_with(d, 31, torch.zeros(2, HEADS, K, V, device=d)),
         ArgumentError,
         ("saved", "(0, 2, 4, 3)", "(2, 2, 4, 3)"),
-    ),
-    BadCall(
-        "vmap",
-        lambda d: torch.func.vmap(lambda v: gated_delta_rule(**(_inputs(d) | {"v": v}))[0])(
-            torch.zeros(2, 1, 6, 2, 3, device=d)
-        ),
-        Unsupported,
-        ("gated_delta_rule", "vmap"),
     ),
 )
