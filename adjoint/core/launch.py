@@ -59,6 +59,11 @@ class Launch:
         self.launch: Callable[..., None] = self._launch_first
 
     @property
+    def has_twin(self) -> bool:
+        """Whether alignment makes another variant of the kernel."""
+        return any(parameter.multiple == "aligned" for parameter in self.kernel.types.values())
+
+    @property
     def variant(self) -> Variant:
         """What has to be compiled."""
         kernel, settings = self.kernel, self.settings
@@ -216,11 +221,17 @@ def set_up(candidate: "Candidate", problem: Problem, target: str, gpu: str = "")
     return setup
 
 
-def variants(call: "Call", target: str, plan: str = "") -> Iterator[tuple[str, Variant]]:
-    """What a call on meta tensors may launch on a GPU that need not be there: names and variants; see `setups`."""
+def variants(call: "Call", target: str, plan: str = "", unaligned: bool = True) -> Iterator[tuple[str, Variant]]:
+    """What a call on meta tensors may launch on a GPU that need not be there: names and variants.
+
+    Args:
+        plan: the name of the one plan that is meant; all by default. See `setups`.
+        unaligned: whether variants for memory that begins at no multiple of 16 bytes are among them, where a kernel has
+            others for memory that does.
+    """
     for setup in setups(call, target, plan):
         for launch in setup.launches:
-            if target in launch.kernel.targets:
+            if target in launch.kernel.targets and (unaligned or launch.aligned or not launch.has_twin):
                 yield _words(launch.variant), launch.variant
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
 
 from adjoint.core.kernels import Kernel
 from adjoint.core.launch import Launch, Setup
@@ -12,6 +13,27 @@ from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """Waits for the threads of a partition, by the name a version of Triton has for it."""
+
+
+@aggregate
+class ScanBarriers:
+    """When a chunk's tiles are there and no longer read, and the same of what a scan stages: S, and v'."""
+
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    S_staged: gl.shared_memory_descriptor
+    S_drained: gl.shared_memory_descriptor
+    new_staged: gl.shared_memory_descriptor
+    new_drained: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, full, empty, S_staged, S_drained, new_staged, new_drained):
+        self.full = full
+        self.empty = empty
+        self.S_staged = S_staged
+        self.S_drained = S_drained
+        self.new_staged = new_staged
+        self.new_drained = new_drained
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ from adjoint.core.kernels import Budget, Float32, Int32, Pointer, Pointer16, Poi
 from adjoint.core.launch import Setup, is_aligned
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, arrive, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, ScanBarriers, aggregate, arrive, thread_barrier
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
@@ -40,9 +40,49 @@ NEVER = 2**30
 """More chunks than a sequence has."""
 
 
+@aggregate
+class ChunkTiles:
+    """The chunks in shared memory, a stage each: q, k, v, T, P, β, e^G and e^{Γ−G}."""
+
+    qs: gl.shared_memory_descriptor
+    ks: gl.shared_memory_descriptor
+    vs: gl.shared_memory_descriptor
+    Ts: gl.shared_memory_descriptor
+    Ps: gl.shared_memory_descriptor
+    strengths: gl.shared_memory_descriptor
+    starts: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, qs, ks, vs, Ts, Ps, strengths, starts, ends):
+        self.qs = qs
+        self.ks = ks
+        self.vs = vs
+        self.Ts = Ts
+        self.Ps = Ps
+        self.strengths = strengths
+        self.starts = starts
+        self.ends = ends
+
+
+@aggregate
+class StagedTiles:
+    """What the state scan leaves for the outputs: Sᵀ, and v'ᵀ in two parts."""
+
+    Ss: gl.shared_memory_descriptor
+    highs: gl.shared_memory_descriptor
+    lows: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, Ss, highs, lows):
+        self.Ss = Ss
+        self.highs = highs
+        self.lows = lows
+
+
 @gluon.jit
 def _producer(
-    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, full, empty, count, chunks,
+    q, k, v, T, P, gates, tiles, barriers, count, chunks,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -65,21 +105,21 @@ def _producer(
     phase = 1
     pending = 0
     for chunk in range(chunks):
-        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.wait(barriers.empty.index(stage), phase)
         inside = (row < remaining)[:, None] & (column < K)[None, :]
-        async_copy.async_copy_global_to_shared(ks.index(stage), k + of_k, mask=inside)
+        async_copy.async_copy_global_to_shared(tiles.ks.index(stage), k + of_k, mask=inside)
         inside_values = (token < remaining)[:, None] & (value < 64)[None, :]
-        async_copy.async_copy_global_to_shared(vs.index(stage), v + of_v, mask=inside_values)
-        async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
-        async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + lane)
-        async_copy.async_copy_global_to_shared(ends.index(stage), gates + GATE_TO_END * 64 + lane)
-        async_copy.async_copy_global_to_shared(Ts.index(stage), T + of_square)
-        async_copy.async_copy_global_to_shared(qs.index(stage), q + of_q, mask=inside)
-        async_copy.async_copy_global_to_shared(Ps.index(stage), P + of_square)
+        async_copy.async_copy_global_to_shared(tiles.vs.index(stage), v + of_v, mask=inside_values)
+        async_copy.async_copy_global_to_shared(tiles.strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
+        async_copy.async_copy_global_to_shared(tiles.starts.index(stage), gates + GATE_FROM_START * 64 + lane)
+        async_copy.async_copy_global_to_shared(tiles.ends.index(stage), gates + GATE_TO_END * 64 + lane)
+        async_copy.async_copy_global_to_shared(tiles.Ts.index(stage), T + of_square)
+        async_copy.async_copy_global_to_shared(tiles.qs.index(stage), q + of_q, mask=inside)
+        async_copy.async_copy_global_to_shared(tiles.Ps.index(stage), P + of_square)
         async_copy.commit_group()
         if chunk > 0:
             async_copy.wait_group(1)
-            arrive(full, pending)
+            arrive(barriers.full, pending)
             pending = stage
         q += 64 * Q_STRIDE
         k += 64 * K_STRIDE
@@ -94,17 +134,16 @@ def _producer(
             phase ^= 1
     async_copy.wait_group(0)
     if chunks > 0:
-        arrive(full, pending)
+        arrive(barriers.full, pending)
 
 
 @gluon.jit
 def _output_consumer(
-    out, qs, Ps, starts, Ss, highs, lows, outs, full, empty, S_staged, S_drained, new_staged, new_drained,
-    count, chunks, scale,
+    out, tiles, staged, outs, barriers, count, chunks, scale,
     HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The outputs of every chunk, from its state and v'."""
-    kind: gl.constexpr = qs.dtype
+    kind: gl.constexpr = tiles.qs.dtype
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -115,33 +154,33 @@ def _output_consumer(
     remaining = count
     stage = 0
     phase = 0
-    staged = 0
+    phase_staged = 0
     for _ in range(chunks):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.wait(S_staged, staged)
+        mbarrier.wait(barriers.full.index(stage), phase)
+        mbarrier.wait(barriers.S_staged, phase_staged)
         fence_async_shared()
-        seen = warpgroup_mma(Ss, qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        from_start = starts.index(stage).load(COLUMNS)
+        seen = warpgroup_mma(staged.Ss, tiles.qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        from_start = tiles.starts.index(stage).load(COLUMNS)
         seen = warpgroup_mma_wait(0, deps=[seen])
         thread_barrier()
-        mbarrier.arrive(S_drained)
+        mbarrier.arrive(barriers.S_drained)
         seen = seen * (from_start * scale)[None, :]
-        scores = Ps.index(stage).permute((1, 0))
-        mbarrier.wait(new_staged, staged)
+        scores = tiles.Ps.index(stage).permute((1, 0))
+        mbarrier.wait(barriers.new_staged, phase_staged)
         fence_async_shared()
-        total = warpgroup_mma(highs, scores, seen, is_async=True)
-        total = warpgroup_mma(lows, scores, total, is_async=True)
+        total = warpgroup_mma(staged.highs, scores, seen, is_async=True)
+        total = warpgroup_mma(staged.lows, scores, total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
         thread_barrier()
-        mbarrier.arrive(new_drained)
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(barriers.new_drained)
+        mbarrier.arrive(barriers.empty.index(stage))
         outs.permute((1, 0)).store(total.to(kind))
         thread_barrier()
         inside = (row < remaining)[:, None] & (column < 64)[None, :]
         gl.store(out + of_out, outs.load(ROWS), mask=inside)
         out += (64 * V) * HEADS
         remaining -= 64
-        staged ^= 1
+        phase_staged ^= 1
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -150,13 +189,12 @@ def _output_consumer(
 
 @gluon.jit
 def _state_consumer(
-    source, source_rows, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
-    full, empty, S_staged, S_drained, new_staged, new_drained, chunks, save_every, ends_here,
+    source, source_rows, saved, final_state, tiles, staged, barriers, chunks, save_every, ends_here,
     HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr,
     FINAL: gl.constexpr,
 ):  # fmt: skip
     """The products from chunk to chunk."""
-    kind: gl.constexpr = ks.dtype
+    kind: gl.constexpr = tiles.ks.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
@@ -178,33 +216,33 @@ def _state_consumer(
     for chunk in range(chunks):
         rounded = S.to(kind)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
-        mbarrier.wait(full.index(stage), phase)
-        predicted = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        values = vs.index(stage).permute((1, 0)).load(VALUES)
-        strength = strengths.index(stage).load(COLUMNS)
-        from_start = starts.index(stage).load(COLUMNS)
-        mbarrier.wait(S_drained, drained)
-        Ss.store(rounded)
+        mbarrier.wait(barriers.full.index(stage), phase)
+        predicted = warpgroup_mma(narrow, tiles.ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        values = tiles.vs.index(stage).permute((1, 0)).load(VALUES)
+        strength = tiles.strengths.index(stage).load(COLUMNS)
+        from_start = tiles.starts.index(stage).load(COLUMNS)
+        mbarrier.wait(barriers.S_drained, drained)
+        staged.Ss.store(rounded)
         thread_barrier()
-        mbarrier.arrive(S_staged)
+        mbarrier.arrive(barriers.S_staged)
         if chunk > 0:
-            mbarrier.arrive(empty.index(before))  # whose last product all warps have waited for
+            mbarrier.arrive(barriers.empty.index(before))  # whose last product all warps have waited for
         predicted = warpgroup_mma_wait(0, deps=[predicted])
         residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * predicted
         operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
-        v_new = warpgroup_mma(operand, Ts.index(stage).permute((1, 0)), residual, is_async=True)
-        S = S * starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
-        to_end = ends.index(stage).load(COLUMNS)
+        v_new = warpgroup_mma(operand, tiles.Ts.index(stage).permute((1, 0)), residual, is_async=True)
+        S = S * tiles.starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
+        to_end = tiles.ends.index(stage).load(COLUMNS)
         v_new = warpgroup_mma_wait(0, deps=[v_new])
         carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
-        S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
+        S = warpgroup_mma(carried, tiles.ks.index(stage), S, is_async=True)
         high = v_new.to(kind)
         low = (v_new - high.to(gl.float32)).to(kind)
-        mbarrier.wait(new_drained, drained)
-        highs.store(high)
-        lows.store(low)
+        mbarrier.wait(barriers.new_drained, drained)
+        staged.highs.store(high)
+        staged.lows.store(low)
         thread_barrier()
-        mbarrier.arrive(new_staged)
+        mbarrier.arrive(barriers.new_staged)
         S = warpgroup_mma_wait(0, deps=[S])
         if SEGMENTED:
             if FINAL:  # noqa: SIM102  (a constant, and what only the GPU knows)
@@ -323,27 +361,28 @@ def rule_forward_scan_hopper(
     mbarrier.init(S_drained, count=1)
     mbarrier.init(new_staged, count=1)
     mbarrier.init(new_drained, count=1)
+    tiles = ChunkTiles(qs, ks, vs, Ts, Ps, strengths, starts, ends)
+    staged = StagedTiles(Ss, highs, lows)
+    barriers = ScanBarriers(full, empty, S_staged, S_drained, new_staged, new_drained)
     gl.warp_specialize(
         [
             (
                 _state_consumer,
                 (
-                    source, source_rows, saved, final_state, ks, vs, Ts, strengths, starts, ends, Ss, highs, lows,
-                    full, empty, S_staged, S_drained, new_staged, new_drained, chunks, save_every, ends_here,
+                    source, source_rows, saved, final_state, tiles, staged, barriers, chunks, save_every, ends_here,
                     HEADS, K, V, STAGES, SEGMENTED, FINAL,
                 ),
             ),
             (
                 _output_consumer,
                 (
-                    out, qs, Ps, starts, Ss, highs, lows, outs, full, empty, S_staged, S_drained, new_staged,
-                    new_drained, count, chunks, scale, HEADS, K, V, STAGES,
+                    out, tiles, staged, outs, barriers, count, chunks, scale, HEADS, K, V, STAGES,
                 ),
             ),
             (
                 _producer,
                 (
-                    q, k, v, T, P, gates, qs, ks, vs, Ts, Ps, strengths, starts, ends, full, empty, count, chunks,
+                    q, k, v, T, P, gates, tiles, barriers, count, chunks,
                     HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K, STAGES,
                 ),
             ),

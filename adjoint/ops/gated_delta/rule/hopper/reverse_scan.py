@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from adjoint.core.kernels import Budget, Float32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, arrive, rounded_to, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, aggregate, arrive, rounded_to, thread_barrier
 from adjoint.ops.gated_delta.rule.shape import Shape
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH
 from adjoint.ops.gated_delta.rule.triton.reverse_scan import ReverseScan, Upstream
@@ -30,9 +30,49 @@ V_BLOCK = 64
 """Columns of V of a program."""
 
 
+@aggregate
+class ChunkTiles:
+    """The chunks in shared memory, a stage each: q, k, do, W, Tᵀ Pᵀ do, β and e^G."""
+
+    qs: gl.shared_memory_descriptor
+    ks: gl.shared_memory_descriptor
+    dos: gl.shared_memory_descriptor
+    Ws: gl.shared_memory_descriptor
+    local_tiles: gl.shared_memory_descriptor
+    strengths: gl.shared_memory_descriptor
+    starts: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, qs, ks, dos, Ws, local_tiles, strengths, starts):
+        self.qs = qs
+        self.ks = ks
+        self.dos = dos
+        self.Ws = Ws
+        self.local_tiles = local_tiles
+        self.strengths = strengths
+        self.starts = starts
+
+
+@aggregate
+class ReverseBarriers:
+    """When a chunk's tiles are there and no longer read, and the same of Y and dS⁺ on their way out."""
+
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    staged: gl.shared_memory_descriptor
+    drained: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, full, empty, staged, drained):
+        self.full = full
+        self.empty = empty
+        self.staged = staged
+        self.drained = drained
+
+
 @gluon.jit
 def _producer(
-    q, k, do, W, local_gradients, gates, qs, ks, dos, Ws, local_tiles, strengths, starts, full, empty, count, chunks,
+    q, k, do, W, local_gradients, gates, tiles, barriers, count, chunks,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -56,20 +96,20 @@ def _producer(
     phase = 1
     pending = 0
     for chunk in range(chunks):
-        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.wait(barriers.empty.index(stage), phase)
         inside = (row < remaining)[:, None] & (column < K)[None, :]
-        async_copy.async_copy_global_to_shared(Ws.index(stage), W + of_W)
-        async_copy.async_copy_global_to_shared(qs.index(stage), q + of_q, mask=inside)
-        async_copy.async_copy_global_to_shared(ks.index(stage), k + of_k, mask=inside)
+        async_copy.async_copy_global_to_shared(tiles.Ws.index(stage), W + of_W)
+        async_copy.async_copy_global_to_shared(tiles.qs.index(stage), q + of_q, mask=inside)
+        async_copy.async_copy_global_to_shared(tiles.ks.index(stage), k + of_k, mask=inside)
         inside = (value < remaining)[:, None] & (place < 64)[None, :]
-        async_copy.async_copy_global_to_shared(dos.index(stage), do + of_do, mask=inside)
-        async_copy.async_copy_global_to_shared(local_tiles.index(stage), local_gradients + of_local)
-        async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
-        async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + lane)
+        async_copy.async_copy_global_to_shared(tiles.dos.index(stage), do + of_do, mask=inside)
+        async_copy.async_copy_global_to_shared(tiles.local_tiles.index(stage), local_gradients + of_local)
+        async_copy.async_copy_global_to_shared(tiles.strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
+        async_copy.async_copy_global_to_shared(tiles.starts.index(stage), gates + GATE_FROM_START * 64 + lane)
         async_copy.commit_group()
         if chunk > 0:
             async_copy.wait_group(1)
-            arrive(full, pending)
+            arrive(barriers.full, pending)
             pending = stage
         q -= 64 * Q_STRIDE
         k -= 64 * K_STRIDE
@@ -84,12 +124,12 @@ def _producer(
             phase ^= 1
     async_copy.wait_group(0)
     if chunks > 0:
-        arrive(full, pending)
+        arrive(barriers.full, pending)
 
 
 @gluon.jit
 def _store_results(
-    Y, dstates, Ys, dSs, staged, drained, chunks, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr
+    Y, dstates, Ys, dSs, barriers, chunks, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr
 ):  # fmt: skip
     """Takes Yᵀ and dS⁺ᵀ of every chunk out of shared memory."""
     WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
@@ -102,11 +142,11 @@ def _store_results(
     of_dS = (row.to(gl.int64) * K)[:, None] + column.to(gl.int64)[None, :]
     phase = 0
     for _ in range(chunks):
-        mbarrier.wait(staged, phase)
+        mbarrier.wait(barriers.staged, phase)
         dS_rows = dSs.load(WIDE_ROWS)
         Y_rows = Ys.load(ROWS)
         thread_barrier()
-        mbarrier.arrive(drained)
+        mbarrier.arrive(barriers.drained)
         gl.store(dstates + of_dS, dS_rows)
         gl.store(Y + of_Y, Y_rows)
         dstates -= HEADS * (V * K)
@@ -116,12 +156,11 @@ def _store_results(
 
 @gluon.jit
 def _consumer(
-    dfinal_state, dinitial_state, state, qs, ks, dos, Ws, local_tiles, strengths, starts, Ys, dSs,
-    full, empty, staged, drained, chunks, scale,
+    dfinal_state, dinitial_state, state, tiles, Ys, dSs, barriers, chunks, scale,
     K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
 ):  # fmt: skip
     """The products, from chunk to chunk."""
-    kind: gl.constexpr = ks.dtype
+    kind: gl.constexpr = tiles.ks.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
@@ -140,33 +179,33 @@ def _consumer(
         rounded = rounded_to(dS, kind)
         rest = gl.convert_layout(rounded_to(dS - rounded.to(gl.float32), kind), BY_CHUNK)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
-        mbarrier.wait(full.index(stage), phase)
-        Y_tile = warpgroup_mma(rest, Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        Y_tile = warpgroup_mma(narrow, Ws.index(stage).permute((1, 0)), Y_tile, is_async=True)
+        mbarrier.wait(barriers.full.index(stage), phase)
+        Y_tile = warpgroup_mma(rest, tiles.Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        Y_tile = warpgroup_mma(narrow, tiles.Ws.index(stage).permute((1, 0)), Y_tile, is_async=True)
         # Waits for nothing: without it the next product would be preceded by a wait for this one.
         dS = warpgroup_mma_wait(2, deps=[dS])
-        from_start = starts.index(stage).load(COLUMNS)
-        decay = starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))
-        upstream = dos.index(stage).permute((1, 0)).load(VALUES).to(gl.float32) * (from_start * scale)[None, :]
+        from_start = tiles.starts.index(stage).load(COLUMNS)
+        decay = tiles.starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))
+        upstream = tiles.dos.index(stage).permute((1, 0)).load(VALUES).to(gl.float32) * (from_start * scale)[None, :]
         high = rounded_to(upstream, kind)
         low = gl.convert_layout(rounded_to(upstream - high.to(gl.float32), kind), BY_KEYS)
         high = gl.convert_layout(high, BY_KEYS)
-        dS = warpgroup_mma(low, qs.index(stage), dS * decay[None, :], is_async=True)
-        dS = warpgroup_mma(high, qs.index(stage), dS, is_async=True)
-        local_tile = local_tiles.index(stage).load(VALUES).to(gl.float32)
-        factor = strengths.index(stage).load(COLUMNS) * from_start
-        mbarrier.wait(drained, out_phase)
+        dS = warpgroup_mma(low, tiles.qs.index(stage), dS * decay[None, :], is_async=True)
+        dS = warpgroup_mma(high, tiles.qs.index(stage), dS, is_async=True)
+        local_tile = tiles.local_tiles.index(stage).load(VALUES).to(gl.float32)
+        factor = tiles.strengths.index(stage).load(COLUMNS) * from_start
+        mbarrier.wait(barriers.drained, out_phase)
         dSs.store(rounded)
         Y_tile = warpgroup_mma_wait(2, deps=[Y_tile])
         Y_tile += local_tile
         carried = gl.convert_layout((-(Y_tile * factor[None, :])).to(kind), BY_KEYS)
-        dS = warpgroup_mma(carried, ks.index(stage), dS, is_async=True)
+        dS = warpgroup_mma(carried, tiles.ks.index(stage), dS, is_async=True)
         Ys.store(Y_tile.to(kind))
         thread_barrier()
-        mbarrier.arrive(staged)
+        mbarrier.arrive(barriers.staged)
         dS = warpgroup_mma_wait(0, deps=[dS])
         thread_barrier()
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(barriers.empty.index(stage))
         out_phase ^= 1
         stage += 1
         if stage == STAGES:
@@ -240,24 +279,25 @@ def rule_reverse_scan_hopper(
         mbarrier.init(empty.index(stage), count=1)
     mbarrier.init(staged, count=1)
     mbarrier.init(drained, count=1)
+    tiles = ChunkTiles(qs, ks, dos, Ws, local_tiles, strengths, starts)
+    barriers = ReverseBarriers(full, empty, staged, drained)
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    dfinal_state, dinitial_state, state, qs, ks, dos, Ws, local_tiles, strengths, starts, Ys, dSs,
-                    full, empty, staged, drained, chunks, scale, K, V, STAGES, FINAL, INITIAL,
+                    dfinal_state, dinitial_state, state, tiles, Ys, dSs, barriers, chunks, scale, K, V, STAGES, FINAL,
+                    INITIAL,
                 ),
             ),
             (
                 _producer,
                 (
-                    q, k, do, W, local_gradients, gates, qs, ks, dos, Ws, local_tiles, strengths, starts, full, empty,
-                    count, chunks,
+                    q, k, do, W, local_gradients, gates, tiles, barriers, count, chunks,
                     HEADS, Q_STRIDE, K_STRIDE, DO_STRIDE, K, V, STAGES,
                 ),
             ),
-            (_store_results, (Y, dstates, Ys, dSs, staged, drained, chunks, HEADS, K, V)),
+            (_store_results, (Y, dstates, Ys, dSs, barriers, chunks, HEADS, K, V)),
         ],
         [4, 4],
         [128, 96],

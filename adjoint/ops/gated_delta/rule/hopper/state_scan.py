@@ -26,15 +26,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from adjoint.core.kernels import Budget, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, ScanBarriers, aggregate, thread_barrier
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
 
 
+@aggregate
+class ChunkTiles:
+    """The chunks in shared memory, a stage each: k, v, both parts of T, β, e^G and e^{Γ−G}."""
+
+    ks: gl.shared_memory_descriptor
+    vs: gl.shared_memory_descriptor
+    highs: gl.shared_memory_descriptor
+    lows: gl.shared_memory_descriptor
+    strengths: gl.shared_memory_descriptor
+    starts: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, ks, vs, highs, lows, strengths, starts, ends):
+        self.ks = ks
+        self.vs = vs
+        self.highs = highs
+        self.lows = lows
+        self.strengths = strengths
+        self.starts = starts
+        self.ends = ends
+
+
 @gluon.jit
 def _fetch(
-    k, v, T, gates, ks, vs, highs, lows, strengths, starts, ends, stage, remaining,
+    k, v, T, gates, tiles, stage, remaining,
     K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
@@ -47,27 +70,26 @@ def _fetch(
     column = gl.arange(0, K, gl.SliceLayout(0, KEY_ROWS))
     place = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     inside = (row < remaining)[:, None] & (column < K)[None, :]
-    async_copy.async_copy_global_to_shared(ks.index(stage), place, mask=inside)
+    async_copy.async_copy_global_to_shared(tiles.ks.index(stage), place, mask=inside)
     row = gl.arange(0, 64, gl.SliceLayout(1, VALUE_ROWS))
     column = gl.arange(0, V, gl.SliceLayout(0, VALUE_ROWS))
     place = v + (row.to(gl.int64) * V_STRIDE)[:, None] + column.to(gl.int64)[None, :]
     inside = (row < remaining)[:, None] & (column < V)[None, :]
-    async_copy.async_copy_global_to_shared(vs.index(stage), place, mask=inside)
+    async_copy.async_copy_global_to_shared(tiles.vs.index(stage), place, mask=inside)
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
     offset = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
-    async_copy.async_copy_global_to_shared(highs.index(stage), T + offset)
-    async_copy.async_copy_global_to_shared(lows.index(stage), T + 64 * 64 + offset)
+    async_copy.async_copy_global_to_shared(tiles.highs.index(stage), T + offset)
+    async_copy.async_copy_global_to_shared(tiles.lows.index(stage), T + 64 * 64 + offset)
     lane = gl.arange(0, 64, GATES)
-    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
-    async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + lane)
-    async_copy.async_copy_global_to_shared(ends.index(stage), gates + GATE_TO_END * 64 + lane)
+    async_copy.async_copy_global_to_shared(tiles.strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
+    async_copy.async_copy_global_to_shared(tiles.starts.index(stage), gates + GATE_FROM_START * 64 + lane)
+    async_copy.async_copy_global_to_shared(tiles.ends.index(stage), gates + GATE_TO_END * 64 + lane)
 
 
 @gluon.jit
 def _producer(
-    k, v, T, gates, states, new_values, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
-    full, empty, S_staged, S_drained, new_staged, new_drained, count, chunks,
+    k, v, T, gates, states, new_values, tiles, barriers, Ss, news, count, chunks,
     HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -85,26 +107,26 @@ def _producer(
     phase = 0
     for step in range(chunks + STAGES):
         if step >= STAGES:
-            mbarrier.wait(S_staged, phase)
+            mbarrier.wait(barriers.S_staged, phase)
             rows = Ss.load(KEY_ROWS)
             thread_barrier()
-            mbarrier.arrive(S_drained)
+            mbarrier.arrive(barriers.S_drained)
             gl.store(states + of_state, rows)
-            mbarrier.wait(new_staged, phase)
+            mbarrier.wait(barriers.new_staged, phase)
             rows = news.load(ROWS)
             thread_barrier()
-            mbarrier.arrive(new_drained)
+            mbarrier.arrive(barriers.new_drained)
             gl.store(new_values + of_new, rows)
             states += HEADS * (V * K)
             new_values += HEADS * (V * 64)
             phase ^= 1
         if step < chunks:
-            mbarrier.wait(empty.index(stage), stage_phase)
+            mbarrier.wait(barriers.empty.index(stage), stage_phase)
             _fetch(
-                k, v, T, gates, ks, vs, highs, lows, strengths, starts, ends, stage, count - step * 64,
+                k, v, T, gates, tiles, stage, count - step * 64,
                 K_STRIDE, V_STRIDE, K, V,
             )  # fmt: skip
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            async_copy.mbarrier_arrive(barriers.full.index(stage), increment_count=False)
             k += 64 * K_STRIDE
             v += 64 * V_STRIDE
             T += HEADS * (2 * 64 * 64)
@@ -118,12 +140,11 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    state, source_rows, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
-    full, empty, S_staged, S_drained, new_staged, new_drained, chunks,
+    state, source_rows, tiles, barriers, Ss, news, chunks,
     K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The products, from chunk to chunk."""
-    kind: gl.constexpr = ks.dtype
+    kind: gl.constexpr = tiles.ks.dtype
     WARPS: gl.constexpr = V // 16
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
@@ -141,33 +162,33 @@ def _consumer(
     for _ in range(chunks):
         rounded = S.to(kind)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
-        mbarrier.wait(full.index(stage), phase)
+        mbarrier.wait(barriers.full.index(stage), phase)
         fence_async_shared()
-        predicted = warpgroup_mma(narrow, ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        values = vs.index(stage).permute((1, 0)).load(VALUES)
-        mbarrier.wait(S_drained, out_phase)
+        predicted = warpgroup_mma(narrow, tiles.ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        values = tiles.vs.index(stage).permute((1, 0)).load(VALUES)
+        mbarrier.wait(barriers.S_drained, out_phase)
         Ss.store(rounded)
         thread_barrier()
-        mbarrier.arrive(S_staged)
+        mbarrier.arrive(barriers.S_staged)
         predicted = warpgroup_mma_wait(0, deps=[predicted])
-        strength = strengths.index(stage).load(COLUMNS)  # not before, when S in 16 bits takes registers too
-        from_start = starts.index(stage).load(COLUMNS)
+        strength = tiles.strengths.index(stage).load(COLUMNS)  # not before, when S in 16 bits takes registers too
+        from_start = tiles.starts.index(stage).load(COLUMNS)
         residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * predicted
         operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
-        v_new = warpgroup_mma(operand, highs.index(stage).permute((1, 0)), residual, is_async=True)
-        v_new = warpgroup_mma(operand, lows.index(stage).permute((1, 0)), v_new, is_async=True)
-        S = S * starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
-        to_end = ends.index(stage).load(COLUMNS)
+        v_new = warpgroup_mma(operand, tiles.highs.index(stage).permute((1, 0)), residual, is_async=True)
+        v_new = warpgroup_mma(operand, tiles.lows.index(stage).permute((1, 0)), v_new, is_async=True)
+        S = S * tiles.starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
+        to_end = tiles.ends.index(stage).load(COLUMNS)
         v_new = warpgroup_mma_wait(0, deps=[v_new])
         carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
-        S = warpgroup_mma(carried, ks.index(stage), S, is_async=True)
-        mbarrier.wait(new_drained, out_phase)
+        S = warpgroup_mma(carried, tiles.ks.index(stage), S, is_async=True)
+        mbarrier.wait(barriers.new_drained, out_phase)
         news.store(v_new.to(kind))
         thread_barrier()
-        mbarrier.arrive(new_staged)
+        mbarrier.arrive(barriers.new_staged)
         S = warpgroup_mma_wait(0, deps=[S])
         thread_barrier()
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(barriers.empty.index(stage))
         out_phase ^= 1
         stage += 1
         if stage == STAGES:
@@ -243,20 +264,20 @@ def rule_state_scan_hopper(
     mbarrier.init(S_drained, count=1)
     mbarrier.init(new_staged, count=1)
     mbarrier.init(new_drained, count=1)
+    tiles = ChunkTiles(ks, vs, highs, lows, strengths, starts, ends)
+    barriers = ScanBarriers(full, empty, S_staged, S_drained, new_staged, new_drained)
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    state, source_rows, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
-                    full, empty, S_staged, S_drained, new_staged, new_drained, chunks, K, V, STAGES,
+                    state, source_rows, tiles, barriers, Ss, news, chunks, K, V, STAGES,
                 ),
             ),
             (
                 _producer,
                 (
-                    k, v, T, gates, states, new_values, ks, vs, highs, lows, strengths, starts, ends, Ss, news,
-                    full, empty, S_staged, S_drained, new_staged, new_drained, count, chunks,
+                    k, v, T, gates, states, new_values, tiles, barriers, Ss, news, count, chunks,
                     HEADS, K_STRIDE, V_STRIDE, K, V, STAGES,
                 ),
             ),

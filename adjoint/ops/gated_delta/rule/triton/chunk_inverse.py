@@ -144,7 +144,7 @@ def rule_chunk_inverse(
         store_parts(out, tl.zeros([32, 32], tl.float32), i_64 - 32, j_64 + 32, PARTS, CHUNK)
 
 
-@kernel(budget=_BUDGET, targets=NVIDIA, numeric=("SCORE_PARTS", "PRECISION"))
+@kernel(budget=_BUDGET, targets=("sm_90",), numeric=("SCORE_PARTS", "PRECISION"))  # plans for others have `rule_output`
 @triton.jit
 def rule_scores(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,
