@@ -46,6 +46,10 @@ def wait() -> bool:
     return succeed()
 
 
+def ignores_interrupts() -> bool:
+    return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
 def interrupt() -> bool:
     """Presses Ctrl-C, as the process that started this one sees it."""
     os.kill(os.getppid(), signal.SIGINT)
@@ -91,7 +95,7 @@ def troubled() -> list[Job]:
 
 
 def interrupted() -> list[Job]:
-    return [job("first", succeed), job("waits", wait), job("interrupts", interrupt), job("last", succeed)]
+    return [job("first", ignores_interrupts), job("waits", wait), job("interrupts", interrupt), job("last", succeed)]
 
 
 def on_a_gpu() -> list[Job]:

@@ -36,6 +36,8 @@ def test_a_line_shows_the_worst_of_its_rows() -> None:
 def test_a_line_counts_its_failures() -> None:
     table = shown(result("y: 0.5 ulp (limit 0.51)"), result("y: inf ulp (limit 0.51)", False))
     assert "1 of 2 FAILED" in table and "inf ulp" in table and "passed" not in table
+    table = shown(result("y: 0.5 ulp (limit 0.51)"), result("raised", False))
+    assert "1 of 2 FAILED" in table and "raised" in table and "0.5 ulp" not in table
 
 
 @pytest.mark.parametrize(

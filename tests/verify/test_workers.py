@@ -1,7 +1,10 @@
 """Jobs in several processes: the rows of one process, whatever becomes of the others."""
 
+import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +124,13 @@ def test_the_memory_of_a_gpu_limits_the_processes(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gibibytes * 2**30, 200 * 2**30))
     assert workers.default_processes(torch.device("cuda")) == processes
     assert workers.default_processes(CPU) == 16
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_death_is_noticed_while_the_connection_is_open(alive: bool) -> None:
+    connection, _other_end = multiprocessing.Pipe()
+    worker: Any = SimpleNamespace(connection=connection, process=SimpleNamespace(is_alive=lambda: alive))
+    assert (workers._answering([worker]) == []) == alive
 
 
 def test_causes_in_words() -> None:
