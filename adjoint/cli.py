@@ -4,11 +4,9 @@ Commands import what they need when they run, so that help is quick. A mistake o
 sentence and exit status 2; a check that fails is exit status 1.
 """
 
-import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -20,8 +18,6 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     import torch
-
-    from adjoint.verify import Row
 
 app = typer.Typer(
     help="GPU kernels that come with their gradients and their guarantees.",
@@ -202,87 +198,47 @@ def _styled(explanation: str) -> Text:
 
 @app.command()
 def verify(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all by default.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check, all by default; files with --merge.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every check on every dtype.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Check in N processes; by default one for each core.")
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Run every N-th check, from the I-th on, such as 2/4.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows to a file, as JSON.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Show the shards in files of --save as one run; check nothing.")
+    ] = False,
 ) -> None:
     """Check every promise on this machine; exit status 1 when one does not hold."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     import adjoint
-    from adjoint.verify import jobs
+    from adjoint.verify import command
+    from adjoint.verify.shards import read_shard
 
-    target = _present(_device(device))
+    options = {"--device": device, "--all": everything, "--jobs": jobs, "--shard": shard, "--save": save}
+    meaningless = [name for name, value in options.items() if value]
+    if merge and meaningless:
+        _refuse(f"verify: --merge runs no check: leave out {', '.join(meaningless)}")
     try:
-        listed = jobs(ops or None, target, everything)
+        if merge:
+            status = command.merge(_console(), [Path(argument) for argument in arguments or []])
+        else:
+            status = command.check(
+                _console(),
+                arguments or [],
+                _present(_device(device)),
+                thorough=everything,
+                processes=jobs,
+                shard=read_shard("1/1" if shard is None else shard),
+                path=save,
+            )
     except adjoint.ArgumentError as error:
         _refuse(error)
-    console = _console()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    rows: list[Row] = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(listed))
-        for job in listed:
-            progress.update(task, description=escape(job.label))
-            rows += job.run()
-            progress.advance(task)
-    console.print(_verdicts(rows, f"Checks on {target}"))
-    failures = [row for row in rows if not row.passed]
-    for row in failures:
-        where = " ".join(filter(None, (row.op, row.dtype, row.plan)))
-        console.print(Text(f"FAILED {where}: {row.check}: {row.measured}: {row.detail}", style="red"), soft_wrap=True)
-    console.print(f"{len(rows) - len(failures)} passed, {len(failures)} failed", highlight=False)
-    raise typer.Exit(1 if failures else 0)
-
-
-def _verdicts(rows: "Sequence[Row]", title: str) -> Table:
-    """One line for each op, check, dtype and plan."""
-    table = Table(title=escape(title), title_justify="left")
-    for head in ("op", "dtype", "plan", "check"):
-        table.add_column(head, no_wrap=True)
-    for head in ("guarantee", "measured"):
-        table.add_column(head)
-    table.add_column("verdict", no_wrap=True)
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.op, row.dtype, row.plan, row.check), []).append(row)
-    previous = ""
-    for key in sorted(groups, key=lambda key: list(dict.fromkeys(k[:3] for k in groups)).index(key[:3])):
-        group = groups[key]
-        if previous and key[0] != previous:
-            table.add_section()
-        previous = key[0]
-        failed = sum(not row.passed for row in group)
-        verdict = f"[red]{failed} of {len(group)} FAILED[/red]" if failed else "[green]passed[/green]"
-        table.add_row(*map(escape, (*key, *_worst(group))), verdict)
-    return table
-
-
-def _worst(group: "Sequence[Row]") -> tuple[str, str]:
-    """The guarantee and the measurement of the row that comes closest to its limit, or goes past it.
-
-    Rows that measured no error beside a limit are counted instead.
-    """
-    failed = [row for row in group if not row.passed]
-    measured = [(share, row) for row in failed or group if (share := _share(str(row.measured))) is not None]
-    if measured:
-        row = max(measured, key=lambda pair: pair[0])[1]
-        return row.guarantee, str(row.measured)
-    row = (failed or list(group))[0]
-    alike = len({r.guarantee for r in group}) == 1
-    guarantee = row.guarantee if alike or failed else ""
-    return guarantee, str(row.measured) if len(group) == 1 or failed else f"{len(group)} cases"
-
-
-def _share(measured: str) -> float | None:
-    """The share of its limit an error like "dup: 0.5 ulp (limit 0.51)" takes up; None for other words."""
-    number = r"((?:\d|inf|nan)\S*)"
-    found = re.search(rf"{number} [^()]*\(limit {number}\)", measured)
-    if found is None:
-        return None
-    value, limit = float(found[1]), float(found[2])
-    share = value / limit if limit else value
-    return share if share == share else float("inf")
+    raise typer.Exit(status)
 
 
 # ----------------------------------------------------------------------------------------------- bench

@@ -21,12 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if kernels.interpreting():
-        interpreter.correct_bfloat16()
-        interpreter.replace_sorts()
-        interpreter.remember_lookups()
-        interpreter.remember_shapes()
-        interpreter.skip_unreported_checks()
+    interpreter.correct()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

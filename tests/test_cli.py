@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from typer.testing import CliRunner
 
 import adjoint
-import adjoint.verify
 from adjoint import cli
 from adjoint.cli import app
 
@@ -173,78 +171,6 @@ def test_plan_refuses_in_a_sentence(arguments: tuple[str, ...], words: tuple[str
 
 
 # ---------------------------------------------------------------------------------------------- verify
-
-
-@dataclass
-class FakeJob:
-    label: str
-    rows: list[adjoint.verify.Row] = field(default_factory=list)
-
-    def run(self) -> list[adjoint.verify.Row]:
-        return self.rows
-
-
-def result(measured: str, passed: bool = True, detail: str = "", **changes: str) -> adjoint.verify.Row:
-    values = {"op": "swiglu[gate_up]", "check": "accuracy", "dtype": "bfloat16", "plan": "eager", "guarantee": "stated"}
-    return adjoint.verify.Row(**(values | changes), measured=measured, passed=passed, detail=detail)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Jobs to be run, and the arguments they were asked for with."""
-    holder: list[Any] = [[], None]
-
-    def jobs(ops: Any, device: torch.device, thorough: bool) -> list[FakeJob]:
-        holder[1] = (ops, device, thorough)
-        return holder[0]
-
-    monkeypatch.setattr(adjoint.verify, "jobs", jobs)
-    return holder
-
-
-def test_verify_shows_the_worst_of_each_group(fake: list[Any]) -> None:
-    fake[0] = [
-        FakeJob("one", [result("y: 0.1 ulp (limit 0.51)"), result("dup: 0.5 ulp (limit 0.51)")]),
-        FakeJob("two", [result("y: 0.3 ulp (limit 0.51)")]),
-        FakeJob("three", [result("x = inf", check="special values"), result("x = 0", check="special values")]),
-        FakeJob("four", [result("12 bit comparisons", check="repeats")]),
-    ]
-    done = call("verify", "swiglu", "--device", "cpu", "--all")
-    assert done.exit_code == 0, done.output
-    assert fake[1] == (["swiglu"], torch.device("cpu"), True)
-    assert "dup: 0.5 ulp (limit 0.51)" in done.output and "0.3 ulp" not in done.output
-    assert "2 cases" in done.output and "12 bit comparisons" in done.output and "swiglu[gate_up]" in done.output
-    assert done.output.rstrip().endswith("6 passed, 0 failed")
-
-
-def test_verify_prints_failures_in_full(fake: list[Any]) -> None:
-    fake[0] = [
-        FakeJob(
-            "one", [result("y: 0.5 ulp (limit 0.51)"), result("y: inf ulp (limit 0.51)", False, "case 'empty' [x]")]
-        ),
-        FakeJob("two", [result("raised", False, "ValueError: broken " + "and long " * 40, check="modes")]),
-    ]
-    done = call("verify", "--device", "cpu")
-    assert done.exit_code == 1
-    assert "1 of 2 FAILED" in done.output and "inf ulp" in done.output
-    assert "case 'empty' [x]" in done.output
-    assert "ValueError: broken " + "and long " * 39 in done.output
-    assert done.output.rstrip().endswith("1 passed, 2 failed")
-
-
-@pytest.mark.parametrize(
-    ("measured", "share"),
-    [
-        ("y: 0.255 ulp (limit 0.51)", 0.5),
-        ("dy: 2e-3 relative (limit 1e-3)", 2.0),
-        ("y: nan of the bound (limit 1)", float("inf")),
-        ("y: inf ulp (limit 0.51)", float("inf")),
-        ("12 bit comparisons", None),
-        ("gate = inf, up = 2.0", None),
-    ],
-)
-def test_share_of_the_limit(measured: str, share: float | None) -> None:
-    assert cli._share(measured) == (share if share is None else pytest.approx(share))
 
 
 def test_verify_refuses_unknown_ops_and_devices() -> None:

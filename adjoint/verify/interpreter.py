@@ -15,13 +15,27 @@ it also makes, and checks, the shape of its block again, and the tuple that show
 with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
 overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` skips them
 elsewhere.
+
+`correct()` does all of it, for the command and the tests alike.
 """
 
 from typing import Any
 
 import numpy as np
 
+from adjoint.core import kernels
+
 LAST_VERSION_WITH_FAULT = (3, 9)
+
+
+def correct() -> None:
+    """Applies everything below in this process, if it is one in which Triton interprets its kernels."""
+    if kernels.interpreting():
+        correct_bfloat16()
+        replace_sorts()
+        remember_lookups()
+        remember_shapes()
+        skip_unreported_checks()
 
 
 def widen(bits: np.ndarray) -> np.ndarray:

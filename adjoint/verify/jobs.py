@@ -35,7 +35,11 @@ class Job:
             return self.body()
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
-            return [Row(self.op, self.check, self.dtype, self.backend, "", "raised", False, detail)]
+            return [self.failure("raised", detail)]
+
+    def failure(self, measured: str, detail: str) -> Row:
+        """The row of a job that came to no verdict."""
+        return Row(self.op, self.check, self.dtype, self.backend, "", measured, False, detail)
 
 
 def subjects(ops: Sequence[str] | None = None) -> list[Subject]:

@@ -1,0 +1,98 @@
+"""What `adjoint verify` does, once its arguments are read."""
+
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from adjoint.bench import environment
+from adjoint.core.errors import ArgumentError
+from adjoint.verify import shards, tables, workers
+from adjoint.verify.jobs import Job, jobs
+from adjoint.verify.row import Row
+from adjoint.verify.shards import Part, Shard
+
+PASSED, FAILED, INTERRUPTED = 0, 1, 130
+"""Exit statuses; the last is what shells give for Ctrl-C."""
+
+
+def check(
+    console: Console,
+    ops: Sequence[str],
+    device: torch.device,
+    *,
+    thorough: bool,
+    processes: int | None,
+    shard: Shard,
+    path: Path | None,
+) -> int:
+    """Runs the checks of a shard, shows their rows, and saves them where there is a path. Returns the exit status."""
+    processes = workers.default_processes(device) if processes is None else processes
+    if processes < 1:
+        raise ArgumentError(f"verify: --jobs must be 1 or more, not {processes}")
+    listing = partial(jobs, ops or None, device, thorough)
+    everything = listing()
+    rows: dict[int, list[Row]] = {}
+    part = Part(_suite(everything, device), shard, rows)
+    if path is not None:
+        shards.save(part, path)  # a path that cannot be written to is refused before hours of work
+    positions = shard.positions(len(everything))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(positions))
+
+        def announce(job: Job) -> None:
+            progress.update(task, description=escape(job.label))
+
+        if processes == 1:
+            results = workers.run_here(everything, positions, announce)
+        else:
+            results = workers.run_in_processes(
+                listing, everything, positions, announce, processes=processes, device=device
+            )
+        with suppress(KeyboardInterrupt), closing(results):
+            for position, fresh in results:
+                rows[position] = fresh
+                progress.advance(task)
+                line = f"{len(rows)}/{len(positions)} {everything[position].label}: {_count(fresh)}"
+                console.print(Text(line, style="dim"), soft_wrap=True)
+    if path is not None:
+        shards.save(part, path)
+    return _report(console, part, f"Checks on {device}")
+
+
+def merge(console: Console, paths: Sequence[Path]) -> int:
+    """Shows the rows of all shards of a run. Returns the exit status."""
+    whole = shards.merge([(path, shards.load(path)) for path in paths])
+    return _report(console, whole, f"Checks on {whole.suite.device}")
+
+
+def _suite(everything: Sequence[Job], device: torch.device) -> shards.Suite:
+    versions = environment.versions()
+    relevant = {name: versions[name] for name in ("python", "torch", "triton", "cuda", "driver")}
+    return shards.describe(everything, environment.device_name(device), relevant)
+
+
+def _count(rows: Sequence[Row]) -> str:
+    failures = sum(not row.passed for row in rows)
+    return f"{failures} of {len(rows)} FAILED" if failures else f"{len(rows)} passed"
+
+
+def _report(console: Console, part: Part, title: str) -> int:
+    """Shows a table of all rows, the failures in full and the counts. Returns the exit status."""
+    rows = part.all_rows
+    console.print(tables.verdicts(rows, title))
+    failures = [row for row in rows if not row.passed]
+    for row in failures:
+        where = " ".join(filter(None, (row.op, row.dtype, row.plan)))
+        console.print(Text(f"FAILED {where}: {row.check}: {row.measured}: {row.detail}", style="red"), soft_wrap=True)
+    if part.missing:
+        console.print(Text(f"Interrupted: {part.missing} checks did not run", style="red"))
+    console.print(f"{len(rows) - len(failures)} passed, {len(failures)} failed", highlight=False)
+    return INTERRUPTED if part.missing else FAILED if failures else PASSED
