@@ -313,7 +313,8 @@ _ON_HOPPER = (
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
 
-    def call(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
+    def call(layer: tuple[Any, ...], **rest: Any) -> Call:
+        dtype, heads, sizes, normalize, _ = layer
         (key_heads, value_heads), (K, V), time = heads, sizes, 32768
         q, k, v = (
             torch.empty(1, time, *shape, dtype=dtype, device="meta")
@@ -322,13 +323,13 @@ def built_calls() -> Iterator[tuple[Call, str, bool]]:
         g, beta = (torch.empty(1, time, value_heads, device="meta") for _ in range(2))
         return bind(gated_delta_rule, q, k, v, g, beta, normalize_qk=normalize, **rest)
 
-    for *layer, unaligned in _LAYERS:
+    for layer in _LAYERS:
         states = torch.empty(4, layer[1][1], *layer[2], device="meta")
         bounds = torch.empty(5, dtype=torch.int64, device="meta")
-        packed = call(*layer, initial_state=states, cu_seqlens=bounds, output_final_state=True)
-        yield packed, "triton.chunked", unaligned
-    yield call(*_LAYERS[2][:-1]), "triton.chunked", False  # rows of a batch, which are split
-    for *layer, unaligned in _ON_HOPPER:
+        packed = call(layer, initial_state=states, cu_seqlens=bounds, output_final_state=True)
+        yield packed, "triton.chunked", layer[-1]
+    yield call(_LAYERS[2]), "triton.chunked", False  # rows of a batch, which are split
+    for layer in _ON_HOPPER:
         states = torch.empty(1, layer[1][1], *layer[2], device="meta")
-        yield call(*layer), "gluon.fused", unaligned
-        yield call(*layer, initial_state=states, output_final_state=True), "gluon.fused", unaligned
+        yield call(layer), "gluon.fused", layer[-1]
+        yield call(layer, initial_state=states, output_final_state=True), "gluon.fused", layer[-1]
