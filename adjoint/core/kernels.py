@@ -37,6 +37,7 @@ TRITON_TYPES = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.uint8: "u8",
 }
 
 TARGETS = {
