@@ -400,7 +400,7 @@ class Plan:
         if run is not None:
             return run(self, arguments, outputs, workspace)
         if outputs is None:
-            outputs = self.operator.allocate(*arguments)
+            outputs = self.allocate(arguments)
         self._execute(arguments, outputs, workspace)
         return outputs
 
