@@ -383,7 +383,7 @@ class _Backward:
         length = op.forward_length + len(adjoint.buffers) + 1
         places = tuple(op.inputs.index(x) for x in op.differentiable)
         only_inputs = self.places == tuple(range(op.count)) and adjoint.omits is None
-        optional = len(op.upstream) > 1
+        optional = len(op.upstream) > 1 or bool(op.constant)  # constant outputs would be given zeros of their size
         returned = len(op.outputs)
         single = returned == 1
 
