@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from adjoint.core.kernels import Variant
 
-OPS = ("activation.silu", "activation.swiglu", "embedding", "indexing", "moe", "gated_delta")
+OPS = ("activation.silu", "activation.swiglu", "embedding", "indexing", "moe.route", "moe.losses", "moe", "gated_delta")
 """The folders of the ops."""
 
 FAMILIES = tuple(dict.fromkeys(op.partition(".")[0] for op in OPS))

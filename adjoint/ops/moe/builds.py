@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from adjoint.core.kernels import Variant
-from adjoint.ops.moe import dispatch_builds, experts_builds, route_builds
+from adjoint.ops.moe import dispatch_builds, experts_builds
 
 
 def builds(target: str) -> Iterator[tuple[str, Variant]]:
     """Kernel variants, named."""
     yield from dispatch_builds.builds(target)
     yield from experts_builds.builds(target)
-    yield from route_builds.builds(target)
