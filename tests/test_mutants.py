@@ -82,8 +82,7 @@ MODULES = {
         "adjoint.ops.moe.layout.kernels",
         "adjoint.ops.moe.dispatch.kernels",
         "adjoint.ops.moe.combine.kernels",
-        "adjoint.ops.moe.route_kernels",
-        "adjoint.ops.moe.losses_kernels",
+        *route_calls.MODULES,
         *(f"adjoint.ops.moe.experts.triton.{part}" for part in EXPERTS),
     ),
     "gated_delta": (
@@ -371,7 +370,9 @@ SHARED = {
 def _moe_noticed(mutant: Mutant, device: torch.device) -> bool:
     """Whether any call gives other bits than the eager path; spans and programs are small."""
     edges.guard()
-    if mutant.module.endswith(("route_kernels", "losses_kernels")):
+    if mutant.module in route_calls.MODULES:
+        for dependent in route_calls.dependents(mutant.module):
+            _load(dependent, _source(dependent))
         try:
             return route_calls.noticed(mutant.module)
         except Exception:
@@ -505,8 +506,7 @@ ONE_IN = {
     "embedding": (8, 16),
     "indexing": (8, 27),
     "moe": (10, 20),
-    "adjoint.ops.moe.route_kernels": (23, 31),
-    "adjoint.ops.moe.losses_kernels": (23, 31),
+    **dict.fromkeys(route_calls.MODULES, (23, 31)),
     **{f"adjoint.ops.moe.experts.triton.{part}": (19, 29) for part in EXPERTS},  # a layer takes it a second
     "gated_delta": (199, 307),  # sequences take it several
     "adjoint.ops.gated_delta.step.kernels": (61, 127),

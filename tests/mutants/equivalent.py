@@ -115,9 +115,54 @@ EQUIVALENT = {
     ): "a sum is left one place after a tile too; nobody reads it",
     ("take_sum_tiles", "place < count -> place <= count"): "the place past the end is there, and is in no group",
     # moe: the router and its losses
-    ("exchange_apart", "first.dtype == tl.int64 -> first.dtype != tl.int64"): (
+    **{
+        (function, change): "the mask of a whole slice is true of all of it"
+        for function, change in (
+            ("load_slices", "s * LANES + LANES <= EXPERTS -> s * LANES + LANES < EXPERTS"),
+            ("logit_keys", "s * LANES + LANES > EXPERTS -> s * LANES + LANES >= EXPERTS"),
+        )
+    },
+    **{
+        (function, "value > best -> value >= best"): "the larger of two equal numbers is either"
+        for function in ("row_maximum", "largest_chosen", "softmax_parts")
+    },
+    (
+        "warp_sum",
+        "tl.arange(0, LANES)[None, :] + tl.zeros(values.shape, tl.int32) -> "
+        "tl.arange(0, LANES)[None, :] - tl.zeros(values.shape, tl.int32)",
+    ): "plus or minus 0, which is there for its shape",
+    ("warp_sum", "16 // 2 ** step -> 17 // 2 ** step"): "the same sum in another order, which has the same bound",
+    **{
+        (function, f"{bits} >> 31 -> {bits} >> 32 ({place})"): "a shift by all bits leaves the sign, as one by 31"
+        for function, bits in (("order_of", "bits"), ("score_of", "order"))
+        for place in (1, 2)
+    },
+    (
+        "order_of",
+        "tl.where(magnitude > infinity, -32768, (magnitude ^ sign) - sign) -> "
+        "tl.where(magnitude > infinity, 32768, (magnitude ^ sign) - sign)",
+    ): "the upper half of a key of 32 bits: they are equal modulo 2^16",
+    ("sigmoid_64", "x < 0 -> x <= 0"): "at 0 both are 1",
+    ("score_keys", "0.0 -> 1.0"): "past the last expert the key is another",
+    ("exchange_at_distance", "first.dtype == tl.int64 -> first.dtype != tl.int64"): (
         "both ways order a pair; which is cheaper depends on the width"
     ),
+    ("exchange_at_distance", "first > second -> first >= second"): "no two keys are equal",
+    (
+        "exchange_at_distance",
+        "(i - DISTANCE % RUN) % (2 * DISTANCE) < DISTANCE -> (i - DISTANCE % RUN) % (2 * DISTANCE) <= DISTANCE",
+    ): "a network with further exchanges, which sorts as well",
+    ("exchange_at_distance", "i - DISTANCE % RUN -> i + DISTANCE % RUN"): (
+        "DISTANCE % RUN is 0 or DISTANCE: the same modulo 2 * DISTANCE"
+    ),
+    **{
+        (
+            "row_best",
+            "tl.where(high == best_high[:, None], (key & 65535).to(tl.int32), -1) -> "
+            f"tl.where(high == best_high[:, None], (key & 65535).to(tl.int32), {other})",
+        ): "any number below the rank of an expert, of which there are 1024 at most"
+        for other in (1, -2)
+    },
     ("take_best", "K - i + 1 > SLICES -> K - i + 1 >= SLICES"): "the smaller of two equal numbers is either",
     ("take_best", "K - i > SLICES -> K - i >= SLICES"): "the smaller of two equal numbers is either",
     **{
@@ -141,6 +186,65 @@ EQUIVALENT = {
     ("moe_z_backward", "1.0 -> 1.5"): "without tokens no gradient is written but 0",
     ("moe_balance_backward", "0.0 -> 1.0 (1)"): "past the last expert the probability is 0",
     ("moe_balance_backward", "0.0 -> 1.0 (2)"): "past the last expert nothing is stored",
+    ("load_chosen", "0.0 -> 1.0"): "past the last slot nothing is summed, nor stored",
+    **{
+        ("largest_chosen", change): "what exponents are shifted by need not be the largest, but near it"
+        for change in ("values[g] > 0 -> values[g] >= 0", "0.0 -> 1.0")
+    },
+    ("weights_of", "value > 0 -> value >= 0"): "at 0 both are 0",
+    (
+        "moe_route_grouped",
+        "tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64) -> "
+        "tl.program_id(0).to(tl.int64) - tl.zeros([1], tl.int64)",
+    ): "plus or minus 0, which is there for its shape",
+    ("moe_route_grouped", "group < GROUPS -> group <= GROUPS (2)"): (
+        "a group past the last has the key of NaN, which is below those of all groups"
+    ),
+    ("moe_route_grouped", "0.0 -> 1.0 (2)"): "where there is no expert the key is another",
+    ("softmax_parts", "0.0 -> 1.0"): "where the maximum is infinite, any finite shift",
+    **{
+        (kernel, "rows - tl.program_id(0) * ROWS * RUN -> rows + tl.program_id(0) * ROWS * RUN"): (
+            "tokens past the last do not count"
+        )
+        for kernel in ("moe_balance_runs", "moe_z_runs")
+    },
+    ("moe_balance_runs", "tl.minimum(first + LANES, K) -> tl.maximum(first + LANES, K)"): (
+        "a slot that is not in this block chooses no expert"
+    ),
+    **{
+        ("moe_balance_runs", change): "any number that is no expert"
+        for change in (
+            "tl.where(valid, expert, -1) -> tl.where(valid, expert, -2)",
+            "other=-1 -> other=-2",
+            "tl.where(slot == i, valid_expert, -1) -> tl.where(slot == i, valid_expert, -2)",
+        )
+    },
+    ("moe_add_runs", "0.0 -> 1.0"): "past the last column nothing is stored",
+    **{
+        (kernel, f"{pointer} + {index} -> {pointer} - {index}"): "plus or minus 0, which is there for its shape"
+        for kernel, pointer, index in (
+            ("moe_balance_finish", "load + EXPERTS", "one"),
+            ("moe_balance_finish", "loss", "one"),
+            ("moe_balance_finish", "counts + EXPERTS", "tl.zeros([1], tl.int64)"),
+            ("moe_z_finish", "loss", "one"),
+            ("moe_z_finish", "tokens", "one"),
+            ("moe_z_finish", "counts", "one"),
+            ("moe_z_finish", "sums", "one"),
+            ("moe_balance_backward", "saved + EXPERTS", "one"),
+            ("moe_balance_backward", "dloss", "one"),
+            ("moe_z_backward", "saved", "one"),
+            ("moe_z_backward", "dloss", "one"),
+        )
+    },
+    ("moe_balance_finish", "expert < EXPERTS -> expert <= EXPERTS (3)"): (
+        "the place past the last expert is written again, with the number of tokens"
+    ),
+    ("moe_balance_finish", "expert < EXPERTS -> expert <= EXPERTS (2)"): "past the last expert the share is 0",
+    ("moe_balance_finish", "0.0 -> 1.0"): "past the last expert the fraction is 0",
+    ("moe_balance_backward", "expert < EXPERTS -> expert <= EXPERTS (1)"): (
+        "past the last expert the probability is 0"
+    ),
+    ("moe_balance_backward", "expert < EXPERTS -> expert <= EXPERTS (2)"): "past the last expert nothing is stored",
     # moe: experts
     ("moe_experts_product", "column < N -> column <= N (2)"): (
         "the column past the last has a place of its own in the rows, and no sum reads it"

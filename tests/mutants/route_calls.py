@@ -12,9 +12,18 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.ops.moe import losses_reference
+from adjoint.ops.moe.losses import reference as losses_reference
 from tests.mutants.calls import at_the_edge
 from tests.ops.moe.routing import HALF, SINGLE, adversarial, wrongs
+
+MODULES = (
+    "adjoint.ops.moe.warp_rows",
+    "adjoint.ops.moe.route.triton.selection",
+    "adjoint.ops.moe.route.triton.forward",
+    "adjoint.ops.moe.route.triton.backward",
+    "adjoint.ops.moe.losses.kernels",
+)
+"""The modules with kernels; each imports from those before it."""
 
 Noticed = Callable[[bool], bool]
 """`noticed(front)`: whether a call shows the mutant, with tensors at the front edge or at the back one."""
@@ -27,11 +36,13 @@ def _route(experts: int, k: int, dtype: torch.dtype = HALF, lay: str = "", **opt
             logits = torch.stack((logits[:5], logits[5:10]))[:, 1:4]
         elif lay == "one lane":  # the best experts are all in the list of one lane
             logits = at_the_edge(logits + 40 * (torch.arange(experts) % 32 == 3).to(dtype), front)
+        elif lay == "far":  # from each other and from 0, on either side of it
+            logits = at_the_edge(logits[10:] * 300 + torch.tensor([[-3e4], [0.0], [3e4]]), front)
         elif lay == "transposed":
             logits = at_the_edge(logits.T, front).T
         bias = options.get("bias")
-        given = options | ({"bias": at_the_edge(bias, front)} if bias is not None else {})
-        return bool(wrongs(logits, k, "triton", **given))
+        changed = {"bias": at_the_edge(bias, front)} if bias is not None else {}
+        return bool(wrongs(logits, k, "triton", **options | changed))
 
     return noticed
 
@@ -69,13 +80,19 @@ def _is_wrong(function: Any, reference: Any, logits: Tensor, *rest: Any) -> bool
     backward = getattr(losses_reference, f"{reference.__name__}_backward")
     plan = adjoint.plan(function, logits, *rest, preference=preference)
     assert plan.adjoint is not None
-    found = (
+    errors = (
         plan.guarantee["loss"].error.measure(loss.detach(), reference(wide, *rest), wide, *rest),
         plan.adjoint.guarantee["dlogits"].error.measure(
             gradient, backward(upstream.double(), wide, *rest), upstream.double(), wide, *rest
         ),
     )
-    return not all(measured.holds for measured in found)
+    return not all(error.holds for error in errors)
+
+
+def _without_experts(front: bool) -> bool:
+    """A token whose logits are all −∞ has a logsumexp of −∞."""
+    logits = at_the_edge(torch.full((1, 12), float("-inf")), front)
+    return float(adjoint.moe.z_loss(logits, preference=Preference(backend="triton"))) != float("inf")
 
 
 def _reports(position: int, value: int) -> Noticed:
@@ -115,11 +132,16 @@ def routes() -> Iterator[Noticed]:
     yield _route(8, 8, torch.float16, score="sigmoid", renormalize=False)
     yield _route(40, 6, HALF, num_groups=40, groups_kept=9)
     yield _route(300, 20, HALF)
+    yield _route(40, 6, SINGLE, "far", score="sigmoid", bias=bias)
+    yield _route(40, 6, SINGLE, "far", bias=bias)
+    yield _route(40, 6, HALF, num_groups=20, groups_kept=7)
+    yield _route(40, 6, SINGLE, bias=0.1 * bias, num_groups=5, groups_kept=2)
 
 
 def losses() -> Iterator[Noticed]:
     yield _loss(12, 2, 35, SINGLE, True)
     yield _loss(40, 3, 20, HALF, False, scale=60)
+    yield _without_experts
     yield _reports(0, 12)
     yield _reports(39, -1)
     yield _reports(13, 2**32 + 1)
@@ -128,7 +150,14 @@ def losses() -> Iterator[Noticed]:
     yield _loss(130, 1, 3, SINGLE, False)
 
 
+def dependents(module: str) -> tuple[str, ...]:
+    """The modules that must be loaded again where a module was exchanged: they have its functions."""
+    return MODULES[MODULES.index(module) + 1 :]
+
+
 def noticed(module: str) -> bool:
     """Whether any call shows what was done to a module."""
-    calls = losses() if module.endswith("losses_kernels") else routes()
+    calls = [*routes()] if ".losses." not in module else []
+    if ".route." not in module:
+        calls += losses()
     return any(call(number % 2 == 1) for number, call in enumerate(calls))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.core.guarantee import absolute_error
-from adjoint.ops.moe import route_reference
+from adjoint.ops.moe.route import reference
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 INFINITY, NAN = math.inf, math.nan
@@ -30,6 +30,8 @@ def adversarial(experts: int, dtype: torch.dtype, tokens: int = 11) -> Tensor:
     logits[8] = 0.0
     logits[8, ::2] = -0.0
     logits[9, -1] = logits[9].max()
+    bits = logits.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits[3, 0] = torch.full((), INFINITY, dtype=dtype).view(bits.dtype) + 1  # the NaN nearest to infinity
     return logits
 
 
@@ -43,7 +45,7 @@ def chosen_by_sorting(
     logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int, groups_kept: int
 ) -> list[list[int]]:
     """The selection, token by token, on lists of Python's floats."""
-    found = []
+    selection = []
     for row in logits.double().tolist():
         values = row
         if score == "sigmoid" or bias is not None:
@@ -51,15 +53,15 @@ def chosen_by_sorting(
             if bias is not None:
                 values = [_rounded(v + b) for v, b in zip(values, bias.double().tolist(), strict=True)]
         size = len(values) // num_groups
-        kept = set(range(num_groups))
+        allowed = set(range(num_groups))
         if groups_kept < num_groups:
             sums = []
             for group in range(num_groups):
                 best = by_rank(values, range(group * size, (group + 1) * size))[:2]
                 sums.append(_rounded(sum(values[place] for place in best)))
-            kept = set(by_rank(sums)[:groups_kept])
-        found.append([place for place in by_rank(values) if place // size in kept][:k])
-    return found
+            allowed = set(by_rank(sums)[:groups_kept])
+        selection.append([place for place in by_rank(values) if place // size in allowed][:k])
+    return selection
 
 
 def _rounded(value: float) -> float:
@@ -83,29 +85,29 @@ def wrongs(logits: Tensor, k: int, backend: str, seed: int = 0, **options: Any) 
     score, bias = options.get("score", "softmax"), options.get("bias")
     groups = options.get("num_groups", 1), options.get("groups_kept", 1)
     renormalize = options.get("renormalize", True)
-    own = logits.detach().requires_grad_()
+    x = logits.detach().requires_grad_()
     preference = adjoint.Preference(backend=backend)
-    weights, indices = adjoint.moe.route(own, k, preference=preference, **options)
+    weights, indices = adjoint.moe.route(x, k, preference=preference, **options)
     generator = torch.Generator().manual_seed(seed)
     upstream = torch.randn(weights.shape, generator=generator).to(logits.device)
-    (gradient,) = torch.autograd.grad(weights, own, upstream)
-    found = []
+    (gradient,) = torch.autograd.grad(weights, x, upstream)
+    mistakes = []
     rows = logits.detach().reshape(-1, logits.shape[-1]).double()
     if indices.reshape(-1, k).tolist() != chosen_by_sorting(rows, k, score, bias, *groups):
-        found.append("indices")
+        mistakes.append("indices")
     exact = rows.clone().requires_grad_()
     flat = indices.reshape(-1, k)
-    truth = route_reference.weights_of(exact, flat, score, renormalize)
+    truth = reference.weights_of(exact, flat, score, renormalize)
     plan = adjoint.plan(adjoint.moe.route, logits, k, preference=preference, **options)
     measured = plan.guarantee["weights"].error.measure(weights.detach().view(-1, k), truth.detach(), rows, bias)
     if not measured.holds:
-        found.append(f"weights: {measured}")
+        mistakes.append(f"weights: {measured}")
     assert plan.adjoint is not None
     (dtruth,) = torch.autograd.grad(truth, exact, upstream.view(-1, k).double())
     statement = plan.adjoint.guarantee["dlogits"].error
     limit = statement.bound(upstream.view(-1, k).double(), rows, flat)  # type: ignore[union-attr]
-    finite = truth.detach().isfinite().all(1) & rows.isfinite().all(1)
+    finite = truth.detach().isfinite().all(1) & dtruth.isfinite().all(1)
     error = absolute_error(gradient.view(rows.shape), dtruth)[finite]
     if not bool((error <= limit[finite]).all()):
-        found.append(f"gradient: {float((error / limit[finite]).max())} of its bound")
-    return found
+        mistakes.append(f"gradient: {float((error / limit[finite]).max())} of its bound")
+    return mistakes

@@ -1,6 +1,7 @@
 """Which kernels serve which loss of the router, and what they guarantee."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,12 +9,13 @@ from torch import Tensor
 
 from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee, spacing
-from adjoint.core.kernels import why_not_triton
+from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
-from adjoint.ops.moe import losses_eager as eager
-from adjoint.ops.moe import losses_reference as reference
-from adjoint.ops.moe.route_plans import SCHEDULES
+from adjoint.core.schedules import Schedules
+from adjoint.ops.moe.losses import eager, reference
+
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 RUN, RUNS = 16, 64
 """Tokens of a run, and runs of a sum of the next level: part of a loss's bits."""
@@ -24,11 +26,12 @@ MAX_CHOICES = 2**31 - 2**16
 U = 2.0**-24
 
 
-def _launch() -> Any:
-    """The module that imports Triton, on first use."""
-    from adjoint.ops.moe import losses_launch
-
-    return losses_launch
+def levels(rows: int) -> list[int]:
+    """The number of runs of tokens, and of the sums of each level above, down to one."""
+    counts = [-(-rows // RUN)]
+    while len(counts) < 2 or counts[-1] > 1:
+        counts.append(-(-counts[-1] // RUNS))
+    return counts
 
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -45,12 +48,7 @@ _SPECIAL = (
 
 def _additions(rows: int) -> int:
     """Additions a token's term goes through."""
-    steps, count = RUN, -(-rows // RUN)
-    while True:
-        steps += RUNS
-        count = -(-count // RUNS)
-        if count <= 1:
-            return steps
+    return RUN + RUNS * (len(levels(rows)) - 1)
 
 
 def _parts(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -89,8 +87,8 @@ def _forward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
             return 1.001 * U * loss.abs() + 2.0**-149
         _, _, size, error, counted = _parts(logits, mask)
         number = max(1, int(counted.sum()))
-        own = (2 * size.abs() * error + error * error)[counted].sum() / number
-        return 1.001 * own + U * (steps + 6) * loss.abs() + 2.0**-125
+        terms = (2 * size.abs() * error + error * error)[counted].sum() / number
+        return 1.001 * terms + U * (steps + 6) * loss.abs() + 2.0**-125
 
     return balance if "balancing" in problem.op else z
 
@@ -153,12 +151,19 @@ def _guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
 
 def _refuse(problem: Problem) -> str:
     choices = problem.sizes[1] * problem.sizes[2]
-    if choices > MAX_CHOICES:
-        return f"counts up to {MAX_CHOICES} choices, there are {choices}"
-    return why_not_triton(problem.device)
+    return f"counts up to {MAX_CHOICES} choices, there are {choices}" if choices > MAX_CHOICES else ""
 
 
-def _candidates(kernel: str, launch: str, compute: Compute) -> tuple[Candidate, ...]:
+def _candidates(
+    kernel: str, bind: Callable[[Any], Callable[[Setup], Execute]], compute: Compute
+) -> tuple[Candidate, ...]:
+    """`bind` picks the setup from the kernel module, which imports Triton."""
+
+    def setup(setup: Setup) -> Execute:
+        from adjoint.ops.moe.losses import kernels
+
+        return bind(kernels)(setup)
+
     return (
         Candidate(
             name="triton.runs",
@@ -167,19 +172,24 @@ def _candidates(kernel: str, launch: str, compute: Compute) -> tuple[Candidate, 
             revision=1,
             refuse=_refuse,
             guarantee=lambda problem: _guarantee(problem, "triton"),
-            run=writing(lambda plan, a, out, workspace: getattr(_launch(), launch)(plan, a, out, workspace)),
-            prepare=lambda plan: _launch().prepare(plan),
-            numeric=lambda problem: {} if problem.op.endswith("_backward") else {"run": RUN, "runs": RUNS},
-            schedules=SCHEDULES,
-            workspace_bytes=lambda problem: _launch().regions(problem).bytes,
+            setup=setup,
+            schedules=_SCHEDULES,
         ),
         in_pytorch("eager", lambda problem: _guarantee(problem, "eager"), writing(compute)),
     )
 
 
-BALANCE = _candidates("moe_balance_runs", "balance", lambda plan, a, out, _: eager.balance(*a, *out))
-BALANCE_BACKWARD = _candidates(
-    "moe_balance_backward", "backward", lambda plan, a, out, _: eager.balance_backward(*a, *out)
+BALANCE = _candidates(
+    "moe_balance_runs", lambda kernels: kernels.balance, lambda plan, a, out, _: eager.balance(*a, *out)
 )
-Z = _candidates("moe_z_runs", "z", lambda plan, a, out, _: eager.z(*a, *out))
-Z_BACKWARD = _candidates("moe_z_backward", "backward", lambda plan, a, out, _: eager.z_backward(*a, *out))
+BALANCE_BACKWARD = _candidates(
+    "moe_balance_backward",
+    lambda kernels: lambda setup: kernels.backward(setup, kernels.moe_balance_backward),
+    lambda plan, a, out, _: eager.balance_backward(*a, *out),
+)
+Z = _candidates("moe_z_runs", lambda kernels: kernels.z, lambda plan, a, out, _: eager.z(*a, *out))
+Z_BACKWARD = _candidates(
+    "moe_z_backward",
+    lambda kernels: lambda setup: kernels.backward(setup, kernels.moe_z_backward),
+    lambda plan, a, out, _: eager.z_backward(*a, *out),
+)

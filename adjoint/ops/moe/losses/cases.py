@@ -1,14 +1,17 @@
-"""The logits and choices that the router's losses are tested and verified on."""
+"""What the router's losses are tested and verified on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Answers, Case, Inputs, Make, Subject
-from adjoint.ops.moe import losses_reference as reference
-from adjoint.ops.moe.losses import load_balancing_loss, z_loss
-from adjoint.ops.moe.route_cases import logits_of
+import adjoint
+from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Subject, Workload
+from adjoint.core.errors import ArgumentError
+from adjoint.core.plan import Call, bind
+from adjoint.ops.moe.losses import load_balancing_loss, reference, z_loss
+from adjoint.ops.moe.route.cases import logits_of
 
 
 def _choices(tokens: tuple[int, ...], experts: int, k: int, masked: bool, hot: bool = False) -> Make:
@@ -32,11 +35,11 @@ def _strided(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 
 
 def _without_indices(make: Make) -> Make:
-    def made(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    def without(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         logits, _, mask = make(dtype, device, generator)
         return logits, mask
 
-    return made
+    return without
 
 
 _MAKES: dict[str, Make] = {
@@ -114,3 +117,87 @@ SUBJECTS = (
         resized=_resized,
     ),
 )
+
+WORKLOADS: tuple[Workload, ...] = ()
+
+
+# ----------------------------------------------------------------------------------------- bad calls
+
+TOKENS, EXPERTS = 4, 12
+
+
+def _logits(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape or (TOKENS, EXPERTS), device=device)
+
+
+def _indices(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape or (TOKENS, 2), dtype=torch.int64, device=device)
+
+
+def _mask(device: torch.device | str, *shape: int) -> Tensor:
+    return torch.ones(shape or (TOKENS,), dtype=torch.bool, device=device)
+
+
+def _balance(device: torch.device, **changes: Any) -> Any:
+    arguments = {"logits": _logits(device), "indices": _indices(device), "mask": None} | changes
+    return load_balancing_loss(**arguments)
+
+
+def _with_index(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
+    """Choices of 40 tokens, all right but one."""
+
+    def call(device: torch.device) -> None:
+        indices = torch.arange(80, device=device).remainder(EXPERTS).to(dtype)
+        indices[position] = value
+        load_balancing_loss(_logits(device, 40, EXPERTS), indices.view(40, 2))
+        adjoint.check()
+
+    return call
+
+
+BAD_CALLS = (
+    BadCall(
+        "indices for other tokens",
+        lambda d: _balance(d, indices=_indices(d, 3, 2)),
+        ArgumentError,
+        ("indices", "(3, 2)"),
+    ),
+    BadCall(
+        "indices without a slot", lambda d: _balance(d, indices=_indices(d, TOKENS)), ArgumentError, ("indices", "(4,)")
+    ),
+    BadCall(
+        "more choices than experts",
+        lambda d: _balance(d, indices=_indices(d, TOKENS, 13)),
+        ArgumentError,
+        ("indices", "from 1 to 12", "got 13"),
+    ),
+    BadCall(
+        "a mask of integers", lambda d: z_loss(_logits(d), _mask(d).long()), ArgumentError, ("mask", "bool", "int64")
+    ),
+    BadCall(
+        "a mask too long", lambda d: z_loss(_logits(d), _mask(d, 5)), ArgumentError, ("z_loss: mask", "(4,)", "(5,)")
+    ),
+    BadCall("a mask elsewhere", lambda d: _balance(d, mask=_mask("meta")), ArgumentError, ("mask", "logits", "meta")),
+    BadCall("a mask that is a list", lambda d: z_loss(_logits(d), [True]), ArgumentError, ("mask", "list")),  # type: ignore[arg-type]
+    BadCall("the first index too large", _with_index(0, EXPERTS), ArgumentError, ("indices[0]", "is 12", "no expert")),
+    BadCall("a negative index", _with_index(33, -1), ArgumentError, ("indices[33]", "is -1")),
+    BadCall("the last index too large", _with_index(79, 99, torch.int32), ArgumentError, ("indices[79]", "is 99")),
+    BadCall(
+        "an index that is an expert modulo 2^32",
+        _with_index(40, 2**32 + 2),
+        ArgumentError,
+        ("indices[40]", "4294967298"),
+    ),
+)
+
+
+# -------------------------------------------------------------------------------------------- builds
+
+
+def built_calls() -> Iterator[Call]:
+    """Few experts in 16 bits, and many in 32 bits with a mask."""
+    for experts, k, dtype, masked in ((128, 8, torch.bfloat16, False), (512, 10, torch.float32, True)):
+        logits = torch.empty(64, experts, dtype=dtype, device="meta")
+        mask = torch.empty(64, dtype=torch.bool, device="meta") if masked else None
+        yield bind(load_balancing_loss, logits, torch.empty(64, k, dtype=torch.int64, device="meta"), mask)
+        yield bind(z_loss, logits, mask)

@@ -9,28 +9,19 @@ from torch import Tensor
 
 from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
-from adjoint.core.kernels import why_not_triton
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.launch import Execute, Setup
+from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.ops.moe import route_bounds as bounds
-from adjoint.ops.moe import route_eager as eager
-from adjoint.ops.moe import route_reference as reference
+from adjoint.ops.moe.route import bounds, eager, reference
 
-SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
-MAX_EXPERTS, MAX_K = 1024, 64
-"""What one warp sorts, and the slots of its results."""
+MAX_K = 64
+"""The slots of a row of results."""
 
 MAX_ROWS = 2**31 - 1024
 """Rows a launch can number, programs past the end included."""
-
-
-def _launch() -> Any:
-    """The module that imports Triton, on first use."""
-    from adjoint.ops.moe import route_launch
-
-    return route_launch
 
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -46,27 +37,28 @@ _SPECIAL_GRADIENT = (
 
 
 def _ties(problem: Problem) -> str:
-    _, score, groups, kept, _ = problem.options
+    _, score, groups, groups_kept, _ = problem.options
     as_given = score == "softmax" and len(problem.dtypes) == 1
     what = "the logits as given" if as_given else f"the {score} in float64, rounded once to float32"
     plus = " plus the bias, added in float32" if len(problem.dtypes) > 1 else ""
     near = "" if as_given else "; scores that round to one float32 are equal, however they differ before"
     first = (
-        f"; the {kept} of {groups} groups with the largest sum, in float32, of their two best, others are never chosen"
-        if kept < groups
+        f"; the {groups_kept} of {groups} groups with the largest sum, in float32, of their two best, "
+        "others are never chosen"
+        if groups_kept < groups
         else ""
     )
     return f"compares {what}{plus}, largest first, equal ones by the lower expert, +0 = −0, NaN below −∞{near}{first}"
 
 
 def forward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
-    k, score, groups, kept, renormalize = problem.options
+    k, score, groups, groups_kept, renormalize = problem.options
     in_float64 = backend == "eager"
     ties = _ties(problem)
 
     def bound(logits: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1])
-        indices = reference.select(flat, k, score, bias, groups, kept)
+        indices = reference.select(flat, k, score, bias, groups, groups_kept)
         limit = bounds.weights_bound(flat, indices, score, renormalize, in_float64)
         return limit.view(*logits.shape[:-1], k)
 
@@ -133,14 +125,14 @@ def _numeric(problem: Problem) -> dict[str, Any]:
     if problem.op != "moe_route":
         *_, score, renormalize = problem.options
         return {"score": score, "renormalize": renormalize}
-    _, score, groups, kept, renormalize = problem.options
-    grouped = {"groups": f"{kept} of {groups}"} if kept < groups else {}
+    _, score, groups, groups_kept, renormalize = problem.options
+    grouped = {"groups": f"{groups_kept} of {groups}"} if groups_kept < groups else {}
     return {"score": score, "renormalize": renormalize} | grouped
 
 
 def _is_grouped(problem: Problem) -> bool:
-    _, _, groups, kept, _ = problem.options
-    return bool(kept < groups)
+    _, _, groups, groups_kept, _ = problem.options
+    return bool(groups_kept < groups)
 
 
 def _is_dense(problem: Problem) -> bool:
@@ -148,51 +140,99 @@ def _is_dense(problem: Problem) -> bool:
     return score == "softmax" and not renormalize
 
 
+def _entry_of_grouped(problem: Problem) -> str:
+    """The more experts a row has, the more warps share it."""
+    experts = problem.sizes[0]
+    return "moe_route_grouped" + ("_768" if experts >= 768 else "_512" if experts >= 512 else "")
+
+
+def _forward() -> Any:
+    """The module that imports Triton, on first use."""
+    from adjoint.ops.moe.route.triton import forward
+
+    return forward
+
+
+def _backward() -> Any:
+    from adjoint.ops.moe.route.triton import backward
+
+    return backward
+
+
+Promise = Callable[[Problem, str], dict[str, Guarantee]]
+"""What a problem's outputs promise on a backend."""
+
+
 def _triton(
-    name: str, kernel: str, special: bool, compute: Compute, is_special: Callable[[Problem], bool]
+    name: str,
+    kernel: str,
+    bind: Callable[[Setup], Execute],
+    accepts: Callable[[Problem], bool],
+    promise: Promise,
+    entry: Callable[[Problem], str] | None = None,
 ) -> Candidate:
+    """A plan on kernels for the problems that it accepts."""
+
     def refuse(problem: Problem) -> str:
-        if is_special(problem) != special:
+        if not accepts(problem):
             return f"{kernel} is for another mode"
         if problem.sizes[-1] > MAX_ROWS and len(problem.sizes) > 1:
             return f"numbers up to {MAX_ROWS} rows, there are {problem.sizes[-1]}"
-        return why_not_triton(problem.device)
+        return ""
 
-    guarantee = forward_guarantee if "backward" not in kernel else backward_guarantee
+    def setup(setup: Setup) -> Execute:
+        setup.number(**_numeric(setup.problem))
+        return bind(setup)
+
     return Candidate(
         name=f"triton.{name}",
         backend="triton",
         kernel=kernel,
         revision=1,
         refuse=refuse,
-        guarantee=lambda problem: guarantee(problem, "triton"),
-        run=writing(compute),
-        prepare=lambda plan: _launch().prepare(plan),
-        numeric=_numeric,
-        schedules=None if kernel == "moe_route_grouped" else SCHEDULES,
-        workspace_bytes=lambda problem: _launch().regions(problem).bytes,
+        guarantee=lambda problem: promise(problem, "triton"),
+        setup=setup,
+        schedules=_SCHEDULES,
+        entry=entry,
     )
 
 
-def _eager(guarantee: Callable[[Problem, str], dict[str, Guarantee]], compute: Compute) -> Candidate:
-    return in_pytorch("eager", lambda problem: guarantee(problem, "eager"), writing(compute), _numeric)
-
-
-def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-    _launch().forward(plan, arguments, outputs, workspace)
-
-
-def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-    _launch().backward(plan, arguments, outputs, workspace)
+def _eager(promise: Promise, compute: Compute) -> Candidate:
+    return in_pytorch("eager", lambda problem: promise(problem, "eager"), writing(compute), _numeric)
 
 
 ROUTE = (
-    _triton("rows", "moe_route_forward", False, _forward, _is_grouped),
-    _triton("groups", "moe_route_grouped", True, _forward, _is_grouped),
+    _triton(
+        "rows",
+        "moe_route_forward",
+        lambda setup: _forward().route(setup),
+        lambda problem: not _is_grouped(problem),
+        forward_guarantee,
+    ),
+    _triton(
+        "groups",
+        "moe_route_grouped",
+        lambda setup: _forward().route_in_groups(setup),
+        _is_grouped,
+        forward_guarantee,
+        _entry_of_grouped,
+    ),
     _eager(forward_guarantee, lambda plan, arguments, outputs, _: eager.forward(*arguments, *outputs)),
 )
 ROUTE_BACKWARD = (
-    _triton("rows", "moe_route_backward", False, _backward, _is_dense),
-    _triton("dense", "moe_route_backward_dense", True, _backward, _is_dense),
+    _triton(
+        "rows",
+        "moe_route_backward",
+        lambda setup: _backward().chosen_alone(setup),
+        lambda problem: not _is_dense(problem),
+        backward_guarantee,
+    ),
+    _triton(
+        "dense",
+        "moe_route_backward_dense",
+        lambda setup: _backward().every_expert(setup),
+        _is_dense,
+        backward_guarantee,
+    ),
     _eager(backward_guarantee, lambda plan, arguments, outputs, _: eager.backward(*arguments, *outputs)),
 )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
-from adjoint.ops.moe.losses_faults import INDEX_OUT_OF_RANGE
+from adjoint.ops.moe.losses.faults import INDEX_OUT_OF_RANGE
 
 
 def _counted(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,37 +22,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating
-from adjoint.core.errors import ArgumentError, second_derivative
-from adjoint.core.op import define
-from adjoint.core.plan import Call, publish
-from adjoint.core.preference import Preference, resolve
-from adjoint.core.problem import Problem, short
-from adjoint.ops.moe import route_plans as plans
-from adjoint.ops.moe.rows import copied
+from adjoint.core.errors import ArgumentError
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.preference import Preference
+from adjoint.core.problem import short
+from adjoint.ops.moe.route import plans
+from adjoint.ops.moe.rows import check_logits, layout_of
 
 Score = Literal["softmax", "sigmoid"]
 SCORES = ("softmax", "sigmoid")
-LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # -------------------------------------------------------------------------------------------- checks
-
-
-def check_logits(op: str, logits: Tensor) -> None:
-    """A floating tensor [..., experts] of a type and a number of experts the kernels have."""
-    require_floating(op, "logits", logits)
-    if logits.dtype not in LOGITS:
-        raise ArgumentError(
-            f"{op}: logits must be bfloat16, float16 or float32, got {short(logits.dtype)}; "
-            f"convert them first, for example with logits.float()"
-        )
-    if logits.dim() == 0:
-        raise ArgumentError(f"{op}: logits must have an axis of experts, the last, got a tensor without axes")
-    if not 1 <= logits.shape[-1] <= plans.MAX_EXPERTS:
-        raise ArgumentError(
-            f"{op}: logits must have 1 to {plans.MAX_EXPERTS} experts along the last axis, "
-            f"got shape {tuple(logits.shape)}"
-        )
 
 
 def _require_integer(name: str, value: Any) -> None:
@@ -126,7 +107,7 @@ def _check_backward(
             )
         if tensor.device != weights.device:
             raise ArgumentError(f"moe.route: {name} must be on {weights.device}, got {tensor.device}")
-    if logits is None and not (score == "softmax" and renormalize):
+    if logits is None and _reads_logits(score, renormalize):
         raise ArgumentError("moe.route: the gradient of this mode needs the logits, got None")
     if logits is not None and tuple(logits.shape) != (*weights.shape[:-1], experts):
         raise ArgumentError(
@@ -134,26 +115,37 @@ def _check_backward(
         )
 
 
-# ----------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------- declaration
 
 
-def _describe(logits: Tensor, bias: Tensor | None, *options: Any) -> Problem:
-    layout = copied({"logits": logits}, {})
-    experts = logits.shape[-1]
-    rows = logits.numel() // experts
-    sizes = (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
+def _reads_logits(score: str, renormalize: bool) -> bool:
+    """Whether a backward reads the logits; a softmax over the chosen experts needs their weights alone."""
+    return not (score == "softmax" and renormalize)
+
+
+def _sizes(experts: int, rows: int, layout: str) -> tuple[int, ...]:
+    """The sizes that a plan depends on: the number of rows where they are copied, and where they are too many."""
+    return (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
+
+
+def _describe(logits: Tensor, bias: Tensor | None, *options: Any) -> Facts:
+    layout, experts = layout_of({"logits": logits}, {}), logits.shape[-1]
     dtypes = (logits.dtype,) if bias is None else (logits.dtype, bias.dtype)
-    return Problem("moe_route", logits.device, dtypes, layout, sizes, options)
+    return Facts(dtypes, layout, _sizes(experts, logits.numel() // experts, layout))
 
 
 def _describe_backward(
-    dweights: Tensor, weights: Tensor, indices: Tensor, logits: Tensor | None, experts: int, *options: Any
-) -> Problem:
-    layout = copied({"dweights": dweights, "logits": logits}, {"weights": weights, "indices": indices})
-    rows = weights.numel() // weights.shape[-1]
-    sizes = (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
-    options = (experts, *options)
-    return Problem("moe_route_backward", weights.device, (options[2],), layout, sizes, options)
+    dweights: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    logits: Tensor | None,
+    experts: int,
+    k: int,
+    dtype: torch.dtype,
+    *options: Any,
+) -> Facts:
+    layout = layout_of({"dweights": dweights, "logits": logits}, {"weights": weights, "indices": indices})
+    return Facts((dtype,), layout, _sizes(experts, weights.numel() // k, layout))
 
 
 def _allocate(logits: Tensor, bias: Tensor | None, k: int, *options: Any) -> tuple[Tensor, Tensor]:
@@ -161,64 +153,38 @@ def _allocate(logits: Tensor, bias: Tensor | None, k: int, *options: Any) -> tup
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
-_route = define(
+_route = Op(
     "moe_route",
-    "Tensor logits, Tensor? bias, int k, str score, int num_groups, int groups_kept, bool renormalize",
-    "(Tensor, Tensor)",
+    label="moe.route",
+    inputs=("logits", "bias?"),
+    differentiable=("logits",),
+    options="int k, str score, int num_groups, int groups_kept, bool renormalize",
     outputs=("weights", "indices"),
-    tensors=("logits", "bias"),
+    constant=("indices",),
     check=_check,
     allocate=_allocate,
     describe=_describe,
-    candidates=lambda: plans.ROUTE,
-)
-_route_backward = define(
-    "moe_route_backward",
-    "Tensor dweights, Tensor weights, Tensor indices, Tensor? logits, int experts, int k, ScalarType dtype, "
-    "str score, bool renormalize",
-    "Tensor",
-    outputs=("dlogits",),
-    tensors=("dweights", "weights", "indices", "logits"),
-    check=_check_backward,
-    allocate=lambda dweights, weights, indices, logits, experts, k, dtype, score, renormalize: (
-        weights.new_empty((*weights.shape[:-1], experts), dtype=dtype),
+    forward=lambda: plans.ROUTE,
+    adjoint=Adjoint(
+        lambda: plans.ROUTE_BACKWARD,
+        _describe_backward,
+        saves=("weights", "indices", "logits?"),
+        omits=lambda logits, bias, k, score, num_groups, groups_kept, renormalize: (
+            () if _reads_logits(score, renormalize) else ("logits",)
+        ),
+        options="int experts, int k, ScalarType dtype, str score, bool renormalize",
+        options_of=lambda logits, bias, k, score, num_groups, groups_kept, renormalize: (
+            logits.shape[-1], k, logits.dtype, score, renormalize
+        ),
+        check=_check_backward,
+        allocate=lambda dweights, weights, indices, logits, experts, k, dtype, score, renormalize: (
+            weights.new_empty((*weights.shape[:-1], experts), dtype=dtype),
+        ),
     ),
-    describe=_describe_backward,
-    candidates=lambda: plans.ROUTE_BACKWARD,
-)
+)  # fmt: skip
 
 
-class _Route(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        logits: Tensor,
-        bias: Tensor | None,
-        k: int,
-        score: str,
-        num_groups: int,
-        groups_kept: int,
-        renormalize: bool,
-        preference: str,
-    ) -> tuple[Tensor, Tensor]:
-        weights, indices = _route(logits, bias, k, score, num_groups, groups_kept, renormalize, preference)
-        saved = (weights, indices) if score == "softmax" and renormalize else (weights, indices, logits)
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(indices)
-        ctx.options = (logits.shape[-1], k, logits.dtype, score, renormalize)
-        ctx.preference = preference
-        return weights, indices
-
-    @staticmethod
-    def backward(ctx: Any, dweights: Tensor, dindices: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative("moe.route")
-        weights, indices, *logits = ctx.saved_tensors
-        read = logits[0] if logits else None
-        dlogits = _route_backward(dweights, weights, indices, read, *ctx.options, ctx.preference)
-        return dlogits, None, None, None, None, None, None, None
-
-
+@_route.public
 def route(
     logits: Float[Tensor, "*tokens experts"],
     k: int,
@@ -261,35 +227,6 @@ def route(
     >>> weights
     tensor([[0.5000, 0.5000]])
     """
-    arguments = (logits, bias, k, score, num_groups, groups_kept, renormalize)
-    _check(*arguments)
-    text = resolve(preference)
-    if not (logits.requires_grad and torch.is_grad_enabled()):
-        return _route(*arguments, text)  # type: ignore[no-any-return]
-    return _Route.apply(*arguments, text)  # type: ignore[no-any-return]
-
-
-def _bind(
-    logits: Tensor,
-    k: int,
-    *,
-    score: Score = "softmax",
-    bias: Tensor | None = None,
-    num_groups: int = 1,
-    groups_kept: int = 1,
-    renormalize: bool = True,
-) -> Call:
-    arguments = (logits, bias, k, score, num_groups, groups_kept, renormalize)
-    _check(*arguments)
-    read = None if score == "softmax" and renormalize else logits
-    options = (logits.shape[-1], k, logits.dtype, score, renormalize)
-    return Call(
-        _route,
-        arguments,
-        _route_backward,
-        lambda upstream, outputs: (upstream[0], *outputs, read, *options),
-        public_outputs=1,  # besides the indices, which are whole numbers and have no gradient
+    return _route.call(  # type: ignore[no-any-return]
+        logits, bias, k, score, num_groups, groups_kept, renormalize, preference=preference
     )
-
-
-publish(route, _bind)

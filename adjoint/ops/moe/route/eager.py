@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from adjoint.ops.moe import route_reference as reference
+from adjoint.ops.moe.route import reference
 
 
 def forward(
@@ -17,8 +17,8 @@ def forward(
     weights: Tensor,
     indices: Tensor,
 ) -> None:
-    found, experts = reference.route(logits.double(), k, score, bias, num_groups, groups_kept, renormalize)
-    weights.copy_(found)
+    exact, experts = reference.route(logits.double(), k, score, bias, num_groups, groups_kept, renormalize)
+    weights.copy_(exact)
     indices.copy_(experts)
 
 

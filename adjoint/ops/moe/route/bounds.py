@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import spacing
-from adjoint.ops.moe import route_reference as reference
+from adjoint.ops.moe.route import reference
 
 U = 2.0**-24
 TINY = 2.0**-125
@@ -30,12 +30,13 @@ def distances(logits: Tensor, indices: Tensor, score: str, renormalize: bool) ->
     absent = logits.masked_fill(logits.isnan(), float("-inf"))
     chosen = logits.gather(1, indices)
     if score == "sigmoid":
-        part, own = absent.clamp_max(0), chosen.clamp_max(0)
+        part, chosen_part = absent.clamp_max(0), chosen.clamp_max(0)
         if not renormalize:
             return _finite(part.abs()), torch.zeros_like(logits[:, :1])
-        top = _finite(own).amax(1, keepdim=True) if own.numel() else own[:, :1]
+        top = _finite(chosen_part).amax(1, keepdim=True) if chosen_part.numel() else chosen_part[:, :1]
         shares = reference.weights_of(logits, indices, score, True)
-        return _finite((part - top).abs()), (_finite(shares) * _finite((own - top).abs())).sum(1, keepdim=True)
+        mean = (_finite(shares) * _finite((chosen_part - top).abs())).sum(1, keepdim=True)
+        return _finite((part - top).abs()), mean
     top = absent.amax(1, keepdim=True)
     far = _finite((absent - top).abs())
     if renormalize:

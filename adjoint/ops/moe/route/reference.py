@@ -24,7 +24,7 @@ def selection_scores(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
 
 def ranked(values: Tensor) -> Tensor:
     """The places of values along the last axis, largest first, equal ones in their order, NaN last."""
-    # −∞ and NaN are told apart by a first key: a stable sort by the value, then a stable sort by whether it is NaN.
+    # −∞ and NaN are distinguished by a first key: a stable sort by the value, then a stable sort by whether it is NaN.
     absent = values.isnan()
     order = values.masked_fill(absent, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
     again = absent.gather(-1, order).to(torch.int8).sort(dim=-1, stable=True).indices
@@ -42,10 +42,10 @@ def select(
     by_group = compared.view(rows, num_groups, experts // num_groups)
     two_best = by_group.gather(-1, ranked(by_group)[..., :2])
     group_scores = two_best.float().sum(-1).double()  # in float32, as they are compared
-    kept = torch.zeros(rows, num_groups, dtype=torch.bool, device=logits.device)
-    kept.scatter_(1, ranked(group_scores)[:, :groups_kept], True)
+    is_kept = torch.zeros(rows, num_groups, dtype=torch.bool, device=logits.device)
+    is_kept.scatter_(1, ranked(group_scores)[:, :groups_kept], True)
     every = ranked(compared)
-    allowed = kept.repeat_interleave(experts // num_groups, 1).gather(1, every)
+    allowed = is_kept.repeat_interleave(experts // num_groups, 1).gather(1, every)
     return every[allowed].view(rows, -1)[:, :k]
 
 

@@ -8,24 +8,21 @@ Adjoint, given dL, for each of M tokens, p = softmax(x):
     load balancing   dx_e = dL·E/M·p_e·(f_e − Σ p·f)          f counts, and has no gradient
     z                dx_e = dL·2/M·logsumexp(x)·p_e
 
-Both save the logits and the mask, and one small tensor: the fractions f with the number of tokens, or that number.
+Both save the logits and the mask, and one small tensor that the forward gives beside the loss: the fractions f with the
+number of tokens (`load`), or that number (`tokens`).
 """
-
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_ids
-from adjoint.core.errors import ArgumentError, second_derivative
-from adjoint.core.op import define
-from adjoint.core.plan import Call, publish
-from adjoint.core.preference import Preference, resolve
-from adjoint.core.problem import Problem, short
-from adjoint.ops.moe import losses_plans as plans
-from adjoint.ops.moe.route import check_logits
-from adjoint.ops.moe.rows import copied
+from adjoint.core.errors import ArgumentError
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.preference import Preference
+from adjoint.core.problem import short
+from adjoint.ops.moe.losses import plans
+from adjoint.ops.moe.rows import check_logits, layout_of
 
 # -------------------------------------------------------------------------------------------- checks
 
@@ -87,101 +84,65 @@ def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None,
         )
 
 
-# ----------------------------------------------------------------------------------------- operators
+# --------------------------------------------------------------------------------------- declarations
 
 
-def _problem(op: str, logits: Tensor, indices: Tensor | None, mask: Tensor | None) -> Problem:
-    layout = copied({"logits": logits}, {"indices": indices, "mask": mask})
+def _describe(logits: Tensor, indices: Tensor | None, mask: Tensor | None) -> Facts:
+    layout = layout_of({"logits": logits}, {"indices": indices, "mask": mask})
     dtypes = tuple(tensor.dtype for tensor in (logits, indices, mask) if tensor is not None)
     experts = logits.shape[-1]
-    sizes = (experts, logits.numel() // experts, 1 if indices is None else indices.shape[-1])
-    return Problem(op, logits.device, dtypes, layout, sizes)
+    return Facts(dtypes, layout, (experts, logits.numel() // experts, 1 if indices is None else indices.shape[-1]))
 
 
-_balance = define(
+def _describe_backward(dloss: Tensor, logits: Tensor, mask: Tensor | None, saved: Tensor) -> Facts:
+    return _describe(logits, None, mask)
+
+
+_balance = Op(
     "moe_load_balancing_loss",
-    "Tensor logits, Tensor indices, Tensor? mask",
-    "(Tensor, Tensor)",
+    label="moe.load_balancing_loss",
+    inputs=("logits", "indices", "mask?"),
+    differentiable=("logits",),
     outputs=("loss", "load"),
-    tensors=("logits", "indices", "mask"),
+    constant=("load",),
     check=_check_balance,
     allocate=lambda logits, indices, mask: (
         logits.new_empty((), dtype=torch.float32),
         logits.new_empty(logits.shape[-1] + 1, dtype=torch.float32),
     ),
-    describe=lambda logits, indices, mask: _problem("moe_load_balancing_loss", logits, indices, mask),
-    candidates=lambda: plans.BALANCE,
+    describe=_describe,
+    forward=lambda: plans.BALANCE,
+    adjoint=Adjoint(
+        lambda: plans.BALANCE_BACKWARD,
+        _describe_backward,
+        saves=("logits", "mask?", "load"),
+        check=lambda *arguments: _check_backward("moe.load_balancing_loss", *arguments),
+    ),
 )
-_balance_backward = define(
-    "moe_load_balancing_loss_backward",
-    "Tensor dloss, Tensor logits, Tensor? mask, Tensor load",
-    "Tensor",
-    outputs=("dlogits",),
-    tensors=("dloss", "logits", "mask", "load"),
-    check=lambda *arguments: _check_backward("moe.load_balancing_loss", *arguments),
-    allocate=lambda dloss, logits, mask, load: (logits.new_empty(logits.shape),),
-    describe=lambda dloss, logits, mask, load: _problem("moe_load_balancing_loss_backward", logits, None, mask),
-    candidates=lambda: plans.BALANCE_BACKWARD,
-)
-_z = define(
+_z = Op(
     "moe_z_loss",
-    "Tensor logits, Tensor? mask",
-    "(Tensor, Tensor)",
+    label="moe.z_loss",
+    inputs=("logits", "mask?"),
+    differentiable=("logits",),
     outputs=("loss", "tokens"),
-    tensors=("logits", "mask"),
+    constant=("tokens",),
     check=_check_z,
     allocate=lambda logits, mask: (
         logits.new_empty((), dtype=torch.float32),
         logits.new_empty(1, dtype=torch.float32),
     ),
-    describe=lambda logits, mask: _problem("moe_z_loss", logits, None, mask),
-    candidates=lambda: plans.Z,
-)
-_z_backward = define(
-    "moe_z_loss_backward",
-    "Tensor dloss, Tensor logits, Tensor? mask, Tensor tokens",
-    "Tensor",
-    outputs=("dlogits",),
-    tensors=("dloss", "logits", "mask", "tokens"),
-    check=lambda *arguments: _check_backward("moe.z_loss", *arguments),
-    allocate=lambda dloss, logits, mask, tokens: (logits.new_empty(logits.shape),),
-    describe=lambda dloss, logits, mask, tokens: _problem("moe_z_loss_backward", logits, None, mask),
-    candidates=lambda: plans.Z_BACKWARD,
+    describe=lambda logits, mask: _describe(logits, None, mask),
+    forward=lambda: plans.Z,
+    adjoint=Adjoint(
+        lambda: plans.Z_BACKWARD,
+        _describe_backward,
+        saves=("logits", "mask?", "tokens"),
+        check=lambda *arguments: _check_backward("moe.z_loss", *arguments),
+    ),
 )
 
 
-class _Balance(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, indices: Tensor, mask: Tensor | None, preference: str
-    ) -> Tensor:
-        loss, load = _balance(logits, indices, mask, preference)
-        ctx.save_for_backward(logits, mask, load)
-        ctx.preference = preference
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative("moe.load_balancing_loss")
-        return _balance_backward(dloss, *ctx.saved_tensors, ctx.preference), None, None, None
-
-
-class _Z(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, mask: Tensor | None, preference: str) -> Tensor:  # type: ignore[override]
-        loss, tokens = _z(logits, mask, preference)
-        ctx.save_for_backward(logits, mask, tokens)
-        ctx.preference = preference
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative("moe.z_loss")
-        return _z_backward(dloss, *ctx.saved_tensors, ctx.preference), None, None
-
-
+@_balance.public
 def load_balancing_loss(
     logits: Float[Tensor, "*tokens experts"],
     indices: Int[Tensor, "*tokens k"],
@@ -213,13 +174,10 @@ def load_balancing_loss(
     >>> load_balancing_loss(logits, torch.tensor([[0], [1], [2], [0], [1], [2]]))
     tensor(1.)
     """
-    _check_balance(logits, indices, mask)
-    text = resolve(preference)
-    if not (logits.requires_grad and torch.is_grad_enabled()):
-        return _balance(logits, indices, mask, text)[0]  # type: ignore[no-any-return]
-    return _Balance.apply(logits, indices, mask, text)  # type: ignore[no-any-return]
+    return _balance.call(logits, indices, mask, preference=preference)[0]  # type: ignore[no-any-return]
 
 
+@_z.public
 def z_loss(
     logits: Float[Tensor, "*tokens experts"],
     mask: Bool[Tensor, "*tokens"] | None = None,
@@ -244,34 +202,4 @@ def z_loss(
     >>> z_loss(torch.zeros(5, 1))
     tensor(0.)
     """
-    _check_z(logits, mask)
-    text = resolve(preference)
-    if not (logits.requires_grad and torch.is_grad_enabled()):
-        return _z(logits, mask, text)[0]  # type: ignore[no-any-return]
-    return _Z.apply(logits, mask, text)  # type: ignore[no-any-return]
-
-
-def _bind_balance(logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Call:
-    _check_balance(logits, indices, mask)
-    return Call(
-        _balance,
-        (logits, indices, mask),
-        _balance_backward,
-        lambda upstream, outputs: (upstream[0], logits, mask, outputs[1]),
-        public_outputs=1,
-    )
-
-
-def _bind_z(logits: Tensor, mask: Tensor | None = None) -> Call:
-    _check_z(logits, mask)
-    return Call(
-        _z,
-        (logits, mask),
-        _z_backward,
-        lambda upstream, outputs: (upstream[0], logits, mask, outputs[1]),
-        public_outputs=1,
-    )
-
-
-publish(load_balancing_loss, _bind_balance)
-publish(z_loss, _bind_z)
+    return _z.call(logits, mask, preference=preference)[0]  # type: ignore[no-any-return]

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint import ArgumentError, Preference, moe
 from adjoint.core.kernels import interpreting
-from adjoint.ops.moe import route_reference
+from adjoint.ops.moe.route import reference
 from adjoint.verify.bits import same_bits
 from tests.ops.moe.routing import HALF, INFINITY, NAN, SINGLE, adversarial, wrongs
 
@@ -122,8 +123,8 @@ def test_bits_do_not_depend_on_strides(options: dict[str, Any], backend: str, de
 
     plain = answers(logits, upstream)
     turned = logits.T.contiguous().T, upstream.T.contiguous().T
-    apart = torch.cat((logits, logits), 1)[:, :40], torch.stack((upstream, -upstream), -1)[..., 0]
-    for other in (turned, apart):
+    spread = torch.cat((logits, logits), 1)[:, :40], torch.stack((upstream, -upstream), -1)[..., 0]
+    for other in (turned, spread):
         assert all(map(same_bits, answers(*other), plain))
     for row in (0, 5, 10):
         alone = answers(logits[row : row + 1], upstream[row : row + 1])
@@ -182,17 +183,45 @@ def test_a_softmax_over_the_chosen_keeps_no_logits(backend: str, device: torch.d
     assert saved(renormalize=False) == saved(score="sigmoid") == {(5, 2), (5, 9)}
 
 
+@backends
+def test_a_backward_runs_one_operator(backend: str, device: torch.device) -> None:
+    """Nothing is computed for the indices, which have no gradient."""
+    calls = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    logits, upstream = torch.randn(5, 9, device=device, requires_grad=True), torch.ones(5, 2, device=device)
+    weights, _ = moe.route(logits, 2, preference=Preference(backend=backend))
+    with Record():
+        torch.autograd.grad(weights, logits, upstream)
+    assert [call for call in calls if "detach" not in call] == ["adjoint.moe_route_backward.default"]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("experts", [40, 512, 800])
+def test_the_warps_of_a_row_in_groups_change_no_bit(experts: int, device: torch.device) -> None:
+    logits = adversarial(experts, HALF).to(device)
+    options: dict[str, Any] = {"bias": _bias(experts, device), "renormalize": False} | GROUPS
+    plan = adjoint.plan(moe.route, logits, 6, preference=Preference(backend="triton"), **options)
+    expected = plan.run(logits, options["bias"])
+    for warps in {1, 2, 4, 8} - {plan.schedule["warps"]}:
+        assert all(map(same_bits, plan.with_schedule(warps=warps).run(logits, options["bias"]), expected))
+
+
 @pytest.mark.skipif(interpreting(), reason="the ordinary process runs this")
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_the_references_agree_with_finite_differences(score: str, renormalize: bool) -> None:
     logits = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    indices = route_reference.select(logits, 3, score, None)
+    indices = reference.select(logits, 3, score, None)
     x = logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: route_reference.weights_of(x, indices, score, renormalize), x)
+    assert torch.autograd.gradcheck(lambda x: reference.weights_of(x, indices, score, renormalize), x)
     upstream = torch.randn(4, 3, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(route_reference.weights_of(x, indices, score, renormalize), x, upstream)
-    ours = route_reference.route_backward(upstream, logits.detach(), indices, score, renormalize)
+    (expected,) = torch.autograd.grad(reference.weights_of(x, indices, score, renormalize), x, upstream)
+    ours = reference.route_backward(upstream, logits.detach(), indices, score, renormalize)
     assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -222,8 +251,8 @@ def test_a_plan_runs_into_memory_that_is_given(device: torch.device) -> None:
 
 def test_plans_say_what_they_compare(device: torch.device) -> None:
     logits, bias = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
-    given = adjoint.plan(moe.route, logits, 2).guarantee["indices"].ties
-    assert "the logits as given" in given and "bias" not in given and "groups" not in given
+    plain = adjoint.plan(moe.route, logits, 2).guarantee["indices"].ties
+    assert "the logits as given" in plain and "bias" not in plain and "groups" not in plain
     ties = adjoint.plan(moe.route, logits, 2, score="sigmoid", bias=bias, num_groups=4, groups_kept=2)
     words = ties.guarantee["indices"].ties
     assert "the sigmoid in float64, rounded once to float32 plus the bias" in words and "2 of 4 groups" in words

@@ -1,15 +1,17 @@
-"""The logits that the router is tested, verified and timed on."""
+"""What `moe.route` is tested, verified and timed on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjoint.contract import batching
-from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.ops.moe import route_reference as reference
-from adjoint.ops.moe.route import route
+from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.core.errors import ArgumentError
+from adjoint.core.plan import Call, bind
+from adjoint.ops.moe.route import plans, reference, route
+from adjoint.ops.moe.rows import MAX_EXPERTS
 
 K = 3
 
@@ -133,13 +135,85 @@ SUBJECTS = (
 )
 
 
+# ----------------------------------------------------------------------------------------- bad calls
+
+TOKENS, EXPERTS = 4, 12
+
+
+def _zeros(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape or (TOKENS, EXPERTS), device=device)
+
+
+def _route(device: torch.device, k: Any = 2, **options: Any) -> Any:
+    return route(_zeros(device), k, **options)
+
+
+def _bias(device: torch.device | str, *shape: int) -> Tensor:
+    return torch.zeros(shape or (EXPERTS,), device=device)
+
+
+BAD_CALLS = (
+    BadCall("boolean logits", lambda d: route(_zeros(d).bool(), 2), ArgumentError, ("route: logits", "bool")),
+    BadCall(
+        "logits in float64", lambda d: route(_zeros(d).double(), 2), ArgumentError, ("logits", "float64", ".float()")
+    ),
+    BadCall("logits without axes", lambda d: route(_zeros(d)[0, 0], 1), ArgumentError, ("logits", "axis of experts")),
+    BadCall("no experts", lambda d: route(_zeros(d, 3, 0), 1), ArgumentError, ("1 to 1024 experts", "(3, 0)")),
+    BadCall("too many experts", lambda d: route(_zeros(d, 2, 1025), 1), ArgumentError, ("1024", "(2, 1025)")),
+    BadCall("k = 0", lambda d: _route(d, 0), ArgumentError, ("route: k", "from 1 to 12", "got 0")),
+    BadCall("a negative k", lambda d: _route(d, -1), ArgumentError, ("route: k", "got -1")),
+    BadCall("k past the experts", lambda d: _route(d, 13), ArgumentError, ("route: k", "got 13 for 12 experts")),
+    BadCall("k past 64", lambda d: route(_zeros(d, 2, 100), 65), ArgumentError, ("route: k", "64", "got 65")),
+    BadCall("k that is a float", lambda d: _route(d, 2.0), ArgumentError, ("route: k", "integer", "2.0")),
+    BadCall("k that is a boolean", lambda d: _route(d, True), ArgumentError, ("route: k", "integer", "True")),
+    BadCall(
+        "an unknown score",
+        lambda d: _route(d, score="relu"),
+        ArgumentError,
+        ("score", "'softmax', 'sigmoid'", "'relu'"),
+    ),
+    BadCall("groups that do not divide", lambda d: _route(d, num_groups=5), ArgumentError, ("num_groups", "12", "5")),
+    BadCall("no groups", lambda d: _route(d, num_groups=0), ArgumentError, ("num_groups", "got 0")),
+    BadCall("no group kept", lambda d: _route(d, num_groups=4, groups_kept=0), ArgumentError, ("groups_kept", "got 0")),
+    BadCall(
+        "more groups kept than there are",
+        lambda d: _route(d, num_groups=4, groups_kept=5),
+        ArgumentError,
+        ("groups_kept", "from 1 to num_groups, 4", "got 5"),
+    ),
+    BadCall(
+        "groups that hold too few",
+        lambda d: _route(d, 4, num_groups=4, groups_kept=1),
+        ArgumentError,
+        ("1 of 4 groups of 3 experts", "fewer than k = 4"),
+    ),
+    BadCall(
+        "renormalize that is a number",
+        lambda d: _route(d, renormalize=1),
+        ArgumentError,
+        ("renormalize", "True or False"),
+    ),
+    BadCall("a bias too long", lambda d: _route(d, bias=_bias(d, 13)), ArgumentError, ("bias", "12 experts", "(13,)")),
+    BadCall("a bias for each token", lambda d: _route(d, bias=_zeros(d)), ArgumentError, ("bias", "(4, 12)")),
+    BadCall(
+        "a bias of another dtype",
+        lambda d: _route(d, bias=_bias(d).bfloat16()),
+        ArgumentError,
+        ("bias", "float32", "bfloat16"),
+    ),
+    BadCall("an integer bias", lambda d: _route(d, bias=_bias(d).long()), ArgumentError, ("bias", "int64")),
+    BadCall("a bias elsewhere", lambda d: _route(d, bias=_bias("meta")), ArgumentError, ("bias", "logits", "meta")),
+)
+
+
 # ----------------------------------------------------------------------------------------- workloads
 
 
 def _on_device(rows: int, experts: int) -> Make:
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        return (torch.randn(rows, experts, dtype=dtype, device=device, generator=own),)
+        seed = int(torch.randint(2**31, (), generator=generator))
+        on_device = torch.Generator(device).manual_seed(seed)
+        return (torch.randn(rows, experts, dtype=dtype, device=device, generator=on_device),)
 
     return make
 
@@ -174,16 +248,45 @@ def _timed(k: int) -> Subject:
 
 def _workloads() -> Iterable[Workload]:
     for rows, experts, k in ((32768, 512, 10), (32768, 256, 8), (65536, 128, 8)):
-        kept = rows * k * (4 + 8)
+        results = rows * k * (4 + 8)
         yield Workload(
             f"moe.route {rows} tokens, {experts} experts, k = {k}",
             _timed(k),
             _on_device(rows, experts),
-            rows * experts * 2 + kept,
-            rows * experts * 2 + kept + rows * k * 4,
+            rows * experts * 2 + results,
+            rows * experts * 2 + results + rows * k * 4,
             _eagerly(k),
             devices=("cuda",),
         )
 
 
 WORKLOADS = tuple(_workloads())
+
+
+# -------------------------------------------------------------------------------------------- builds
+
+
+def built_calls() -> Iterator[Call]:
+    """The rows of the benchmark, every dtype and mode on one of them, and the largest problems."""
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    sigmoid: dict[str, Any] = {"score": "sigmoid"}
+    dense: dict[str, Any] = {"renormalize": False}
+    groups: dict[str, Any] = {"num_groups": 8, "groups_kept": 4}
+    for dtype, experts, k, biased, options in (
+        (bf16, 512, 10, False, {}),
+        (bf16, 256, 8, False, {}),
+        (bf16, 128, 8, False, {}),
+        (f16, 128, 8, False, {}),
+        (f32, 128, 8, False, {}),
+        (bf16, 100, 8, False, dense),
+        (bf16, 512, 10, False, dense),
+        (bf16, 128, 8, True, {}),
+        (bf16, 256, 8, True, sigmoid),
+        (bf16, 256, 8, True, sigmoid | groups),
+        (bf16, MAX_EXPERTS, plans.MAX_K, False, {}),
+        (f32, MAX_EXPERTS, plans.MAX_K, False, dense | groups),
+        (f32, MAX_EXPERTS, plans.MAX_K, False, sigmoid | groups),
+    ):
+        logits = torch.empty(64, experts, dtype=dtype, device="meta")
+        bias = torch.empty(experts, device="meta") if biased else None
+        yield bind(route, logits, k, bias=bias, **options)

@@ -10,7 +10,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference, moe
 from adjoint.core.kernels import interpreting
-from adjoint.ops.moe import losses_plans, losses_reference
+from adjoint.ops.moe.losses import plans, reference
 from adjoint.verify.bits import same_bits
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
@@ -34,21 +34,21 @@ def as_hugging_face(logits: Tensor, k: int, mask: Tensor | None = None) -> Tenso
     return (tokens_per_expert * share_per_expert[None]).sum() * logits.shape[-1]
 
 
-def inside(function: Callable[..., Tensor], backend: str, expected: Callable[[Tensor], Tensor], *given: Any) -> bool:
+def inside(function: Callable[..., Tensor], backend: str, expected: Callable[[Tensor], Tensor], *inputs: Any) -> bool:
     """Whether a loss and its gradient are within their bounds of what torch's autograd makes of another formulation."""
     preference = Preference(backend=backend)
-    logits, *rest = given
+    logits, *rest = inputs
     x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     loss, truth = function(x, *rest, preference=preference), expected(exact)
     (gradient,), (dtruth,) = torch.autograd.grad(loss, x), torch.autograd.grad(truth, exact)
-    plan = adjoint.plan(function, *given, preference=preference)
+    plan = adjoint.plan(function, *inputs, preference=preference)
     assert plan.adjoint is not None
     wide, one = logits.double(), torch.ones((), dtype=torch.float64, device=logits.device)
     measured = (
         plan.guarantee["loss"].error.measure(loss.detach(), truth.detach(), wide, *rest),
         plan.adjoint.guarantee["dlogits"].error.measure(gradient, dtruth, one, wide, *rest),
     )
-    return all(found.holds for found in measured)
+    return all(error.holds for error in measured)
 
 
 @backends
@@ -116,20 +116,20 @@ def test_without_tokens_both_are_zero(backend: str, device: torch.device) -> Non
 @pytest.mark.kernels
 def test_the_order_of_the_sum_is_that_of_runs(device: torch.device) -> None:
     """Several levels: the tokens of a run in order, then runs in order, in float32, is what the kernels do."""
-    tokens = losses_plans.RUN * losses_plans.RUNS + 3 * losses_plans.RUN + 5
+    tokens = plans.RUN * plans.RUNS + 3 * plans.RUN + 5
     logits = _logits(tokens, 3).to(device)
     terms = [moe.z_loss(row[None], preference=Preference(backend="triton")) for row in logits[:40]]
     runs = []
-    for begin in range(0, 40, losses_plans.RUN):
+    for begin in range(0, 40, plans.RUN):
         total = torch.zeros((), device=device)
-        for term in terms[begin : begin + losses_plans.RUN]:
+        for term in terms[begin : begin + plans.RUN]:
             total = total + term
         runs.append(total)
     expected = torch.zeros((), device=device)
     for run in runs:
         expected = expected + run
     assert same_bits(moe.z_loss(logits[:40], preference=Preference(backend="triton")), expected / 40)
-    assert inside(moe.z_loss, "triton", losses_reference.z_loss, logits), "three levels"
+    assert inside(moe.z_loss, "triton", reference.z_loss, logits), "three levels"
 
 
 @pytest.mark.skipif(interpreting(), reason="the ordinary process runs this")
@@ -137,12 +137,12 @@ def test_the_references_agree_with_finite_differences() -> None:
     logits = _logits(5, 4).double().requires_grad_()
     indices = torch.tensor([[0, 1], [1, 2], [1, 3], [0, 1], [2, 3]])
     mask = torch.tensor([True, False, True, True, True])
-    assert torch.autograd.gradcheck(lambda x: losses_reference.z_loss(x, mask), logits)
-    assert torch.autograd.gradcheck(lambda x: losses_reference.load_balancing_loss(x, indices, mask), logits)
+    assert torch.autograd.gradcheck(lambda x: reference.z_loss(x, mask), logits)
+    assert torch.autograd.gradcheck(lambda x: reference.load_balancing_loss(x, indices, mask), logits)
     one = torch.tensor(1.5, dtype=torch.float64)
     for forward, backward, rest in (
-        (losses_reference.z_loss, losses_reference.z_loss_backward, (mask,)),
-        (losses_reference.load_balancing_loss, losses_reference.load_balancing_loss_backward, (indices, mask)),
+        (reference.z_loss, reference.z_loss_backward, (mask,)),
+        (reference.load_balancing_loss, reference.load_balancing_loss_backward, (indices, mask)),
     ):
         (expected,) = torch.autograd.grad(forward(logits, *rest), logits, one)
         torch.testing.assert_close(backward(one, logits.detach(), *rest), expected)
