@@ -169,7 +169,7 @@ _route = Op(
         lambda: plans.ROUTE_BACKWARD,
         _describe_backward,
         saves=("weights", "indices", "logits?"),
-        omits=lambda logits, bias, k, score, num_groups, groups_kept, renormalize: (
+        omits=lambda needs, logits, bias, k, score, num_groups, groups_kept, renormalize: (
             () if _reads_logits(score, renormalize) else ("logits",)
         ),
         options="int experts, int k, ScalarType dtype, str score, bool renormalize",
