@@ -50,10 +50,10 @@ def _sizes(problem: Problem) -> frozenset[int]:
 
 
 def _tiles(size: int) -> tuple[int, ...]:
-    """The multiple of 16 and the powers of two that hold a row of a size, with a least tile of 16 and without, and
-    how often such a row can be halved."""
-    power = 1 << _levels(size)
-    return max(16, -(-size // 16) * 16), power, max(16, power), _levels(size)
+    """What holds a row of a size: a multiple of 16, a power of two, one of at least 16; how often such a row can be
+    halved; and into how many slices the lanes of a warp cut it."""
+    power, slices = 1 << _levels(size), -(-size // 32)
+    return max(16, -(-size // 16) * 16), power, max(16, power), _levels(size), slices, _levels(slices)
 
 
 def _levels(size: int) -> int:

@@ -196,11 +196,12 @@ def scan_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
 
 def _bind(setup: Setup, shape: Shape, parts: int, aligned: bool, columns: int, **constants: Any) -> Launch:
     schedule = setup.schedule
-    settings = shape.constants | dict.fromkeys(("INITIAL", "SAVE", "FINAL", "TRANSITION"), False) | constants
+    settings = shape.constants | dict.fromkeys(("INITIAL", "SAVE", "FINAL", "TRANSITION"), False)
+    settings |= {"REVERSE_SEGMENT": 0, "UNSPLIT": 0, **constants}
     return setup.kernel(
         rule_state_scan, element=shape.element, K_SIZE=shape.K, V_SIZE=shape.V, K_BLOCK=power(shape.K),
         V_BLOCK=tile(schedule["scan_block"], columns), PARTS=parts, SEGMENT=packing.SEGMENT,
-        REVERSE_SEGMENT=sizes.REVERSE_SEGMENT, UNSPLIT=shape.unsplit_reverse, PRECISION="ieee", aligned=aligned,
+        PRECISION="ieee", aligned=aligned,
         num_warps=schedule["scan_warps"], num_stages=schedule["scan_stages"], **settings,
     )  # fmt: skip
 
@@ -264,7 +265,8 @@ def bind_reverse_transitions(setup: Setup, shape: Shape, parts: int) -> Callable
 
     These are the segments of the reverse scan that are neither the first nor the last of a sequence that it splits.
     """
-    launch = _bind_transitions(setup, shape, parts, shape.K, padded(shape.K), V=0)
+    reverse = {"V": 0, "REVERSE_SEGMENT": sizes.REVERSE_SEGMENT, "UNSPLIT": shape.unsplit_reverse}
+    launch = _bind_transitions(setup, shape, parts, shape.K, padded(shape.K), **reverse)
     return lambda memory, k: launch(memory, k, k)
 
 
