@@ -1,8 +1,8 @@
 """What a family says about its ops so that tests, `verify`, `bench` and docs can exercise them.
 
 An op's `cases.py` lists its `SUBJECTS`, `BAD_CALLS` and `WORKLOADS`, and `built_calls()`, whose kernels are built ahead
-of time: calls, or pairs of a call and the name of the one plan that it is for. Nothing else is needed for a new op to
-go through every check: see `adjoint.verify`.
+of time: calls, or tuples of a call and what restricts its builds, as `core.launch.variants` takes it. Nothing else is
+needed for a new op to go through every check: see `adjoint.verify`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -56,6 +56,11 @@ class Launch:
         self.launch: Callable[..., None] = self._launch_first
 
     @property
+    def has_twin(self) -> bool:
+        """Whether alignment makes another variant of the kernel."""
+        return any(parameter.multiple == "aligned" for parameter in self.kernel.types.values())
+
+    @property
     def variant(self) -> Variant:
         """What has to be compiled."""
         kernel, settings = self.kernel, self.settings
@@ -185,11 +190,16 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 # ------------------------------------------------------------------------------------------------- builds
 
 
-def variants(call: "Call", target: str, plan: str = "") -> Iterator[tuple[str, Variant]]:
+def variants(call: "Call", target: str, plan: str = "", unaligned: bool = True) -> Iterator[tuple[str, Variant]]:
     """What a call on meta tensors may launch on a GPU that need not be there, in both directions: names and variants.
 
     Plans are those that accept the problem and are for the target, or the one of a name among them, each under the
     schedule of a GPU nobody tuned, and for the architecture of the GPU that kernels are tuned on under that of it too.
+
+    Args:
+        plan: the name of the one plan that is meant; all by default.
+        unaligned: whether variants for memory that begins at no multiple of 16 bytes are among them, where a kernel has
+            others for memory that does.
     """
     outputs = call.operator.allocate(*call.arguments)
     directions = [(call.operator, call.arguments)]
@@ -203,7 +213,7 @@ def variants(call: "Call", target: str, plan: str = "") -> Iterator[tuple[str, V
             if not candidate.refuse(problem):
                 for gpu in (target, TUNED_GPU) if target == TUNED else (target,):
                     for launch in set_up(candidate, problem, target, gpu).launches:
-                        if target in launch.kernel.targets:
+                        if target in launch.kernel.targets and (unaligned or launch.aligned or not launch.has_twin):
                             yield _words(launch.variant), launch.variant
 
 

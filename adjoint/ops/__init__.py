@@ -40,5 +40,5 @@ def _of_calls(module: ModuleType, target: str) -> Iterator[tuple[str, "Variant"]
     from adjoint.core.launch import variants
 
     for call in module.built_calls():
-        call, plan = call if isinstance(call, tuple) else (call, "")
-        yield from variants(call, target, plan)
+        call, *restriction = call if isinstance(call, tuple) else (call,)
+        yield from variants(call, target, *restriction)

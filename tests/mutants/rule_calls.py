@@ -150,22 +150,22 @@ class Chunks:
 def wrong_matrices() -> bool:
     """Whether T in two parts is further from the inverse than its parts allow, or P from the scores."""
     for dtype, close, key_heads, heads in ((torch.bfloat16, 1e-4, 2, 4), (torch.float32, 1e-6, 1, 2)):
-        own = Chunks(dtype, 100, None, 2, (key_heads, heads))
-        scores = _triton("chunk_inverse").bind_scores(own.setup, own.shape, 2)
-        scores(own.memory, own.queries, own.keys, 0.5)
-        T, P = (own.memory[name].view(2, heads, 2, 64, 64).double().sum(2) for name in ("T", "P"))
+        chunks = Chunks(dtype, 100, None, 2, (key_heads, heads))
+        scores = _triton("chunk_inverse").bind_scores(chunks.setup, chunks.shape, 2)
+        scores(chunks.memory, chunks.queries, chunks.keys, 0.5)
+        T, P = (chunks.memory[name].view(2, heads, 2, 64, 64).double().sum(2) for name in ("T", "P"))
         for chunk, size in ((0, 64), (1, 36)):
             here = slice(64 * chunk, 64 * chunk + size)
             for head in range(heads):
-                G = own.g[0, here, head].double().cumsum(0)
+                G = chunks.g[0, here, head].double().cumsum(0)
                 decay = (G[:, None] - G[None]).exp().tril()
                 key_head = head * key_heads // heads
-                rows = own.k[0, here, key_head].double()
-                A = (own.beta[0, here, head].double()[:, None] * (rows @ rows.T) * decay).tril(-1)
+                rows = chunks.k[0, here, key_head].double()
+                A = (chunks.beta[0, here, head].double()[:, None] * (rows @ rows.T) * decay).tril(-1)
                 inverse = torch.eye(64, dtype=torch.float64)
                 inverse[:size, :size] = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + A)
                 score = torch.zeros(64, 64, dtype=torch.float64)
-                score[:size, :size] = 0.5 * (own.q[0, here, key_head].double() @ rows.T) * decay
+                score[:size, :size] = 0.5 * (chunks.q[0, here, key_head].double() @ rows.T) * decay
                 if (T[chunk, head] + torch.eye(64) - inverse).norm() > close * inverse.norm():
                     return True
                 if (P[chunk, head] - score).norm() > close * score.norm():
@@ -219,9 +219,9 @@ def wrong_indices() -> bool:
 
 def wrong_clearing() -> bool:
     """Whether anything but the tokens of no sequence becomes zero."""
-    own = Chunks(torch.float32, 100, None, 1)
+    chunks = Chunks(torch.float32, 100, None, 1)
     out = at_the_edge(torch.ones(1, 100, 2, 16))
-    clear = _triton("chunk_indices").bind_clear(own.setup, own.shape, torch.float32)
+    clear = _triton("chunk_indices").bind_clear(chunks.setup, chunks.shape, torch.float32)
     clear({"sequence_begins": torch.tensor([3, 90], dtype=torch.int32)}, out)
     right = torch.ones(1, 100, 2, 16)
     right[:, :3] = right[:, 90:] = 0
@@ -231,14 +231,14 @@ def wrong_clearing() -> bool:
 def wrong_clearing_of_states() -> bool:
     """Whether anything but the places of saved states that no sequence has becomes zero."""
     for bounds in ((0, 100, 300, 300, 700), (0, 0, 600, 700), (0, 130, 260, 390, 700), (0, 700)):
-        own = Chunks(torch.float32, 700, bounds, 1)
+        chunks = Chunks(torch.float32, 700, bounds, 1)
         saved = torch.ones(packing.saved_states(700), 2, 16, 16)
         right = torch.zeros_like(saved)
         for begin, end in pairwise(bounds):
             first = begin // packing.SEGMENT
             right[first : first + max(0, -(-(end - begin) // packing.SEGMENT) - 1)] = 1
         edged = at_the_edge(saved)
-        _triton("chunk_indices").bind_clear_saved(own.setup, own.shape)(own.memory, edged)
+        _triton("chunk_indices").bind_clear_saved(chunks.setup, chunks.shape)(chunks.memory, edged)
         if not torch.equal(edged, right):
             return True
     return False

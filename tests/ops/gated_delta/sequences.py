@@ -26,9 +26,9 @@ def drawn(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype = torch
 
 def by_recurrence(inputs: Inputs, by_chunks: bool = False, **options: Any) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """Outputs, and the gradients of (o·c + final·c).sum() with c the cosine of the position."""
-    own = leaves(widened(inputs))
-    outputs = reference.gated_delta_rule(*own, by_chunks=by_chunks, **options)
-    return outputs, gradients_of(outputs, own)
+    exact_inputs = leaves(widened(inputs))
+    outputs = reference.gated_delta_rule(*exact_inputs, by_chunks=by_chunks, **options)
+    return outputs, gradients_of(outputs, exact_inputs)
 
 
 def upstream_of(output: Tensor) -> Tensor:

@@ -283,51 +283,51 @@ WORKLOADS = (*_workloads(), _ON_A_CPU)
 # ---------------------------------------------------------------------------------------------- builds
 
 _LAYERS = (
-    (torch.bfloat16, (16, 32), (128, 128), False),
-    (torch.bfloat16, (16, 32), (128, 128), True),
-    (torch.bfloat16, (4, 8), (128, 128), False),
-    (torch.bfloat16, (16, 32), (256, 256), True),
-    (torch.float16, (16, 32), (128, 64), False),
-    (torch.float16, (2, 4), (64, 64), True),
-    (torch.float32, (16, 32), (256, 256), True),
-    (torch.float32, (4, 8), (128, 128), False),
+    (torch.bfloat16, (16, 32), (128, 128), False, True),
+    (torch.bfloat16, (16, 32), (128, 128), True, True),
+    (torch.bfloat16, (4, 8), (128, 128), False, True),
+    (torch.bfloat16, (16, 32), (256, 256), True, False),
+    (torch.float16, (16, 32), (128, 64), False, False),
+    (torch.float16, (2, 4), (64, 64), True, False),
+    (torch.float32, (16, 32), (256, 256), True, False),
+    (torch.float32, (4, 8), (128, 128), False, False),
 )
-"""Element type, key and value heads, K and V, and whether q and k are normalised. Few heads are split."""
+"""Element type, key and value heads, K and V, whether q and k are normalised, and whether kernels are built for memory
+of the caller without alignment too. Few heads are split."""
 
 _ON_HOPPER = (
-    (torch.bfloat16, (16, 32), (128, 128), False),
-    (torch.bfloat16, (16, 32), (128, 128), True),
-    (torch.bfloat16, (32, 32), (128, 128), False),
-    (torch.bfloat16, (8, 32), (64, 128), True),
-    (torch.bfloat16, (4, 8), (128, 128), False),
-    (torch.bfloat16, (1, 3), (128, 128), False),
-    (torch.float16, (32, 32), (128, 64), True),
-    (torch.float16, (16, 32), (64, 64), False),
-    (torch.float16, (16, 32), (64, 192), False),
-    (torch.float16, (32, 32), (64, 192), False),
+    (torch.bfloat16, (16, 32), (128, 128), False, True),
+    (torch.bfloat16, (16, 32), (128, 128), True, False),
+    (torch.bfloat16, (32, 32), (128, 128), False, False),
+    (torch.bfloat16, (8, 32), (64, 128), True, False),
+    (torch.bfloat16, (4, 8), (128, 128), False, False),
+    (torch.bfloat16, (1, 3), (128, 128), False, False),
+    (torch.float16, (32, 32), (128, 64), True, False),
+    (torch.float16, (16, 32), (64, 64), False, False),
+    (torch.float16, (16, 32), (64, 192), False, True),
+    (torch.float16, (32, 32), (64, 192), False, False),
 )
 """The same of the plan for Hopper: one key head of a program or two, and heads that are not in pairs."""
 
 
-def built_calls() -> Iterator[Call | tuple[Call, str]]:
+def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
+    (key_heads, value_heads), (K, V), time = heads, sizes, 32768
+    q, k, v = (
+        torch.empty(1, time, *shape, dtype=dtype, device="meta")
+        for shape in ((key_heads, K), (key_heads, K), (value_heads, V))
+    )
+    g, beta = (torch.empty(1, time, value_heads, device="meta") for _ in range(2))
+    return bind(gated_delta_rule, q, k, v, g, beta, normalize_qk=normalize, **rest)
+
+
+def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
-
-    def call(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
-        (key_heads, value_heads), (K, V), time = heads, sizes, 32768
-        q, k, v = (
-            torch.empty(1, time, *shape, dtype=dtype, device="meta")
-            for shape in ((key_heads, K), (key_heads, K), (value_heads, V))
-        )
-        g, beta = (torch.empty(1, time, value_heads, device="meta") for _ in range(2))
-        return bind(gated_delta_rule, q, k, v, g, beta, normalize_qk=normalize, **rest)
-
-    for layer in _LAYERS:
-        states = torch.empty(4, layer[1][1], *layer[2], device="meta")
+    for dtype, heads, sizes, normalize, unaligned in _LAYERS:
+        states = {"initial_state": torch.empty(4, heads[1], *sizes, device="meta"), "output_final_state": True}
         bounds = torch.empty(5, dtype=torch.int64, device="meta")
-        packed = call(*layer, initial_state=states, cu_seqlens=bounds, output_final_state=True)
-        yield packed, "triton.chunked"
-    yield call(*_LAYERS[2])  # rows of a batch, which are split
-    for layer in _ON_HOPPER:
-        states = torch.empty(1, layer[1][1], *layer[2], device="meta")
-        yield call(*layer), "gluon.fused"
-        yield call(*layer, initial_state=states, output_final_state=True), "gluon.fused"
+        yield _built(dtype, heads, sizes, normalize, cu_seqlens=bounds, **states), "triton.chunked", unaligned
+    yield _built(torch.bfloat16, (4, 8), (128, 128), False), "triton.chunked", False  # rows of a batch, which are split
+    for dtype, heads, sizes, normalize, unaligned in _ON_HOPPER:
+        states = {"initial_state": torch.empty(1, heads[1], *sizes, device="meta"), "output_final_state": True}
+        yield _built(dtype, heads, sizes, normalize), "gluon.fused", unaligned
+        yield _built(dtype, heads, sizes, normalize, **states), "gluon.fused", unaligned
