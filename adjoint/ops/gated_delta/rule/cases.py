@@ -310,26 +310,24 @@ _ON_HOPPER = (
 """The same of the plan for Hopper: one key head of a program or two, and heads that are not in pairs."""
 
 
+def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
+    (key_heads, value_heads), (K, V), time = heads, sizes, 32768
+    q, k, v = (
+        torch.empty(1, time, *shape, dtype=dtype, device="meta")
+        for shape in ((key_heads, K), (key_heads, K), (value_heads, V))
+    )
+    g, beta = (torch.empty(1, time, value_heads, device="meta") for _ in range(2))
+    return bind(gated_delta_rule, q, k, v, g, beta, normalize_qk=normalize, **rest)
+
+
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
-
-    def call(layer: tuple[Any, ...], **rest: Any) -> Call:
-        dtype, heads, sizes, normalize, _ = layer
-        (key_heads, value_heads), (K, V), time = heads, sizes, 32768
-        q, k, v = (
-            torch.empty(1, time, *shape, dtype=dtype, device="meta")
-            for shape in ((key_heads, K), (key_heads, K), (value_heads, V))
-        )
-        g, beta = (torch.empty(1, time, value_heads, device="meta") for _ in range(2))
-        return bind(gated_delta_rule, q, k, v, g, beta, normalize_qk=normalize, **rest)
-
-    for layer in _LAYERS:
-        states = torch.empty(4, layer[1][1], *layer[2], device="meta")
+    for dtype, heads, sizes, normalize, unaligned in _LAYERS:
+        states = {"initial_state": torch.empty(4, heads[1], *sizes, device="meta"), "output_final_state": True}
         bounds = torch.empty(5, dtype=torch.int64, device="meta")
-        packed = call(layer, initial_state=states, cu_seqlens=bounds, output_final_state=True)
-        yield packed, "triton.chunked", layer[-1]
-    yield call(_LAYERS[2]), "triton.chunked", False  # rows of a batch, which are split
-    for layer in _ON_HOPPER:
-        states = torch.empty(1, layer[1][1], *layer[2], device="meta")
-        yield call(layer), "gluon.fused", layer[-1]
-        yield call(layer, initial_state=states, output_final_state=True), "gluon.fused", layer[-1]
+        yield _built(dtype, heads, sizes, normalize, cu_seqlens=bounds, **states), "triton.chunked", unaligned
+    yield _built(torch.bfloat16, (4, 8), (128, 128), False), "triton.chunked", False  # rows of a batch, which are split
+    for dtype, heads, sizes, normalize, unaligned in _ON_HOPPER:
+        states = {"initial_state": torch.empty(1, heads[1], *sizes, device="meta"), "output_final_state": True}
+        yield _built(dtype, heads, sizes, normalize), "gluon.fused", unaligned
+        yield _built(dtype, heads, sizes, normalize, **states), "gluon.fused", unaligned
