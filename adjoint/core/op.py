@@ -323,6 +323,7 @@ class _Backward:
             describe=describe,
             candidates=adjoint.candidates,
         )
+        self.operator.assemble = adjoint.assemble
 
     def _check(self, *arguments: Any) -> None:
         """The op's own check, and that upstream gradients are like the outputs; all inputs must be saved for it."""
