@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from adjoint.core.kernels import Variant
 
-OPS = ("activation.silu", "activation.swiglu", "embedding", "indexing", "moe", "gated_delta")
+OPS = (
+    "activation.silu",
+    "activation.swiglu",
+    "norm.rms_norm",
+    "norm.gated_rms_norm",
+    "norm.l2_norm",
+    "embedding",
+    "indexing",
+    "moe",
+    "gated_delta",
+)
 """The folders of the ops."""
 
 FAMILIES = tuple(dict.fromkeys(op.partition(".")[0] for op in OPS))
