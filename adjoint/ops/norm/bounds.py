@@ -13,7 +13,7 @@ from adjoint.core.guarantee import Derived, spacing
 from adjoint.ops.norm import reference
 
 SILU = {True: (180, 260), False: (40, 80)}
-"""The error of silu and of its slope in units u, relative to the sizes of their terms, for 16-bit types and for others."""
+"""The error of silu and of its slope in units u, relative to their terms' sizes, for 16-bit types and for others."""
 
 
 class Bounds:
@@ -79,9 +79,7 @@ class Bounds:
         before = (relative * z + 1.01 * self._rounding(z)) * w + self.tiny * (1 + w)
         return self._stored(exact, before, self.element)
 
-    def dx(
-        self, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor, gate: Tensor | None = None
-    ) -> Tensor:
+    def dx(self, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
         """Relative to r·(|u·w| + |z|·mean|u·w·z|)."""
         u = dy if gate is None else dy * reference.silu(gate)
         exact, _ = reference.rms_norm_backward(u, x, weight, self.eps, self.offset)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adjoint.ops.norm.arguments import Backward, Forward
+
 _BOUND = 2048.0
 """Past it silu is its asymptote in every type, and 0 or −0 below; infinities would give 0·∞."""
 
@@ -22,39 +24,32 @@ def _silu(gate: Tensor) -> Tensor:
     return F.silu(gate.double().clamp(min=-_BOUND))
 
 
-def forward(
-    x: Tensor, weight: Tensor, residual: Tensor | None, gate: Tensor | None, eps: float, offset: float,
-    round_before_gate: bool, y: Tensor, s: Tensor | None,
-) -> None:  # fmt: skip
+def forward(of: Forward, outputs: tuple[Tensor, ...]) -> None:
     """y = z·(offset + weight)·silu(gate), of s = x + residual where there is a residual."""
-    if residual is not None and s is not None:
-        x = s.copy_(x.double() + residual.double())
-    z, _ = _scaled(x, eps)
-    if round_before_gate:
+    x = of.x if of.residual is None else outputs[1].copy_(of.x.double() + of.residual.double())
+    z, _ = _scaled(x, of.eps)
+    if of.rounds:
         z = z.to(x.dtype).double()
-    z.mul_(weight.double() + offset)
-    y.copy_(z if gate is None else z.mul_(_silu(gate)))
+    z.mul_(of.weight.double() + of.offset)
+    outputs[0].copy_(z if of.gate is None else z.mul_(_silu(of.gate)))
 
 
-def backward(
-    dy: Tensor | None, ds: Tensor | None, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float,
-    round_before_gate: bool, dx: Tensor | None, dgate: Tensor | None, dweight: Tensor | None,
-) -> None:  # fmt: skip
-    """dx = r·(a − z·mean(a·z)) + ds with a = u·w, dgate = dy·z·w·silu'(gate), dweight = Σ u·z, u = dy·silu(gate)."""
-    upstream = torch.zeros_like(x, dtype=torch.float64) if dy is None else dy.double()
-    z, r = _scaled(x, eps)
-    w = weight.double() + offset
-    u = upstream if gate is None else upstream * _silu(gate)
-    if dx is not None:
+def backward(of: Backward, dx: Tensor, dweight: Tensor, dgate: Tensor) -> None:
+    """dx = r·(a − z·mean(a·z)) + ds with a = u·w, dweight = Σ u·z, dgate = dy·z·w·silu'(gate), u = dy·silu(gate)."""
+    upstream = torch.zeros_like(of.x, dtype=torch.float64) if of.dy is None else of.dy.double()
+    z, r = _scaled(of.x, of.eps)
+    w = of.weight.double() + of.offset
+    u = upstream if of.gate is None else upstream * _silu(of.gate)
+    if of.needs.x:
         a = u * w
         gradient = (a - z * (a * z).mean(-1, keepdim=True)).mul_(r)
-        dx.copy_(gradient if ds is None else gradient.add_(ds))
-    if round_before_gate:
-        z = z.to(x.dtype).double()
-    if dweight is not None:
-        dweight.copy_((u * z).reshape(-1, x.shape[-1]).sum(0))
-    if dgate is not None and gate is not None:
-        dgate.copy_(torch.ops.aten.silu_backward(upstream * z * w, gate.double().clamp(-_BOUND, _BOUND)))
+        dx.copy_(gradient if of.ds is None else gradient.add_(of.ds))
+    if of.rounds:
+        z = z.to(of.x.dtype).double()
+    if of.needs.weight:
+        dweight.copy_((u * z).reshape(-1, of.x.shape[-1]).sum(0))
+    if of.needs.gate and of.gate is not None:
+        dgate.copy_(torch.ops.aten.silu_backward(upstream * z * w, of.gate.double().clamp(-_BOUND, _BOUND)))
 
 
 def l2_forward(x: Tensor, eps: float, y: Tensor) -> None:

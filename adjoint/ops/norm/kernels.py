@@ -2,14 +2,14 @@
 
 With w = offset + weight, z = x·r, r = 1 / sqrt(mean(x²) + ε), and u = dy, or dy·silu(gate) where there is a gate:
 
-    y = z·w, times silu(gate)                                          s = x + residual, rounded, is x where there is one
+    y = z·w, times silu(gate); where there is a residual, x is s = x + residual, rounded
     dx = r·(u·w − z·m) + ds,  m = mean(u·w·x)·r        dgate = dy·z·w·silu'(gate)        dweight = Σ over rows of u·z
 
 r is computed again in the backward: that costs less than reading it.
 
-dweight has one order for each number of rows: tile t, of 2^ROW_LEVELS rows, belongs to block t mod (number of blocks); a
-block adds its tiles one after the other, then the rows of what it has by halves; `rms_norm_add_blocks` adds the blocks,
-2^RUN_LEVELS of them by halves, and such runs one after the other.
+dweight has one order for each number of rows: tile t, of 2^ROW_LEVELS rows, belongs to block t mod (number of blocks);
+a block adds its tiles one after the other, then the rows of what it has by halves; `rms_norm_add_blocks` adds the
+blocks, 2^RUN_LEVELS of them by halves, and such runs one after the other.
 """
 
 from typing import Any
@@ -20,11 +20,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Float, Int32, Int64If16, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup, is_aligned
-from adjoint.device.sums import wide
-from adjoint.ops.activation.kernels import exponential_2, reciprocal, silu_parts, widen
-from adjoint.ops.norm.layout import Reader
-from adjoint.ops.norm.plans import RUN_LEVELS, Backward, Views, blocks_of, most_blocks, padded, row_levels
-from adjoint.ops.norm.tiles import (
+from adjoint.device.row_tiles import (
     LEVELS,
     halves,
     order,
@@ -35,6 +31,11 @@ from adjoint.ops.norm.tiles import (
     tile_mask,
     two_row_sums,
 )
+from adjoint.device.rows import Reader
+from adjoint.device.sums import wide
+from adjoint.ops.activation.kernels import exponential_2, reciprocal, silu_parts, widen
+from adjoint.ops.norm.arguments import Backward, Forward, Needs
+from adjoint.ops.norm.plans import RUN_LEVELS, blocks_of, most_blocks, padded, row_levels
 
 _FORWARD = Budget(registers=255, shared_bytes=65_536)
 _BACKWARD = Budget(registers=255, shared_bytes=232_448)
@@ -184,9 +185,13 @@ def rms_norm_backward(
                 gates = tl.load(gate_place, inside, other=0, eviction_policy="evict_first")
                 activated, slope = silu_and_slope(gates, NARROW, NATIVE)
                 u = upstream * activated
+        scaled = value * r
+        stored = scaled.to(element).to(COMPUTED) if ROUND else scaled
+        if NEED_WEIGHT:
+            total += u * stored
+        if RELOAD:
             w = load_weight(weight, offset, every_row, SIZE, COLUMNS, COMPUTED)
             gradient = u * w
-        scaled = value * r
         at = row_offsets(row, 0, 0, 0, SIZE, "contiguous") + column
         if NEED_X:
             result = (gradient - scaled * m) * r
@@ -194,12 +199,8 @@ def rms_norm_backward(
                 place = ds + row_offsets(row, ds_inner, ds_outer, ds_step, SIZE, LAYOUT) + column
                 result += widen(tl.load(place, inside, other=0))
             tl.store(dx + at, result.to(element), inside)
-        if ROUND:
-            scaled = scaled.to(element).to(COMPUTED)
-        if NEED_WEIGHT:
-            total += u * scaled
         if NEED_GATE:
-            tl.store(dgate + at, (upstream * (scaled * w) * slope).to(element), inside)
+            tl.store(dgate + at, (upstream * (stored * w) * slope).to(element), inside)
     if NEED_WEIGHT:
         total = halves(total, PIECES, ROW_LEVELS, PIECE)[:, None, :]
         place = sums + tl.program_id(0).to(tl.int64) * SIZE + column
@@ -231,37 +232,32 @@ def rms_norm_add_blocks(
 def _constants(setup: Setup, reader: Reader) -> dict[str, Any]:
     """What both directions are compiled for. NVIDIA's GPUs have instructions of their own (NATIVE)."""
     element, weight = setup.problem.dtypes
+    gated = setup.problem.op.startswith("gated")
     return {
-        "element": element, "weight": weight, "computed": wide(element), "SIZE": reader.size,
-        "NARROW": element.itemsize == 2, "NATIVE": setup.nvidia, "LAYOUT": reader.layout.kind,
-        **order(reader.size, element),
+        "element": element, "weight": weight, "computed": wide(element), "SIZE": reader.size, "HAS_GATE": gated,
+        "ROUND": gated and setup.problem.options[1], "NARROW": element.itemsize == 2, "NATIVE": setup.nvidia,
+        "LAYOUT": reader.layout.kind, "num_warps": setup.schedule["warps"], **order(reader.size, element),
     }  # fmt: skip
 
 
-def forward(setup: Setup, views: Views) -> Execute:
+def forward(setup: Setup) -> Execute:
     """y, and s where there is a residual, of rows of which one program has all elements."""
-    reader, tile = Reader(setup), setup.schedule["rows"]
-    op = setup.problem.op
-    bound = setup.either(
-        rms_norm_forward, HAS_RESIDUAL="residual" in op, HAS_GATE="gated" in op,
-        ROUND="gated" in op and setup.problem.options[1], ROWS=tile, num_warps=setup.schedule["warps"],
-        **_constants(setup, reader),
-    )  # fmt: skip
+    reader, op, tile = Reader(setup), setup.problem.op, setup.schedule["rows"]
+    constants = _constants(setup, reader)
+    bound = setup.either(rms_norm_forward, HAS_RESIDUAL="residual" in op, ROWS=tile, **constants)
     grid = (-(-reader.count // tile),)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        if reader.count == 0:
-            return
-        view, y, s = views.forward(*arguments), outputs[0], outputs[-1]
+        of, y, s = Forward.of(op, arguments), outputs[0], outputs[-1]
         memory = reader.memory(workspace)
-        x = reader.rows("x", view.x, memory, y)
-        residual = reader.rows("residual", view.residual, memory, y)
-        gate = reader.rows("gate", view.gate, memory, y)
-        weight = reader.contiguous("weight", view.weight, memory)
+        x = reader.rows("x", of.x, memory, y)
+        residual = reader.rows("residual", of.residual, memory, y)
+        gate = reader.rows("gate", of.gate, memory, y)
+        weight = reader.contiguous("weight", of.weight, memory)
         aligned = x.is_aligned and residual.is_aligned and gate.is_aligned and is_aligned(weight, y, s)
         bound[aligned].launch(
             grid, x=x.tensor, residual=residual.tensor, gate=gate.tensor, weight=weight, s=s, y=y, rows=reader.count,
-            epsilon=view.eps, offset=view.offset, x_inner=x.inner, x_outer=x.outer, x_step=x.step,
+            epsilon=of.eps, offset=of.offset, x_inner=x.inner, x_outer=x.outer, x_step=x.step,
             residual_inner=residual.inner, residual_outer=residual.outer, residual_step=residual.step,
             gate_inner=gate.inner, gate_outer=gate.outer, gate_step=gate.step,
         )  # fmt: skip
@@ -269,57 +265,44 @@ def forward(setup: Setup, views: Views) -> Execute:
     return execute
 
 
-def _without_dy(view: Backward) -> None:
-    """The gradients where there are no rows, or nothing but s was used."""
-    if view.ds is None or view.dx.numel() == 0:
-        view.dx.zero_()
-    else:
-        view.dx.copy_(view.ds)
-    view.dweight.zero_()
-
-
-def backward(setup: Setup, views: Views) -> Execute:
-    """dx, dgate and dweight, as far as they are needed."""
+def backward(setup: Setup) -> Execute:
+    """dx, dweight and dgate, as far as they are needed."""
     reader, schedule, op = Reader(setup), setup.schedule, setup.problem.op
-    element, weight_type = setup.problem.dtypes
-    size, count = reader.size, reader.count
-    need_x, need_gate, need_weight = views.needs(setup.problem.options[-1])
-    blocks = blocks_of(size, count)
+    (element, weight_type), size, count = setup.problem.dtypes, reader.size, reader.count
+    needs, blocks = Needs.of(op, setup.problem.options[-1]), blocks_of(size, count)
     bound = setup.either(
-        rms_norm_backward, HAS_DS="residual" in op and "ds" not in reader.layout.absent, HAS_GATE="gated" in op,
-        ROUND="gated" in op and setup.problem.options[1], NEED_X=need_x, NEED_GATE=need_gate, NEED_WEIGHT=need_weight,
-        ROW_LEVELS=row_levels(size), STAGES=schedule["stages"], RELOAD=schedule["readings"] > 1,
-        num_warps=schedule["warps"], num_stages=schedule["stages"], **_constants(setup, reader),
+        rms_norm_backward, HAS_DS="residual" in op and "ds" not in reader.layout.absent, NEED_X=needs.x,
+        NEED_GATE=needs.gate, NEED_WEIGHT=needs.weight, ROW_LEVELS=row_levels(size), STAGES=schedule["stages"],
+        RELOAD=schedule["readings"] > 1, num_stages=schedule["stages"], **_constants(setup, reader),
     )  # fmt: skip
     columns = min(16, padded(size))
     add_blocks = setup.kernel(
         rms_norm_add_blocks, weight=weight_type, computed=wide(element), SIZE=size, COLUMNS=columns,
         RUN_LEVELS=RUN_LEVELS, num_warps=8,
     )  # fmt: skip
-    setup.scratch(sums=(wide(element), blocks * size if need_weight else 0))
+    setup.scratch(sums=(wide(element), blocks * size if needs.weight and count else 0))
     setup.number(most_blocks=most_blocks(size))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        view = views.backward(arguments, outputs)
-        if count == 0 or view.dy is None:
-            _without_dy(view)
+        of, dx, dweight, dgate = Backward.of(op, arguments), outputs[0], outputs[1], outputs[-1]
+        if count == 0 or of.dy is None:  # there are no rows, or nothing but s was used
+            dweight.zero_()
+            if of.ds is not None and needs.x:
+                dx.copy_(of.ds)
             return
-        memory, dx = reader.memory(workspace), view.dx
-        x = reader.rows("x", view.x, memory, dx)
-        gate = reader.rows("gate", view.gate, memory, dx)
-        dy = reader.rows("dy", view.dy, memory, dx)
-        ds = reader.rows("ds", view.ds, memory, dx)
-        weight = reader.contiguous("weight", view.weight, memory)
+        memory = reader.memory(workspace)
+        x, dy = reader.rows("x", of.x, memory, dx), reader.rows("dy", of.dy, memory, dx)
+        gate, ds = reader.rows("gate", of.gate, memory, dx), reader.rows("ds", of.ds, memory, dx)
+        weight = reader.contiguous("weight", of.weight, memory)
         aligned = x.is_aligned and gate.is_aligned and dy.is_aligned and ds.is_aligned
-        sums = memory["sums"] if need_weight else dx
-        bound[aligned and is_aligned(weight, dx, view.dgate)].launch(
-            (blocks,), x=x.tensor, gate=gate.tensor, weight=weight, dy=dy.tensor, ds=ds.tensor, dx=dx,
-            dgate=view.dgate, sums=sums, rows=count, epsilon=view.eps, offset=view.offset,
-            x_inner=x.inner, x_outer=x.outer, x_step=x.step, gate_inner=gate.inner, gate_outer=gate.outer,
-            gate_step=gate.step, dy_inner=dy.inner, dy_outer=dy.outer, dy_step=dy.step, ds_inner=ds.inner,
-            ds_outer=ds.outer, ds_step=ds.step,
+        sums = memory["sums"] if needs.weight else dx
+        bound[aligned and is_aligned(weight, dx, dgate)].launch(
+            (blocks,), x=x.tensor, gate=gate.tensor, weight=weight, dy=dy.tensor, ds=ds.tensor, dx=dx, dgate=dgate,
+            sums=sums, rows=count, epsilon=of.eps, offset=of.offset, x_inner=x.inner, x_outer=x.outer, x_step=x.step,
+            gate_inner=gate.inner, gate_outer=gate.outer, gate_step=gate.step, dy_inner=dy.inner, dy_outer=dy.outer,
+            dy_step=dy.step, ds_inner=ds.inner, ds_outer=ds.outer, ds_step=ds.step,
         )  # fmt: skip
-        if need_weight:
-            add_blocks.launch((-(-size // columns),), sums=sums, dweight=view.dweight, count=blocks)
+        if needs.weight:
+            add_blocks.launch((-(-size // columns),), sums=sums, dweight=dweight, count=blocks)
 
     return execute

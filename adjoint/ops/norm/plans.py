@@ -1,8 +1,9 @@
 """Which kernel serves which norm, and what it guarantees."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import wide
 from adjoint.ops.norm import eager
+from adjoint.ops.norm.arguments import Backward, Forward
 from adjoint.ops.norm.bounds import Bounds, derived
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -58,61 +60,6 @@ def chain_of(size: int, rows: int) -> int:
     return -(-tiles // blocks) + row_levels(size) + RUN_LEVELS + -(-blocks >> RUN_LEVELS)
 
 
-# ------------------------------------------------------------------------------------------------- views
-
-
-class Forward(NamedTuple):
-    """The arguments of a forward, as kernels and plain PyTorch take them alike."""
-
-    x: Tensor
-    weight: Tensor
-    residual: Tensor | None
-    gate: Tensor | None
-    eps: float
-    offset: float = 0.0
-    round_before_gate: bool = False
-
-
-class Backward(NamedTuple):
-    """The arguments and outputs of a backward; of gradients that are not needed, the outputs are empty."""
-
-    dy: Tensor | None
-    ds: Tensor | None
-    x: Tensor
-    weight: Tensor
-    gate: Tensor | None
-    eps: float
-    offset: float
-    round_before_gate: bool
-    dx: Tensor
-    dgate: Tensor
-    dweight: Tensor
-
-
-class Views(NamedTuple):
-    """How one op's arguments and outputs map to those above, and `need` to whether x, gate and weight need gradients."""
-
-    forward: Callable[..., Forward]
-    backward: Callable[[tuple[Any, ...], tuple[Tensor, ...]], Backward]
-    needs: Callable[[int], tuple[bool, bool, bool]]
-
-
-RMS_NORM_VIEWS = Views(
-    lambda x, weight, eps, offset: Forward(x, weight, None, None, eps, offset),
-    lambda a, out: Backward(a[0], None, a[1], a[2], None, a[3], a[4], False, out[0], out[0], out[1]),
-    lambda need: (bool(need & 1), False, bool(need & 2)),
-)
-RESIDUAL_VIEWS = Views(
-    lambda x, weight, residual, eps, offset: Forward(x, weight, residual, None, eps, offset),
-    lambda a, out: Backward(a[0], a[1], a[2], a[3], None, a[4], a[5], False, out[0], out[0], out[1]),
-    lambda need: (bool(need & 5), False, bool(need & 2)),  # x and residual have the same gradient
-)
-GATED_VIEWS = Views(
-    lambda x, gate, weight, eps, rounded: Forward(x, weight, None, gate, eps, 0.0, rounded),
-    lambda a, out: Backward(a[0], None, a[1], a[3], a[2], a[4], 0.0, a[5], *out),
-    lambda need: (bool(need & 1), bool(need & 2), bool(need & 4)),
-)
-
 # ------------------------------------------------------------------------------------------- guarantees
 
 DOMAIN = (
@@ -128,25 +75,30 @@ ORDER_OF_ROWS = (
 )
 
 
-def _bounds(problem: Problem, backend: str) -> Bounds:
+def _bounds(problem: Problem, on_kernels: bool) -> Bounds:
     """The bounds of a problem; of torch's own sums, any order is allowed for."""
     element, weight = (*problem.dtypes, problem.dtypes[0])[:2]
     (size, rows), (eps, *more) = problem.sizes, problem.options
-    gated, on_kernels = problem.op.startswith("gated"), backend == "triton"
     return Bounds(
-        element, weight, wide(element) if on_kernels else torch.float64, eps,
-        0.0 if gated or problem.op.startswith("l2") else more[0],
-        levels=padded(size).bit_length() - 1 if on_kernels else size, chain=chain_of(size, rows) if on_kernels else rows,
-        rounded=gated and more[0], residual="residual" in problem.op,
-    )  # fmt: skip
+        element,
+        weight,
+        wide(element) if on_kernels else torch.float64,
+        eps,
+        more[0] if problem.op.startswith("rms") else 0.0,
+        levels=padded(size).bit_length() - 1 if on_kernels else size,
+        chain=chain_of(size, rows) if on_kernels else rows,
+        rounded=problem.op.startswith("gated") and more[0],
+        residual="residual" in problem.op,
+    )
 
 
 def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
     """What each output of an operator promises."""
-    b, op = _bounds(problem, backend), problem.op
+    on_kernels = backend == "triton"
+    b = _bounds(problem, on_kernels)
     y, dx = "(L/2 + 8 + silu)·u·|y|", "(3L + 26 + 2·silu)·u·r·(|u·w| + |z|·mean|u·w·z|)"
     dweight, dgate = "(K + L/2 + 8 + silu)·u·Σ|u·z|", "(L/2 + 10 + slope)·u·|dy·z·w|·(σ + |gate|·σ·(1 − σ))"
-    stated = {
+    by_operator: dict[str, dict[str, tuple[str, Callable[..., Tensor]]]] = {
         "rms_norm": {"y": (y, lambda x, w: b.y(x, w))},
         "rms_norm_residual": {"y": (f"{y}, s rounded", b.y), "s": ("u·|s|", b.s)},
         "gated_rms_norm": {"y": (y, lambda x, gate, w: b.y(x, w, gate=gate))},
@@ -166,19 +118,19 @@ def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
             "dweight": (dweight, lambda dy, x, gate, w: b.dweight(dy, x, gate)),
         },
         "l2_norm_backward": {"dx": ("(3L + 32)·u·r·(|dy| + |y|·Σ|y·dy|)", b.l2_dx)},
-    }[op]
+    }
     return {
         name: Guarantee(
             repeatable=True,
-            batch_invariant="row" if backend == "triton" and name != "dweight" else "",
+            batch_invariant="row" if on_kernels and name != "dweight" else "",
             device_invariant=False,
             accumulator=str(b.arithmetic).removeprefix("torch."),
             roundings=1 + (name in ("y", "dweight", "dgate") and b.rounded) + (b.residual and name != "s"),
             error=derived(words, bound),
-            domain=DOMAIN + (ORDER_OF_ROWS if name == "dweight" and backend == "triton" else ""),
+            domain=DOMAIN + (ORDER_OF_ROWS if on_kernels and name == "dweight" else ""),
             special_values=SPECIAL_VALUES,
         )
-        for name, (words, bound) in stated.items()
+        for name, (words, bound) in by_operator[problem.op].items()
     }
 
 
@@ -196,20 +148,6 @@ def _refuse(problem: Problem) -> str:
     return f"numbers up to {MAX_ROWS} rows, these are {rows}" if rows > MAX_ROWS else ""
 
 
-def _on_kernels(kernel: str, setup: Callable[[Setup], Execute]) -> Candidate:
-    return Candidate(
-        name="triton.rows",
-        backend="triton",
-        kernel=kernel,
-        revision=1,
-        refuse=_refuse,
-        guarantee=lambda problem: guarantee("triton", problem),
-        setup=setup,
-        schedules=_SCHEDULES,
-        entry=lambda problem: f"{kernel} {_width(problem)}",
-    )
-
-
 def _width(problem: Problem) -> str:
     """What schedules are listed by."""
     if problem.dtypes[0] == torch.float64:
@@ -217,53 +155,46 @@ def _width(problem: Problem) -> str:
     return str(max(128, padded(problem.sizes[0])))
 
 
-def _in_plain_pytorch(compute: Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]) -> Candidate:
-    def run(_: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Any) -> None:
-        compute(arguments, outputs)
+def _candidates(
+    kernel: str, launch: Callable[[Setup], Execute], compute: Callable[[str, tuple[Any, ...], tuple[Tensor, ...]], None]
+) -> tuple[Candidate, ...]:
+    """The candidates of an operator, best first."""
 
-    return in_pytorch("eager", lambda problem: guarantee("eager", problem), writing(run))
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Any) -> None:
+        compute(plan.operator.name, arguments, outputs)
 
-
-def _forward(views: Views) -> tuple[Candidate, ...]:
-    def setup(setup: Setup) -> Execute:
-        from adjoint.ops.norm import kernels
-
-        return kernels.forward(setup, views)
-
-    def compute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        view = views.forward(*arguments)
-        eager.forward(*view, outputs[0], outputs[1] if view.residual is not None else None)
-
-    return _on_kernels("rms_norm_forward", setup), _in_plain_pytorch(compute)
-
-
-def _backward(views: Views) -> tuple[Candidate, ...]:
-    def setup(setup: Setup) -> Execute:
-        from adjoint.ops.norm import kernels
-
-        return kernels.backward(setup, views)
-
-    def compute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        *inputs, dx, dgate, dweight = views.backward(arguments, outputs)
-        needs = zip(views.needs(arguments[-1]), (dx, dgate, dweight), strict=True)
-        eager.backward(*inputs, *(gradient if needed else None for needed, gradient in needs))
-
-    return _on_kernels("rms_norm_backward", setup), _in_plain_pytorch(compute)
+    on_kernels = Candidate(
+        name="triton.rows",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=_refuse,
+        guarantee=lambda problem: guarantee("triton", problem),
+        setup=launch,
+        schedules=_SCHEDULES,
+        entry=lambda problem: f"{kernel} {_width(problem)}",
+    )
+    return on_kernels, in_pytorch("eager", lambda problem: guarantee("eager", problem), writing(run))
 
 
-RMS_NORM, RMS_NORM_BACKWARD = _forward(RMS_NORM_VIEWS), _backward(RMS_NORM_VIEWS)
-RESIDUAL, RESIDUAL_BACKWARD = _forward(RESIDUAL_VIEWS), _backward(RESIDUAL_VIEWS)
-GATED, GATED_BACKWARD = _forward(GATED_VIEWS), _backward(GATED_VIEWS)
+def _setup(module: str, direction: str) -> Callable[[Setup], Execute]:
+    """A direction's setup, from a module that imports Triton."""
+    return lambda setup: getattr(import_module(module), direction)(setup)
 
 
-def _l2(direction: str, compute: Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]) -> tuple[Candidate, ...]:
-    def setup(setup: Setup) -> Execute:
-        from adjoint.ops.norm.l2_norm import kernels
-
-        return kernels.forward(setup) if direction == "forward" else kernels.backward(setup)
-
-    return _on_kernels(f"l2_norm_{direction}", setup), _in_plain_pytorch(compute)
+def _backward_in_pytorch(op: str, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    eager.backward(Backward.of(op, arguments), outputs[0], outputs[1], outputs[-1])
 
 
-L2_NORM = _l2("forward", lambda arguments, outputs: eager.l2_forward(*arguments, *outputs))
-L2_NORM_BACKWARD = _l2("backward", lambda arguments, outputs: eager.l2_backward(*arguments, *outputs))
+_RMS, _L2 = "adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels"
+
+RMS_NORM = _candidates(
+    "rms_norm_forward", _setup(_RMS, "forward"), lambda op, a, out: eager.forward(Forward.of(op, a), out)
+)
+RMS_NORM_BACKWARD = _candidates("rms_norm_backward", _setup(_RMS, "backward"), _backward_in_pytorch)
+"""With a residual and with a gate, too."""
+
+L2_NORM = _candidates("l2_norm_forward", _setup(_L2, "forward"), lambda op, a, out: eager.l2_forward(*a, *out))
+L2_NORM_BACKWARD = _candidates(
+    "l2_norm_backward", _setup(_L2, "backward"), lambda op, a, out: eager.l2_backward(*a, *out)
+)

@@ -1,8 +1,8 @@
 """The definition of the norms and their adjoints: float64, one formula a line, never optimised.
 
-    rms_norm         y = z·w,    z = x·r,    r = 1 / sqrt(mean(x²) + ε),    w = offset + weight
-    gated_rms_norm   y = z·weight·silu(gate)
-    l2_norm          y = x / sqrt(Σx² + ε)
+rms_norm         y = z·w,    z = x·r,    r = 1 / sqrt(mean(x²) + ε),    w = offset + weight
+gated_rms_norm   y = z·weight·silu(gate)
+l2_norm          y = x / sqrt(Σx² + ε)
 """
 
 import torch
@@ -34,9 +34,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset:
     return dx, (dy * z).reshape(-1, x.shape[-1]).sum(0)
 
 
-def rms_norm_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor]:
+def rms_norm_residual(x: Tensor, weight: Tensor, residual: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """The norm of s = x + residual, and s."""
     s = x + residual
     return rms_norm(s, weight, eps, offset), s

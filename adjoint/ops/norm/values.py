@@ -8,13 +8,14 @@ from torch import Tensor
 from adjoint.contract.batching import Answers, Rebatch
 from adjoint.contract.cases import Case, Inputs, Make
 
-Layout = Callable[[Callable[..., Tensor]], Tensor]
-"""Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
+Fill = Callable[..., Tensor]
+"""`fill(*shape)` gives random values, contiguous."""
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, Callable[[Fill], Tensor]] = {
     "contiguous": lambda fill: fill(6, 40),
     "three axes": lambda fill: fill(2, 3, 100),
-    "a head's width": lambda fill: fill(21, 128),
+    "a head's width": lambda fill: fill(19, 128),
+    "wide": lambda fill: fill(2, 1000),
     "odd width": lambda fill: fill(5, 7),
     "one column": lambda fill: fill(5, 1),
     "one row": lambda fill: fill(33),
@@ -25,11 +26,14 @@ LAYOUTS: dict[str, Layout] = {
     "transposed": lambda fill: fill(40, 6).T,
     "shifted by one": lambda fill: fill(6 * 40 + 1)[1:].view(6, 40),
     "expanded": lambda fill: fill(1, 40).expand(6, 40),
-    "wide": lambda fill: fill(3, 2048),
 }
+"""How x lies, and all that is like x."""
+
+FEW = ("contiguous", "three axes", "wide")
+WIDEST = Case("2048 columns", lambda *where: make(lambda fill: fill(2, 2048), 1, 1)(*where))
 
 
-def random_rows(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+def random_rows(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Fill:
     """Normal values, rows of which differ in size: by 1, 30 or 1/1000, where ε counts."""
 
     def fill(*shape: int) -> Tensor:
@@ -39,57 +43,52 @@ def random_rows(generator: torch.Generator, dtype: torch.dtype, device: torch.de
     return fill
 
 
-def inputs(layout: Layout, count: int, weight_at: int | None, wide_weight: bool = False) -> Make:
-    """`count` tensors of a layout, and a weight at a place among them; `wide_weight`: in float32 beside 16-bit types."""
+def make(
+    layout: Callable[[Fill], Tensor], count: int, weight_at: int | None, weight: torch.dtype | None = None
+) -> Make:
+    """`count` tensors of a layout, and a weight at a place among them, of a dtype of its own if one is given."""
 
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-        tensors = [layout(random_rows(generator, dtype, device)) for _ in range(count)]
+    def inputs(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+        fill = random_rows(generator, dtype, device)
+        tensors = [layout(fill) for _ in range(count)]
         if weight_at is not None:
-            weight = torch.randn(tensors[0].shape[-1], generator=generator, dtype=torch.float64).to(device)
-            tensors.insert(weight_at, weight.to(torch.float32 if wide_weight and dtype.itemsize == 2 else dtype))
+            values = torch.randn(tensors[0].shape[-1], generator=generator, dtype=torch.float64)
+            tensors.insert(weight_at, values.to(weight or dtype).to(device))
         return tuple(tensors)
 
-    return make
+    return inputs
 
 
-def cases(count: int, weight_at: int | None) -> tuple[Case, ...]:
-    """Every layout, of all tensors alike; and a gate, or what comes second, that is a slice of a wider tensor."""
-    listed = [Case(name, inputs(layout, count, weight_at)) for name, layout in LAYOUTS.items()]
+def cases(count: int, weight_at: int | None, names: Iterable[str] = tuple(LAYOUTS)) -> tuple[Case, ...]:
+    """Layouts, each of all tensors alike; and a float32 weight."""
+    listed = [Case(name, make(LAYOUTS[name], count, weight_at)) for name in names]
     if weight_at is not None:
-        listed.append(Case("weight in float32", inputs(LAYOUTS["three axes"], count, weight_at, wide_weight=True)))
-    if count > 1:
-
-        def mixed(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-            made = list(inputs(LAYOUTS["a head's width"], count, weight_at)(dtype, device, generator))
-            place = next(i for i in range(1, len(made)) if i != weight_at)
-            made[place] = random_rows(generator, dtype, device)(21, 3 * 128)[:, 128:256]
-            return tuple(made)
-
-        listed.append(Case("a slice beside a whole", mixed))
+        listed.append(Case("weight in float32", make(LAYOUTS["three axes"], count, weight_at, torch.float32)))
     return tuple(listed)
 
 
-def rebatched(weight_at: int) -> Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]]:
+def gate_in_a_slice(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """x, a gate that is a part of a wider projection, and a weight."""
+    fill = random_rows(generator, dtype, device)
+    return fill(19, 128), fill(19, 3 * 128)[:, 128:256], fill(128)
+
+
+def rebatched(weight_at: int | None) -> Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]]:
     """Some rows alone, beside the same weight; all results but dweight keep their bits."""
 
     def rebatch(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
         rows = inputs[0].shape[0]
-        if inputs[0].dim() < 2 or rows == 0:
-            return
-        for begin, end in ((0, 1), (rows - 1, rows), (rows // 2, rows)):
+        for begin, end in ((0, 1), (rows // 2, rows)) if rows and inputs[0].dim() > 1 else ():
 
-            def part(tensor: Tensor, begin: int = begin, end: int = end) -> Tensor:
-                return tensor[begin:end]
+            def part(tensors: Inputs, weight_at: int | None, begin: int = begin, end: int = end) -> Inputs:
+                return tuple(t if place == weight_at else t[begin:end] for place, t in enumerate(tensors))
 
-            def pairs(
-                whole: Answers, alone: Answers, part: Callable[[Tensor], Tensor] = part
-            ) -> Iterable[tuple[Tensor, Tensor]]:
-                drop = [i for i in range(len(alone[1])) if i != weight_at]
-                together = (*whole[0], *(whole[1][i] for i in drop))
-                return zip((*alone[0], *(alone[1][i] for i in drop)), map(part, together), strict=True)
+            def pairs(whole: Answers, alone: Answers, part: Callable[..., Inputs] = part) -> Iterable[Inputs]:
+                yield from zip(alone[0], part(whole[0], None), strict=True)
+                gradients = zip(alone[1], part(whole[1], weight_at), strict=True)
+                yield from (pair for place, pair in enumerate(gradients) if place != weight_at)
 
-            changed = tuple(t if i == weight_at else part(t) for i, t in enumerate(inputs))
-            yield Rebatch(f"rows {begin} to {end}", changed, tuple(map(part, upstream)), pairs)
+            yield Rebatch(f"rows {begin} to {end}", part(inputs, weight_at), part(upstream, None), pairs)
 
     return rebatch
 
@@ -97,11 +96,16 @@ def rebatched(weight_at: int) -> Callable[[Inputs, tuple[Tensor, ...]], Iterable
 def normal_rows(count: int, weight_at: int | None, rows: int, size: int) -> Make:
     """Inputs of a workload."""
 
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def inputs(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
         source = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        tensors = [torch.randn(rows, size, dtype=dtype, device=device, generator=source) for _ in range(count)]
+        shapes = [(rows, size)] * count
         if weight_at is not None:
-            tensors.insert(weight_at, torch.randn(size, dtype=dtype, device=device, generator=source))
-        return tuple(tensors)
+            shapes.insert(weight_at, (size,))  # type: ignore[arg-type]
+        return tuple(torch.randn(shape, dtype=dtype, device=device, generator=source) for shape in shapes)
 
-    return make
+    return inputs
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor for calls that are built and not run."""
+    return torch.empty(shape, dtype=dtype, device="meta")

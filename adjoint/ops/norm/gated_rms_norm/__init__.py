@@ -13,34 +13,33 @@ from torch import Tensor
 from adjoint.core.arguments import require_like
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
+from adjoint.device.rows import describe
 from adjoint.ops.norm import plans
-from adjoint.ops.norm.arguments import require_eps, require_rows, require_weight
-from adjoint.ops.norm.layout import describe
+from adjoint.ops.norm.arguments import require_rows, require_weight
 
 
-def _check(x: Tensor, gate: Tensor, weight: Tensor, eps: float, round_before_gate: bool) -> None:
-    require_rows("gated_rms_norm", "x", x)
+def _check(x: Tensor, weight: Tensor, gate: Tensor, eps: float, round_before_gate: bool) -> None:
+    require_rows("gated_rms_norm", x, eps)
     require_like("gated_rms_norm", "gate", gate, "x", x)
     require_weight("gated_rms_norm", weight, x)
-    require_eps("gated_rms_norm", eps)
 
 
 def _describe_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, round_before_gate: bool, need: int
+    dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, round_before_gate: bool, need: int
 ) -> Facts:
     return describe(x, weight, gate=gate, dy=dy)
 
 
 _gated_rms_norm = Op(
     "gated_rms_norm",
-    inputs=("x", "gate", "weight"),
+    inputs=("x", "weight", "gate"),
     options="float eps, bool round_before_gate",
     outputs=("y",),
     check=_check,
-    allocate=lambda x, gate, weight, eps, round_before_gate: (x.new_empty(x.shape),),
-    describe=lambda x, gate, weight, eps, round_before_gate: describe(x, weight, gate=gate),
-    forward=lambda: plans.GATED,
-    adjoint=Adjoint(lambda: plans.GATED_BACKWARD, _describe_backward),
+    allocate=lambda x, weight, gate, eps, round_before_gate: (x.new_empty(x.shape),),
+    describe=lambda x, weight, gate, eps, round_before_gate: describe(x, weight, gate=gate),
+    forward=lambda: plans.RMS_NORM,
+    adjoint=Adjoint(lambda: plans.RMS_NORM_BACKWARD, _describe_backward),
 )
 
 
@@ -68,4 +67,4 @@ def gated_rms_norm(
     >>> gated_rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0]), torch.ones(2))
     tensor([0.0000, 0.8271])
     """
-    return _gated_rms_norm.call(x, gate, weight, eps, round_before_gate, preference=preference)  # type: ignore[no-any-return]
+    return _gated_rms_norm.call(x, weight, gate, eps, round_before_gate, preference=preference)  # type: ignore[no-any-return]

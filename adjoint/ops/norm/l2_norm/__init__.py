@@ -10,22 +10,16 @@ from torch import Tensor
 
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
+from adjoint.device.rows import describe
 from adjoint.ops.norm import plans
-from adjoint.ops.norm.arguments import require_eps, require_rows
-from adjoint.ops.norm.layout import describe
-
-
-def _check(x: Tensor, eps: float) -> None:
-    require_rows("l2_norm", "x", x)
-    require_eps("l2_norm", eps)
-
+from adjoint.ops.norm.arguments import require_rows
 
 _l2_norm = Op(
     "l2_norm",
     inputs=("x",),
     options="float eps",
     outputs=("y",),
-    check=_check,
+    check=lambda x, eps: require_rows("l2_norm", x, eps),
     allocate=lambda x, eps: (x.new_empty(x.shape),),
     describe=lambda x, eps: describe(x),
     forward=lambda: plans.L2_NORM,

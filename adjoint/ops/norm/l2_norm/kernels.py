@@ -13,10 +13,10 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Float, Int32, Int64If16, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup, is_aligned
+from adjoint.device.row_tiles import LEVELS, level, order, row_offsets, row_sums, tile_columns, tile_mask
+from adjoint.device.rows import Reader, Rows
 from adjoint.device.sums import wide
 from adjoint.ops.activation.kernels import widen
-from adjoint.ops.norm.layout import Reader, Rows
-from adjoint.ops.norm.tiles import LEVELS, level, order, row_offsets, row_sums, tile_columns, tile_mask
 
 HALVED = 1024
 """The widest row whose sums are halved from the first level on."""
@@ -130,14 +130,12 @@ def bind_l2_backward(
     return launch
 
 
-def _shape(setup: Setup) -> dict[str, int]:
-    return {"tile": setup.schedule["rows"], "num_warps": setup.schedule["warps"]}
-
-
 def forward(setup: Setup) -> Execute:
     """y, of rows of which one program has all elements."""
-    reader = Reader(setup)
-    launch = bind_l2(setup, setup.problem.dtypes[0], reader.size, reader.layout.kind, **_shape(setup))
+    reader, (element,), schedule = Reader(setup), setup.problem.dtypes, setup.schedule
+    launch = bind_l2(
+        setup, element, reader.size, reader.layout.kind, tile=schedule["rows"], num_warps=schedule["warps"]
+    )
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         (x, eps), (y,) = arguments, outputs
@@ -148,8 +146,10 @@ def forward(setup: Setup) -> Execute:
 
 def backward(setup: Setup) -> Execute:
     """dx, of the same rows."""
-    reader = Reader(setup)
-    launch = bind_l2_backward(setup, setup.problem.dtypes[0], reader.size, reader.layout.kind, **_shape(setup))
+    reader, (element,), schedule = Reader(setup), setup.problem.dtypes, setup.schedule
+    launch = bind_l2_backward(
+        setup, element, reader.size, reader.layout.kind, tile=schedule["rows"], num_warps=schedule["warps"]
+    )
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         (dy, x, eps), (dx,), memory = arguments, outputs, reader.memory(workspace)

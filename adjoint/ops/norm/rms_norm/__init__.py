@@ -16,17 +16,16 @@ from torch import Tensor
 from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
+from adjoint.device.rows import describe
 from adjoint.ops.norm import plans
-from adjoint.ops.norm.arguments import require_eps, require_rows, require_weight
-from adjoint.ops.norm.layout import describe
+from adjoint.ops.norm.arguments import Needs, require_rows, require_weight
 
 # --------------------------------------------------------------------------------------------- x alone
 
 
 def _check(x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
-    require_rows("rms_norm", "x", x)
+    require_rows("rms_norm", x, eps)
     require_weight("rms_norm", weight, x)
-    require_eps("rms_norm", eps)
 
 
 _rms_norm = Op(
@@ -69,8 +68,8 @@ def _allocate_residual_backward(
     dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor, eps: float, offset: float, need: int
 ) -> tuple[Tensor, ...]:
     """dx, dweight, and nothing for the residual, whose gradient is dx."""
-    need_x, _, need_weight = plans.RESIDUAL_VIEWS.needs(need)
-    return s.new_empty(s.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0), s.new_empty(0)
+    needs = Needs.of("rms_norm_residual", need)
+    return s.new_empty(s.shape if needs.x else 0), weight.new_empty(weight.shape if needs.weight else 0), s.new_empty(0)
 
 
 _residual = Op(
@@ -82,9 +81,9 @@ _residual = Op(
     check=_check_residual,
     allocate=lambda x, weight, residual, eps, offset: (x.new_empty(x.shape), x.new_empty(x.shape)),
     describe=lambda x, weight, residual, eps, offset: describe(x, weight, residual=residual),
-    forward=lambda: plans.RESIDUAL,
+    forward=lambda: plans.RMS_NORM,
     adjoint=Adjoint(
-        lambda: plans.RESIDUAL_BACKWARD,
+        lambda: plans.RMS_NORM_BACKWARD,
         _describe_residual_backward,
         saves=("s", "weight"),
         check=_check_residual_backward,

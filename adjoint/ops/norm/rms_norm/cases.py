@@ -14,9 +14,9 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 from adjoint.ops.norm import reference
 from adjoint.ops.norm.rms_norm import rms_norm
-from adjoint.ops.norm.values import cases, normal_rows, rebatched
+from adjoint.ops.norm.values import FEW, WIDEST, cases, empty, normal_rows, rebatched
 
-EPS, OFFSET_EPS = 1e-6, 1e-2
+EPS = 1e-6
 
 
 def _mistakes(eps: float, offset: float) -> dict[str, Any]:
@@ -26,42 +26,33 @@ def _mistakes(eps: float, offset: float) -> dict[str, Any]:
     def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return reference.rms_norm_backward(dy, x, weight, eps, offset)
 
-    listed = {
+    def without_mean(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return dy * (offset + weight) * reference.reciprocal(x, eps), backward(dy, x, weight)[1]
+
+    def without_r(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return backward(dy, x, weight)[0], (dy * x).reshape(-1, x.shape[-1]).sum(0)
+
+    return {
         "zero output": zeros,
         "narrow arithmetic": narrow_arithmetic(forward, backward),
-        "dx without the mean": answers(
-            forward,
-            lambda dy, x, w: (dy * (offset + w) * reference.reciprocal(x, eps), backward(dy, x, w)[1]),
-        ),
-        "dweight without r": answers(
-            forward, lambda dy, x, w: (backward(dy, x, w)[0], (dy * x).reshape(-1, x.shape[-1]).sum(0))
-        ),
-        "a row's sum instead of its mean": answers(
-            lambda x, w: reference.l2_norm(x, eps) * (offset + w), backward
-        ),
+        "dx without the mean": answers(forward, without_mean),
+        "dweight without r": answers(forward, without_r),
+        "another offset": answers(lambda x, w: reference.rms_norm(x, w, eps, 1 - offset), backward),
+        "another ε": answers(lambda x, w: reference.rms_norm(x, w, 0.25, offset), backward),
     }
-    if offset:
-        without = lambda x, w: reference.rms_norm(x, w, eps, 0.0)  # noqa: E731
-        listed["weight without offset"] = answers(
-            without, lambda dy, x, w: reference.rms_norm_backward(dy, x, w, eps, 0.0)
-        )
-        listed["another ε"] = answers(lambda x, w: reference.rms_norm(x, w, EPS, offset), backward)
-    return listed
 
 
-def _subject(name: str, eps: float, offset: float, keywords: dict[str, Any], specials: tuple[Special, ...]) -> Subject:
+def _subject(name: str, eps: float, offset: float, **more: Any) -> Subject:
     return Subject(
         name=name,
         function=rms_norm,
-        keywords=keywords,
         inputs=("x", "weight"),
         reference=lambda x, weight: (reference.rms_norm(x, weight, eps, offset),),
         reference_backward=lambda dy, x, weight: reference.rms_norm_backward(dy, x, weight, eps, offset),
-        cases=cases(1, weight_at=1),
         mistakes=_mistakes(eps, offset),
-        specials=specials,
         batched=("x",),
         rebatched=rebatched(weight_at=1),
+        **more,
     )
 
 
@@ -73,8 +64,8 @@ _SPECIALS = (
     Special("weight = NaN", (1.0, nan), 0.0, (nan,), (nan, 0.0)),
 )
 
-RMS_NORM = _subject("rms_norm", EPS, 0.0, {}, _SPECIALS)
-WITH_OFFSET = _subject("rms_norm[offset]", OFFSET_EPS, 1.0, {"offset": 1.0, "eps": OFFSET_EPS}, ())
+RMS_NORM = _subject("rms_norm", EPS, 0.0, cases=(*cases(1, 1), WIDEST), specials=_SPECIALS)
+WITH_OFFSET = _subject("rms_norm[offset]", 1e-2, 1.0, cases=cases(1, 1, FEW), keywords={"offset": 1.0, "eps": 1e-2})
 
 
 def _residual(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,14 +76,6 @@ def _residual_backward(dy: Tensor, ds: Tensor, x: Tensor, weight: Tensor, residu
     return reference.rms_norm_residual_backward(dy, ds, x, weight, residual, EPS, 0.0)
 
 
-def _without_ds(dy: Tensor, ds: Tensor, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-    return _residual_backward(dy, ds * 0, x, weight, residual)
-
-
-def _of_x_alone(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    return reference.rms_norm(x, weight, EPS, 0.0), x + residual
-
-
 RESIDUAL = Subject(
     name="rms_norm[residual]",
     function=rms_norm,
@@ -100,11 +83,11 @@ RESIDUAL = Subject(
     by_name=("residual",),
     reference=_residual,
     reference_backward=_residual_backward,
-    cases=cases(2, weight_at=1),
+    cases=cases(2, 1),
     mistakes={
         "zero output": zeros,
-        "the norm of x alone": answers(_of_x_alone, _residual_backward),
-        "ds dropped": answers(_residual, _without_ds),
+        "the norm of x alone": answers(lambda x, w, residual: (_residual(x, w, x * 0)[0], x), _residual_backward),
+        "ds dropped": answers(_residual, lambda dy, ds, *inputs: _residual_backward(dy, ds * 0, *inputs)),
     },
     batched=("x", "residual"),
     rebatched=rebatched(weight_at=1),
@@ -113,30 +96,23 @@ RESIDUAL = Subject(
 SUBJECTS = (RMS_NORM, WITH_OFFSET, RESIDUAL)
 
 
-def _zeros(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+def _bad(name: str, words: tuple[str, ...], x: tuple[int, ...], weight: tuple[int, ...], **keywords: Any) -> BadCall:
+    def call(device: torch.device) -> Any:
+        return rms_norm(torch.zeros(x, device=device), torch.zeros(weight, device=device), **keywords)
+
+    return BadCall(name, call, ArgumentError, ("rms_norm", *words))
 
 
 BAD_CALLS = (
-    BadCall("x without axes", lambda d: rms_norm(_zeros(d), _zeros(d)), ArgumentError, ("rms_norm", "x", "axis")),
-    BadCall(
-        "weight of another size",
-        lambda d: rms_norm(_zeros(d, 4, 6), _zeros(d, 5)),
-        ArgumentError,
-        ("rms_norm", "weight", "6 columns", "(5,)"),
-    ),
+    _bad("x without axes", ("x", "axis"), (), ()),
+    _bad("weight of another size", ("weight", "6 columns", "(5,)"), (4, 6), (5,)),
+    _bad("negative eps", ("eps", "-1"), (4, 6), (6,), eps=-1.0),
+    _bad("residual of another shape", ("residual", "(4, 6)", "(4, 5)"), (4, 6), (6,), residual=torch.zeros(4, 5)),
     BadCall(
         "weight of another 16-bit dtype",
-        lambda d: rms_norm(_zeros(d, 4, 6, dtype=torch.bfloat16), _zeros(d, 6, dtype=torch.float16)),
+        lambda device: rms_norm(torch.zeros(4, 6, device=device).bfloat16(), torch.zeros(6, device=device).half()),
         ArgumentError,
         ("weight", "bfloat16", "float16"),
-    ),
-    BadCall("negative eps", lambda d: rms_norm(_zeros(d, 4, 6), _zeros(d, 6), eps=-1.0), ArgumentError, ("eps", "-1")),
-    BadCall(
-        "residual of another shape",
-        lambda d: rms_norm(_zeros(d, 4, 6), _zeros(d, 6), residual=_zeros(d, 4, 5)),
-        ArgumentError,
-        ("rms_norm", "residual", "(4, 6)", "(4, 5)"),
     ),
 )
 
@@ -145,43 +121,22 @@ def _torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def _torch_residual(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """As decoders write it."""
-    s = x + residual
-    return _torch_rms_norm(s, weight), s
-
-
-WORKLOADS = (
-    *(
-        Workload(
-            f"rms_norm {rows}×{size}",
-            RMS_NORM,
-            normal_rows(1, 1, rows, size),
-            2 * 2 * rows * size,
-            3 * 2 * rows * size,
-            _torch_rms_norm,
-            peers=("liger_rms_norm", "quack_rms_norm"),
-        )
-        for rows, size in ((32768, 2048), (16384, 4096))
-    ),
+WORKLOADS = tuple(
     Workload(
-        "rms_norm[residual] 32768×2048",
-        RESIDUAL,
-        normal_rows(2, 1, 32768, 2048),
-        4 * 2 * 32768 * 2048,
-        4 * 2 * 32768 * 2048,
-        _torch_residual,  # type: ignore[arg-type]
-        devices=("cuda",),
-    ),
+        f"rms_norm {rows}×{size}",
+        RMS_NORM,
+        normal_rows(1, 1, rows, size),
+        2 * 2 * rows * size,
+        3 * 2 * rows * size,
+        _torch_rms_norm,
+        peers=("liger_rms_norm", "quack_rms_norm"),
+    )
+    for rows, size in ((32768, 2048), (16384, 4096))
 )
 
 
 def built_calls() -> Iterator[Call]:
     """Widths of each schedule in bfloat16, the other dtypes, a wide weight, a residual, and every layout."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     for size in (100, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
         yield bind(rms_norm, empty(64, size), empty(size))
     for dtype, size in ((torch.float16, 2048), (torch.float32, 2048), (torch.float32, 8192), (torch.float64, 1024)):

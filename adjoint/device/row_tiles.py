@@ -1,14 +1,14 @@
-"""What the kernels of the norms are made of: tiles of rows, sums over a row, and the reciprocal of a root.
+"""What kernels over rows are made of: tiles of rows, sums over a row, and the reciprocal of a root.
 
 A tile is [pieces, rows, columns of a piece]: Triton gives the warps of a program to rows first, and then to pieces.
 
 How a row is summed. It is padded with zeros to a power of two and cut into pieces of 2^(LANE_LEVELS + VECTOR_LEVELS)
 columns; 2^GROUP_LEVELS pieces are a group, and 2^REPEAT_LEVELS groups a row. Sums are halved, the first half plus the
-second, until one number is left: first the groups, then the 2^VECTOR_LEVELS neighbours of a vector, then the vectors of
-a piece, then the pieces of a group. Every addition takes two numbers, and the levels follow from the width and the dtype
-alone: so neither the layout of threads, which Triton chooses by alignment, nor the number of warps, nor the rows of a
-tile can change a bit. The order is the one in which a GPU has the terms at hand: a thread holds vectors of all groups, a
-warp holds a piece, and the warps of a program hold a group.
+second, until one number remains: first the groups, then the 2^VECTOR_LEVELS neighbours of a vector, then the vectors
+of a piece, then the pieces of a group. Every addition takes two numbers, and the levels follow from the width and the
+dtype alone: so neither the layout of threads, which Triton chooses by alignment, nor the number of warps, nor the rows
+of a tile can change a bit. The order is the one in which a GPU has the terms at hand: a thread holds vectors of all
+groups, a warp holds a piece, and the warps of a program hold a group.
 """
 
 import torch
@@ -89,7 +89,7 @@ def two_row_sums(
 
 @triton.jit
 def row_offsets(row, inner, outer, step, SIZE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Where rows begin: adjacent ("contiguous"), `step` apart ("rows"), or so in runs of `inner`, `outer` apart ("runs")."""
+    """Where rows begin: see `adjoint.device.rows.KINDS`."""
     if LAYOUT == "contiguous":
         offset = row.to(tl.int64) * SIZE
     elif LAYOUT == "rows":
@@ -121,9 +121,10 @@ def tile_mask(row, rows, column, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 def reciprocal_root(x, NATIVE: tl.constexpr):
     """1 / sqrt(x) for x ≥ 0: the root correctly rounded, and its reciprocal too.
 
-    On NVIDIA's GPUs without the compiler's own sequences, which call functions for extreme x and keep registers free for
-    them: Newton's step from the approximate root, whose remainder x − s² is exact, and one from the approximate
-    reciprocal. Where x − s² would be subnormal, x is scaled by 2⁶⁴ first, and the result by 2³². Every float32 was tried.
+    On NVIDIA's GPUs without the compiler's own sequences, which call functions for extreme x and keep registers free
+    for them: Newton's step from the approximate root, whose remainder x − s² is exact, and one from the approximate
+    reciprocal. Where x − s² would be subnormal, x is scaled by 2⁶⁴ first, and the result by 2³². Every float32 was
+    tried.
     """
     if x.dtype == tl.float64:
         return 1.0 / tl.sqrt(x)

@@ -1,4 +1,4 @@
-"""Tensors as the kernels of the norms read them: rows of adjacent elements. What lies otherwise is copied first."""
+"""Tensors as kernels over rows read them: rows of adjacent elements. What lies otherwise is copied first."""
 
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def _kind(tensor: Tensor) -> int | None:
 
 
 def describe(x: Tensor, weight: Tensor | None = None, **others: Tensor | None) -> Facts:
-    """The facts of a problem: dtypes of x and weight, how all tensors lie, the width of a row and the number of rows."""
+    """The facts of a problem: dtypes of x and weight, how all tensors lie, the width and the number of rows."""
     kinds = {name: _kind(tensor) for name, tensor in {"x": x, **others}.items() if tensor is not None}
     copied = [name for name, kind in kinds.items() if kind is None]
     if weight is not None and not weight.is_contiguous():
@@ -97,4 +97,3 @@ class Reader:
             return Rows(tensor)
         inner, outer, step = leading_axes(tensor) or (1, 0, 0)
         return Rows(tensor, max(1, inner), outer, step)
-
