@@ -10,6 +10,7 @@ from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
+from adjoint.ops.norm import gated_rms_norm, l2_norm, rms_norm
 
 __version__ = "0.1.0"
 
@@ -29,10 +30,13 @@ __all__ = [
     "gated_delta",
     "gated_delta_rule",
     "gated_delta_step",
+    "gated_rms_norm",
+    "l2_norm",
     "moe",
     "nn",
     "plan",
     "prefer",
+    "rms_norm",
     "silu",
     "swiglu",
     "take_along_axis",

@@ -16,6 +16,7 @@ from torch import Tensor
 from adjoint.bench import fla_w_u
 from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple, through_autograd
 from adjoint.bench.gated_delta_peers import fla_step, transformers_rule
+from adjoint.bench.norm_peers import fla_gated_rms_norm, fla_l2_norm, liger_rms_norm, quack_rms_norm
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ def _flash_qla_gated_delta_rule(task: Task) -> Contender:
 
 PEERS = {
     "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
+    "liger_rms_norm": Peer("Liger", "liger-kernel", liger_rms_norm),
+    "quack_rms_norm": Peer("QuACK", "quack-kernels", quack_rms_norm),
+    "fla_gated_rms_norm": Peer("FLA", "fla-core", fla_gated_rms_norm),
+    "fla_l2_norm": Peer("FLA", "fla-core", fla_l2_norm),
     "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
     "flash_qla_gated_delta_rule": Peer("FlashQLA", "flash-qla", _flash_qla_gated_delta_rule),
     "fla_gated_delta_step": Peer("FLA", "fla-core", fla_step),

@@ -26,6 +26,12 @@ class Bound:
         results = (plan or self.plan).run(*self.tensors, **memory)
         return results if isinstance(results, tuple) else (results,)
 
+    def gradients(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The gradients that a backward's results stand for, by the names of its outputs."""
+        operator = self.plan.operator
+        assembled = results if operator.assemble is None else operator.assemble(results, self.arguments)
+        return dict(zip(operator.outputs, assembled, strict=True))
+
     def workspace(self) -> Tensor | None:
         """Memory for the plan to work in; None where it needs none, or allocates its own."""
         needed = self.plan.workspace_bytes

@@ -322,6 +322,7 @@ class _Backward:
             describe=describe,
             candidates=adjoint.candidates,
         )
+        self.operator.assemble = adjoint.assemble
         self.function = self._make_function()
 
     def _check(self, *arguments: Any) -> None:
@@ -430,11 +431,12 @@ class _Backward:
                     mark_overwritten(*(x for x, needed in zip(saved, needs, strict=True) if needed))
                     results = tuple(x.detach() for x in saved)
                 else:
-                    results = operator(*upstream, *ctx.saved_tensors, *rest)
+                    arguments = (*upstream, *ctx.saved_tensors, *rest)  # checkpoints unpack what is saved once
+                    results = operator(*arguments)
                     if adjoint.buffers:
                         return tuple(gradients)
                     if adjoint.assemble is not None:
-                        results = adjoint.assemble(results, (*upstream, *ctx.saved_tensors, *rest))
+                        results = adjoint.assemble(results, arguments)
                     elif not several:
                         results = (results,)
                 for place, needed, gradient in zip(places, needs, results, strict=True):

@@ -116,6 +116,8 @@ class Operator:
         describe: the `Problem` of given arguments.
         candidates: best first; a function, so that no kernel module is imported to define an op.
         call: the registered operator.
+        assemble: of a backward: `assemble(results, arguments)` gives a gradient for each output, where it is not what
+            the operator returns.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Operator:
     describe: Callable[..., Problem]
     candidates: Callable[[], tuple[Candidate, ...]]
     call: Any = None
+    assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
     _plans: dict[tuple[Problem, str], "Plan"] = field(default_factory=dict, repr=False)
 
     def __call__(self, *everything: Any) -> Any:

@@ -3,5 +3,15 @@
 from adjoint.nn.activation import SiLU, SwiGLU
 from adjoint.nn.embedding import Embedding, EmbeddingBag
 from adjoint.nn.moe import SparseMoE, fuse_experts
+from adjoint.nn.norm import GatedRMSNorm, RMSNorm
 
-__all__ = ["Embedding", "EmbeddingBag", "SiLU", "SparseMoE", "SwiGLU", "fuse_experts"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "GatedRMSNorm",
+    "RMSNorm",
+    "SiLU",
+    "SparseMoE",
+    "SwiGLU",
+    "fuse_experts",
+]

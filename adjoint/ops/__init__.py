@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 OPS = (
     "activation.silu",
     "activation.swiglu",
+    "norm.rms_norm",
+    "norm.gated_rms_norm",
+    "norm.l2_norm",
     "embedding",
     "indexing",
     "moe.route",

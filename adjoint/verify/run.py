@@ -99,7 +99,7 @@ def directions_of(subject: Subject, found: Evaluation, preference: Preference) -
 
 def gradients_of(subject: Subject, inputs: Inputs, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Those of the adjoint's outputs that are gradients of these inputs, in their order."""
-    by_name = dict(zip(backward.plan.operator.outputs, results, strict=True))
+    by_name = backward.gradients(results)
     return tuple(by_name[name] for name in subject.gradients(inputs))
 
 

@@ -1,0 +1,102 @@
+"""`RMSNorm` and `GatedRMSNorm` as modules: the state dicts are those of torch's and of Hugging Face's modules."""
+
+from typing import overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adjoint.core.preference import Preference
+from adjoint.ops.norm import gated_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """y = x·r·(offset + weight), r = 1 / sqrt(mean(x²) + eps), by `adjoint.rms_norm`.
+
+    Args:
+        size: columns of the last axis.
+        eps: what is added to the mean of squares.
+        offset: what is added to the weight, which begins at 1 − offset: 1.0 for Qwen3-Next's norms.
+        device, dtype: of the weight.
+        preference: narrows the choice of plans.
+
+    >>> import torch
+    >>> RMSNorm(2)(torch.tensor([3.0, 4.0]))
+    tensor([0.8485, 1.1314], grad_fn=<_RmsNormBackward>)
+    >>> RMSNorm(4, offset=1.0).weight
+    Parameter containing:
+    tensor([0., 0., 0., 0.], requires_grad=True)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        preference: Preference | None = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.eps, self.offset, self.preference = size, eps, offset, preference
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1 - self.offset)
+
+    @overload
+    def forward(self, x: Float[Tensor, "*shape size"], residual: None = None) -> Float[Tensor, "*shape size"]: ...
+    @overload
+    def forward(self, x: Float[Tensor, "*shape size"], residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x; with a residual, that of s = x + residual, and s."""
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual, preference=self.preference)  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
+
+
+class GatedRMSNorm(nn.Module):
+    """y = x·r·weight·silu(gate), r = 1 / sqrt(mean(x²) + eps), by `adjoint.gated_rms_norm`.
+
+    Args:
+        size: columns of the last axis.
+        eps: what is added to the mean of squares.
+        round_before_gate: x·r is rounded before the weight, as Hugging Face's modules do.
+        device, dtype: of the weight.
+        preference: narrows the choice of plans.
+
+    >>> import torch
+    >>> GatedRMSNorm(2)(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.8271], grad_fn=<_GatedRmsNormBackward>)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-6,
+        *,
+        round_before_gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        preference: Preference | None = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.eps, self.round_before_gate, self.preference = size, eps, round_before_gate, preference
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(
+        self, x: Float[Tensor, "*shape size"], gate: Float[Tensor, "*shape size"]
+    ) -> Float[Tensor, "*shape size"]:
+        return gated_rms_norm(
+            x, gate, self.weight, eps=self.eps, round_before_gate=self.round_before_gate, preference=self.preference
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}" + ", round_before_gate=True" * self.round_before_gate

@@ -1,0 +1,236 @@
+"""The norms against formulations that share no code with them, the order of their sums, and what is their own."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import adjoint
+from adjoint import Preference
+from adjoint.device.row_tiles import LEVELS, order
+from adjoint.ops.norm import plans
+
+BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype)
+
+
+def gradients(
+    outputs: Tensor | tuple[Tensor, ...], inputs: tuple[Tensor, ...], *upstream: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
+
+
+# ------------------------------------------------------------------------------ a second formulation
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, 1 + weight, 1e-6)
+
+
+def torch_gated(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6) * F.silu(gate)
+
+
+def torch_l2(x: Tensor) -> Tensor:
+    """The length of a vector with one more element, the root of ε."""
+    longer = torch.cat((x, x.new_full((*x.shape[:-1], 1), 1e-3)), -1)
+    return x / torch.linalg.vector_norm(longer, dim=-1, keepdim=True)
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["rms_norm", "gated_rms_norm", "l2_norm"])
+def test_torch_and_its_autograd_agree(name: str, backend: str, device: torch.device) -> None:
+    ours, theirs, count = {
+        "rms_norm": (lambda *a, **k: adjoint.rms_norm(*a, offset=1.0, **k), torch_rms_norm, 1),
+        "gated_rms_norm": (adjoint.gated_rms_norm, torch_gated, 2),
+        "l2_norm": (adjoint.l2_norm, torch_l2, 1),
+    }[name]
+    inputs = [normal(7, 33, seed=i) for i in range(count)] + [normal(33, seed=9)] * (name != "l2_norm")
+    inputs = tuple(t.clone().to(device).requires_grad_() for t in inputs)
+    dy = normal(7, 33, seed=5).to(device)
+    y, expected = ours(*inputs, preference=Preference(backend=backend)), theirs(*inputs)
+    found = (y, *gradients(y, inputs, dy))
+    for ours_, theirs_ in zip(found, (expected, *gradients(expected, inputs, dy)), strict=True):
+        assert (ours_ - theirs_).abs().max() <= 1e-13 * (1 + theirs_.abs().max())
+
+
+# --------------------------------------------------------------------------------- the order of sums
+
+
+def halved(values: Tensor, axis: int) -> Tensor:
+    while values.shape[axis] > 1:
+        first, second = values.chunk(2, axis)
+        values = first + second
+    return values.squeeze(axis)
+
+
+def row_sum(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the last axis, in the order that `row_tiles` states."""
+    levels = order(values.shape[-1], dtype)
+    padding = sum(levels.values())
+    padded = F.pad(values, (0, 2**padding - values.shape[-1]))
+    parts = padded.reshape(-1, *(2 ** levels[name] for name in LEVELS))  # rows, groups, pieces, vectors, neighbours
+    groups = halved(parts, 1)
+    return halved(halved(halved(groups, 3), 2), 1)
+
+
+def expected_bits(x: Tensor, weight: Tensor, dy: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dweight of rms_norm in float32, one IEEE operation after the other."""
+    (rows, size), eps = x.shape, torch.tensor(1e-6)
+    part = torch.tensor(1 / size)
+    mean = row_sum(x * x, dtype) * part + eps
+    r = (1 / torch.from_numpy(np.sqrt(mean.numpy())))[:, None]  # torch's root is not always the nearest number
+    z, a = x * r, dy * weight
+    m = row_sum(a * x, dtype)[:, None] * part * r
+    tile, blocks = 2 ** plans.row_levels(size), plans.blocks_of(size, rows)
+    terms = F.pad(dy * z, (0, 0, 0, -rows % tile)).view(-1, tile, size)
+    sums = torch.zeros(blocks, tile, size)
+    for index, term in enumerate(terms):
+        sums[index % blocks] += term
+    runs = halved(sums, 1).split(2**plans.RUN_LEVELS)
+    dweight = torch.zeros(size)
+    for run in runs:
+        dweight += halved(F.pad(run, (0, 0, 0, 2**plans.RUN_LEVELS - len(run))), 0)
+    return z * weight, (a - z * m) * r, dweight
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("rows", "size", "dtype"),
+    [
+        (21, 128, torch.bfloat16),
+        (21, 128, torch.float32),
+        (5, 1000, torch.bfloat16),
+        (5, 1024, torch.float16),
+        (3, 2048, torch.bfloat16),
+        (3, 4096, torch.float32),
+        (9, 100, torch.float32),
+        (7, 1, torch.float32),
+    ],
+)
+def test_bits_are_those_of_the_stated_order(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, dy, weight = normal(rows, size, dtype=dtype), normal(rows, size, dtype=dtype, seed=1), normal(size, seed=2)
+    weight = weight.float()
+    expected = expected_bits(x.float(), weight, dy.float(), dtype)
+    x, weight = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
+    y = adjoint.rms_norm(x, weight, preference=Preference(backend="triton"))
+    found = (y, *gradients(y, (x, weight), dy.to(device)))
+    for name, ours, exact in zip(("y", "dx", "dweight"), found, expected, strict=True):
+        assert torch.equal(ours.cpu(), exact.to(ours.dtype)), name
+
+
+@pytest.mark.kernels
+def test_more_blocks_than_one_run_are_added_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and runs made small, so that few rows fill several."""
+    monkeypatch.setattr(plans, "most_blocks", lambda size: 5)
+    kernels = pytest.importorskip("adjoint.ops.norm.kernels")
+    for module in (plans, kernels):
+        monkeypatch.setattr(module, "RUN_LEVELS", 1)
+    adjoint.core.plan.forget()
+    x, dy, weight = normal(150, 128).float(), normal(150, 128, seed=1).float(), normal(128, seed=2).float()
+    expected = expected_bits(x, weight, dy, torch.float32)
+    x, weight = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
+    y = adjoint.rms_norm(x, weight, preference=Preference(backend="triton"))
+    assert torch.equal(gradients(y, (weight,), dy.to(device))[0].cpu(), expected[2])
+    adjoint.core.plan.forget()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_s_gradient_does_not_depend_on_its_batch(gated: bool, device: torch.device) -> None:
+    """dweight does, so the shared check of batch invariance leaves this direction out."""
+
+    def run(x: Tensor, gate: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        x, gate = x.detach().requires_grad_(), gate.detach().requires_grad_()
+        weight, wanted = normal(72, dtype=torch.bfloat16, seed=9).to(device), Preference(backend="triton")
+        if gated:
+            return gradients(adjoint.gated_rms_norm(x, gate, weight, preference=wanted), (x, gate), dy)
+        return gradients(adjoint.rms_norm(x, weight, preference=wanted), (x,), dy)
+
+    tensors = [normal(37, 72, dtype=torch.bfloat16, seed=i).to(device) for i in range(3)]
+    whole = run(*tensors)
+    for rows in (slice(0, 1), slice(36, 37), slice(5, 30)):
+        for alone, together in zip(run(*(t[rows] for t in tensors)), whole, strict=True):
+            assert torch.equal(alone, together[rows])
+    apart = run(*(torch.cat((t, t), -1)[:, :72] for t in tensors))
+    shifted = run(*(torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in tensors))
+    for moved in (apart, shifted):
+        assert all(map(torch.equal, moved, whole))
+
+
+# ------------------------------------------------------------------------------------------- edges
+
+
+@every_backend
+def test_zero_rows_of_the_last_tile_add_nothing(backend: str, device: torch.device) -> None:
+    """With ε = 0 a row of zeros has r = ∞; rows past the end are such rows."""
+    x = normal(5, 16, dtype=torch.float32).to(device).requires_grad_()
+    weight = torch.ones(16, device=device, requires_grad=True)
+    y = adjoint.rms_norm(x, weight, eps=0.0, preference=Preference(backend=backend))
+    assert all(gradient.isfinite().all() for gradient in gradients(y, (x, weight), torch.ones_like(y)))
+
+
+@every_backend
+def test_either_output_of_a_residual_may_be_unused(backend: str, device: torch.device) -> None:
+    wanted = Preference(backend=backend)
+    x, residual = (normal(4, 24, dtype=torch.float32, seed=i).to(device).requires_grad_() for i in range(2))
+    weight, up = normal(24, dtype=torch.float32, seed=3).to(device).requires_grad_(), torch.ones(4, 24, device=device)
+    y, s = adjoint.rms_norm(x, weight, residual=residual, preference=wanted)
+    dx, dweight, dresidual = gradients(s, (x, weight, residual), up)
+    assert torch.equal(dx, up) and torch.equal(dresidual, up) and not dweight.any()
+    y, s = adjoint.rms_norm(x, weight, residual=residual, preference=wanted)
+    alone = gradients(y, (x, weight, residual), up)
+    of_sum = s.detach().requires_grad_()
+    expected = gradients(adjoint.rms_norm(of_sum, weight, preference=wanted), (of_sum, weight), up)
+    assert all(map(torch.equal, alone, (*expected, expected[0])))
+    (only,) = gradients(adjoint.rms_norm(x.detach(), weight, residual=residual, preference=wanted)[0], (residual,), up)
+    assert torch.equal(only, expected[0])
+
+
+def test_x_and_residual_accumulate_apart() -> None:
+    x, residual = normal(2, 4).requires_grad_(), normal(2, 4, seed=1).requires_grad_()
+    y, s = adjoint.rms_norm(x, torch.ones(4, dtype=torch.float64), residual=residual)
+    (y.sum() + s.sum()).backward()
+    assert x.grad is not None and residual.grad is not None
+    before = residual.grad.clone()
+    x.grad.zero_()
+    assert torch.equal(residual.grad, before)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_closed_gate_gives_minus_zero(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    x, weight = torch.ones(2, 8, dtype=dtype, device=device), torch.ones(8, dtype=dtype, device=device)
+    gate = torch.tensor([[-torch.inf], [torch.inf]], dtype=dtype, device=device).repeat(1, 8).requires_grad_()
+    y = adjoint.gated_rms_norm(x, gate, weight, eps=0.0, preference=Preference(backend=backend))
+    (slope,) = gradients(y, (gate,), torch.ones_like(y))
+    assert (y[0] == 0).all() and y[0].signbit().all() and (y[1] == torch.inf).all()
+    assert (slope[0] == 0).all() and (slope[1] == 1).all()
+
+
+@pytest.mark.parametrize("size", [16385, 32768])
+def test_rows_too_wide_for_a_program_are_eager(size: int, device: torch.device) -> None:
+    x = torch.empty(2, size, dtype=torch.bfloat16, device="meta")
+    plan = adjoint.plan(adjoint.rms_norm, x, torch.empty(size, dtype=torch.bfloat16, device="meta"))
+    assert plan.name == "eager"
+    assert dict(plan.others)["triton.rows"] == (
+        "has rows of up to 32768 bytes, padded to a power of two; these have 65536"
+    )
+
+
+@pytest.mark.kernels
+def test_a_sku_names_the_order_of_dweight(device: torch.device) -> None:
+    x, weight = torch.empty(64, 128, device=device), torch.empty(128, device=device)
+    adjoint_plan = adjoint.plan(adjoint.rms_norm, x, weight).adjoint
+    assert adjoint_plan is not None
+    assert "row_levels=4" in str(adjoint_plan.sku) and "most_blocks=660" in str(adjoint_plan.sku)
+    assert adjoint_plan.workspace_bytes == 4 * 128 * 4 + 256
+    assert "number of rows" in adjoint_plan.guarantee["dweight"].domain
+    assert adjoint_plan.guarantee["dx"].batch_invariant == "row"
+    assert not adjoint_plan.guarantee["dweight"].batch_invariant
