@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 OPS = (
     "activation.silu",
     "activation.swiglu",
-    "embedding",
+    "embedding.embedding",
+    "embedding.bag",
     "indexing",
     "moe.route",
     "moe.losses",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.ops.embedding import reference
+from adjoint.ops.embedding.bag import reference
 from adjoint.verify.bits import same_bits
 from tests.ops.embedding.sums import in_tiles
 
@@ -401,10 +401,10 @@ def test_gradients_are_computed_for_those_who_ask(backend: str, device: torch.de
     bags, preference = Bags(IDS.to(device).view(4, 3)), Preference(backend=backend)
     weight, factors = _weight(device), _normal(4, 3, device=device, seed=2).requires_grad_()
     both = torch.autograd.grad(_call(bags, weight, factors, mode="sum", preference=preference).sum(), (weight, factors))
-    for asked, expected in zip((weight, factors), both, strict=True):
-        given = [tensor if tensor is asked else tensor.detach() for tensor in (weight, factors)]
-        out = _call(bags, *given, mode="sum", preference=preference)
-        (gradient,) = torch.autograd.grad(out.sum(), asked)
+    for differentiable, expected in zip((weight, factors), both, strict=True):
+        tensors = [tensor if tensor is differentiable else tensor.detach() for tensor in (weight, factors)]
+        out = _call(bags, *tensors, mode="sum", preference=preference)
+        (gradient,) = torch.autograd.grad(out.sum(), differentiable)
         assert same_bits(gradient, expected)
     plain = _call(bags, weight.detach(), factors.detach(), mode="sum", preference=preference)
     assert not plain.requires_grad
@@ -482,8 +482,8 @@ def test_operators_are_registered_right(mode: str, device: torch.device) -> None
     factors = _normal(12, device=device) if mode == "sum" else None
     options = (mode, -1, False)
     forward, backward = torch.ops.adjoint.embedding_bag.default, torch.ops.adjoint.embedding_bag_backward.default
-    out, extra = forward(ids, weight, offsets, factors, *options, "")
-    torch.library.opcheck(forward, (ids, weight, offsets, factors, *options, ""))
+    out, extra = forward(ids, weight, offsets, factors, *options, True, "")
+    torch.library.opcheck(forward, (ids, weight, offsets, factors, *options, True, ""))
     need = 1 if factors is None else 3
     torch.library.opcheck(backward, (out, ids, weight, offsets, factors, extra, ROWS, *options, need, ""))
 
@@ -500,17 +500,17 @@ def test_the_stated_workspace_is_enough(layout: str, device: torch.device) -> No
     options: dict[str, Any] = {"mode": "sum", "include_last_offset": bags.include_last_offset}
     plan = adjoint.plan(adjoint.embedding_bag, bags.ids, weight, bags.offsets, factors, **options)
     assert plan.adjoint is not None
-    given = (bags.ids, weight, bags.offsets, factors)
+    inputs = (bags.ids, weight, bags.offsets, factors)
     expected = _call(bags, weight, factors.contiguous(), mode="sum")
     dout = _normal(*expected.shape, device=device, seed=1)
-    runs = ((plan, given), (plan.adjoint, (dout, *given, torch.empty(0, dtype=torch.int32, device=device))))
-    for chosen, tensors in runs:
+    runs = ((plan, inputs), (plan.adjoint, (dout, *inputs, torch.empty(0, dtype=torch.int32, device=device))))
+    for chosen, arguments in runs:
         needed = chosen.workspace_bytes
         assert needed
         memory = torch.full((needed + 64,), 0xAB, dtype=torch.uint8, device=device)
-        with_memory = chosen.run(*tensors, workspace=memory[33 : 33 + needed])
-        assert all(map(same_bits, with_memory, chosen.run(*tensors)))
+        with_memory = chosen.run(*arguments, workspace=memory[33 : 33 + needed])
+        assert all(map(same_bits, with_memory, chosen.run(*arguments)))
         assert (memory[:33] == 0xAB).all() and (memory[33 + needed :] == 0xAB).all()
         with pytest.raises(adjoint.ArgumentError, match=f"too small: {needed} bytes are needed"):
-            chosen.run(*tensors, workspace=memory[: needed - 1])
-    assert same_bits(plan.run(*given)[0], expected)
+            chosen.run(*arguments, workspace=memory[: needed - 1])
+    assert same_bits(plan.run(*inputs)[0], expected)

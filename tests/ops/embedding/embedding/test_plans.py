@@ -10,7 +10,7 @@ from torch import Tensor
 import adjoint
 from adjoint import ArgumentError, Plan, Preference, Unsupported
 from adjoint.verify.bits import same_bits
-from tests.ops.embedding.lookups import (
+from tests.ops.embedding.embedding.lookups import (
     COLUMNS,
     ROWS,
     every_backend,
@@ -29,8 +29,9 @@ FORMS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 
 def _plan(form: str, device: torch.device, backend: str, **preference: Any) -> Plan:
     weight = make_weight(device).detach()
-    wanted = Preference(backend=backend, **preference)
-    return adjoint.plan(adjoint.embedding, make_ids(9, device=device), weight, preference=wanted, **FORMS[form](weight))
+    narrowed = Preference(backend=backend, **preference)
+    ids = make_ids(9, device=device)
+    return adjoint.plan(adjoint.embedding, ids, weight, preference=narrowed, **FORMS[form](weight))
 
 
 def _backward(form: str, device: torch.device, backend: str, **preference: Any) -> Plan:
@@ -121,7 +122,7 @@ def test_the_stated_workspace_is_enough_wherever_it_begins(form: str, shift: int
 
 @pytest.mark.kernels
 def test_the_copies_a_layout_takes_are_in_the_workspace(device: torch.device) -> None:
-    """Ids that are not contiguous, and a gradient no kernel walks."""
+    """Ids that are not contiguous, and a gradient that no kernel reads as it lies."""
     weight = make_weight(device).detach()
     ids = make_ids(4, 3, 2, device=device).permute(2, 0, 1)
     dout = normal(3, 4, 2, COLUMNS, device=device, seed=2).permute(2, 1, 0, 3)

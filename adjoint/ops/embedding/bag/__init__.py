@@ -19,14 +19,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids, require_like
-from adjoint.core.errors import ArgumentError, second_derivative
-from adjoint.core.op import define
-from adjoint.core.plan import Call, publish
-from adjoint.core.preference import Preference, resolve
-from adjoint.core.problem import Problem
-from adjoint.ops.embedding import bag_plans
-from adjoint.ops.embedding.embedding import check_table, normalized_padding
-from adjoint.ops.embedding.plans import NEED_WEIGHT, NEED_WEIGHTS
+from adjoint.core.errors import ArgumentError
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.preference import Preference
+from adjoint.ops.embedding.bag import plans
+from adjoint.ops.embedding.bag.plans import NEED_WEIGHT, NEED_WEIGHTS
+from adjoint.ops.embedding.table import check_table, padding_row
 
 Mode = Literal["mean", "sum", "max"]
 MODES = ("mean", "sum", "max")
@@ -103,7 +101,7 @@ def _check_backward(
         )
 
 
-# ----------------------------------------------------------------------------------------- operators
+# --------------------------------------------------------------------------------------- declaration
 
 
 def _bags(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> int:
@@ -115,22 +113,19 @@ def _extra_shape(mode: str, bags: int, columns: int) -> tuple[int, ...]:
     return {"max": (bags, columns), "mean": (bags,), "sum": (0,)}[mode]
 
 
-def _describe(
-    op: str,
+def _facts(
     ids: Tensor,
     table: Tensor,
     rows: int,
     offsets: Tensor | None,
     per_sample_weights: Tensor | None,
-    options: tuple[Any, ...],
     include_last_offset: bool,
-) -> Problem:
+) -> Facts:
     """`table` has the columns and the dtype of the table: itself, or a gradient."""
-    given = {"ids": ids, "offsets": offsets, "per_sample_weights": per_sample_weights}
-    layout = ", ".join(name for name, t in given.items() if t is not None and not t.is_contiguous())
+    tensors = {"ids": ids, "offsets": offsets, "per_sample_weights": per_sample_weights}
+    layout = ", ".join(name for name, x in tensors.items() if x is not None and not x.is_contiguous())
     dtypes = (table.dtype, ids.dtype) if offsets is None else (table.dtype, ids.dtype, offsets.dtype)
-    sizes = (ids.numel(), rows, table.shape[1], _bags(ids, offsets, include_last_offset))
-    return Problem(op, table.device, dtypes, layout, sizes, options)
+    return Facts(dtypes, layout, (ids.numel(), rows, table.shape[1], _bags(ids, offsets, include_last_offset)))
 
 
 def _allocate(
@@ -141,98 +136,51 @@ def _allocate(
     mode: str,
     padding: int,
     include_last_offset: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
+    """The kernels write `extra` whether or not it is needed: it is small, or for the maximum on their way."""
     bags, columns = _bags(ids, offsets, include_last_offset), weight.shape[1]
     extra = _extra_shape(mode, bags, columns)
     return weight.new_empty((bags, columns)), weight.new_empty(extra, dtype=torch.int32)
 
 
-def _allocate_backward(
-    dout: Tensor,
-    ids: Tensor,
-    weight: Tensor | None,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    extra: Tensor,
-    rows: int,
-    mode: str,
-    padding: int,
-    include_last_offset: bool,
-    need: int,
-) -> tuple[Tensor, Tensor]:
+def _allocate_backward(dout: Tensor, ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows, need = rest[4], rest[-1]
     return (
         dout.new_empty((rows, dout.shape[1]) if need & NEED_WEIGHT else (0,)),
         dout.new_empty(tuple(ids.shape) if need & NEED_WEIGHTS else (0,)),
     )
 
 
-_embedding_bag = define(
+_bag = Op(
     "embedding_bag",
-    "Tensor ids, Tensor weight, Tensor? offsets, Tensor? per_sample_weights, str mode, int padding_idx, "
-    "bool include_last_offset",
-    "(Tensor, Tensor)",
-    outputs=("out", "extra"),
-    tensors=("ids", "weight", "offsets", "per_sample_weights"),
+    inputs=("ids", "weight", "offsets?", "per_sample_weights?"),
+    differentiable=("weight", "per_sample_weights"),
+    options="str mode, int padding_idx, bool include_last_offset",
+    outputs=("out",),
+    kept=("extra",),
     check=_check,
     allocate=_allocate,
-    describe=lambda ids, weight, offsets, factors, *options: _describe(
-        "embedding_bag", ids, weight, weight.shape[0], offsets, factors, options, options[2]
+    describe=lambda ids, weight, offsets, factors, mode, padding, include_last_offset, keep: _facts(
+        ids, weight, weight.shape[0], offsets, factors, include_last_offset
     ),
-    candidates=lambda: bag_plans.EMBEDDING_BAG,
-)
-_embedding_bag_backward = define(
-    "embedding_bag_backward",
-    "Tensor dout, Tensor ids, Tensor? weight, Tensor? offsets, Tensor? per_sample_weights, Tensor extra, "
-    "SymInt rows, str mode, int padding_idx, bool include_last_offset, int need",
-    "(Tensor, Tensor)",
-    outputs=("dweight", "dper_sample_weights"),
-    tensors=("dout", "ids", "weight", "offsets", "per_sample_weights", "extra"),
-    check=_check_backward,
-    allocate=_allocate_backward,
-    describe=lambda dout, ids, weight, offsets, factors, extra, *options: _describe(
-        "embedding_bag_backward", ids, dout, options[0], offsets, factors, options, options[3]
+    forward=lambda: plans.EMBEDDING_BAG,
+    adjoint=Adjoint(
+        lambda: plans.EMBEDDING_BAG_BACKWARD,
+        lambda dout, ids, weight, offsets, factors, extra, rows, mode, padding, include_last_offset, need: _facts(
+            ids, dout, rows, offsets, factors, include_last_offset
+        ),
+        saves=("ids", "weight?", "offsets?", "per_sample_weights?", "extra"),
+        omits=lambda needs, *arguments: () if needs["per_sample_weights"] else ("weight",),
+        options="SymInt rows, str mode, int padding_idx, bool include_last_offset",
+        options_of=lambda ids, weight, offsets, factors, *options: (weight.shape[0], *options),
+        check=_check_backward,
+        allocate=_allocate_backward,
     ),
-    candidates=lambda: bag_plans.EMBEDDING_BAG_BACKWARD,
 )
 
 
-class _EmbeddingBag(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        ids: Tensor,
-        weight: Tensor,
-        offsets: Tensor | None,
-        per_sample_weights: Tensor | None,
-        mode: str,
-        padding: int,
-        include_last_offset: bool,
-        preference: str,
-    ) -> Tensor:
-        out, extra = _embedding_bag(
-            ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset, preference
-        )
-        table = weight if ctx.needs_input_grad[3] else None
-        ctx.save_for_backward(ids, table, offsets, per_sample_weights, extra)
-        ctx.options, ctx.preference = (weight.shape[0], mode, padding, include_last_offset), preference
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative("embedding_bag")
-        ids, weight, offsets, per_sample_weights, extra = ctx.saved_tensors
-        needs_weight, needs_weights = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
-        need = NEED_WEIGHT * needs_weight + NEED_WEIGHTS * needs_weights
-        dweight, dweights = _embedding_bag_backward(
-            dout, ids, weight, offsets, per_sample_weights, extra, *ctx.options, need, ctx.preference
-        )
-        gradients = [None] * 8
-        gradients[1] = dweight if needs_weight else None
-        gradients[3] = dweights if needs_weights else None
-        return tuple(gradients)
-
-
+@_bag.public
 def embedding_bag(
     ids: Int[Tensor, "*shape"],
     weight: Float[Tensor, "rows columns"],
@@ -267,51 +215,10 @@ def embedding_bag(
     tensor([[4., 6.],
             [3., 4.]])
     """
-    arguments = _arguments(ids, weight, offsets, mode, per_sample_weights, padding_idx, include_last_offset)
-    text = resolve(preference)
-    wanted = weight.requires_grad or (per_sample_weights is not None and per_sample_weights.requires_grad)
-    if not (wanted and torch.is_grad_enabled()):
-        return _embedding_bag(*arguments, text)[0]  # type: ignore[no-any-return]
-    return _EmbeddingBag.apply(*arguments, text)  # type: ignore[no-any-return]
-
-
-def _arguments(
-    ids: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None,
-    mode: str,
-    per_sample_weights: Tensor | None,
-    padding_idx: int | None,
-    include_last_offset: bool,
-) -> tuple[Any, ...]:
-    """The operator's arguments, checked."""
-    check_table("embedding_bag", ids, weight)
-    padding = normalized_padding("embedding_bag", padding_idx, weight.shape[0])
-    arguments = (ids, weight, offsets, per_sample_weights, mode, padding, bool(include_last_offset))
-    _check(*arguments)
-    return arguments
-
-
-def _bind(
-    ids: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    per_sample_weights: Tensor | None = None,
-    *,
-    mode: Mode = "mean",
-    padding_idx: int | None = None,
-    include_last_offset: bool = False,
-) -> Call:
-    arguments = _arguments(ids, weight, offsets, mode, per_sample_weights, padding_idx, include_last_offset)
-    need = NEED_WEIGHT | (NEED_WEIGHTS if per_sample_weights is not None else 0)
-    tensors, options = arguments[:4], arguments[4:]
-    return Call(
-        _embedding_bag,
-        arguments,
-        _embedding_bag_backward,
-        lambda upstream, outputs: (upstream[0], *tensors, outputs[1], weight.shape[0], *options, need),
-        public_outputs=1,
+    padding = -1
+    if padding_idx is not None:
+        check_table("embedding_bag", ids, weight)
+        padding = padding_row("embedding_bag", padding_idx, weight.shape[0])
+    return _bag.call(  # type: ignore[no-any-return]
+        ids, weight, offsets, per_sample_weights, mode, padding, bool(include_last_offset), preference=preference
     )
-
-
-publish(embedding_bag, _bind)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import adjoint
 from adjoint import ArgumentError, Preference
 from adjoint.verify.bits import same_bits
-from tests.ops.embedding.lookups import (
+from tests.ops.embedding.embedding.lookups import (
     COLUMNS,
     ROWS,
     every_backend,
@@ -182,8 +182,8 @@ def test_an_id_out_of_range_is_reported_once(backend: str, device: torch.device)
     ids = make_ids(4, 3, device=device).T
     ids[1, 2], ids[2, 0] = -4, 99
 
-    def lookup(given: Tensor) -> None:
-        adjoint.embedding(given, make_weight(device), preference=preference)
+    def lookup(ids: Tensor) -> None:
+        adjoint.embedding(ids, make_weight(device), preference=preference)
         adjoint.check()
 
     with pytest.raises(ArgumentError, match=r"embedding: ids .* got -4 at position 6 "):
@@ -333,7 +333,7 @@ def test_operators_are_registered_right(operator: str, device: torch.device) -> 
     weight, ids = make_weight(device).detach(), make_ids(4, device=device)
     dout = normal(4, COLUMNS, device=device)
     arguments: dict[str, tuple[Any, ...]] = {
-        "embedding": (ids, weight, "raise", ""),
+        "embedding": (ids, weight, -1, "raise", ""),
         "embedding_backward": (dout, ids, ROWS, -1, ""),
         "embedding_backward_into": (dout, ids, torch.zeros_like(weight), -1, ""),
     }

@@ -1,6 +1,7 @@
 """Which kernels serve which `embedding_bag` problem, and what they guarantee."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,20 +9,33 @@ from torch import Tensor
 
 from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
 from adjoint.device.sums import additions, sum_bound, wide
-from adjoint.ops.embedding import eager_bag
-from adjoint.ops.embedding.plans import (
-    NEED_WEIGHT,
-    NEED_WEIGHTS,
-    SCHEDULES,
-    TILE,
-    WEIGHTS_BLOCK,
-    order_in_words,
-    refuse,
-    triton_part,
-)
+from adjoint.ops.embedding.bag import eager
+from adjoint.ops.embedding.plans import TILE, order_in_words, refuse_to_group
+
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+WEIGHTS_BLOCK = 128
+"""Columns the gradient of per-sample weights takes at once: part of its bits."""
+
+NEED_WEIGHT, NEED_WEIGHTS = 1, 2
+"""Bits of the gradients a backward computes: the table's, and the per-sample weights'."""
+
+
+def forward_options(problem: Problem) -> tuple[str, int, bool]:
+    """mode, padding, include_last_offset; in a backward they stand behind the number of rows."""
+    first = int(problem.op == "embedding_bag_backward")
+    mode, padding, include_last_offset = problem.options[first : first + 3]
+    return mode, padding, include_last_offset
+
+
+def mode_of(problem: Problem) -> str:
+    return forward_options(problem)[0]
+
 
 # ------------------------------------------------------------------------------------------- guarantee
 
@@ -31,22 +45,12 @@ _OUT_OF_RANGE = (
 )
 
 
-def _forward_options(problem: Problem) -> tuple[str, int, bool]:
-    """mode, padding, include_last_offset; in a backward they stand between rows and need."""
-    mode, padding, include_last_offset = problem.options if len(problem.options) == 3 else problem.options[1:4]
-    return mode, padding, include_last_offset
+def _bags(ids: Tensor, weight: Tensor, offsets: Tensor | None, problem: Problem) -> eager.Bags:
+    _, padding, include_last_offset = forward_options(problem)
+    return eager.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=False)
 
 
-def mode_of(problem: Problem) -> str:
-    return _forward_options(problem)[0]
-
-
-def _found(ids: Tensor, weight: Tensor, offsets: Tensor | None, problem: Problem) -> eager_bag.Bags:
-    _, padding, include_last_offset = _forward_options(problem)
-    return eager_bag.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=False)
-
-
-def _factors(bags: eager_bag.Bags, problem: Problem, per_sample_weights: Tensor | None) -> Tensor | None:
+def _factors(bags: eager.Bags, problem: Problem, per_sample_weights: Tensor | None) -> Tensor | None:
     if mode_of(problem) == "mean":
         if len(bags.starts) == 0:
             return torch.zeros(len(bags.ids), dtype=torch.float64, device=bags.ids.device)
@@ -58,7 +62,7 @@ def _forward_bound(problem: Problem) -> Callable[..., Tensor]:
     def bound(
         ids: Tensor, weight: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        bags = _found(ids, weight, offsets, problem)
+        bags = _bags(ids, weight, offsets, problem)
         shape = (len(bags.starts), weight.shape[1])
         if mode_of(problem) == "max":
             return weight.new_zeros(shape)
@@ -83,7 +87,7 @@ def _weight_bound(problem: Problem) -> Callable[..., Tensor]:
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        bags = _found(ids, weight, offsets, problem)
+        bags = _bags(ids, weight, offsets, problem)
         entries = bags.counts.nonzero()[:, 0]
         rows = bags.ids[entries].long()
         terms = dout[bags.bag_of[entries]]
@@ -92,9 +96,7 @@ def _weight_bound(problem: Problem) -> Callable[..., Tensor]:
             terms = terms * factors[entries][:, None]
         if mode_of(problem) == "max":
             extra = torch.empty(len(bags.starts), weight.shape[1], dtype=torch.int32, device=ids.device)
-            eager_bag.forward(
-                bags, weight, None, "max", TILE, torch.empty_like(weight[:0].new_empty(extra.shape)), extra
-            )
+            eager.forward(bags, weight, None, "max", TILE, torch.empty_like(weight[:0].new_empty(extra.shape)), extra)
             terms = terms.masked_fill(extra[bags.bag_of[entries]] != entries[:, None], 0)
         exact = torch.zeros_like(weight).index_add_(0, rows, terms)
         magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
@@ -112,7 +114,7 @@ def _weights_bound(problem: Problem) -> Callable[..., Tensor]:
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        bags = _found(ids, weight, offsets, problem)
+        bags = _bags(ids, weight, offsets, problem)
         rows = torch.where(bags.counts, bags.ids, 0).long()
         products = dout[bags.bag_of] * weight[rows] * bags.counts[:, None]
         columns = torch.tensor(weight.shape[1], device=ids.device)
@@ -183,42 +185,46 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def _forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-    ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset = arguments
-    bags = eager_bag.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=True)
-    eager_bag.forward(bags, weight, per_sample_weights, mode, TILE, *outputs)
+    ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset, _ = arguments
+    bags = eager.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=True)
+    eager.forward(bags, weight, per_sample_weights, mode, TILE, *outputs)
 
 
 def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     dout, ids, weight, offsets, per_sample_weights, extra, rows, mode, padding, include_last_offset, need = arguments
-    bags = eager_bag.find_bags(ids, offsets, rows, padding, include_last_offset, raises=False)
+    bags = eager.find_bags(ids, offsets, rows, padding, include_last_offset, raises=False)
     if need & NEED_WEIGHT:
-        eager_bag.backward(bags, dout, per_sample_weights, extra, mode, TILE, outputs[0])
+        eager.backward(bags, dout, per_sample_weights, extra, mode, TILE, outputs[0])
     if need & NEED_WEIGHTS:
-        eager_bag.weights_backward(bags, dout, weight, WEIGHTS_BLOCK, outputs[1])
+        eager.weights_backward(bags, dout, weight, WEIGHTS_BLOCK, outputs[1])
 
 
 def _numeric(problem: Problem) -> dict[str, Any]:
-    return {"mode": mode_of(problem), "tile": TILE}
+    sums_weights = problem.op == "embedding_bag_backward" and problem.options[-1] & NEED_WEIGHTS
+    return {"mode": mode_of(problem), "tile": TILE} | ({"weights_block": WEIGHTS_BLOCK} if sums_weights else {})
 
 
 def _candidates(
-    direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Any
+    direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], in_eager: Any
 ) -> tuple[Candidate, ...]:
+    def setup(setup: Setup) -> Execute:
+        from adjoint.ops.embedding.bag import kernels
+
+        setup.number(**_numeric(setup.problem))
+        return kernels.forward(setup) if direction == "forward" else kernels.backward(setup)
+
     return (
         Candidate(
             name="triton.bags",
             backend="triton",
             kernel=f"embedding_bag_{direction}",
             revision=1,
-            refuse=refuse,
+            refuse=refuse_to_group,
             guarantee=guarantee,
-            run=writing(lambda plan, a, out, w: getattr(triton_part("bag_launch"), direction)(plan, a, out, w)),
-            prepare=lambda plan: getattr(triton_part("bag_launch"), f"prepare_{direction}")(plan),
-            numeric=_numeric,
-            schedules=SCHEDULES,
-            workspace_bytes=lambda problem: getattr(triton_part("bag_launch"), f"{direction}_regions")(problem).bytes,
+            setup=setup,
+            schedules=_SCHEDULES,
         ),
-        in_pytorch("eager.bags", guarantee, writing(compute), _numeric, waits=lambda problem: True),
+        in_pytorch("eager.bags", guarantee, writing(in_eager), _numeric, waits=lambda problem: True),
     )
 
 

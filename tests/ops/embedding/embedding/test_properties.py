@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     def replaced(self, ids: Tensor) -> "Batch":
         return self._replace(ids=ids)
 
-    def taken(self, positions: Tensor) -> "Batch":
+    def select(self, positions: Tensor) -> "Batch":
         return Batch(self.ids[positions], self.dout[positions], self.rows)
 
 
@@ -143,13 +143,13 @@ def test_a_row_has_the_same_bits_in_every_batch_that_keeps_its_tokens_in_order(
 ) -> None:
     """Alone, and among tokens of other rows that come before, between and after."""
     row = int(batch.ids[0])
-    own = batch.taken((batch.ids == row).nonzero()[:, 0])
+    tokens = batch.select((batch.ids == row).nonzero()[:, 0])
     generator = torch.Generator().manual_seed(seed)
-    where = torch.rand(len(own.ids) + 45, generator=generator).argsort()[: len(own.ids)].sort().values
-    ids = torch.randint(row + 1, row + 9, (len(own.ids) + 45,), generator=generator).to(own.ids)
-    dout = _normal(len(ids), own.dout.shape[1], dtype=own.dout.dtype, seed=seed)
-    ids[where], dout[where] = own.ids, own.dout
-    alone, among = gradient(own, backend), gradient(Batch(ids, dout, row + 9), backend)
+    where = torch.rand(len(tokens.ids) + 45, generator=generator).argsort()[: len(tokens.ids)].sort().values
+    ids = torch.randint(row + 1, row + 9, (len(tokens.ids) + 45,), generator=generator).to(tokens.ids)
+    dout = _normal(len(ids), tokens.dout.shape[1], dtype=tokens.dout.dtype, seed=seed)
+    ids[where], dout[where] = tokens.ids, tokens.dout
+    alone, among = gradient(tokens, backend), gradient(Batch(ids, dout, row + 9), backend)
     assert alone is not None and among is not None
     assert same_bits(alone[row], among[row])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.verify.bits import same_bits
-from tests.ops.embedding.lookups import (
+from tests.ops.embedding.embedding.lookups import (
     COLUMNS,
     ROWS,
     every_backend,

@@ -30,7 +30,7 @@ class Bags(NamedTuple):
 def find_bags(
     ids: Tensor, offsets: Tensor | None, rows: int, padding: int, include_last_offset: bool, raises: bool
 ) -> Bags:
-    """Reads ids and offsets; values out of range are reported where that is asked, and never followed."""
+    """Reads ids and offsets; values out of range are reported where `raises` says so, and never followed."""
     flat, device = ids.reshape(-1), ids.device
     place = torch.arange(len(flat), device=device)
     if offsets is None:
@@ -72,10 +72,10 @@ def forward(
     factors = None if per_sample_weights is None else per_sample_weights.reshape(-1).to(wide(weight.dtype))
 
     def terms(places: Tensor) -> Tensor:
-        found = weight.index_select(0, rows[places]).to(wide(weight.dtype))
+        values = weight.index_select(0, rows[places]).to(wide(weight.dtype))
         if factors is not None:
-            found *= factors[places][:, None]
-        return found.masked_fill_(~bags.counts[places][:, None], 0)
+            values *= factors[places][:, None]
+        return values.masked_fill_(~bags.counts[places][:, None], 0)
 
     if mode == "max":
         _maximum(bags, terms, out, extra)
@@ -121,7 +121,7 @@ def backward(
 ) -> None:
     """The gradient of the table."""
     rows = out.shape[0]
-    positions, starts, found = group(torch.where(bags.counts, bags.ids, rows), rows, -1)
+    positions, starts, present = group(torch.where(bags.counts, bags.ids, rows), rows, -1)
     factors = None
     if mode == "mean":
         factors = (1 / extra.clamp_min(1).to(wide(gradient.dtype)))[bags.bag_of] if len(extra) else None
@@ -139,8 +139,8 @@ def backward(
         return term
 
     out.zero_()
-    if len(found) and out.numel():
-        out.index_copy_(0, found, sum_segments(terms, starts, tile).to(out.dtype))
+    if len(present) and out.numel():
+        out.index_copy_(0, present, sum_segments(terms, starts, tile).to(out.dtype))
 
 
 def weights_backward(bags: Bags, gradient: Tensor, weight: Tensor, block: int, out: Tensor) -> None:
@@ -153,8 +153,8 @@ def weights_backward(bags: Bags, gradient: Tensor, weight: Tensor, block: int, o
         return
     step = max(1, 2**22 // columns)
     for some in places.split(step):
-        left = gradient.index_select(0, bags.bag_of[some]).to(wide(weight.dtype))
-        products = left.mul_(weight.index_select(0, bags.ids[some]))
+        rows = gradient.index_select(0, bags.bag_of[some]).to(wide(weight.dtype))
+        products = rows.mul_(weight.index_select(0, bags.ids[some]))
         products = torch.nn.functional.pad(products, (0, -columns % block)).view(len(some), -1, block)
         total = products.new_zeros(len(some), block)
         for index in range(products.shape[1]):
