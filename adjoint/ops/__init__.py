@@ -18,7 +18,7 @@ OPS = (
     "activation.swiglu",
     "embedding.embedding",
     "embedding.bag",
-    "indexing",
+    "indexing.take_along_axis",
     "moe.route",
     "moe.losses",
     "moe.dispatch",

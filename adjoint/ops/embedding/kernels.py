@@ -143,7 +143,7 @@ def embedding_sum_partials(
         tl.store(partials + (target + slot).to(tl.int64) * columns + column, total, in_row)
 
 
-@kernel(budget=replace(_SUM, spilled=368), schedule=("UNROLL", "ROWS", "BLOCK"))  # strided float64
+@kernel(budget=replace(_SUM, spilled_elsewhere=16), schedule=("UNROLL", "ROWS", "BLOCK"))
 @triton.jit
 def embedding_write_groups(
     gradient: PointerIf16.element, positions: Pointer.int32, bag_of: Pointer.int32, factors: Pointer.accumulator,
@@ -261,10 +261,16 @@ ALIGNED, ADJACENT, STRIDED = "aligned", "adjacent", "strided"
 """How a kernel reads and writes rows: 16 bytes at a time, adjacent elements, or any strides."""
 
 
-def by_access(setup: Setup, kernel: Kernel, **settings: Any) -> dict[str, Launch]:
-    """A kernel for every access."""
+def by_access(
+    setup: Setup, kernel: Kernel, settings: Mapping[str, Any], **exceptions: Mapping[str, Any]
+) -> dict[str, Launch]:
+    """A kernel for every access, which may have exceptions from the settings."""
     return {
-        access: setup.kernel(kernel, aligned=access == ALIGNED, UNIT=access != STRIDED, **settings)
+        access: setup.kernel(
+            kernel,
+            aligned=access == ALIGNED,
+            **{"UNIT": access != STRIDED, **settings, **exceptions.get(access, {})},
+        )
         for access in (ALIGNED, ADJACENT, STRIDED)
     }
 
@@ -363,50 +369,39 @@ class GroupSums:
             unroll = schedule[f"{part}_unroll"]
             return part_tile, {"UNROLL": unroll, "BLOCK": part_tile.block, "num_warps": part_tile.warps}
 
-        def reading(kernel: Kernel, **settings: Any) -> dict[tuple[bool, str], Launch]:
+        def reading(kernel: Kernel, settings: dict[str, Any], **strided: Any) -> dict[bool, dict[str, Launch]]:
             """A kernel that reads the gradient, by whether terms have factors, and access."""
-            flags = {"DOUBLE": element == torch.float64, "BAGGED": bagged, "CHOSEN": chosen} | settings
-            return {
-                (has_factors, access): setup.kernel(
-                    kernel,
-                    aligned=access == ALIGNED,
-                    element=element,
-                    accumulator=accumulator,
-                    UNIT=access != STRIDED,
-                    SPLIT=access == STRIDED and not bagged,
-                    SCALED=has_factors,
-                    **flags,
-                )
-                for has_factors in scaled
-                for access in (ALIGNED, ADJACENT, STRIDED)
-            }
+            settings |= {"element": element, "accumulator": accumulator, "SPLIT": False}
+            settings |= {"DOUBLE": element == torch.float64, "BAGGED": bagged, "CHOSEN": chosen}
+            strided |= {"SPLIT": not bagged}
+            return {x: by_access(setup, kernel, {**settings, "SCALED": x}, strided=strided) for x in scaled}
 
         if tile < SEQUENTIAL:
             setup.scratch(partials=(accumulator, sum(self.slots) * columns))
             self.tiles_tile, settings = tile_and_settings("tiles")
-            self.sum_tiles = reading(embedding_sum_tiles, **settings)
+            self.sum_tiles = reading(embedding_sum_tiles, settings)
             self.partials_tile, settings = tile_and_settings("partials")
             self.sum_partials = setup.either(embedding_sum_partials, accumulator=accumulator, **settings)
         self.groups_tile, settings = tile_and_settings("groups")
         settings |= {"ROWS": self.groups_tile.rows, "output": output, "INTO": into}
-        self.write_groups = reading(embedding_write_groups, **settings)
+        # Addresses of strided elements take registers, and float64 most of them: more at once would spill.
+        unroll = settings["UNROLL"] // 2 if element == torch.float64 else settings["UNROLL"]
+        self.write_groups = reading(embedding_write_groups, settings, UNROLL=max(1, unroll))
         if not listed:
             rows, block, warps = self.zeros_tile = tile_of(schedule, "zeros", columns)
-            self.write_zeros = by_access(
-                setup, embedding_write_zeros, output=output, ROWS=rows, BLOCK=block, num_warps=warps
-            )
+            settings = {"output": output, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+            self.write_zeros = by_access(setup, embedding_write_zeros, settings)
 
     def launch(self, terms: Terms, memory: Mapping[str, Any], positions: Any, segment_of: Any, out: Tensor) -> None:
         """Sums the terms at `positions`, which stand in the order of their groups; `segment_of` has a group each."""
         count, columns, limit, levels = self.count, self.columns, self.limit, self.levels
         starts, ends, partials = memory["starts"], memory["ends"], memory.get("partials", positions)
         gradient, inner, outer_stride, inner_stride, column_stride, access, scaled, *bags = terms
-        variant = scaled, access
         # What a variant does not read, something else stands for.
         bag_of, factors, winners = [positions if x is None else x for x in bags]
         for level, number in enumerate(self.slots):
             if level == 0:
-                self.sum_tiles[variant].launch(
+                self.sum_tiles[scaled][access].launch(
                     self.tiles_tile.grid(number, columns),
                     gradient=gradient,
                     positions=positions,
@@ -440,7 +435,7 @@ class GroupSums:
                     target=levels[level],
                 )
         out_row_stride, out_column_stride = out.stride()
-        self.write_groups[variant].launch(
+        self.write_groups[scaled][access].launch(
             self.groups_tile.grid(count, columns),
             gradient=gradient,
             positions=positions,

@@ -323,13 +323,15 @@ def _workloads() -> Iterable[Workload]:
 WORKLOADS = tuple(_workloads())
 
 
-def built_calls() -> Iterator[Call]:
+def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every dtype and mode, bags of a matrix and between offsets."""
     for dtype in BAGS[0].dtypes:
+        unaligned = dtype in (torch.float64, torch.bfloat16)
         weight = torch.empty(512, 4096, dtype=dtype, device="meta")
         ids = torch.empty(8, 32, dtype=torch.int64, device="meta")
         offsets = torch.empty(8, dtype=torch.int64, device="meta")
-        yield bind(embedding_bag, ids, weight, per_sample_weights=weight.new_empty(8, 32), mode="sum")
+        factors = weight.new_empty(8, 32)
+        yield bind(embedding_bag, ids, weight, per_sample_weights=factors, mode="sum"), "", unaligned
         for mode in ("sum", "mean", "max"):
-            yield bind(embedding_bag, ids, weight, mode=mode)
-            yield bind(embedding_bag, ids.flatten(), weight, offsets, mode=mode)
+            yield bind(embedding_bag, ids, weight, mode=mode), "", unaligned
+            yield bind(embedding_bag, ids.flatten(), weight, offsets, mode=mode), "", unaligned

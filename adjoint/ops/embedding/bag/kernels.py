@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adjoint.core.errors import check, status_word
 from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Pointer, PointerIf16, kernel
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.device.grouping.kernels import Grouping
@@ -67,7 +67,7 @@ def load_entry(ids, place, inside, rows, skipped):
     return row, valid, valid & (row != skipped)
 
 
-@kernel(budget=replace(_BAGS, spilled=8, spilled_elsewhere=16), numeric=("MODE",), schedule=("ROWS", "BLOCK"))
+@kernel(budget=replace(_BAGS, spilled_elsewhere=16), numeric=("MODE",), schedule=("ROWS", "BLOCK"))
 @triton.jit
 def embedding_bag_forward(
     ids: Pointer.ids, weight: PointerIf16.element, offsets: Pointer.offsets, per_sample_weights: Pointer.element,
@@ -271,7 +271,13 @@ def forward(setup: Setup) -> Execute:
     columns, device = bags.columns, setup.device
     tile = tile_of(setup.schedule, "bags", columns)
     settings = bags.settings | {"ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
-    kernels = {scaled: by_access(setup, embedding_bag_forward, SCALED=scaled, **settings) for scaled in bags.scaled}
+
+    def bind(scaled: bool) -> dict[str, Launch]:
+        # With as few warps as the others, sums of adjacent elements without weights spill.
+        adjacent = {"num_warps": 2 * tile.warps} if bags.mode == "sum" and not scaled else {}
+        return by_access(setup, embedding_bag_forward, {**settings, "SCALED": scaled}, adjacent=adjacent)
+
+    kernels = {scaled: bind(scaled) for scaled in bags.scaled}
     grid = max(1, -(-bags.bags // tile.rows)), max(1, -(-columns // tile.block))
     has_copies = bool(setup.problem.layout)
 
@@ -407,15 +413,9 @@ class _WeightSums:
         self.bags, element = bags, setup.problem.dtypes[0]
         tile = tile_of({**setup.schedule, "weights_block": WEIGHTS_BLOCK}, "weights", WEIGHTS_BLOCK)
         self.grid = (-(-bags.count // tile.rows),)
-        self.kernels = by_access(
-            setup,
-            embedding_bag_weights,
-            element=element,
-            DOUBLE=element == torch.float64,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            num_warps=tile.warps,
-        )
+        settings: dict[str, Any] = {"ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
+        settings |= {"element": element, "DOUBLE": element == torch.float64}
+        self.kernels = by_access(setup, embedding_bag_weights, settings)
 
     def launch(self, memory: Memory, dout: Tensor, weight: Tensor, out: Tensor) -> None:
         columns = self.bags.columns

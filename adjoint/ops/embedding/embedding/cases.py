@@ -472,12 +472,13 @@ def _workloads() -> Iterable[Workload]:
 WORKLOADS = tuple(_workloads())
 
 
-def built_calls() -> Iterator[Call]:
+def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every dtype with ids of both types, and the three forms of the gradient."""
     for dtype in EMBEDDING.dtypes:
+        unaligned = dtype in (torch.float64, torch.bfloat16)
         weight = torch.empty(512, 4096, dtype=dtype, device="meta")
         for ids_dtype in (torch.int64, torch.int32):
-            yield bind(embedding, torch.empty(256, dtype=ids_dtype, device="meta"), weight)
+            yield bind(embedding, torch.empty(256, dtype=ids_dtype, device="meta"), weight), "", unaligned
         ids = torch.empty(256, dtype=torch.int64, device="meta")
-        yield bind(embedding, ids, weight, sparse=True)
-        yield bind(embedding, ids, weight, accumulate_into=weight.float())
+        yield bind(embedding, ids, weight, sparse=True), "", unaligned
+        yield bind(embedding, ids, weight, accumulate_into=weight.float()), "", unaligned

@@ -60,16 +60,9 @@ def gather(setup: Setup) -> Execute:
     problem = setup.problem
     (element, ids_dtype), columns, device = problem.dtypes, problem.sizes[-1], setup.device
     tile = tile_of(setup.schedule, "gather", columns)
-    by_layout = by_access(
-        setup,
-        embedding_gather,
-        element=element,
-        ids=ids_dtype,
-        RAISE=problem.options[-1] == "raise",
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        num_warps=tile.warps,
-    )
+    settings: dict[str, Any] = {"ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
+    settings |= {"element": element, "ids": ids_dtype, "RAISE": problem.options[-1] == "raise"}
+    kernels = by_access(setup, embedding_gather, settings)
     copied = "ids" in problem.layout
     if copied:
         setup.scratch(ids=(ids_dtype, problem.sizes[0]))
@@ -85,7 +78,7 @@ def gather(setup: Setup) -> Execute:
         access = STRIDED if column_stride != 1 and columns > 1 else ADJACENT
         if access == ADJACENT and is_multiple(weight, out, columns, row_stride):
             access = ALIGNED
-        by_layout[access].launch(
+        kernels[access].launch(
             tile.grid(count, columns),
             ids=ids,
             weight=weight,

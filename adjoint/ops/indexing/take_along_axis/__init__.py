@@ -8,19 +8,18 @@ Every element has one writer, without atomics. Where the caller promises that no
 there is nothing to add: every line is written once.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids
-from adjoint.core.errors import ArgumentError, is_checking, second_derivative
-from adjoint.core.op import define
-from adjoint.core.plan import Call, publish
-from adjoint.core.preference import Preference, resolve
-from adjoint.core.problem import Problem
-from adjoint.ops.indexing import plans, walks
+from adjoint.core.errors import ArgumentError, is_checking
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.preference import Preference
+from adjoint.ops.indexing.take_along_axis import plans
+from adjoint.ops.indexing.take_along_axis.layout import MAX_AXES, elements_of, lines_of, output_shape
 
 OutOfRange = Literal["raise", "zero"]
 
@@ -42,129 +41,113 @@ def _check_shapes(shape: tuple[int, ...], indices: Tensor, axis: int) -> None:
         raise ArgumentError(
             f"{_OP}: axis must be within the {len(shape)} axes of x, from {-len(shape)} to {len(shape) - 1}, got {axis}"
         )
-    for d, (own, other) in enumerate(zip(shape, indices.shape, strict=True)):
-        if d != axis % len(shape) and own != other and own != 1 and other != 1:
+    for d, (size, other) in enumerate(zip(shape, indices.shape, strict=True)):
+        if d != axis % len(shape) and size != other and size != 1 and other != 1:
             raise ArgumentError(
                 f"{_OP}: but for axis {axis}, indices must have the sizes of x, or 1 on either side, "
                 f"got {tuple(indices.shape)} for x of shape {tuple(shape)}"
             )
 
 
-def _check(x: Tensor, indices: Tensor, axis: int, out_of_range: str, promised: bool) -> None:
+def _check(x: Tensor, indices: Tensor, axis: int, out_of_range: str, distinct: bool, verify: bool) -> None:
     require_floating(_OP, "x", x)
     require_ids(_OP, "indices", indices, "x", x)
     _check_shapes(x.shape, indices, axis)
     if out_of_range not in plans.OUT_OF_RANGE:
-        known = ", ".join(map(repr, plans.OUT_OF_RANGE))
-        raise ArgumentError(f"{_OP}: out_of_range must be one of {known}, got {out_of_range!r}")
+        names = ", ".join(map(repr, plans.OUT_OF_RANGE))
+        raise ArgumentError(f"{_OP}: out_of_range must be one of {names}, got {out_of_range!r}")
+    if not isinstance(distinct, bool):
+        raise ArgumentError(f"{_OP}: distinct must be True or False, got {distinct!r}")
+    if distinct and indices.shape[axis] > x.shape[axis]:
+        raise ArgumentError(
+            f"{_OP}: distinct promises that no index repeats within a line, and the axis has {x.shape[axis]} elements; "
+            f"got {indices.shape[axis]} indices along it; leave distinct out"
+        )
 
 
 def _check_backward(dout: Tensor, indices: Tensor, shape: list[int], axis: int, distinct: bool) -> None:
     require_floating(_OP, "dout", dout)
     require_ids(_OP, "indices", indices, "dout", dout)
     _check_shapes(tuple(shape), indices, axis)
-    expected = walks.taken_shape(shape, indices.shape, axis % len(shape))
+    expected = output_shape(shape, indices.shape, axis)
     if tuple(dout.shape) != expected:
         raise ArgumentError(f"{_OP}: dout must have the shape of what is taken, {expected}, got {tuple(dout.shape)}")
-    if distinct and (indices.shape[axis] > shape[axis] or is_broadcast(tuple(shape), indices, axis)):
+    if distinct and (indices.shape[axis] > shape[axis] or _is_broadcast(shape, indices, axis)):
         raise ArgumentError(
             f"{_OP}: entries of lines of {shape[axis]} elements cannot be distinct for x of shape {tuple(shape)} "
             f"and indices of shape {tuple(indices.shape)}"
         )
 
 
-def is_broadcast(shape: tuple[int, ...], indices: Tensor, axis: int) -> bool:
+def _is_broadcast(shape: Sequence[int], indices: Tensor, axis: int) -> bool:
     """Whether several lines of indices take from one line of x."""
     return any(
-        own == 1 and other != 1
-        for d, (own, other) in enumerate(zip(shape, indices.shape, strict=True))
+        size == 1 and other != 1
+        for d, (size, other) in enumerate(zip(shape, indices.shape, strict=True))
         if d != axis % len(shape)
     )
 
 
-# ----------------------------------------------------------------------------------------- operators
-
-
-def _describe(x: Tensor, indices: Tensor, axis: int, out_of_range: str, promised: bool) -> Problem:
-    taking = walks.taking(tuple(x.shape), x.stride(), tuple(indices.shape), indices.stride(), axis)
-    return Problem(
-        _OP,
-        x.device,
-        (x.dtype, indices.dtype),
-        _layout(taking.walk.axes, 2, x.shape[axis], *taking.walk.sizes),
-        (),
-        (axis, out_of_range, promised),
-    )
+# --------------------------------------------------------------------------------------- declaration
 
 
 def _layout(axes: int, few: int, length: int, *sizes: int) -> str:
-    """What kernels must be made for: how many axes they walk, and how far they count."""
+    """What kernels must be made for: how many axes they tell apart, and how far they count."""
     number = 1
     for size in sizes:
         number *= size
-    layout = plans.TOO_MANY_AXES if axes > walks.MAX_AXES else plans.MANY_AXES if axes > few else ""
+    layout = plans.TOO_MANY_AXES if axes > MAX_AXES else plans.MANY_AXES if axes > few else ""
     large = plans.LARGE if max(number, length) > plans.MAX_NUMBER else ""
     return ", ".join(filter(None, (layout, large)))
 
 
-def _describe_backward(dout: Tensor, indices: Tensor, shape: list[int], axis: int, distinct: bool) -> Problem:
-    found = walks.lines(tuple(shape), tuple(indices.shape), indices.stride(), dout.stride(), axis)
-    few = 1 if found.axis_step == 1 else 2
-    axes = max(found.lines.axes, few + 1 if found.entries.axes > 1 else 1, found.entries.axes)
-    return Problem(
-        f"{_OP}_backward",
-        dout.device,
-        (dout.dtype, indices.dtype),
-        _layout(axes, few, 1, dout.numel()),
-        (found.line_count, found.entry_count),
-        (tuple(shape), axis, distinct),
-    )
+def _describe(x: Tensor, indices: Tensor, axis: int, *options: Any) -> Facts:
+    axes = elements_of(x, indices, axis).axes
+    return Facts((x.dtype, indices.dtype), _layout(axes.number, 2, x.shape[axis], *axes.sizes))
 
 
-_take_along_axis = define(
+def _describe_backward(dout: Tensor, indices: Tensor, shape: list[int], axis: int, distinct: bool) -> Facts:
+    lines = lines_of(dout, indices, shape, axis)
+    few = 1 if lines.axis_step == 1 else 2
+    entry_axes = lines.entry_axes.number
+    axes = max(lines.axes.number, few + 1 if entry_axes > 1 else 1, entry_axes)
+    sizes = (lines.line_count, lines.entry_count)
+    return Facts((dout.dtype, indices.dtype), _layout(axes, few, 1, dout.numel()), sizes)
+
+
+def _options_of(
+    x: Tensor, indices: Tensor, axis: int, out_of_range: str, distinct: bool, verify: bool
+) -> tuple[Any, ...]:
+    """The shape of x, the axis counted from the beginning, and whether an element is taken once at most.
+
+    Where x is broadcast, several lines of indices take from one line of x, and distinct speaks of each alone.
+    """
+    return x.shape, axis % x.dim(), distinct and not _is_broadcast(x.shape, indices, axis)
+
+
+_take_along_axis = Op(
     _OP,
-    "Tensor x, Tensor indices, int axis, str out_of_range, bool promised",
-    "Tensor",
+    inputs=("x", "indices"),
+    differentiable=("x",),
+    options="int axis, str out_of_range, bool distinct, bool verify",
     outputs=("out",),
-    tensors=("x", "indices"),
     check=_check,
-    allocate=lambda x, indices, axis, out_of_range, promised: (
-        x.new_empty(walks.taken_shape(x.shape, indices.shape, axis)),
-    ),
+    allocate=lambda x, indices, axis, *options: (x.new_empty(output_shape(x.shape, indices.shape, axis)),),
     describe=_describe,
-    candidates=lambda: plans.TAKE,
-)
-_take_along_axis_backward = define(
-    f"{_OP}_backward",
-    "Tensor dout, Tensor indices, SymInt[] shape, int axis, bool distinct",
-    "Tensor",
-    outputs=("dx",),
-    tensors=("dout", "indices"),
-    check=_check_backward,
-    allocate=lambda dout, indices, shape, axis, distinct: (dout.new_empty(shape),),
-    describe=_describe_backward,
-    candidates=lambda: plans.TAKE_BACKWARD,
+    forward=lambda: plans.TAKE,
+    adjoint=Adjoint(
+        lambda: plans.TAKE_BACKWARD,
+        _describe_backward,
+        saves=("indices",),
+        options="SymInt[] shape, int axis, bool distinct",
+        options_of=_options_of,
+        check=_check_backward,
+        allocate=lambda dout, indices, shape, axis, distinct: (dout.new_empty(shape),),
+    ),
 )
 
 
-class _TakeAlongAxis(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, indices: Tensor, axis: int, out_of_range: str, distinct: bool, promised: bool, text: str
-    ) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.shape, ctx.axis, ctx.distinct, ctx.preference = x.shape, axis, distinct, text
-        return _take_along_axis(x, indices, axis, out_of_range, promised, text)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise second_derivative(_OP)
-        (indices,) = ctx.saved_tensors
-        dx = _take_along_axis_backward(dout, indices, ctx.shape, ctx.axis, ctx.distinct, ctx.preference)
-        return dx, None, None, None, None, None, None
-
-
+@_take_along_axis.public
 def take_along_axis(
     x: Float[Tensor, "*shape"],
     indices: Int[Tensor, "*places"],
@@ -205,46 +188,7 @@ def take_along_axis(
     tensor([[0., 0., 2.],
             [1., 0., 1.]])
     """
-    axis, once = _validate(x, indices, axis, distinct, out_of_range)
-    text = resolve(preference)
-    promised = distinct and is_checking()
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return _take_along_axis(x, indices, axis, out_of_range, promised, text)
-    return _TakeAlongAxis.apply(x, indices, axis, out_of_range, once, promised, text)  # type: ignore[no-any-return]
-
-
-def _validate(x: Tensor, indices: Tensor, axis: int, distinct: bool, out_of_range: str) -> tuple[int, bool]:
-    """Raises for wrong arguments; the axis counted from the beginning, and whether an element is taken once at most.
-
-    Where x is broadcast, several lines of indices take from one line of x, and distinct speaks of each alone.
-    """
-    _check(x, indices, axis, out_of_range, False)
-    if not isinstance(distinct, bool):
-        raise ArgumentError(f"{_OP}: distinct must be True or False, got {distinct!r}")
-    axis %= x.dim()
-    if distinct and indices.shape[axis] > x.shape[axis]:
-        raise ArgumentError(
-            f"{_OP}: distinct promises that no index repeats within a line, and the axis has {x.shape[axis]} elements; "
-            f"got {indices.shape[axis]} indices along it; leave distinct out"
-        )
-    return axis, distinct and not is_broadcast(tuple(x.shape), indices, axis)
-
-
-def _bind(
-    x: Tensor,
-    indices: Tensor,
-    axis: int = -1,
-    *,
-    distinct: bool = False,
-    out_of_range: OutOfRange = "raise",
-) -> Call:
-    axis, once = _validate(x, indices, axis, distinct, out_of_range)
-    return Call(
-        _take_along_axis,
-        (x, indices, axis, out_of_range, distinct and is_checking()),
-        _take_along_axis_backward,
-        lambda upstream, outputs: (upstream[0], indices, tuple(x.shape), axis, once),
+    verify = distinct is True and is_checking()
+    return _take_along_axis.call(  # type: ignore[no-any-return]
+        x, indices, axis, out_of_range, distinct, verify, preference=preference
     )
-
-
-publish(take_along_axis, _bind)

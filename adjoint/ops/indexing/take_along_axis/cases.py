@@ -1,17 +1,16 @@
-"""The lines, indices and layouts taking along an axis is tested, verified and timed on."""
+"""What `take_along_axis` is tested, verified and timed on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Answers, Case, Inputs, Make, Subject, Workload
-from adjoint.ops.indexing import reference
-from adjoint.ops.indexing.bad_calls import BAD_CALLS
-from adjoint.ops.indexing.builds import builds
-from adjoint.ops.indexing.take_along_axis import take_along_axis
-
-__all__ = ["BAD_CALLS", "SUBJECTS", "WORKLOADS", "builds"]
+import adjoint
+from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Subject, Workload
+from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.plan import Call, bind
+from adjoint.ops.indexing.take_along_axis import reference, take_along_axis
 
 Shape = tuple[int, ...]
 Lay = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -184,16 +183,210 @@ INNER = Subject(
 
 SUBJECTS = (TAKE, DISTINCT, INNER)
 
+# ------------------------------------------------------------------------------------------- bad calls
+
+_LINES, _LENGTH = 3, 6
+
+
+def _x(device: torch.device | str, *shape: int) -> Tensor:
+    return torch.zeros(shape or (_LINES, _LENGTH), device=device)
+
+
+def _indices(device: torch.device | str, *shape: int) -> Tensor:
+    return torch.zeros(shape or (_LINES, 2), dtype=torch.int64, device=device)
+
+
+def _take(device: torch.device, **options: Any) -> Tensor:
+    return take_along_axis(_x(device), _indices(device), **options)
+
+
+def _with_index(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
+    """300 indices in 100 lines, all right but one; with the gradient."""
+
+    def call(device: torch.device) -> None:
+        indices = torch.arange(300, device=device).remainder(2 * _LENGTH).sub(_LENGTH).to(dtype)
+        indices[position] = value
+        x = _x(device, 100, _LENGTH).requires_grad_()
+        take_along_axis(x, indices.view(100, 3)).sum().backward()
+        adjoint.check()
+
+    return call
+
+
+def _out_of_range_of_broadcast_indices(device: torch.device) -> None:
+    indices = _indices(device, 1, 4)
+    indices[0, 2] = _LENGTH
+    take_along_axis(_x(device), indices)
+    adjoint.check()
+
+
+def _broken_promise(*line: int) -> Callable[[torch.device], None]:
+    """A line that has an index twice, after one that has not."""
+
+    def call(device: torch.device) -> None:
+        indices = torch.tensor([list(range(len(line))), line], device=device)
+        with adjoint.checked():
+            take_along_axis(_x(device, 2, _LENGTH), indices, distinct=True)
+
+    return call
+
+
+def _without_workspace(device: torch.device) -> None:
+    x, indices = _x(device).requires_grad_(), _indices(device, _LINES, 300)
+    take_along_axis(x, indices, preference=adjoint.Preference(max_workspace_bytes=0)).sum().backward()
+
+
+def _operator(dout: Tensor, indices: Tensor, distinct: bool = False) -> Tensor:
+    return torch.ops.adjoint.take_along_axis_backward(dout, indices, [_LINES, _LENGTH], 1, distinct, "")
+
+
+def _adjoint(device: torch.device, **options: Any) -> adjoint.Plan:
+    plan = adjoint.plan(take_along_axis, _x(device), _indices(device), **options).adjoint
+    assert plan is not None
+    return plan
+
+
+BAD_CALLS = (
+    BadCall(
+        "boolean indices",
+        lambda d: take_along_axis(_x(d), _indices(d).bool()),
+        ArgumentError,
+        ("indices", "int64", "bool"),
+    ),
+    BadCall(
+        "narrow indices",
+        lambda d: take_along_axis(_x(d), _indices(d).short()),
+        ArgumentError,
+        ("indices", "int16", ".long()"),
+    ),
+    BadCall(
+        "fewer axes",
+        lambda d: take_along_axis(_x(d), _indices(d, 2)),
+        ArgumentError,
+        ("indices", "as many axes", "(3, 6)", "(2,)"),
+    ),
+    BadCall("no axes", lambda d: take_along_axis(_x(d)[0, 0], _indices(d)[0, 0]), ArgumentError, ("at least one",)),
+    BadCall(
+        "sizes that do not broadcast",
+        lambda d: take_along_axis(_x(d), _indices(d, 2, 2)),
+        ArgumentError,
+        ("axis -1", "(2, 2)", "(3, 6)"),
+    ),
+    BadCall("axis past the last", lambda d: _take(d, axis=2), ArgumentError, ("axis", "-2 to 1", "got 2")),
+    BadCall("axis before the first", lambda d: _take(d, axis=-3), ArgumentError, ("axis", "got -3")),
+    BadCall("no axis", lambda d: _take(d, axis=None), ArgumentError, ("axis", "integer", "None", "flatten")),
+    BadCall("boolean axis", lambda d: _take(d, axis=True), ArgumentError, ("axis", "integer", "True")),
+    BadCall("distinct that is a number", lambda d: _take(d, distinct=1), ArgumentError, ("distinct", "True or False")),
+    BadCall(
+        "more distinct indices than elements",
+        lambda d: take_along_axis(_x(d), _indices(d, _LINES, 7), distinct=True),
+        ArgumentError,
+        ("distinct", "6 elements", "7 indices"),
+    ),
+    BadCall(
+        "more distinct indices than elements, along another axis",
+        lambda d: take_along_axis(_x(d), _indices(d, 4, _LENGTH), 0, distinct=True),
+        ArgumentError,
+        ("distinct", "3 elements", "4 indices"),
+    ),
+    BadCall(
+        "unknown out_of_range",
+        lambda d: _take(d, out_of_range="clamp"),
+        ArgumentError,
+        ("out_of_range", "'raise'", "'zero'", "'clamp'"),
+    ),
+    BadCall(
+        "a preference of another type",
+        lambda d: _take(d, preference="eager"),
+        ArgumentError,
+        ("preference=", "adjoint.Preference", "str"),
+    ),
+    BadCall(
+        "no workspace allowed",
+        _without_workspace,
+        Unsupported,
+        ("take_along_axis", "triton", "eager", "the preference allows 0"),
+    ),
+    BadCall(
+        "the first index too large",
+        _with_index(0, _LENGTH),
+        ArgumentError,
+        ("take_along_axis: indices", "got 6 at position 0 ", '"zero"'),
+    ),
+    BadCall("an index in the middle too large", _with_index(150, 1000), ArgumentError, ("got 1000 at position 150 ",)),
+    BadCall("the last index too large", _with_index(-1, 6, torch.int32), ArgumentError, ("got 6 at position 299 ",)),
+    BadCall("an index before the first", _with_index(3, -7), ArgumentError, ("got -7 at position 3 ",)),
+    BadCall(
+        "an index before the first, in 32 bits",
+        _with_index(3, -7, torch.int32),
+        ArgumentError,
+        ("got -7 at position 3 ",),
+    ),
+    BadCall(
+        "an index that is right modulo 2^32",
+        _with_index(257, 2**32 + 2),
+        ArgumentError,
+        ("got 4294967298 at position 257 ",),
+    ),
+    BadCall("an index past 2^31", _with_index(9, 2**31), ArgumentError, ("got 2147483648 at position 9 ",)),
+    BadCall(
+        "the smallest index there is", _with_index(40, -(2**63)), ArgumentError, (f"got {-(2**63)} at position 40 ",)
+    ),
+    BadCall(
+        "an index out of range, of indices that are broadcast",
+        _out_of_range_of_broadcast_indices,
+        ArgumentError,
+        ("got 6 at position 2 ",),
+    ),
+    BadCall(
+        "a promise that is broken",
+        _broken_promise(4, 0, 4),
+        ArgumentError,
+        ("distinct=True", "4 at position 5 ", "leave distinct out"),
+    ),
+    BadCall("a promise that is broken from the end", _broken_promise(1, 5, -1), ArgumentError, ("-1 at position 5 ",)),
+    BadCall(
+        "dout of the wrong shape, to the operator",
+        lambda d: _operator(_x(d, _LINES, 3), _indices(d)),
+        ArgumentError,
+        ("dout", "(3, 2)", "(3, 3)"),
+    ),
+    BadCall(
+        "a promise that cannot be kept, to the operator",
+        lambda d: _operator(_x(d, _LINES, 7), _indices(d, _LINES, 7), True),
+        ArgumentError,
+        ("distinct", "6 elements", "(3, 7)"),
+    ),
+    BadCall(
+        "dout of the wrong shape, to the plan",
+        lambda d: _adjoint(d).run(_x(d, 4, 2), _indices(d)),
+        ArgumentError,
+        ("dout", "(3, 2)", "(4, 2)"),
+    ),
+    BadCall(
+        "dout of another dtype than the plan's",
+        lambda d: _adjoint(d).run(_x(d, 3, 2).half(), _indices(d)),
+        Unsupported,
+        ("not made for", "float16", "float32"),
+    ),
+    BadCall(
+        "out= of the wrong shape, to the adjoint",
+        lambda d: _adjoint(d).run(_x(d, 3, 2), _indices(d), out=_x(d, 5, 4)),
+        ArgumentError,
+        ("out=", "dx", "(3, 6)", "(5, 4)"),
+    ),
+)
+
 # ------------------------------------------------------------------------------------------- workloads
 
 
 def _on_device(rows: int, length: int, number: int, distinct: bool) -> Make:
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        x = torch.randn(rows, length, dtype=dtype, device=device, generator=own)
+        of_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        x = torch.randn(rows, length, dtype=dtype, device=device, generator=of_device)
         if distinct:
             return x, x.topk(number).indices
-        return x, torch.randint(length, (rows, number), device=device, generator=own)
+        return x, torch.randint(length, (rows, number), device=device, generator=of_device)
 
     return make
 
@@ -224,3 +417,43 @@ def _workloads() -> Iterable[Workload]:
 
 
 WORKLOADS = tuple(_workloads())
+
+
+def built_calls() -> Iterator[tuple[Call, str] | tuple[Call, str, bool]]:
+    """Every plan in every dtype, and in float32 what layouts, types and sizes need besides."""
+
+    def call(
+        shape: Shape,
+        places: Shape,
+        dtype: torch.dtype = torch.float32,
+        index: torch.dtype = torch.int64,
+        axis: int = -1,
+        distinct: bool = False,
+    ) -> Call:
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        return bind(
+            take_along_axis, x, torch.empty(places, dtype=index, device="meta"), axis, distinct=distinct
+        )
+
+    lines, few, many = (8, 512), (8, 10), (8, 64)
+    for dtype in TAKE.dtypes:
+        unaligned = dtype in (torch.float64, torch.float32)
+        yield call(lines, few, dtype), "triton.take"
+        yield call(lines, few, dtype), "triton.few", unaligned
+        yield call(lines, many, dtype), "triton.lines", unaligned
+        yield call((2, 2048), (2, 1100), dtype, distinct=True), "triton.scatter"
+        yield call(lines, (8, 1100), dtype), "triton.sorted"
+    yield call(lines, few, distinct=True), "triton.few"
+    yield call(lines, many, distinct=True), "triton.lines"
+    # Axes that do not merge, more elements than 32 bits can count, and keys that need more.
+    several, entries = (3, 512, 5, 2), (3, 10, 1, 2)
+    for plan in ("triton.take", "triton.few", "triton.lines", "triton.sorted"):
+        yield call(lines, few, index=torch.int32), plan
+        yield call(several, entries, axis=1), plan
+    for index in (torch.int32, torch.int64):
+        yield call((8, 2048), (8, 1100), index=index, distinct=True), "triton.scatter"
+    yield call((3, 2048, 5, 2), (3, 1100, 1, 2), axis=1, distinct=True), "triton.scatter"
+    large = (2**11, 2**18, 3, 2)
+    yield call(large, (2**11, 2**18, 1, 2), axis=1, distinct=True), "triton.take"
+    yield call(large, (2**11, 2**18, 1, 2), axis=1, distinct=True), "triton.scatter"
+    yield call((8, 2**30), many), "triton.lines"

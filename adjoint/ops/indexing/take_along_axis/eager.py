@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adjoint.device.sums import sum_segments, wide
-from adjoint.ops.indexing.walks import taken_shape
+from adjoint.ops.indexing.take_along_axis.layout import output_shape
 
 
 def is_valid(indices: Tensor, length: int) -> Tensor:
@@ -34,6 +34,7 @@ def repeats(indices: Tensor, length: int, axis: int) -> Tensor:
 
 def take(x: Tensor, indices: Tensor, axis: int, out: Tensor) -> None:
     """out = the elements of x at the indices, and 0 where an index is out of range."""
+    axis %= x.dim()
     length = x.shape[axis]
     if out.numel() == 0:
         return
@@ -67,18 +68,21 @@ def sum_entries(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int, 
     if dout.numel() == 0 or dx.numel() == 0:
         return
     length = shape[axis]
-    taken = taken_shape(shape, indices.shape, axis)
     elements = torch.arange(dx.numel(), device=dx.device).view(tuple(shape))
     first = elements.narrow(axis, 0, 1)  # of each line
     step = elements.stride(axis)
     valid = is_valid(indices, length)
     chosen = from_the_beginning(indices.long(), length)
-    keys = torch.where(valid, first + chosen * step, dx.numel()).expand(taken).reshape(-1)
+    keys = (
+        torch.where(valid, first + chosen * step, dx.numel())
+        .expand(output_shape(shape, indices.shape, axis))
+        .reshape(-1)
+    )
     keys, positions = keys.sort(stable=True)
-    found, lengths = torch.unique_consecutive(keys, return_counts=True)
+    present, lengths = torch.unique_consecutive(keys, return_counts=True)
     starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-    if int(found[-1]) == dx.numel():  # what is out of range comes last
-        found, starts = found[:-1], starts[:-1]
+    if int(present[-1]) == dx.numel():  # what is out of range comes last
+        present, starts = present[:-1], starts[:-1]
     flat = dout.reshape(-1)
     sums = sum_segments(lambda places: flat[positions[places]].to(wide(flat.dtype)), starts, tile)
-    dx.view(-1).index_copy_(0, found, sums.to(dx.dtype))
+    dx.view(-1).index_copy_(0, present, sums.to(dx.dtype))

@@ -6,8 +6,10 @@ were taken from it, in the output's order: those along the axis and, where x was
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
+
+from torch import Tensor
 
 MAX_AXES = 4
 """Axes that a kernel can tell apart."""
@@ -31,9 +33,8 @@ class Axes(NamedTuple):
         missing = MAX_AXES - self.number
         sizes = (1,) * missing + self.sizes
         named = {f"{size}_{axis}": sizes[axis] for axis in range(1, MAX_AXES)}
-        if self.number <= MAX_AXES:
-            for name, row in zip(steps, self.steps, strict=True):
-                named |= {f"{name}_{axis}": step for axis, step in enumerate((0,) * missing + row)}
+        for name, row in zip(steps, self.steps, strict=True):
+            named |= {f"{name}_{axis}": step for axis, step in enumerate((0,) * missing + row)}
         return named
 
 
@@ -96,15 +97,19 @@ class Elements(NamedTuple):
     numbers: Mapping[str, int]
 
 
+def elements_of(x: Tensor, indices: Tensor, axis: int) -> Elements:
+    """The elements of a call's output."""
+    return _elements(tuple(x.shape), x.stride(), tuple(indices.shape), indices.stride(), axis)
+
+
 @lru_cache(maxsize=4096)
-def elements(
+def _elements(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     indices: tuple[int, ...],
     index_strides: tuple[int, ...],
     axis: int,
 ) -> Elements:
-    """The elements of a call's output, from the shape and strides of x and of the indices."""
     axis %= len(shape)
     out = output_shape(shape, indices, axis)
     of_x = broadcast(shape, strides, out)
@@ -120,15 +125,15 @@ class Lines(NamedTuple):
     Attributes:
         axes: steps of dx, of the indices and of dout from line to line.
         entry_axes: steps of the indices and of dout from entry to entry.
-        count, entries: how many lines there are, and entries of each.
+        line_count, entry_count: how many lines there are, and entries of each.
         axis_step: the step of dx along the axis.
         numbers: sizes and steps as kernels take them.
     """
 
     axes: Axes
     entry_axes: Axes
-    count: int
-    entries: int
+    line_count: int
+    entry_count: int
     axis_step: int
     numbers: Mapping[str, int]
 
@@ -137,15 +142,19 @@ class Lines(NamedTuple):
         return {name: self.numbers[name] for name in parameters if name in self.numbers}
 
 
+def lines_of(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int) -> Lines:
+    """The lines of an adjoint: `shape` is that of x, whose gradient is contiguous."""
+    return _lines(tuple(shape), tuple(indices.shape), indices.stride(), dout.stride(), axis)
+
+
 @lru_cache(maxsize=4096)
-def lines(
+def _lines(
     shape: tuple[int, ...],
     indices: tuple[int, ...],
     index_strides: tuple[int, ...],
     dout_strides: tuple[int, ...],
     axis: int,
 ) -> Lines:
-    """The lines of an adjoint: `shape` is that of x, whose gradient is contiguous."""
     out = output_shape(shape, indices, axis)
     of_dx = contiguous(shape)
     spread = broadcast(indices, index_strides, out)
@@ -155,13 +164,13 @@ def lines(
     def only(axes: list[int], strides: Sequence[int]) -> list[int]:
         return [strides[d] for d in axes]
 
-    count = entries = 1
+    line_count = entry_count = 1
     for d in across:
-        count *= out[d]
+        line_count *= out[d]
     for d in summed:
-        entries *= out[d]
+        entry_count *= out[d]
     axes = merged(only(across, out), only(across, of_dx), only(across, spread), only(across, dout_strides))
     entry_axes = merged(only(summed, out), only(summed, spread), only(summed, dout_strides))
     numbers = axes.numbers("line_size", "dx_step", "line_index_step", "line_dout_step")
     numbers |= entry_axes.numbers("entry_size", "index_step", "dout_step")
-    return Lines(axes, entry_axes, count, entries, of_dx[axis], numbers)
+    return Lines(axes, entry_axes, line_count, entry_count, of_dx[axis], numbers)

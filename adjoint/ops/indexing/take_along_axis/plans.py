@@ -1,5 +1,6 @@
 """Which kernels serve which taking along an axis, and what they guarantee."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +8,18 @@ import torch
 from torch import Tensor
 
 from adjoint.core.candidates import in_pytorch, writing
+from adjoint.core.errors import report
 from adjoint.core.guarantee import Derived, Guarantee
-from adjoint.core.kernels import why_not_triton
+from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate, Plan
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import additions, sum_bound, wide
-from adjoint.ops.indexing import eager
-from adjoint.ops.indexing.walks import taken_shape
+from adjoint.ops.indexing.take_along_axis import eager
+from adjoint.ops.indexing.take_along_axis.faults import INDEX_OUT_OF_RANGE, REPEATED_INDEX
+from adjoint.ops.indexing.take_along_axis.layout import output_shape
 
-SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 TILE_BITS = 5
 TILE = 1 << TILE_BITS
@@ -37,7 +40,7 @@ MAX_SORTED = 2**23
 MAX_NUMBER = 2**30
 """Elements and entries of a line that the kernels can count."""
 
-MANY_AXES, TOO_MANY_AXES, LARGE = "many axes", "more axes than kernels walk", "past 30 bits"
+MANY_AXES, TOO_MANY_AXES, LARGE = "many axes", "more axes than four", "past 30 bits"
 """What a layout says."""
 
 OUT_OF_RANGE = {
@@ -46,11 +49,9 @@ OUT_OF_RANGE = {
 }
 
 
-def _launch() -> Any:
-    """The module that launches kernels, on first use: it imports Triton."""
-    from adjoint.ops.indexing import launch
-
-    return launch
+def lines_at_once(size: int) -> int:
+    """Lines that are sorted at once: as many as keep the workspace within bounds, but one at least."""
+    return max(1, MAX_SORTED // max(1, size))
 
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -60,7 +61,7 @@ def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     axis = problem.options[0]
 
     def bound(x: Tensor, indices: Tensor) -> Tensor:
-        return torch.zeros(taken_shape(x.shape, indices.shape, axis), dtype=torch.float64, device=x.device)
+        return torch.zeros(output_shape(x.shape, indices.shape, axis), dtype=torch.float64, device=x.device)
 
     return {
         "out": Guarantee(
@@ -127,7 +128,7 @@ def _refuse(problem: Problem) -> str:
         shape, axis, _ = problem.options
         if shape[axis] > MAX_NUMBER:
             return f"counts up to {MAX_NUMBER} elements of a line, these are {shape[axis]}"
-    return why_not_triton(problem.device)
+    return ""
 
 
 def _refuse_few(problem: Problem) -> str:
@@ -157,16 +158,19 @@ def _refuse_sorting(problem: Problem) -> str:
     return _refuse(problem)
 
 
-def _take_eagerly(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-    from adjoint.core.errors import report
-    from adjoint.ops.indexing.faults import INDEX_OUT_OF_RANGE, REPEATED_INDEX
+def _report_repeats(indices: Tensor, length: int, axis: int) -> None:
+    """Reports the first index that its line has before."""
+    if indices.numel():
+        report(REPEATED_INDEX, indices, eager.repeats(indices, length, axis))
 
-    x, indices, axis, out_of_range, promised = arguments
+
+def _take_eagerly(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    x, indices, axis, out_of_range, _, verify = arguments
     length = x.shape[axis]
     if out_of_range == "raise" and outputs[0].numel():
         report(INDEX_OUT_OF_RANGE, indices, ~eager.is_valid(indices, length))
-    if promised and indices.numel():
-        report(REPEATED_INDEX, indices, eager.repeats(indices, length, axis))
+    if verify:
+        _report_repeats(indices, length, axis)
     eager.take(x, indices, axis, outputs[0])
 
 
@@ -178,6 +182,21 @@ def _sum_eagerly(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, 
         eager.sum_entries(dout, indices, shape, axis, TILE, outputs[0])
 
 
+def _take(setup: Setup) -> Execute:
+    from adjoint.ops.indexing.take_along_axis.triton import take
+
+    execute = take.take(setup)
+    if not setup.problem.options[-1]:
+        return execute
+
+    def execute_verified(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        x, indices, axis = arguments[:3]
+        _report_repeats(indices, x.shape[axis], axis)
+        execute(arguments, outputs, workspace)
+
+    return execute_verified
+
+
 TAKE = (
     Candidate(
         name="triton.take",
@@ -186,74 +205,48 @@ TAKE = (
         revision=1,
         refuse=_refuse,
         guarantee=forward_guarantee,
-        run=writing(lambda plan, a, out, _: _launch().take(plan, a, out[0])),
-        prepare=lambda plan: _launch().prepare_take(plan),
-        schedules=SCHEDULES,
+        setup=_take,
+        schedules=_SCHEDULES,
     ),
     in_pytorch("eager.take", forward_guarantee, writing(_take_eagerly)),
 )
 
 
-def _numeric(problem: Problem) -> dict[str, Any]:
-    return {"tile": TILE}
+def _backward(name: str, kernel: str, refuse: Callable[[Problem], str], launch: str) -> Candidate:
+    """A plan of the adjoint; `launch` names its setup, as "module.function" among the kernels."""
+    module, _, function = launch.partition(".")
+
+    def setup(setup: Setup) -> Execute:
+        from importlib import import_module
+
+        setup.number(tile=TILE)
+        bind: Callable[[Setup], Execute] = getattr(
+            import_module(f"adjoint.ops.indexing.take_along_axis.triton.{module}"), function
+        )
+        return bind(setup)
+
+    return Candidate(
+        name=f"triton.{name}",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=refuse,
+        guarantee=backward_guarantee,
+        setup=setup,
+        schedules=_SCHEDULES,
+    )
 
 
 TAKE_BACKWARD = (
-    Candidate(
-        name="triton.few",
-        backend="triton",
-        kernel="take_backward_few",
-        revision=1,
-        refuse=_refuse_few,
-        guarantee=backward_guarantee,
-        run=writing(lambda plan, a, out, _: _launch().by_comparing(plan, a, out[0])),
-        prepare=lambda plan: _launch().prepare_comparing(plan),
-        numeric=_numeric,
-        schedules=SCHEDULES,
-    ),
-    Candidate(
-        name="triton.lines",
-        backend="triton",
-        kernel="take_backward_lines",
-        revision=1,
-        refuse=_refuse_lines,
-        guarantee=backward_guarantee,
-        run=writing(lambda plan, a, out, workspace: _launch().by_lines(plan, a, out[0], workspace)),
-        prepare=lambda plan: _launch().prepare_lines(plan),
-        numeric=_numeric,
-        schedules=SCHEDULES,
-        workspace_bytes=lambda problem: _launch().line_regions(problem).bytes,
-    ),
-    Candidate(
-        name="triton.scatter",
-        backend="triton",
-        kernel="take_scatter",
-        revision=1,
-        refuse=_refuse_scatter,
-        guarantee=backward_guarantee,
-        run=writing(lambda plan, a, out, _: _launch().scatter(plan, a, out[0])),
-        prepare=lambda plan: _launch().prepare_scatter(plan),
-        numeric=_numeric,
-        schedules=SCHEDULES,
-    ),
-    Candidate(
-        name="triton.sorted",
-        backend="triton",
-        kernel="take_backward_sorted",
-        revision=1,
-        refuse=_refuse_sorting,
-        guarantee=backward_guarantee,
-        run=writing(lambda plan, a, out, workspace: _launch().by_sorting(plan, a, out[0], workspace)),
-        prepare=lambda plan: _launch().prepare_sorting(plan),
-        numeric=_numeric,
-        schedules=SCHEDULES,
-        workspace_bytes=lambda problem: _launch().regions(problem).bytes,
-    ),
+    _backward("few", "take_backward_few", _refuse_few, "lines.by_comparing"),
+    _backward("lines", "take_backward_lines", _refuse_lines, "lines.by_lines"),
+    _backward("scatter", "take_scatter", _refuse_scatter, "lines.scatter"),
+    _backward("sorted", "take_backward_sorted", _refuse_sorting, "sorting.by_sorting"),
     in_pytorch(
         "eager.sorted",
         backward_guarantee,
         writing(_sum_eagerly),
-        _numeric,
+        lambda problem: {"tile": TILE},
         waits=lambda problem: not problem.options[2],
     ),
 )
