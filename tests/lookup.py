@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, Case, Inputs, Rebatch, Subject, Workload
+from adjoint.core.arguments import require_floating, require_ids, require_like
 from adjoint.core.guarantee import Derived, Guarantee
-from adjoint.core.op import define
-from adjoint.core.plan import Call, Candidate, Plan, publish
-from adjoint.core.preference import Preference, resolve
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.plan import Candidate, Plan
+from adjoint.core.preference import Preference
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 
@@ -90,15 +91,16 @@ def _candidate(name: str, compute: Compute, unwritten: int | None = None, schedu
 
 
 def _forward(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    ids, weight, scale = arguments
+    ids, weight, scale, _ = arguments
     (out,) = reference(ids, weight.double(), None if scale is None else scale.double())
     return out, ids.clone()
 
 
 def _backward(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    dout, rows, weight, scale = arguments
-    found = reference_backward(dout.double(), rows, weight.double(), None if scale is None else scale.double())
-    return found if scale is not None else (*found, weight.new_empty(0))
+    dout, rows, weight, scale, need = arguments
+    results = reference_backward(dout.double(), rows, weight.double(), None if scale is None else scale.double())
+    gradients = results if scale is not None else (*results, weight)
+    return tuple(x if need >> bit & 1 else x.new_empty(0) for bit, x in enumerate(gradients))
 
 
 def _next(tensor: Tensor) -> Tensor:
@@ -128,81 +130,53 @@ class _OneBlock(Schedules):
         return {"block": 1 if kernel == "lookup" else 0}
 
 
-# ------------------------------------------------------------------------------------- operators
+# ----------------------------------------------------------------------------------- declaration
 
 
-def _describe(op: str, like: Tensor) -> Problem:
-    return Problem(op, like.device, (like.dtype,))
+def _check(ids: Tensor, weight: Tensor, scale: Tensor | None) -> None:
+    require_floating("lookup", "weight", weight)
+    require_ids("lookup", "ids", ids, "weight", weight)
+    if scale is not None:
+        require_like("lookup", "scale", scale, "weight", weight, (len(ids),))
 
 
-FORWARD = define(
+_lookup = Op(
     "test_lookup",
-    "Tensor ids, Tensor weight, Tensor? scale",
-    "(Tensor, Tensor)",
-    outputs=("out", "rows"),
-    tensors=("ids", "weight", "scale"),
-    check=lambda ids, weight, scale: None,
-    allocate=lambda ids, weight, scale: (weight.new_empty(len(ids), weight.shape[1]), torch.empty_like(ids)),
-    describe=lambda ids, weight, scale: _describe("test_lookup", weight),
-    candidates=lambda: (
+    label="lookup",
+    inputs=("ids", "weight", "scale?"),
+    differentiable=("weight", "scale"),
+    outputs=("out",),
+    kept=("rows",),
+    check=_check,
+    allocate=lambda ids, weight, scale, keep: (weight.new_empty(len(ids), weight.shape[1]), torch.empty_like(ids)),
+    describe=lambda ids, weight, scale, keep: Facts((weight.dtype,)),
+    forward=lambda: (
         _candidate("eager", _forward),
         _candidate("eager.unwritten", _forward, unwritten=1),
         _candidate("eager.batch", _batch_in_bits),
     ),
-)
-BACKWARD = define(
-    "test_lookup_backward",
-    "Tensor dout, Tensor rows, Tensor weight, Tensor? scale",
-    "(Tensor, Tensor)",
-    outputs=("dweight", "dscale"),
-    tensors=("dout", "rows", "weight", "scale"),
-    check=lambda dout, rows, weight, scale: None,
-    allocate=lambda dout, rows, weight, scale: (
-        weight.new_empty(weight.shape),
-        weight.new_empty(0 if scale is None else len(rows)),
-    ),
-    describe=lambda dout, rows, weight, scale: _describe("test_lookup_backward", weight),
-    candidates=lambda: (
-        _candidate("eager", _backward),
-        _candidate("eager.other_bits", _other_bits),
-        # What runs elsewhere under one name, and gives other bits than PyTorch under the same name.
-        _candidate("triton.elsewhere", _other_bits),
-        _candidate("eager.elsewhere", _backward),
-        _candidate("eager.schedule", _schedule_in_bits, schedules=_OneBlock()),
+    adjoint=Adjoint(
+        lambda: (
+            _candidate("eager", _backward),
+            _candidate("eager.other_bits", _other_bits),
+            # What runs elsewhere under one name, and gives other bits than PyTorch under the same name.
+            _candidate("triton.elsewhere", _other_bits),
+            _candidate("eager.elsewhere", _backward),
+            _candidate("eager.schedule", _schedule_in_bits, schedules=_OneBlock()),
+        ),
+        describe=lambda dout, rows, weight, scale, need: Facts((weight.dtype,)),
+        saves=("rows", "weight", "scale?"),
+        check=lambda dout, rows, weight, scale, need: _check(rows, weight, scale),
     ),
 )
 
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, scale: Tensor | None, preference: str) -> Tensor:  # type: ignore[override]
-        out, rows = FORWARD(ids, weight, scale, preference)
-        ctx.save_for_backward(rows, weight, scale)
-        ctx.preference = preference
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, weight, scale = ctx.saved_tensors
-        dweight, dscale = BACKWARD(dout, rows, weight, scale, ctx.preference)
-        return None, dweight, None if scale is None else dscale, None
+FORWARD, BACKWARD = _lookup.forward, _lookup.forms[""].operator
 
 
+@_lookup.public
 def lookup(ids: Tensor, weight: Tensor, scale: Tensor | None = None, *, preference: Preference | None = None) -> Tensor:
-    return _Lookup.apply(ids, weight, scale, resolve(preference))  # type: ignore[no-any-return]
+    return _lookup.call(ids, weight, scale, preference=preference)  # type: ignore[no-any-return]
 
-
-def _bind(ids: Tensor, weight: Tensor, scale: Tensor | None = None) -> Call:
-    return Call(
-        FORWARD,
-        (ids, weight, scale),
-        BACKWARD,
-        lambda upstream, outputs: (*upstream, outputs[1], weight, scale),
-        public_outputs=1,
-    )
-
-
-publish(lookup, _bind)
 
 # --------------------------------------------------------------------------------------- subject
 

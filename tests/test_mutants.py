@@ -73,9 +73,10 @@ RULE = tuple(
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "embedding": (
-        "adjoint.ops.embedding.kernels",
-        "adjoint.ops.embedding.bag_kernels",
         "adjoint.device.grouping.kernels",
+        "adjoint.ops.embedding.kernels",
+        "adjoint.ops.embedding.embedding.kernels",
+        "adjoint.ops.embedding.bag.kernels",
     ),
     "indexing": ("adjoint.ops.indexing.kernels", "adjoint.ops.indexing.sorting_kernels"),
     "moe": (
@@ -238,6 +239,7 @@ def _load(name: str, source: str) -> None:
     file = f"<{name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads sources again
     module = ModuleType(name)
+    module.__file__ = import_module(name).__file__  # beside which its schedules lie
     sys.modules[name] = module
     exec(compile(source, file, "exec"), vars(module))
     parent, _, leaf = name.rpartition(".")
@@ -319,7 +321,7 @@ def _embedding_noticed(mutant: Mutant, device: torch.device, stage: str) -> bool
     if stage == "small":
         sources = {name: mutant.source if name == mutant.module else _source(name) for name in MODULES["embedding"]}
         embedding_calls.shrink(sources, _load)
-    made = embedding_calls.bags if "bag_kernels" in mutant.module else embedding_calls.lookups
+    made = embedding_calls.bags if ".bag." in mutant.module else embedding_calls.lookups
     calls = list(made(small=stage == "small"))
     if mutant.function == "load_term":  # most of it is for bags
         calls = [*islice(embedding_calls.bags(small=stage == "small"), 4), *calls]
@@ -551,6 +553,6 @@ def test_mutants_are_found() -> None:
     for modules in MODULES.values():
         for module in modules:
             found = mutants(module)
-            assert len(found) > 30
+            assert len(found) > 20
             changes |= {(mutant.function, mutant.change) for mutant in found} | {("*", m.everywhere) for m in found}
     assert not set(EQUIVALENT) - changes, "equivalent mutants are gone"

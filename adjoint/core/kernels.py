@@ -220,7 +220,7 @@ Int32If16, Int64If16 = Parameter("i32", False, "aligned"), Parameter("i64", Fals
 Float32 = Parameter("fp32", False, "never")
 
 
-class _Float(type):
+class _Number(type):
     __triton_builtin__ = True
 
     def __getattr__(cls, name: str) -> Parameter:
@@ -229,8 +229,12 @@ class _Float(type):
         return Parameter(name, False, "never")
 
 
-class Float(metaclass=_Float):
+class Float(metaclass=_Number):
     """A number of the type that a variable stands for: `Float.computed`."""
+
+
+class Int(metaclass=_Number):
+    """A whole number of the type that a variable stands for: `Int.number`."""
 
 
 # ------------------------------------------------------------------------------------------------ kernels

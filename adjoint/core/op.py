@@ -213,7 +213,7 @@ class Op:
             tensors=self.inputs,
             check=(lambda *arguments: check(*arguments[:last])) if kept else check,
             allocate=allocate,
-            describe=describe_forward,
+            describe=_hashable(describe_forward, options),
             candidates=forward,
         )
         forms = {"": adjoint} if adjoint is not None else {}
@@ -270,6 +270,19 @@ def _join(*parts: str) -> str:
     return ", ".join(filter(None, parts))
 
 
+def _hashable(describe: Callable[..., Problem], options: str) -> Callable[..., Problem]:
+    """A description whose options are hashable: a schema's lists ("SymInt[] shape") come as lists or as shapes."""
+    if "[]" not in options:
+        return describe
+
+    def describe_hashable(*arguments: Any) -> Problem:
+        problem = describe(*arguments)
+        values = (tuple(x) if isinstance(x, list | torch.Size) else x for x in problem.options)
+        return problem._replace(options=tuple(values))
+
+    return describe_hashable
+
+
 def _returns(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
@@ -319,7 +332,7 @@ class _Backward:
             tensors=(*op.upstream, *self.saves, *adjoint.buffers),
             check=check,
             allocate=(lambda *arguments: ()) if in_place else adjoint.allocate or self._allocate,
-            describe=describe,
+            describe=_hashable(describe, options),
             candidates=adjoint.candidates,
         )
         self.operator.assemble = adjoint.assemble

@@ -13,7 +13,7 @@ from torch import Tensor
 from adjoint.core.guarantee import spacing
 
 Terms = Callable[[Tensor], Tensor]
-"""What the terms at given places are, widened to the type sums run in, in memory of its own."""
+"""What the terms at some places are, widened to the type sums run in, in memory of its own."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -82,7 +82,7 @@ def sum_bound(
     dtype: torch.dtype,
     out: torch.dtype | None = None,
 ) -> Tensor:
-    """The error of a sum of `count` terms of a dtype and given magnitude Σ|terms|, rounded to `out`, or that dtype.
+    """The error of a sum of `count` terms of a dtype and a magnitude Σ|terms|, rounded to `out`, or that dtype.
 
     After n roundings in the wide type that is γ·Σ|terms|, γ = n·u / (1 − n·u); then half a unit in the
     last place of what is rounded. Additions do not underflow; products may, by half the smallest number

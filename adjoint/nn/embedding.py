@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
 from adjoint.ops.embedding import embedding, embedding_bag
-from adjoint.ops.embedding.embedding import OutOfRange, normalized_padding
-from adjoint.ops.embedding.embedding_bag import MODES, Mode
-from adjoint.ops.embedding.plans import OUT_OF_RANGE
+from adjoint.ops.embedding.bag import MODES, Mode
+from adjoint.ops.embedding.embedding import OutOfRange
+from adjoint.ops.embedding.embedding.plans import OUT_OF_RANGE
+from adjoint.ops.embedding.table import padding_row
 
 
 class Embedding(nn.Embedding):
@@ -274,7 +275,7 @@ def _check(
     for name, size in (("num_embeddings", rows), ("embedding_dim", columns)):
         if size < 0:
             raise ArgumentError(f"{module}: {name} must be at least 0, got {size}")
-    normalized_padding(module, padding_idx, rows)
+    padding_row(module, padding_idx, rows)
     if weight is not None and tuple(weight.shape) != (rows, columns):
         raise ArgumentError(
             f"{module}: _weight must have the shape (num_embeddings, embedding_dim), {(rows, columns)}, "

@@ -204,10 +204,12 @@ IDS, WEIGHT = torch.tensor([1, 0, 1]), torch.arange(8.0).reshape(2, 4)
 
 def test_binding_gives_the_arguments_of_both_directions() -> None:
     call = bind(lookup, IDS, WEIGHT)
-    assert call.operator is FORWARD and call.arguments == (IDS, WEIGHT, None)
+    assert call.operator is FORWARD and call.arguments == (IDS, WEIGHT, None, True)
     assert call.public_outputs == 1 and call.adjoint_arguments is not None
     out, rows = call.operator.allocate(*call.arguments)
-    assert call.adjoint_arguments((out,), (out, rows)) == (out, rows, WEIGHT, None)
+    assert call.adjoint_arguments((out,), (out, rows)) == (out, rows, WEIGHT, None, 1), (
+        "the gradient of the weight alone"
+    )
     with pytest.raises(adjoint.ArgumentError, match="lookup: missing a required argument: 'weight'"):
         bind(lookup, IDS)
 
@@ -247,7 +249,7 @@ def test_the_dispatcher_takes_none_for_an_optional_tensor() -> None:
         out = lookup(IDS, WEIGHT)
     assert torch.equal(out, WEIGHT[IDS])
     with forward_ad.dual_level(), pytest.raises(adjoint.Unsupported, match="forward-mode"):
-        FORWARD(IDS, forward_ad.make_dual(WEIGHT, torch.ones_like(WEIGHT)), None, "")
+        FORWARD(IDS, forward_ad.make_dual(WEIGHT, torch.ones_like(WEIGHT)), None, True, "")
 
 
 def test_unknown_schedule_parameters_are_named() -> None:

@@ -73,8 +73,8 @@ def test_there_is_room_past_the_end(count: int, listed: bool) -> None:
     setup = _setup(torch.device("cpu"))
     Grouping(setup, torch.int64, count, 7, listed=listed)
     regions = setup.regions.tensors(setup.regions.allocate(setup.device))
-    own = {"starts", "ends", "listed", "segment_of"} if listed else set()
-    assert all(len(regions[name]) > count for name in {"keys_a", "keys_b", "positions_a", "positions_b"} | own)
+    listing = {"starts", "ends", "group_keys", "segment_of"} if listed else set()
+    assert all(len(regions[name]) > count for name in {"keys_a", "keys_b", "positions_a", "positions_b"} | listing)
 
 
 @pytest.mark.kernels
@@ -145,8 +145,8 @@ def test_groups_that_occur_are_listed(count: int, groups: int, device: torch.dev
     present, inverse, sizes = torch.unique(_keys(ids, groups, -1), sorted=True, return_inverse=True, return_counts=True)
     number = len(present) - int((present == groups).any())  # what is in no group is not listed
     ends = sizes.cumsum(0)
-    assert memory["listed_count"].tolist() == [number]
-    assert torch.equal(memory["listed"][:number].long(), present[:number])
+    assert memory["group_count"].tolist() == [number]
+    assert torch.equal(memory["group_keys"][:number].long(), present[:number])
     assert torch.equal(memory["starts"][:number].long(), (ends - sizes)[:number])
     assert torch.equal(memory["ends"][:number].long(), ends[:number])
     segment = inverse.sort().values

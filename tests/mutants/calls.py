@@ -19,7 +19,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 import adjoint
 from adjoint.contract.poison import poison
 from adjoint.core.plan import Plan
+from adjoint.core.schedules import Schedules
 from adjoint.core.workspace import Regions
+from adjoint.device import grouping
 from adjoint.verify.bits import same_bits
 
 # ---------------------------------------------------------------------------------- the edge of memory
@@ -147,3 +149,26 @@ def rewrite(module: ModuleType, source: str, changes: dict[str, str]) -> str:
         source, found = re.subn(rf"(?m)^{re.escape(before)}$", after, source)
         assert found == 1, f"{module.__name__}: {found} lines {before!r}"
     return source
+
+
+def small_schedules(sizes: dict[str, int]) -> None:
+    """From now on, schedules have small sizes, by the last words of their names; sorting has its own."""
+    named = Schedules.named
+
+    def small(self: Schedules, kernel: str, name: str) -> dict[str, int]:
+        if kernel in SMALL_GROUPING:
+            return SMALL_GROUPING[kernel]
+        return {parameter: sizes[parameter.rpartition("_")[2]] for parameter in named(self, kernel, name)}
+
+    Schedules.named = small  # type: ignore[method-assign]
+
+
+SMALL_GROUPING = {
+    "grouping": {"small_block": 8, "block": 16, "small_count": 19, "num_warps": 4},
+    "group_sum_counts": {"width": 4, "chunk": 2, "shares": 2, "num_warps": 4},
+}
+
+
+def small_digits() -> None:
+    """From now on, a pass of a sort takes 3 bits; the kernels of `adjoint.device.grouping` must be loaded again."""
+    vars(grouping)["DIGIT"] = 3

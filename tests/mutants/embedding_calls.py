@@ -15,9 +15,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.core.preference import Preference
-from adjoint.core.schedules import Schedules
-from adjoint.device import grouping
-from tests.mutants.calls import LAYOUTS, Call, rewrite
+from tests.mutants.calls import LAYOUTS, Call, rewrite, small_digits, small_schedules
 
 # ---------------------------------------------------------------------------------------------- calls
 
@@ -249,35 +247,15 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
     """Tiles of 2, digits of 3 bits, blocks of 8 or 16, programs of a few elements.
 
     Args:
-        sources: the kernel modules' sources, changed or not, by module.
+        sources: the kernel modules' sources, changed or not, by module; those that others import come first.
         load: puts a source in the place of a module.
     """
-    constants = {
-        "adjoint.ops.embedding.kernels": {},
-        "adjoint.ops.embedding.bag_kernels": {},
-        "adjoint.device.grouping.kernels": {},
-    }
-    package = "adjoint.ops.embedding"
-    plans, launch, bag_plans, bag_launch = (
-        import_module(f"{package}.{name}") for name in ("plans", "launch", "bag_plans", "bag_launch")
-    )
-    path = Path(str(plans.__file__))
-    source = rewrite(plans, path.read_text(encoding="utf-8"), {"TILE_BITS = 5": "TILE_BITS = 1"})
-    exec(compile(source, str(path), "exec"), vars(plans))
-    vars(launch)["TILE_BITS"] = 1
-    vars(bag_plans)["TILE"] = vars(bag_launch)["TILE"] = 2
-    vars(bag_launch)["_ENTRIES"] = 16
-    vars(grouping).update(
-        DIGIT=3, BLOCKS=(8, 16), block=lambda count: 8 if count < 20 else 16, _SHARES=2,
-        _counted=lambda: {"WIDTH": 4, "CHUNK": 2},
-    )  # fmt: skip
-    for name, changes in constants.items():
-        load(name, rewrite(import_module(name), sources[name], changes))
-    lookup = Schedules.lookup
-
-    def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        sizes = {"block": 16, "elements": 256, "unroll": 2, "warps": 4}
-        found = {name: sizes[name.rpartition("_")[2]] for name in lookup(self, kernel, device)}
-        return found | ({"weights_elements": 256} if "weights_elements" in found else {})
-
-    Schedules.lookup = small  # type: ignore[method-assign]
+    plans = [import_module(f"adjoint.ops.embedding.{name}") for name in ("plans", "embedding.plans", "bag.plans")]
+    for module, changes in zip(plans, ({"TILE_BITS = 5": "TILE_BITS = 1"}, {}, {}), strict=True):
+        path = Path(str(module.__file__))
+        source = rewrite(module, path.read_text(encoding="utf-8"), changes)
+        exec(compile(source, str(path), "exec"), vars(module))
+    small_schedules({"block": 16, "elements": 256, "unroll": 2, "warps": 4})
+    small_digits()
+    for name, source in sources.items():
+        load(name, source)

@@ -157,7 +157,7 @@ def group_count_heads(
 @triton.jit
 def group_list(
     sorted_keys: Pointer.int32, begins: Pointer.int32, starts: Pointer.int32, ends: Pointer.int32,
-    listed: Pointer.int32, segment_of: Pointer.int32, groups: Int32, BLOCK: tl.constexpr,
+    group_keys: Pointer.int32, segment_of: Pointer.int32, groups: Int32, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Lists the groups that occur, in order: where each begins and ends, its key, and the group of each place."""
     block = tl.program_id(0)
@@ -166,7 +166,7 @@ def group_list(
     number = tl.load(begins + block) + tl.cumsum(head.to(tl.int32)) - 1
     tl.store(starts + number, index, head)
     tl.store(ends + number, index + 1, tail)
-    tl.store(listed + number, key, head)
+    tl.store(group_keys + number, key, head)
     tl.store(segment_of + index, tl.where(key < groups, number, _LAST))
 
 
@@ -218,8 +218,8 @@ class Grouping:
 
     Args:
         setup: binds the kernels; the workspace gets the regions "keys_a", "keys_b", "positions_a", "positions_b",
-            "counts", "begins", "totals", "starts" and "ends", with `listed` also "listed", "segment_of" and
-            "listed_count".
+            "counts", "begins", "totals", "starts" and "ends", with `listed` also "group_keys", "segment_of" and
+            "group_count".
         ids: the dtype of the ids.
         count: the most ids of a sort.
         groups: the most groups.
@@ -248,7 +248,7 @@ class Grouping:
         setup.scratch(counts=digits, begins=digits, totals=(torch.int32, 1 << DIGIT))
         if listed:
             self._count_heads, self._list = bind(group_count_heads), bind(group_list)
-            setup.scratch(starts=room, ends=room, listed=room, segment_of=room, listed_count=(torch.int32, 1))
+            setup.scratch(starts=room, ends=room, group_keys=room, segment_of=room, group_count=(torch.int32, 1))
         else:
             self._mark = bind(group_mark)
             setup.scratch(starts=(torch.int32, max(1, groups)), ends=(torch.int32, max(1, groups)))
@@ -295,17 +295,17 @@ class Grouping:
         )
 
     def list_groups(self, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
-        """Lists the groups that occur in memory: "starts", "ends", "listed" (keys), "segment_of" and "listed_count"."""
+        """Lists the groups that occur in memory: "starts", "ends", "group_keys", "segment_of" and "group_count"."""
         grid, counts, begins = (self._blocks(count),), memory["counts"], memory["begins"]
         self._count_heads.launch(grid, sorted_keys=keys, counts=counts, groups=groups)
-        self._sums.launch(counts, begins, memory["listed_count"], 1, grid[0])
+        self._sums.launch(counts, begins, memory["group_count"], 1, grid[0])
         self._list.launch(
             grid,
             sorted_keys=keys,
             begins=begins,
             starts=memory["starts"],
             ends=memory["ends"],
-            listed=memory["listed"],
+            group_keys=memory["group_keys"],
             segment_of=memory["segment_of"],
             groups=groups,
         )

@@ -1,9 +1,8 @@
-"""Triton kernels of the embedding family.
+"""Sums over groups of tokens, in an order fixed by the group alone: what gradients of tables are made of.
 
-Sums over groups of tokens, in an order fixed by the group alone: a group's tokens stand in order at places
-`starts[g]` to `ends[g]`; tiles of TILE tokens are summed one token after the other; TILE tiles make a
-tile of the next level, and so on. A group longer than a tile is summed in pieces by many programs, which
-leave partial sums in slots. The tile of a level with bits b that begins at place p has the slot
+A group's tokens stand in order at places `starts[g]` to `ends[g]`; tiles of TILE tokens are summed one token after the
+other; TILE tiles make a tile of the next level, and so on. A group longer than a tile is summed in pieces by many
+programs, which leave partial sums in slots. The tile of a level with bits b that begins at place p has the slot
 
     2·(p >> b) + (p is the beginning of its group)
 
@@ -11,18 +10,27 @@ of that level: of all tiles that begin in a window of 2^b places, at most one is
 at most one is not, so slots need no counting. What a level must sum is found from the slot in turn.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from adjoint.core import kernels
-from adjoint.core.kernels import Budget
-from adjoint.device.faults import record
-from adjoint.ops.embedding.plans import TILE_BITS
+from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Kernel, Pointer, PointerIf16, kernel
+from adjoint.core.launch import Launch, Setup
+from adjoint.core.layout import leading_axes
+from adjoint.device import grouping
+from adjoint.device.sums import wide
+from adjoint.ops.embedding.plans import SEQUENTIAL, TILE_BITS
 
 LEVELS = 5
 """Levels of partial sums: groups of up to 2^30 tokens."""
+
+COPY = Budget(registers=128)
+_SUM = Budget(registers=255, shared_bytes=8192)
 
 _TILE = tl.constexpr(1 << TILE_BITS)
 _BITS = tl.constexpr(TILE_BITS)
@@ -32,32 +40,6 @@ _BITS_4 = tl.constexpr(4 * TILE_BITS)
 _BITS_5 = tl.constexpr(5 * TILE_BITS)
 
 
-# ------------------------------------------------------------------------------------------- lookup
-
-
-@triton.jit
-def embedding_gather(
-    ids, weight, out, status_word, fault, count, rows, columns, row_stride, column_stride,
-    RAISE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out[n, :] = weight[ids[n], :], and zeros where an id is out of range."""
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < count
-    row = tl.load(ids + token, inside, other=0)
-    valid = (row >= 0) & (row < rows)
-    if RAISE:
-        record(status_word, fault, token, row, inside & (valid == 0) & (tl.program_id(1) == 0))
-    start = tl.where(valid, row, 0).to(tl.int64) * row_stride
-    step = column if UNIT else column * column_stride
-    in_row = (column < columns)[None, :]
-    value = tl.load(weight + start[:, None] + step[None, :], (inside & valid)[:, None] & in_row, other=0)
-    tl.store(out + token[:, None] * columns + column[None, :], value, inside[:, None] & in_row)
-
-
-# -------------------------------------------------------------------------------------- sums of tokens
-
-
 @triton.jit
 def load_term(
     gradient, bag_of, factors, winners, position, inside, column, columns,
@@ -65,7 +47,7 @@ def load_term(
     DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
     BAGGED: tl.constexpr, SCALED: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens at given positions add to their groups, widened; 0 outside.
+    """What the tokens at some positions add to their groups, widened; 0 outside.
 
     The token at position n adds row n of the gradient; in a bag, the row of its bag, times the token's
     factor, or only the columns the token has won.
@@ -96,19 +78,22 @@ def find_tile(segment_of, starts, ends, slot, count, segments, bits, width):
     first = (slot & 1) == 1
     place = tl.where(first, tl.minimum(window + width, count) - 1, window)
     segment = tl.load(segment_of + place)
-    known = segment < segments
-    start = tl.load(starts + segment, known, other=0)
-    end = tl.load(ends + segment, known, other=0)
+    in_group = segment < segments
+    start = tl.load(starts + segment, in_group, other=0)
+    end = tl.load(ends + segment, in_group, other=0)
     following = start + (((window - start + width - 1) >> bits) << bits)
     begin = tl.where(first, start, following)
-    exists = known & (end - start > width) & (begin < end) & tl.where(first, start >= window, start < window)
+    exists = in_group & (end - start > width) & (begin < end) & tl.where(first, start >= window, start < window)
     return start, begin, tl.where(exists, tl.minimum(begin + width, end), begin)
 
 
+@kernel(budget=_SUM, schedule=("UNROLL", "BLOCK"))
 @triton.jit
 def embedding_sum_tiles(
-    gradient, positions, bag_of, factors, winners, segment_of, starts, ends, partials, count, segments, columns,
-    inner, outer_stride, inner_stride, column_stride,
+    gradient: PointerIf16.element, positions: Pointer.int32, bag_of: Pointer.int32, factors: Pointer.accumulator,
+    winners: PointerIf16.int32, segment_of: Pointer.int32, starts: Pointer.int32, ends: Pointer.int32,
+    partials: PointerIf16.accumulator, count: Int32, segments: Int32, columns: Int32If16,
+    inner: Int32, outer_stride: Int64, inner_stride: Int64If16, column_stride: Int64,
     DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
     BAGGED: tl.constexpr, SCALED: tl.constexpr, CHOSEN: tl.constexpr,
     UNROLL: tl.constexpr, BLOCK: tl.constexpr,
@@ -132,9 +117,11 @@ def embedding_sum_tiles(
         tl.store(target, total, (column < columns)[None, :])
 
 
+@kernel(budget=_SUM, schedule=("UNROLL", "BLOCK"))
 @triton.jit
 def embedding_sum_partials(
-    partials, segment_of, starts, ends, count, segments, columns, bits, source, target,
+    partials: PointerIf16.accumulator, segment_of: Pointer.int32, starts: Pointer.int32, ends: Pointer.int32,
+    count: Int32, segments: Int32, columns: Int32If16, bits: Int32, source: Int32, target: Int32,
     UNROLL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A further level: tiles of the level below. Its slots begin at `target`, those of the level below at `source`."""
@@ -156,11 +143,15 @@ def embedding_sum_partials(
         tl.store(partials + (target + slot).to(tl.int64) * columns + column, total, in_row)
 
 
+@kernel(budget=replace(_SUM, spilled_elsewhere=16), schedule=("UNROLL", "ROWS", "BLOCK"))
 @triton.jit
 def embedding_write_groups(
-    gradient, positions, bag_of, factors, winners, segment_of, ends, listed, partials, out,
-    count, segments, columns, tile, level_2, level_3, level_4, level_5,
-    inner, outer_stride, inner_stride, column_stride, out_row_stride, out_column_stride,
+    gradient: PointerIf16.element, positions: Pointer.int32, bag_of: Pointer.int32, factors: Pointer.accumulator,
+    winners: PointerIf16.int32, segment_of: Pointer.int32, ends: Pointer.int32, group_keys: Pointer.int32,
+    partials: PointerIf16.accumulator, out: PointerIf16.output, count: Int32, segments: Int32, columns: Int32If16,
+    tile: Int32, level_2: Int32, level_3: Int32, level_4: Int32, level_5: Int32,
+    inner: Int32, outer_stride: Int64, inner_stride: Int64If16, column_stride: Int64,
+    out_row_stride: Int64If16, out_column_stride: Int64,
     DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
     BAGGED: tl.constexpr, SCALED: tl.constexpr, CHOSEN: tl.constexpr, INTO: tl.constexpr,
     UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -216,7 +207,7 @@ def embedding_write_groups(
 
         row = segment
         if INTO:
-            row = tl.load(listed + segment, present, other=0)
+            row = tl.load(group_keys + segment, present, other=0)
         step = column if UNIT else column * out_column_stride
         target = out + row.to(tl.int64)[:, None] * out_row_stride + step[None, :]
         mask = present[:, None] & in_row
@@ -228,12 +219,14 @@ def embedding_write_groups(
         tl.store(target, total.to(out.dtype.element_ty), mask)
 
 
+@kernel(budget=COPY, schedule=("ROWS", "BLOCK"))
 @triton.jit
 def embedding_write_zeros(
-    starts, out, rows, columns, out_row_stride, out_column_stride,
+    starts: Pointer.int32, out: PointerIf16.output, rows: Int32, columns: Int32If16,
+    out_row_stride: Int64If16, out_column_stride: Int64,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The rows no token refers to: nearly all of a large table. Only writing, they take no turns with reads."""
+    """Zeros for the rows that no token refers to: nearly all of a large table. Its programs only write."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     empty = tl.load(starts + row, row < rows, other=0) < 0
@@ -243,13 +236,239 @@ def embedding_write_zeros(
     tl.store(target, zeros, empty[:, None] & (column < columns)[None, :])
 
 
-_COPY = Budget(registers=128)
-_SUM = Budget(registers=255, shared_bytes=8192)
+# ------------------------------------------------------------------------------------------------ launches
 
-KERNELS = (
-    kernels.register(embedding_gather, budget=_COPY),
-    kernels.register(embedding_sum_tiles, budget=_SUM),
-    kernels.register(embedding_sum_partials, budget=_SUM),
-    kernels.register(embedding_write_groups, budget=replace(_SUM, spilled_elsewhere=16)),
-    kernels.register(embedding_write_zeros, budget=_COPY),
-)
+
+class Tile(NamedTuple):
+    """The rows and columns that a program takes, and its warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        return -(-rows // self.rows), -(-columns // self.block)
+
+
+def tile_of(schedule: Mapping[str, int], part: str, columns: int) -> Tile:
+    """The tile of a part of a schedule: short rows share a program, and a warp has something to do."""
+    block = max(16, min(schedule[f"{part}_block"], 1 << (columns - 1).bit_length() if columns else 1))
+    rows = max(1, schedule.get(f"{part}_elements", block) // block)
+    return Tile(rows, block, min(schedule[f"{part}_warps"], max(1, rows * block // 256)))
+
+
+ALIGNED, ADJACENT, STRIDED = "aligned", "adjacent", "strided"
+"""How a kernel reads and writes rows: 16 bytes at a time, adjacent elements, or any strides."""
+
+
+def by_access(
+    setup: Setup, kernel: Kernel, settings: Mapping[str, Any], **exceptions: Mapping[str, Any]
+) -> dict[str, Launch]:
+    """A kernel for every access, which may have exceptions from the settings."""
+    return {
+        access: setup.kernel(
+            kernel,
+            aligned=access == ALIGNED,
+            **{"UNIT": access != STRIDED, **settings, **exceptions.get(access, {})},
+        )
+        for access in (ALIGNED, ADJACENT, STRIDED)
+    }
+
+
+def is_multiple(*values: Any) -> bool:
+    """Whether tensors begin at, and numbers are, multiples of 16."""
+    for value in values:  # noqa: SIM110  (a generator costs as much as all the rest)
+        if (value.data_ptr() if isinstance(value, Tensor) else value) % 16:
+            return False
+    return True
+
+
+class Terms(NamedTuple):
+    """What is summed: the rows of a gradient, where each lies, and for bags what their entries add.
+
+    Row n lies at (n // inner)·outer_stride + (n % inner)·inner_stride.
+    """
+
+    gradient: Tensor
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    column_stride: int
+    access: str
+    scaled: bool = False
+    bag_of: Any = None
+    factors: Any = None
+    winners: Any = None
+
+
+def terms_of(gradient: Tensor, out: Tensor, columns: int) -> Terms:
+    """The rows of a gradient [..., columns] whose leading axes merge into at most two, to be summed into `out`."""
+    axes = leading_axes(gradient)
+    assert axes is not None
+    inner, outer_stride, inner_stride = axes
+    column_stride, out_column_stride = gradient.stride(-1), out.stride(-1)
+    access = ADJACENT
+    if outer_stride or (columns > 1 and (column_stride != 1 or out_column_stride != 1)):
+        access = STRIDED
+    elif is_multiple(gradient, out, columns, inner_stride, out.stride(0)):
+        access = ALIGNED
+    return Terms(gradient, inner, outer_stride, inner_stride, column_stride, access)
+
+
+def level_slots(count: int) -> list[int]:
+    """Slots of each level of partial sums that a group of all tokens would have."""
+    levels = range(1, LEVELS + 1)
+    return [2 * (((count - 1) >> TILE_BITS * level) + 1) for level in levels if count > 1 << TILE_BITS * level]
+
+
+class GroupSums:
+    """Writes the sum of each group of tokens to its row of a result, or adds it there.
+
+    The workspace gets the region "partials".
+
+    Args:
+        setup: binds the kernels.
+        element: the dtype of the gradient.
+        output: that of the result.
+        count: tokens.
+        segments: rows of the result, where groups are not listed.
+        columns: of the gradient and the result.
+        tile: the longest sum of one token after the other.
+        listed: only the groups that occur are written; else the other rows become 0.
+        into: sums are added to the rows of the result that `group_keys` names.
+        scaled: whether terms have factors; both where that depends on the call.
+        bagged: rows of the gradient are bags, and tokens their entries.
+        chosen: an entry adds only the columns it has won.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        element: torch.dtype,
+        output: torch.dtype,
+        count: int,
+        segments: int,
+        columns: int,
+        tile: int,
+        *,
+        listed: bool = False,
+        into: bool = False,
+        scaled: tuple[bool, ...] = (False,),
+        bagged: bool = False,
+        chosen: bool = False,
+    ) -> None:
+        schedule, accumulator = setup.schedule, wide(element)
+        self.count, self.segments, self.columns, self.tile, self.listed = count, segments, columns, tile, listed
+        self.limit = grouping.MAX_GROUPS if listed else segments
+        self.slots = level_slots(count) if tile < SEQUENTIAL else []
+        self.levels = [sum(self.slots[:level]) for level in range(LEVELS)]
+        """The first slot of each level."""
+
+        def tile_and_settings(part: str) -> tuple[Tile, dict[str, Any]]:
+            part_tile = tile_of(schedule, part, columns)
+            unroll = schedule[f"{part}_unroll"]
+            return part_tile, {"UNROLL": unroll, "BLOCK": part_tile.block, "num_warps": part_tile.warps}
+
+        def reading(kernel: Kernel, settings: dict[str, Any], **strided: Any) -> dict[bool, dict[str, Launch]]:
+            """A kernel that reads the gradient, by whether terms have factors, and access."""
+            settings |= {"element": element, "accumulator": accumulator, "SPLIT": False}
+            settings |= {"DOUBLE": element == torch.float64, "BAGGED": bagged, "CHOSEN": chosen}
+            strided |= {"SPLIT": not bagged}
+            return {x: by_access(setup, kernel, {**settings, "SCALED": x}, strided=strided) for x in scaled}
+
+        if tile < SEQUENTIAL:
+            setup.scratch(partials=(accumulator, sum(self.slots) * columns))
+            self.tiles_tile, settings = tile_and_settings("tiles")
+            self.sum_tiles = reading(embedding_sum_tiles, settings)
+            self.partials_tile, settings = tile_and_settings("partials")
+            self.sum_partials = setup.either(embedding_sum_partials, accumulator=accumulator, **settings)
+        self.groups_tile, settings = tile_and_settings("groups")
+        settings |= {"ROWS": self.groups_tile.rows, "output": output, "INTO": into}
+        # Addresses of strided elements take registers, and float64 most of them: more at once would spill.
+        unroll = settings["UNROLL"] // 2 if element == torch.float64 else settings["UNROLL"]
+        self.write_groups = reading(embedding_write_groups, settings, UNROLL=max(1, unroll))
+        if not listed:
+            rows, block, warps = self.zeros_tile = tile_of(schedule, "zeros", columns)
+            settings = {"output": output, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+            self.write_zeros = by_access(setup, embedding_write_zeros, settings)
+
+    def launch(self, terms: Terms, memory: Mapping[str, Any], positions: Any, segment_of: Any, out: Tensor) -> None:
+        """Sums the terms at `positions`, which stand in the order of their groups; `segment_of` has a group each."""
+        count, columns, limit, levels = self.count, self.columns, self.limit, self.levels
+        starts, ends, partials = memory["starts"], memory["ends"], memory.get("partials", positions)
+        gradient, inner, outer_stride, inner_stride, column_stride, access, scaled, *bags = terms
+        # What a variant does not read, something else stands for.
+        bag_of, factors, winners = [positions if x is None else x for x in bags]
+        for level, number in enumerate(self.slots):
+            if level == 0:
+                self.sum_tiles[scaled][access].launch(
+                    self.tiles_tile.grid(number, columns),
+                    gradient=gradient,
+                    positions=positions,
+                    bag_of=bag_of,
+                    factors=factors,
+                    winners=winners,
+                    segment_of=segment_of,
+                    starts=starts,
+                    ends=ends,
+                    partials=partials,
+                    count=count,
+                    segments=limit,
+                    columns=columns,
+                    inner=inner,
+                    outer_stride=outer_stride,
+                    inner_stride=inner_stride,
+                    column_stride=column_stride,
+                )
+            else:
+                self.sum_partials[access == ALIGNED].launch(
+                    self.partials_tile.grid(number, columns),
+                    partials=partials,
+                    segment_of=segment_of,
+                    starts=starts,
+                    ends=ends,
+                    count=count,
+                    segments=limit,
+                    columns=columns,
+                    bits=TILE_BITS * (level + 1),
+                    source=levels[level - 1],
+                    target=levels[level],
+                )
+        out_row_stride, out_column_stride = out.stride()
+        self.write_groups[scaled][access].launch(
+            self.groups_tile.grid(count, columns),
+            gradient=gradient,
+            positions=positions,
+            bag_of=bag_of,
+            factors=factors,
+            winners=winners,
+            segment_of=segment_of,
+            ends=ends,
+            group_keys=memory.get("group_keys", positions),
+            partials=partials,
+            out=out,
+            count=count,
+            segments=limit,
+            columns=columns,
+            tile=self.tile,
+            level_2=levels[1],
+            level_3=levels[2],
+            level_4=levels[3],
+            level_5=levels[4],
+            inner=inner,
+            outer_stride=outer_stride,
+            inner_stride=inner_stride,
+            column_stride=column_stride,
+            out_row_stride=out_row_stride,
+            out_column_stride=out_column_stride,
+        )
+        if not self.listed:
+            self.write_zeros[access].launch(
+                self.zeros_tile.grid(self.segments, columns),
+                starts=starts,
+                out=out,
+                rows=self.segments,
+                columns=columns,
+                out_row_stride=out_row_stride,
+                out_column_stride=out_column_stride,
+            )

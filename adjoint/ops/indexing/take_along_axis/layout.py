@@ -1,0 +1,176 @@
+"""Where elements of tensors of any strides lie: the fewest axes that serve all tensors of a call at once.
+
+The forward visits the elements of its output in order; the adjoint visits lines, and the entries of each. A line is
+what one index chooses from: the elements of x along the axis. Its entries are the elements of the output that
+were taken from it, in the output's order: those along the axis and, where x was broadcast, along that axis too.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+MAX_AXES = 4
+"""Axes that a kernel can tell apart."""
+
+
+class Axes(NamedTuple):
+    """Axes, outermost first, and each tensor's steps along them; at least one axis."""
+
+    sizes: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+
+    @property
+    def number(self) -> int:
+        return len(self.sizes)
+
+    def numbers(self, size: str, *steps: str) -> dict[str, int]:
+        """What kernels take, by parameter: the sizes of all axes but the outermost, and each tensor's steps.
+
+        There are as many as for `MAX_AXES` axes, the missing ones first.
+        """
+        missing = MAX_AXES - self.number
+        sizes = (1,) * missing + self.sizes
+        named = {f"{size}_{axis}": sizes[axis] for axis in range(1, MAX_AXES)}
+        for name, row in zip(steps, self.steps, strict=True):
+            named |= {f"{name}_{axis}": step for axis, step in enumerate((0,) * missing + row)}
+        return named
+
+
+def merged(sizes: Sequence[int], *steps: Sequence[int]) -> Axes:
+    """Axes of size 1 vanish, and neighbours merge where every tensor allows it. The order of elements stays.
+
+    >>> merged((2, 3, 4), (12, 4, 1), (0, 0, 1))
+    Axes(sizes=(6, 4), steps=((4, 1), (0, 1)))
+    """
+    fewest: list[int] = []
+    rows: list[list[int]] = [[] for _ in steps]
+    for axis, size in enumerate(sizes):
+        if size == 1:
+            continue
+        here = [row[axis] for row in steps]
+        if fewest and all(row[-1] == step * size for row, step in zip(rows, here, strict=True)):
+            fewest[-1] *= size
+            for row, step in zip(rows, here, strict=True):
+                row[-1] = step
+        else:
+            fewest.append(size)
+            for row, step in zip(rows, here, strict=True):
+                row.append(step)
+    if not fewest:
+        return Axes((1,), tuple((0,) for _ in steps))
+    return Axes(tuple(fewest), tuple(map(tuple, rows)))
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def broadcast(shape: Sequence[int], strides: Sequence[int], onto: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor expanded onto a shape."""
+    return tuple(0 if size == 1 and n != 1 else step for size, step, n in zip(shape, strides, onto, strict=True))
+
+
+def output_shape(x: Sequence[int], indices: Sequence[int], axis: int) -> tuple[int, ...]:
+    """The shape of the output: broadcast, but along the axis as long as the indices."""
+    axis %= len(x)
+    return tuple(i if d == axis or a == 1 else a for d, (a, i) in enumerate(zip(x, indices, strict=True)))
+
+
+class Elements(NamedTuple):
+    """The elements of the output, in order.
+
+    Attributes:
+        axes: steps of x (none along the axis), of the indices, and of the indices' numbering.
+        plain: whether the indices lie one after the other in the output's order.
+        numbers: the sizes and steps as `take_forward` takes them.
+    """
+
+    axes: Axes
+    plain: bool
+    numbers: Mapping[str, int]
+
+
+def elements_of(x: Tensor, indices: Tensor, axis: int) -> Elements:
+    """The elements of a call's output."""
+    return _elements(tuple(x.shape), x.stride(), tuple(indices.shape), indices.stride(), axis)
+
+
+@lru_cache(maxsize=4096)
+def _elements(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    indices: tuple[int, ...],
+    index_strides: tuple[int, ...],
+    axis: int,
+) -> Elements:
+    axis %= len(shape)
+    out = output_shape(shape, indices, axis)
+    of_x = broadcast(shape, strides, out)
+    spread = broadcast(indices, index_strides, out)
+    axes = merged(out, (*of_x[:axis], 0, *of_x[axis + 1 :]), spread, broadcast(indices, contiguous(indices), out))
+    plain = all(n == 1 or a == b for n, a, b in zip(out, spread, contiguous(out), strict=True))
+    return Elements(axes, plain, axes.numbers("size", "x_step", "index_step", "number_step"))
+
+
+class Lines(NamedTuple):
+    """The lines of x, and the entries of each.
+
+    Attributes:
+        axes: steps of dx, of the indices and of dout from line to line.
+        entry_axes: steps of the indices and of dout from entry to entry.
+        line_count, entry_count: how many lines there are, and entries of each.
+        axis_step: the step of dx along the axis.
+        numbers: sizes and steps as kernels take them.
+    """
+
+    axes: Axes
+    entry_axes: Axes
+    line_count: int
+    entry_count: int
+    axis_step: int
+    numbers: Mapping[str, int]
+
+    def select(self, parameters: Iterable[str]) -> dict[str, int]:
+        """The sizes and steps among a kernel's parameters."""
+        return {name: self.numbers[name] for name in parameters if name in self.numbers}
+
+
+def lines_of(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int) -> Lines:
+    """The lines of an adjoint: `shape` is that of x, whose gradient is contiguous."""
+    return _lines(tuple(shape), tuple(indices.shape), indices.stride(), dout.stride(), axis)
+
+
+@lru_cache(maxsize=4096)
+def _lines(
+    shape: tuple[int, ...],
+    indices: tuple[int, ...],
+    index_strides: tuple[int, ...],
+    dout_strides: tuple[int, ...],
+    axis: int,
+) -> Lines:
+    out = output_shape(shape, indices, axis)
+    of_dx = contiguous(shape)
+    spread = broadcast(indices, index_strides, out)
+    summed = [d for d in range(len(out)) if d == axis or (shape[d] == 1 and out[d] != 1)]
+    across = [d for d in range(len(out)) if d not in summed]
+
+    def only(axes: list[int], strides: Sequence[int]) -> list[int]:
+        return [strides[d] for d in axes]
+
+    line_count = entry_count = 1
+    for d in across:
+        line_count *= out[d]
+    for d in summed:
+        entry_count *= out[d]
+    axes = merged(only(across, out), only(across, of_dx), only(across, spread), only(across, dout_strides))
+    entry_axes = merged(only(summed, out), only(summed, spread), only(summed, dout_strides))
+    numbers = axes.numbers("line_size", "dx_step", "line_index_step", "line_dout_step")
+    numbers |= entry_axes.numbers("entry_size", "index_step", "dout_step")
+    return Lines(axes, entry_axes, line_count, entry_count, of_dx[axis], numbers)
