@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -139,13 +139,6 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip is not None:
         return str(properties.gcnArchName).split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
-
-
-def why_not_on_nvidia(device: torch.device) -> str:
-    """Why kernels that are for NVIDIA's GPUs alone cannot run on a device; empty when they can."""
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "its kernels are for NVIDIA GPUs"
-    return why_not_triton(device)
 
 
 # ------------------------------------------------------------------------------------ types of parameters
@@ -311,28 +304,6 @@ class Kernel:
         exec(source, scope)
         return scope["by_name"]  # type: ignore[no-any-return]
 
-    def variant(
-        self,
-        types: Mapping[str, str],
-        constants: Mapping[str, Any],
-        aligned: Iterable[str] = (),
-        *,
-        num_warps: int = 4,
-        num_stages: int = 3,
-    ) -> "Variant":
-        """A description of what to compile.
-
-        Args:
-            types: the Triton type of every run-time parameter, in order ("*bf16", "i64").
-            constants: the value of every compile-time parameter, in order, after the others.
-            aligned: parameters that are multiples of 16 in every launch (bytes for pointers).
-            num_warps: warps a program.
-            num_stages: the depth of software pipelining.
-        """
-        if (*types, *constants) != self.parameters:
-            raise TypeError(f"{self.name} takes {self.parameters}, described as {(*types, *constants)}")
-        return Variant(self.name, tuple(types.items()), tuple(constants.items()), tuple(aligned), num_warps, num_stages)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -354,11 +325,6 @@ class Variant:
                 if launcher is None:
                     launcher = _launchers[self, device] = self._launcher(device)
         return launcher
-
-    def launch(self, device: torch.device, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Runs on the device's current stream."""
-        launcher = _launchers.get((self, device)) or self.prepare(device)
-        launcher((*grid, 1, 1)[:3], *arguments)
 
     def _launcher(self, device: torch.device) -> Callable[..., None]:
         next(_compilations)
@@ -420,7 +386,6 @@ def _source_of(function: Any) -> Any:
     return ASTSource
 
 
-_together: set[Hashable] = set()
 _launchers: dict[tuple[Variant, torch.device], Callable[..., None]] = {}
 
 _DIRECT_LAUNCH = ((3, 6), (3, 7))
@@ -484,11 +449,6 @@ def kernel(
     return decorate
 
 
-def register(function: Any, *, budget: Budget, targets: Iterable[str] = TARGETS) -> Kernel:
-    """Registers a `@triton.jit` or `@gluon.jit` function under its own name, which must be unique."""
-    return _add(Kernel(function, budget, targets))
-
-
 def _add(kernel: Kernel) -> Kernel:
     function = kernel.function
     if kernel.name in _kernels and _kernels[kernel.name].function.__module__ != function.__module__:
@@ -521,17 +481,6 @@ def forget() -> None:
     """Forgets what was compiled in this process, so that the next launch compiles or loads again."""
     with _lock:
         _launchers.clear()
-        _together.clear()
-
-
-def compile_together(key: Hashable, compile: Callable[[], None]) -> None:
-    """Calls `compile` unless that was done for the key: for kernels that not every size launches.
-
-    What the first call of a problem does not launch, a larger one may; it must not be the first to compile.
-    """
-    if key not in _together:
-        compile()
-        _together.add(key)
 
 
 def compilations() -> int:

@@ -49,7 +49,6 @@ class Candidate:
         returns_outputs: what `setup` gives allocates the outputs and returns them, because their sizes are results.
         run: of a plan in plain PyTorch: `run(plan, arguments, outputs, workspace)` computes and returns the outputs;
             where `outputs` is None it allocates them (`plan.allocate`).
-        prepare: compiles whatever `run` will launch.
         numeric: the parameters of `run` that change bits; kernels say themselves which of theirs do.
         schedules: the parameters that do not, by GPU.
         entry: the name of a problem's parameters among the schedules; by default that of the kernel.
@@ -69,7 +68,6 @@ class Candidate:
     setup: Callable[[Setup], Execute] | None = None
     targets: tuple[str, ...] = tuple(kernels.TARGETS)
     returns_outputs: bool = False
-    prepare: Callable[["Plan"], None] = lambda plan: None
     numeric: Callable[[Problem], Mapping[str, Any]] = lambda problem: {}
     schedules: Schedules | None = None
     entry: Callable[[Problem], str] | None = None
@@ -244,7 +242,6 @@ class Plan:
 
     Attributes:
         adjoint: the plan of the backward, when there is one.
-        memo: what the candidate keeps between launches, such as compiled kernels; never tensors.
     """
 
     operator: Operator
@@ -254,7 +251,6 @@ class Plan:
     others: tuple[tuple[str, str], ...]
     adjoint: "Plan | None" = None
     overrides: tuple[tuple[str, int], ...] = ()
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -331,7 +327,7 @@ class Plan:
                 raise ArgumentError(
                     f"{self.operator.name}: schedule parameter {name} must be a power of two, got {value}"
                 )
-        return replace(self, overrides=tuple(parameters.items()), memo={})
+        return replace(self, overrides=tuple(parameters.items()))
 
     def can_implement(self, *tensors: Tensor | None) -> None:
         """Raises `ArgumentError` for wrong arguments, `Unsupported` for another problem than the plan's."""
@@ -355,9 +351,7 @@ class Plan:
 
     def prepare(self) -> "Plan":
         """Compiles everything `run` launches, here and in the adjoint; returns the plan."""
-        if self.candidate.setup is None:
-            self.candidate.prepare(self)
-        else:
+        if self.candidate.setup is not None:
             self._setup[0].prepare()
         if self.adjoint is not None:
             self.adjoint.prepare()

@@ -137,7 +137,7 @@ def test_lines_that_are_sorted_a_few_at_a_time(
     whole = adjoint.plan(adjoint.take_along_axis, x, indices, preference=preference).adjoint
     assert whole is not None and whole.workspace_bytes is not None
     monkeypatch.setattr(launching, "MAX_SORTED", 130)
-    plan = replace(whole, memo={})
+    plan = replace(whole)
     assert plan.workspace_bytes is not None and plan.workspace_bytes < whole.workspace_bytes
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
     dx = plan.run(dout, indices, workspace=workspace)

@@ -431,9 +431,7 @@ def built_calls() -> Iterator[tuple[Call, str] | tuple[Call, str, bool]]:
         distinct: bool = False,
     ) -> Call:
         x = torch.empty(shape, dtype=dtype, device="meta")
-        return bind(
-            take_along_axis, x, torch.empty(places, dtype=index, device="meta"), axis, distinct=distinct
-        )
+        return bind(take_along_axis, x, torch.empty(places, dtype=index, device="meta"), axis, distinct=distinct)
 
     lines, few, many = (8, 512), (8, 10), (8, 64)
     for dtype in TAKE.dtypes:
