@@ -42,29 +42,29 @@ def check(
     part = Part(_suite(everything, device), shard, rows)
     if path is not None:
         shards.save(part, path)  # a path that cannot be written to is refused before hours of work
-    positions = shard.positions(len(everything))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(positions))
+        task = progress.add_task("", total=len(part.positions))
 
         def announce(job: Job) -> None:
             progress.update(task, description=escape(job.label))
 
         if processes == 1:
-            results = workers.run_here(everything, positions, announce)
+            results = workers.run_here(everything, part.positions, announce)
         else:
             results = workers.run_in_processes(
-                listing, everything, positions, announce, processes=processes, device=device
+                listing, everything, part.positions, announce, processes=processes, device=device
             )
         with suppress(KeyboardInterrupt), closing(results):
             for position, fresh in results:
                 rows[position] = fresh
                 progress.advance(task)
-                line = f"{len(rows)}/{len(positions)} {everything[position].label}: {_count(fresh)}"
+                line = f"{len(rows)}/{len(part.positions)} {everything[position].label}: {_count(fresh)}"
                 console.print(Text(line, style="dim"), soft_wrap=True)
+    status = _report(console, part, f"Checks on {device}" + f", shard {shard}" * (shard.count > 1))
     if path is not None:
         shards.save(part, path)
-    return _report(console, part, f"Checks on {device}")
+    return status
 
 
 def merge(console: Console, paths: Sequence[Path]) -> int:
@@ -92,7 +92,9 @@ def _report(console: Console, part: Part, title: str) -> int:
     for row in failures:
         where = " ".join(filter(None, (row.op, row.dtype, row.plan)))
         console.print(Text(f"FAILED {where}: {row.check}: {row.measured}: {row.detail}", style="red"), soft_wrap=True)
-    if part.missing:
-        console.print(Text(f"Interrupted: {part.missing} checks did not run", style="red"))
+    if not part.is_complete:
+        console.print(Text(f"Interrupted: {len(part.rows)} of {len(part.positions)} checks ran", style="red"))
     console.print(f"{len(rows) - len(failures)} passed, {len(failures)} failed", highlight=False)
-    return INTERRUPTED if part.missing else FAILED if failures else PASSED
+    if not part.is_complete:
+        return INTERRUPTED
+    return FAILED if failures else PASSED

@@ -64,10 +64,10 @@ class Suite:
 
 def describe(jobs: Sequence[Job], device: str, versions: Mapping[str, str | None]) -> Suite:
     """The suite of all these jobs, here."""
-    return Suite(device, versions, _source(), _digest(job.label.encode() for job in jobs), len(jobs))
+    return Suite(device, versions, _digest_source(), _digest(job.label.encode() for job in jobs), len(jobs))
 
 
-def _source() -> str:
+def _digest_source() -> str:
     folder = Path(adjoint.__file__).parent
     return _digest(path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".json"))
 
@@ -93,9 +93,14 @@ class Part:
         return [row for position in sorted(self.rows) for row in self.rows[position]]
 
     @property
-    def missing(self) -> int:
-        """How many of its jobs have not run."""
-        return len(self.shard.positions(self.suite.jobs)) - len(self.rows)
+    def positions(self) -> range:
+        """The positions of all its jobs."""
+        return self.shard.positions(self.suite.jobs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its jobs have run."""
+        return len(self.rows) == len(self.positions)
 
 
 def save(part: Part, path: Path) -> None:
@@ -134,9 +139,10 @@ def merge(parts: Sequence[tuple[Path, Part]]) -> Part:
         if part.shard.index in files:
             raise ArgumentError(f"verify: shard {part.shard} is in {files[part.shard.index]} and again in {file}")
         files[part.shard.index] = file
-        if part.missing:
+        if not part.is_complete:
             raise ArgumentError(
-                f"verify: {file} lacks {part.missing} checks of shard {part.shard}: its run did not end; run it again"
+                f"verify: {file} has {len(part.rows)} of the {len(part.positions)} checks of shard {part.shard}: "
+                f"its run was interrupted; run it again"
             )
     whole = parts[0][1]
     absent = [f"{index}/{whole.shard.count}" for index in range(1, whole.shard.count + 1) if index not in files]

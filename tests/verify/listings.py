@@ -84,21 +84,21 @@ def rounds_bfloat16() -> bool:
     return kernels.interpreting() and getattr(InterpreterBuilder, "bfloat16_corrected", False)
 
 
-def sound() -> list[Job]:
+def list_sound() -> list[Job]:
     checks = ("modes", "poison", "capture", "accuracy", "bad input", "schedules", "streams")
     return [job(check, succeed, check) for check in checks]
 
 
-def troubled() -> list[Job]:
+def list_troubles() -> list[Job]:
     bodies = {"first": succeed, "fails": fail, "throws": throw, "crashes": crash, "leaves": leave}
     return [*(job(name, body) for name, body in bodies.items()), job("last", has_three_threads)]
 
 
-def interrupted() -> list[Job]:
+def list_interruption(*arguments: object) -> list[Job]:
     return [job("first", ignores_interrupts), job("waits", wait), job("interrupts", interrupt), job("last", succeed)]
 
 
-def on_a_gpu() -> list[Job]:
+def list_gpu_fault() -> list[Job]:
     """Their names tell the order in which they start, which is not that of the list."""
     return [
         job("last", has_a_gpu, "modes"),
@@ -108,10 +108,10 @@ def on_a_gpu() -> list[Job]:
     ]
 
 
-def interpreted() -> list[Job]:
+def list_interpreter_checks() -> list[Job]:
     return [job("first", rounds_bfloat16), job("last", rounds_bfloat16)]
 
 
-def changed() -> list[Job]:
+def list_own_process() -> list[Job]:
     """Other jobs in another process than in the one that asks for them."""
     return [job(f"of {os.getpid()}", succeed)]

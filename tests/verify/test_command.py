@@ -37,7 +37,7 @@ def test_the_arguments_choose_the_jobs() -> None:
 
     def listing(*arguments: object) -> list[Job]:
         choices.append(arguments)
-        return listings.sound()
+        return listings.list_sound()
 
     assert call_on(listing, "--jobs", 1).exit_code == 0
     assert call_on(listing, "swiglu", "silu", "--all", "--jobs", 1).exit_code == 0
@@ -46,7 +46,7 @@ def test_the_arguments_choose_the_jobs() -> None:
 
 
 def test_jobs_are_shown_as_they_end_and_then_their_rows() -> None:
-    done = call_on(lambda *_: listings.sound(), "--jobs", 1)
+    done = call_on(lambda *_: listings.list_sound(), "--jobs", 1)
     assert done.exit_code == 0, done.output
     assert done.output.startswith("1/7 toy: modes: 1 passed\n2/7 toy: poison: 1 passed\n")
     assert done.output.rstrip().endswith("7 passed, 0 failed")
@@ -99,21 +99,17 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
-def interrupted(*arguments: object) -> list[Job]:
-    return listings.interrupted()
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_the_processes_and_shows_what_ended(tmp_path: Path) -> None:
-    done = call_on(interrupted, "--jobs", 2, "--save", tmp_path / "part.json")
+    done = call_on(listings.list_interruption, "--jobs", 2, "--save", tmp_path / "part.json")
     assert done.exit_code == 130, done.output
-    assert "Interrupted: 3 checks did not run" in done.output
+    assert "Interrupted: 1 of 4 checks ran" in done.output
     assert done.output.rstrip().endswith("1 passed, 0 failed")
     assert not multiprocessing.active_children()
     (job,) = json.loads((tmp_path / "part.json").read_text())["jobs"]
     assert job["position"] == 0
     done = call("--merge", tmp_path / "part.json")
-    assert done.exit_code == 2 and "part.json lacks 3 checks of shard 1/1" in done.stderr
+    assert done.exit_code == 2 and "part.json has 1 of the 4 checks of shard 1/1" in done.stderr
 
 
 def test_an_interruption_of_this_process_shows_what_ended() -> None:
@@ -122,7 +118,7 @@ def test_an_interruption_of_this_process_shows_what_ended() -> None:
 
     jobs = [listings.job("first", listings.succeed), listings.job("interrupts", press)]
     done = call_on(lambda *_: jobs, "--jobs", 1)
-    assert done.exit_code == 130 and "Interrupted: 1 checks did not run" in done.output
+    assert done.exit_code == 130 and "Interrupted: 1 of 2 checks ran" in done.output
 
 
 # --------------------------------------------------------------------------------------------- shards
@@ -133,13 +129,14 @@ def files(tmp_path: Path) -> list[Path]:
     """Three shards of sound jobs."""
     paths = [tmp_path / f"{index}.json" for index in (1, 2, 3)]
     for index, path in enumerate(paths, 1):
-        done = call_on(lambda *_: listings.sound(), "--jobs", 1, "--shard", f"{index}/3", "--save", path)
+        done = call_on(lambda *_: listings.list_sound(), "--jobs", 1, "--shard", f"{index}/3", "--save", path)
         assert done.exit_code == 0, done.output
+        assert f"Checks on cpu, shard {index}/3" in done.output
     return paths
 
 
 def test_merged_shards_show_the_whole(files: list[Path]) -> None:
-    whole = call_on(lambda *_: listings.sound(), "--jobs", 1)
+    whole = call_on(lambda *_: listings.list_sound(), "--jobs", 1)
     merged = call("--merge", *files)
     assert merged.exit_code == 0, merged.output
     assert table(merged.output) == table(whole.output)

@@ -13,7 +13,7 @@ from adjoint.verify import shards
 from adjoint.verify.shards import Part, Shard, read_shard
 from tests.verify import listings
 
-LISTED = listings.sound()
+LISTED = listings.list_sound()
 SUITE = shards.describe(LISTED, "a GPU", {"torch": "2.13.0", "triton": "3.7.1"})
 
 
@@ -50,7 +50,7 @@ def test_a_file_holds_what_was_saved(tmp_path: Path) -> None:
 
 def test_the_parts_are_the_whole_in_the_order_of_the_jobs() -> None:
     whole = shards.merge(parts(3, 1, 2))
-    assert whole == part(1, 1) and whole.missing == 0
+    assert whole == part(1, 1) and whole.is_complete
     assert [row.check for row in whole.all_rows] == [job.check for job in LISTED]
 
 
@@ -92,7 +92,7 @@ def test_parts_of_different_runs_are_refused(name: str) -> None:
 def test_a_part_that_was_interrupted_is_refused() -> None:
     first, (path, second), third = parts(1, 2, 3)
     second = replace(second, rows={1: second.rows[1]})
-    with pytest.raises(ArgumentError, match=r"1\.json lacks 1 checks of shard 2/3"):
+    with pytest.raises(ArgumentError, match=r"1\.json has 1 of the 2 checks of shard 2/3"):
         shards.merge([first, (path, second), third])
 
 
@@ -107,7 +107,7 @@ def test_every_file_of_the_package_is_part_of_the_suite(tmp_path: Path, monkeypa
     for name, content in (("__init__.py", ""), ("ops/kernels.py", "1"), ("ops/kernels.py", "2"), ("a.json", "{}")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-        digests.add(shards._source())
+        digests.add(shards._digest_source())
     assert len(digests) == 4
 
 

@@ -13,14 +13,14 @@ def result(measured: str, passed: bool = True, **changes: str) -> Row:
     return Row(**(values | changes), measured=measured, passed=passed)
 
 
-def shown(*rows: Row) -> str:
+def show(*rows: Row) -> str:
     stream = io.StringIO()
     Console(file=stream, width=160).print(tables.verdicts(rows, "Checks on [cpu]"))
     return stream.getvalue()
 
 
 def test_a_line_shows_the_worst_of_its_rows() -> None:
-    table = shown(
+    table = show(
         result("y: 0.1 ulp (limit 0.51)"),
         result("dup: 0.5 ulp (limit 0.51)"),
         result("x = inf", check="special values"),
@@ -34,9 +34,9 @@ def test_a_line_shows_the_worst_of_its_rows() -> None:
 
 
 def test_a_line_counts_its_failures() -> None:
-    table = shown(result("y: 0.5 ulp (limit 0.51)"), result("y: inf ulp (limit 0.51)", False))
+    table = show(result("y: 0.5 ulp (limit 0.51)"), result("y: inf ulp (limit 0.51)", False))
     assert "1 of 2 FAILED" in table and "inf ulp" in table and "passed" not in table
-    table = shown(result("y: 0.5 ulp (limit 0.51)"), result("raised", False))
+    table = show(result("y: 0.5 ulp (limit 0.51)"), result("raised", False))
     assert "1 of 2 FAILED" in table and "raised" in table and "0.5 ulp" not in table
 
 

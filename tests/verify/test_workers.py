@@ -32,37 +32,37 @@ def run(listing: workers.Listing, processes: int = 2, device: torch.device = CPU
 
 
 @pytest.fixture(scope="module")
-def troubled() -> dict[str, Row]:
+def rows() -> dict[str, Row]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "usable_cores", lambda: 6)
-        return run(listings.troubled, processes=2)[0]
+        return run(listings.list_troubles, processes=2)[0]
 
 
-def test_every_job_has_its_row(troubled: dict[str, Row]) -> None:
-    assert set(troubled) == {"first", "fails", "throws", "crashes", "leaves", "last"}
-    assert troubled["first"].passed
-    assert str(os.getpid()) not in {row.measured for row in troubled.values()}
+def test_every_job_has_its_row(rows: dict[str, Row]) -> None:
+    assert set(rows) == {"first", "fails", "throws", "crashes", "leaves", "last"}
+    assert rows["first"].passed
+    assert str(os.getpid()) not in {row.measured for row in rows.values()}
 
 
-def test_a_process_has_its_share_of_the_cores(troubled: dict[str, Row]) -> None:
-    assert troubled["last"].passed
+def test_a_process_has_its_share_of_the_cores(rows: dict[str, Row]) -> None:
+    assert rows["last"].passed
 
 
-def test_a_failure_and_an_exception_are_failed_rows(troubled: dict[str, Row]) -> None:
-    assert not troubled["fails"].passed and troubled["fails"].detail == ""
-    assert not troubled["throws"].passed and troubled["throws"].detail == "ValueError: on purpose"
+def test_a_failure_and_an_exception_are_failed_rows(rows: dict[str, Row]) -> None:
+    assert not rows["fails"].passed and rows["fails"].detail == ""
+    assert not rows["throws"].passed and rows["throws"].detail == "ValueError: on purpose"
 
 
 @pytest.mark.parametrize(("name", "cause"), [("crashes", "SIGSEGV"), ("leaves", "exit status 3")])
-def test_a_process_that_dies_is_a_failed_row_of_its_job(troubled: dict[str, Row], name: str, cause: str) -> None:
-    row = troubled[name]
+def test_a_process_that_dies_is_a_failed_row_of_its_job(rows: dict[str, Row], name: str, cause: str) -> None:
+    row = rows[name]
     assert not row.passed and row.measured == "its process died" and cause in row.detail
     assert (row.op, row.check, row.dtype, row.plan) == ("toy", "accuracy", "float32", "eager")
 
 
 @pytest.fixture(scope="module")
 def on_a_gpu() -> tuple[dict[str, Row], list[str]]:
-    return run(listings.on_a_gpu, processes=1, device=torch.device("cuda"))
+    return run(listings.list_gpu_fault, processes=1, device=torch.device("cuda"))
 
 
 def test_a_process_that_lost_its_gpu_is_replaced(on_a_gpu: tuple[dict[str, Row], list[str]]) -> None:
@@ -84,7 +84,7 @@ def test_what_starts_first_exists() -> None:
 
 
 def test_a_process_that_lists_other_jobs_runs_none() -> None:
-    (row,) = run(listings.changed)[0].values()
+    (row,) = run(listings.list_own_process)[0].values()
     assert not row.passed and row.measured == "its process died" and row.detail == "exit status 1"
 
 
@@ -92,7 +92,7 @@ def test_a_process_that_lists_other_jobs_runs_none() -> None:
 def test_processes_correct_the_interpreter() -> None:
     if not kernels.interpreting():
         pytest.skip("Triton compiles here")
-    rows, _ = run(listings.interpreted)
+    rows, _ = run(listings.list_interpreter_checks)
     assert all(row.passed for row in rows.values())
 
 
@@ -110,7 +110,7 @@ def test_this_process_corrects_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
 
 def test_jobs_run_here_in_order() -> None:
     started: list[Job] = []
-    listed = listings.sound()
+    listed = listings.list_sound()
     results = list(workers.run_here(listed, range(1, 7, 2), started.append))
     assert [position for position, _ in results] == [1, 3, 5] and started == listed[1::2]
     assert {row.measured for _, rows in results for row in rows} == {str(os.getpid())}
@@ -130,7 +130,7 @@ def test_the_memory_of_a_gpu_limits_the_processes(
 def test_a_death_is_noticed_while_the_connection_is_open(alive: bool) -> None:
     connection, _other_end = multiprocessing.Pipe()
     worker: Any = SimpleNamespace(connection=connection, process=SimpleNamespace(is_alive=lambda: alive))
-    assert (workers._answering([worker]) == []) == alive
+    assert (workers._await_answers([worker]) == []) == alive
 
 
 def test_causes_in_words() -> None:
