@@ -41,6 +41,7 @@ from tests.mutants import (
     embedding_calls,
     experts_calls,
     indexing_calls,
+    norm_calls,
     route_calls,
     rule_backward_calls,
     rule_calls,
@@ -72,6 +73,7 @@ RULE = tuple(
 
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
+    "norm": ("adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels", "adjoint.device.row_tiles"),
     "embedding": (
         "adjoint.device.grouping.kernels",
         "adjoint.ops.embedding.kernels",
@@ -312,6 +314,22 @@ def _read_at_the_edge(subject: Subject, strided: bool, device: torch.device, pre
     return []
 
 
+# ----------------------------------------------------------------------------------------------- norm
+
+
+def _norm_noticed(mutant: Mutant, device: torch.device) -> bool:
+    """Whether any call gives other bits than the kernels as they are; blocks and runs are small."""
+    edges.guard()
+    if mutant.module == "adjoint.device.row_tiles":
+        for name in MODULES["norm"][:2]:
+            _load(name, _source(name))
+    norm_calls.shrink()
+    try:
+        return norm_calls.noticed(mutant.module)
+    except Exception:
+        return True
+
+
 # ------------------------------------------------------------------------------------------ embedding
 
 
@@ -417,6 +435,7 @@ _OF_THE_BACKWARD = ("rule_unnormalize", "rule_compose_reverse_transitions")
 Noticed = Callable[[Mutant, torch.device], bool]
 STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
+    "norm": (_norm_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),
@@ -466,6 +485,7 @@ def warm() -> None:
     for call in map(next, firsts):
         for backend in ("eager", "triton"):
             call(backend)
+    norm_calls.record(MODULES["norm"])
 
 
 def _survives(mutant: Mutant, noticed: Noticed, device: torch.device) -> bool:
@@ -505,6 +525,7 @@ def _left_out(module: str, family: str, moves_data: bool, index: int, among: int
 
 ONE_IN = {
     "activation": (6, 12),
+    "norm": (12, 19),
     "embedding": (8, 16),
     "indexing": (8, 27),
     "moe": (10, 20),

@@ -16,6 +16,15 @@ EQUIVALENT = {
     ("half_exponential", "exponent * 1.4426950408889634 -> exponent + 1.4426950408889634"): (
         "another integer n, taken out just as exactly; what remains is larger, and still inside the bound"
     ),
+    # norm
+    ("silu_and_slope", "128.0 -> 192.0 (1)"): "any bound past the asymptote serves",
+    ("silu_and_slope", "128.0 -> 192.0 (2)"): "any bound past the asymptote serves",
+    ("*", "column + tl.zeros([1, ROWS, 1], tl.int32) -> column - tl.zeros([1, ROWS, 1], tl.int32)"): (
+        "plus or minus 0, which is there for its shape"
+    ),
+    ("l2_norm_forward", "PIECES * PIECE -> PIECES + PIECE"): "columns that all are inside may be masked, too",
+    ("l2_norm_backward", "PIECES * PIECE -> PIECES + PIECE"): "columns that all are inside may be masked, too",
+    ("rms_norm_backward", "0.0 -> 1.0"): "a row past the end is all zeros: any finite factor serves",
     # embedding: gather and sums over groups
     ("embedding_gather", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a row then records the fault, and the minimum of equal words is the same word"
