@@ -335,23 +335,10 @@ class Variant:
 
         from triton.runtime import driver
 
-        constant_values = tuple(constants.values())
-        index = device.index
         with torch.cuda.device(device):
             compiled = self.compile(driver.active.get_current_target())
             compiled._init_handles()  # load the module now: launching must not
-
-        start = _starter(compiled, index)
-        current_device = torch._C._cuda_getDevice  # torch.cuda's own asks first whether CUDA is initialised
-
-        def launch(grid: tuple[int, int, int], *arguments: Any) -> None:
-            if current_device() == index:
-                start(grid, *arguments, *constant_values)
-            else:
-                with torch.cuda.device(index):
-                    start(grid, *arguments, *constant_values)
-
-        return launch
+        return _starter(compiled, device.index, tuple(constants.values()))
 
     def compile(self, target: Any) -> Any:
         """Triton's compiled kernel for a `GPUTarget`; no GPU is needed."""
@@ -392,8 +379,8 @@ _DIRECT_LAUNCH = ((3, 6), (3, 7))
 """Versions of Triton, first and last, whose compiled kernels are known to be started as `_starter` does."""
 
 
-def _starter(compiled: Any, index: int) -> Callable[..., None]:
-    """`start(grid, *arguments)` for a compiled kernel on the current stream of the current device.
+def _starter(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
+    """`start(grid, *arguments)` for a compiled kernel on the current stream of its device.
 
     What `compiled[grid]` does, without asking Triton for the device, the stream and its hooks' metadata at
     every launch: half of what a launch costs the host. Profilers that hook into launches, and versions this
@@ -402,25 +389,30 @@ def _starter(compiled: Any, index: int) -> Callable[..., None]:
     import triton
     from triton import knobs
 
+    def start_slowly(grid: tuple[int, int, int], *arguments: Any) -> None:
+        with torch.cuda.device(index):
+            compiled[grid](*arguments, *constants)
+
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if torch.version.hip is not None or not _DIRECT_LAUNCH[0] <= version <= _DIRECT_LAUNCH[1]:
-        return lambda grid, *arguments: compiled[grid](*arguments)
+        return start_slowly
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     stream_of = torch._C._cuda_getCurrentRawStream
+    current_device = torch._C._cuda_getDevice  # torch.cuda's own asks first whether CUDA is initialised
     runtime = knobs.runtime
 
     def start(grid: tuple[int, int, int], *arguments: Any) -> None:
-        if _is_hooked(runtime.launch_enter_hook) or _is_hooked(runtime.launch_exit_hook):
-            compiled[grid](*arguments)
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # A hook is None, a function, or a chain of functions that may be empty.
+        hooked = (enter is not None and getattr(enter, "calls", True)) or (
+            leave is not None and getattr(leave, "calls", True)
+        )
+        if hooked or current_device() != index:
+            start_slowly(grid, *arguments)
         else:
-            run(*grid, stream_of(index), function, metadata, None, None, None, *arguments)
+            run(*grid, stream_of(index), function, metadata, None, None, None, *arguments, *constants)
 
     return start
-
-
-def _is_hooked(hook: Any) -> bool:
-    """Whether anyone listens to launches: a hook is None, a function, or a chain that may be empty."""
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def kernel(

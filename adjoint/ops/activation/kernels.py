@@ -443,6 +443,9 @@ class _Strided:
         self.block = schedule["block"]
         constants = _constants(setup, HAS_UP=_has_up(setup), BLOCK=self.block)
         self.kernel = setup.kernel(kernel, num_warps=schedule["num_warps"], **constants)
+        pointers = [name for name, parameter in kernel.types.items() if parameter.pointer]
+        self.stride_names = {name: [f"{name}_{axis}" for axis in range(MAX_AXES)] for name in pointers}
+        self.no_strides = dict.fromkeys([name for names in self.stride_names.values() for name in names], 0)
 
     def launch(self, tensors: dict[str, Tensor], **scalars: int) -> None:
         present = [name for name, tensor in tensors.items() if tensor.numel()]
@@ -451,13 +454,16 @@ class _Strided:
         axes = coalesce([tensors[name] for name in present])
         for offsets, sizes, inner in _windows(axes.sizes, axes.strides):
             total = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-            own = scalars | {f"size_{axis}": sizes[axis] for axis in range(1, MAX_AXES)}
-            own |= {f"{name}_{axis}": 0 for name in tensors for axis in range(MAX_AXES)}
+            steps = dict(self.no_strides)
             starts = dict(tensors)
             for name, offset, strides in zip(present, offsets, inner, strict=True):
-                starts[name] = _shift(tensors[name], offset) if offset else tensors[name]
-                own |= {f"{name}_{axis}": strides[axis] for axis in range(MAX_AXES)}
-            self.kernel.launch((-(-total // self.block),), **starts, total=total, **own)
+                if offset:
+                    starts[name] = _shift(tensors[name], offset)
+                steps.update(zip(self.stride_names[name], strides, strict=True))
+            self.kernel.launch(
+                (-(-total // self.block),), total=total, size_1=sizes[1], size_2=sizes[2], size_3=sizes[3], **starts,
+                **steps, **scalars,
+            )  # fmt: skip
 
 
 def forward_strided(setup: Setup, views: Views) -> Execute:
