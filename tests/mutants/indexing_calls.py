@@ -10,9 +10,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.core.preference import Preference
-from adjoint.core.schedules import Schedules
-from adjoint.device import grouping
-from tests.mutants.calls import LAYOUTS, Call, rewrite
+from tests.mutants.calls import LAYOUTS, Call, rewrite, small_digits, small_schedules
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
@@ -81,30 +79,34 @@ def takes(small: bool, plans: tuple[str, ...]) -> Iterator[Call]:
     """
     entries = {"few": 4, "lines": 16, "sorted": 30} if small else {"few": 7, "lines": 40, "sorted": 40}
     for plan in (name for name in plans if name in entries):
-        own = entries[plan]
-        yield Take((5, 9), _indices(9, 5, own, hot=0.7), plan)
-        yield Take((2, 20, 5), _indices(20, 2, own, 5), plan, 1)
-        yield Take((4, 9), _with(_indices(9, 4, own), **WRONG), plan, **ZERO)  # type: ignore[arg-type]
-        yield Take((2, 1, 9, 2), _indices(9, 1, 2, own // 2, 2), plan, 2)
-        yield Take((1, 2, 9, 1), _indices(9, 2, 2, own // 4, 2), plan, 2)
-        yield Take((3, 16), _indices(16, 3, own), plan, dtype=HALF, zeros=True)
-        yield Take((3, 9), _indices(9, 3, own).int(), plan, dtype=DOUBLE)
-        yield Take((3, 2, 9), _indices(9, 3, 2, own), plan, layouts=("transposed", "every other", "transposed"))
-        yield Take((2, 9, 3), _indices(9, 2, own, 3), plan, 1, layouts=("every other", "transposed", "every other"))
-        yield Take((2, 35), _indices(35, 2, own), plan)
+        many = entries[plan]
+        yield Take((5, 9), _indices(9, 5, many, hot=0.7), plan)
+        yield Take((2, 20, 5), _indices(20, 2, many, 5), plan, 1)
+        yield Take((4, 9), _with(_indices(9, 4, many), **WRONG), plan, **ZERO)  # type: ignore[arg-type]
+        yield Take((2, 1, 9, 2), _indices(9, 1, 2, many // 2, 2), plan, 2)
+        yield Take((1, 2, 9, 1), _indices(9, 2, 2, many // 4, 2), plan, 2)
+        yield Take((2, 3, 9, 2), _indices(9, 1, 3, many, 1), plan, 2)  # four axes, of which none merge
+        yield Take((3, 16), _indices(16, 3, many), plan, dtype=HALF, zeros=True)
+        yield Take((3, 9), _indices(9, 3, many).int(), plan, dtype=DOUBLE)
+        yield Take((3, 2, 9), _indices(9, 3, 2, many), plan, layouts=("transposed", "every other", "transposed"))
+        yield Take((2, 9, 3), _indices(9, 2, many, 3), plan, 1, layouts=("every other", "transposed", "every other"))
+        yield Take((2, 35), _indices(35, 2, many), plan)
         for number in (3, 4, 5, 16, 17) if small else (1, 32, 33):
-            if number <= own:
+            if number <= many:
                 yield Take((2, 2), _with(torch.zeros(2, number, dtype=torch.int64), p0=1), plan)
+        if plan == "lines":  # the last run of a line, and the first of the next, have one index
+            yield Take((2, 3), torch.tensor([[0] * 12 + [1] * 4, [1] * 16]), plan)
         if plan == "sorted":
             yield Take((1, 3), torch.full((1, 70 if small else 1100), 1), plan)
-    for length, own, plan in ((9, 4, "few"), (20, 16, "lines"), (35, 16, "lines"), (50, 40, "scatter")):
+    for length, many, plan in ((9, 4, "few"), (20, 16, "lines"), (35, 16, "lines"), (50, 40, "scatter")):
         if plan not in plans:
             continue
-        off = _with(_distinct(length, 3, own), p0=length, p1=-length - 1)
-        yield Take((3, length), off, plan, distinct=True, dtype=DOUBLE, **ZERO)  # type: ignore[arg-type]
-        inner = _distinct(length, 2, 5, own).transpose(1, 2).contiguous()
+        off = _with(_distinct(length, 3, many), p0=length, p1=-length - 1, **{f"p{3 * many - 1}": length})
+        for dtype in (DOUBLE, HALF):  # one of them ends, and one begins, at the edge of memory
+            yield Take((3, length), off, plan, distinct=True, dtype=dtype, **ZERO)  # type: ignore[arg-type]
+        inner = _distinct(length, 2, 5, many).transpose(1, 2).contiguous()
         yield Take((2, length, 5), inner, plan, 1, distinct=True, layouts=("", "", "transposed"))
-        yield Take((2, 2, length), _distinct(length, 2, 1, own), plan, distinct=True, zeros=True)
+        yield Take((2, 2, length), _distinct(length, 2, 1, many), plan, distinct=True, zeros=True)
     plan = plans[0]
     for place, value in ((0, 9), (14, -10), (7, 2**32 + 2)):
         yield Take((5, 9), _with(_indices(9, 5, 3), **{f"p{place}": value}), plan)
@@ -116,10 +118,10 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
     """Tiles of 4, digits of 3 bits, blocks of 8 or 16, programs of a few elements, a few lines at a time, 72 are many.
 
     Args:
-        sources: the kernel modules' sources, changed or not, by module.
+        sources: the kernel modules' sources, changed or not, by module; those that others import come first.
         load: puts a source in the place of a module.
     """
-    plans, launch = (import_module(f"adjoint.ops.indexing.{name}") for name in ("plans", "launch"))
+    plans = import_module("adjoint.ops.indexing.take_along_axis.plans")
     path = Path(str(plans.__file__))
     changes = {
         "TILE_BITS = 5": "TILE_BITS = 2",
@@ -128,17 +130,11 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
         "MAX_NUMBER = 2**30": "MAX_NUMBER = 72",
     }
     exec(compile(rewrite(plans, path.read_text(encoding="utf-8"), changes), str(path), "exec"), vars(plans))
-    vars(launch).update(TILE_BITS=2, MAX_SORTED=150, MAX_FILLED=30)
-    vars(grouping).update(
-        DIGIT=3, BLOCKS=(8, 16), block=lambda count: 8 if count < 20 else 16, _SHARES=2,
-        _counted=lambda: {"WIDTH": 4, "CHUNK": 2},
-    )  # fmt: skip
-    for name in ("adjoint.device.grouping.kernels", *sources):
-        load(name, sources.get(name) or Path(str(import_module(name).__file__)).read_text(encoding="utf-8"))
-    lookup = Schedules.lookup
-
-    def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        sizes = {"block": 16, "elements": 64, "entries": 128, "span": 16, "warps": 4}
-        return {name: sizes[name.rpartition("_")[2]] for name in lookup(self, kernel, device)}
-
-    Schedules.lookup = small  # type: ignore[method-assign]
+    small_schedules(
+        {"block": 16, "elements": 64, "entries": 128, "span": 16, "warps": 4, "compared": 512, "neighbours": 32}
+    )
+    small_digits()
+    grouping = import_module("adjoint.device.grouping.kernels")
+    load(grouping.__name__, Path(str(grouping.__file__)).read_text(encoding="utf-8"))
+    for name, source in sources.items():
+        load(name, source)

@@ -444,10 +444,10 @@ def built_calls() -> Iterator[tuple[Call, str] | tuple[Call, str, bool]]:
     yield call(lines, few, distinct=True), "triton.few"
     yield call(lines, many, distinct=True), "triton.lines"
     # Axes that do not merge, more elements than 32 bits can count, and keys that need more.
-    several, entries = (3, 512, 5, 2), (3, 10, 1, 2)
     for plan in ("triton.take", "triton.few", "triton.lines", "triton.sorted"):
-        yield call(lines, few, index=torch.int32), plan
-        yield call(several, entries, axis=1), plan
+        number = 64 if plan == "triton.lines" else 10
+        yield call(lines, (8, number), index=torch.int32), plan
+        yield call((3, 512, 5, 2), (3, number, 1, 2), axis=1), plan
     for index in (torch.int32, torch.int64):
         yield call((8, 2048), (8, 1100), index=index, distinct=True), "triton.scatter"
     yield call((3, 2048, 5, 2), (3, 1100, 1, 2), axis=1, distinct=True), "triton.scatter"

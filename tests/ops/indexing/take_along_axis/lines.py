@@ -68,10 +68,10 @@ def expected_gradient(dout: Tensor, indices: Tensor, length: int) -> Tensor:
     chosen = indices.reshape(-1, indices.shape[-1]).tolist()
     result = np.zeros((len(rows), length), wide)
     for line, (row, places) in enumerate(zip(rows, chosen, strict=True)):
-        found: dict[int, list[Any]] = {}
+        terms_of: dict[int, list[Any]] = {}
         for term, index in zip(row, places, strict=True):
             if -length <= index < length:
-                found.setdefault(index % length, []).append(term)
-        for element, terms in found.items():
+                terms_of.setdefault(index % length, []).append(term)
+        for element, terms in terms_of.items():
             result[line, element] = tree_sum(terms, wide(0))
     return torch.from_numpy(result).view(*dout.shape[:-1], length).to(dout.dtype).to(dout.device)

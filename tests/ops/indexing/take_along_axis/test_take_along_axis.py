@@ -10,9 +10,9 @@ from torch import Tensor
 import adjoint
 from adjoint import ArgumentError, Preference
 from adjoint.core.kernels import interpreting
-from adjoint.ops.indexing import launch as launching
+from adjoint.ops.indexing.take_along_axis import plans
 from adjoint.verify.bits import same_bits
-from tests.ops.indexing.lines import (
+from tests.ops.indexing.take_along_axis.lines import (
     every_adjoint,
     every_adjoint_of_many,
     every_backend,
@@ -126,18 +126,27 @@ def test_long_sums_are_trees_of_tiles(entries: int, backend: str, device: torch.
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(("lines", "at_once"), [(5, 130), (14, 320)])
 @pytest.mark.parametrize("name", ["lines", "sorted"])
 def test_lines_that_are_sorted_a_few_at_a_time(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, lines: int, at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A workspace for some lines serves all of them, the ragged last ones included."""
-    x, indices = normal(5, 7, device=device), make_indices(5, 40, length=7, device=device)
-    dout = normal(5, 40, device=device, seed=2)
+    """A workspace for some lines serves all of them, the last ones included, of which there are fewer.
+
+    Of 14 lines of 40 entries, 8 and 6 are sorted; so few as the 6 have are divided into more blocks than the 320
+    of the 8, unless they keep the blocks of those.
+    """
+    x, indices = normal(lines, 7, device=device), make_indices(lines, 40, length=7, device=device)
+    dout = normal(lines, 40, device=device, seed=2)
     preference = Preference(plan=f"triton.take+triton.{name}")
     whole = adjoint.plan(adjoint.take_along_axis, x, indices, preference=preference).adjoint
     assert whole is not None and whole.workspace_bytes is not None
+<<<<<<< HEAD:tests/ops/indexing/test_take_along_axis.py
     monkeypatch.setattr(launching, "MAX_SORTED", 130)
     plan = replace(whole)
+=======
+    monkeypatch.setattr(plans, "MAX_SORTED", at_once)
+    plan = replace(whole)  # chosen before, set up anew
     assert plan.workspace_bytes is not None and plan.workspace_bytes < whole.workspace_bytes
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
     dx = plan.run(dout, indices, workspace=workspace)

@@ -6,10 +6,10 @@ import torch
 import adjoint
 from adjoint import Plan, Preference, Unsupported
 from adjoint.core import kernels
-from adjoint.ops.indexing import walks
-from adjoint.ops.indexing.plans import MAX_COMPARED, MAX_ENTRIES
+from adjoint.ops.indexing.take_along_axis.layout import Axes, lines_of, merged
+from adjoint.ops.indexing.take_along_axis.plans import MAX_COMPARED, MAX_ENTRIES
 from adjoint.verify.bits import same_bits
-from tests.ops.indexing.lines import expected_gradient, make_indices, normal
+from tests.ops.indexing.take_along_axis.lines import expected_gradient, make_indices, normal
 
 
 def _backward(
@@ -90,12 +90,15 @@ def test_axes_that_do_not_merge_are_left_to_pytorch(device: torch.device) -> Non
         adjoint.take_along_axis(x, indices.to(device), 2, preference=Preference(backend="triton"))
 
 
-def test_few_axes_are_walked() -> None:
-    assert walks.merged((2, 3, 4), (12, 4, 1)).sizes == (24,)
-    assert walks.merged((2, 1, 4), (4, 9, 1), (8, 9, 1)) == walks.Walk((2, 4), ((4, 1), (8, 1)))
-    assert walks.merged((1, 1), (5, 5)) == walks.Walk((1,), ((0,),))
-    assert walks.Walk((2, 4), ((4, 1),)).flat == (1, 2, 4, 0, 0, 4, 1)
-    found = walks.lines((3, 5, 1), (3, 4, 6), (24, 6, 1), (24, 6, 1), 1)
-    assert (found.line_count, found.entry_count, found.axis_step) == (3, 24, 1)
-    assert found.lines == walks.Walk((3,), ((5,), (24,), (24,)))
-    assert found.entries == walks.Walk((24,), ((1,), (1,)))
+def test_axes_are_as_few_as_tensors_allow() -> None:
+    assert merged((2, 3, 4), (12, 4, 1)).sizes == (24,)
+    assert merged((2, 1, 4), (4, 9, 1), (8, 9, 1)) == Axes((2, 4), ((4, 1), (8, 1)))
+    assert merged((1, 1), (5, 5)) == Axes((1,), ((0,),))
+    assert Axes((2, 4), ((4, 1),)).numbers("size", "x_step") == {
+        "size_1": 1, "size_2": 2, "size_3": 4, "x_step_0": 0, "x_step_1": 0, "x_step_2": 4, "x_step_3": 1
+    }  # fmt: skip
+    lines = lines_of(torch.empty(3, 4, 6), torch.empty(3, 4, 6), (3, 5, 1), 1)
+    assert (lines.line_count, lines.entry_count, lines.axis_step) == (3, 24, 1)
+    assert lines.axes == Axes((3,), ((5,), (24,), (24,)))
+    assert lines.entry_axes == Axes((24,), ((1,), (1,)))
+    assert lines.select(("dout", "dx_step_3", "dout_step_3")) == {"dx_step_3": 5, "dout_step_3": 1}
