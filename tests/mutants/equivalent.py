@@ -256,11 +256,11 @@ EQUIVALENT = {
     **{
         (kernel, f"{pointer} + {index} -> {pointer} - {index}"): "plus or minus 0, which is there for its shape"
         for kernel, pointer, index in (
-            ("moe_balance_finish", "load + EXPERTS", "one"),
+            ("moe_balance_finish", "saved + EXPERTS", "one"),
             ("moe_balance_finish", "loss", "one"),
             ("moe_balance_finish", "counts + EXPERTS", "tl.zeros([1], tl.int64)"),
             ("moe_z_finish", "loss", "one"),
-            ("moe_z_finish", "tokens", "one"),
+            ("moe_z_finish", "saved", "one"),
             ("moe_z_finish", "counts", "one"),
             ("moe_z_finish", "sums", "one"),
             ("moe_balance_backward", "saved + EXPERTS", "one"),

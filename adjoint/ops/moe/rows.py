@@ -65,20 +65,19 @@ class Rows(NamedTuple):
 
 
 class Copies:
-    """Contiguous copies, in the workspace, of the tensors that a problem's layout names."""
+    """Contiguous copies of the tensors that a problem's layout names, in the workspace."""
 
     def __init__(self, setup: Setup, **sizes: tuple[torch.dtype, int]) -> None:
-        """`sizes` are those of every tensor that may have to be copied."""
-        self.names = [name for name in setup.problem.layout.removesuffix(" copied").split(", ") if name]
-        setup.scratch(**{name: sizes[name] for name in self.names})
         self.setup = setup
+        self.names = [name for name in sizes if name in setup.problem.layout.removesuffix(" copied").split(", ")]
+        setup.scratch(**{name: sizes[name] for name in self.names})
 
     def memory(self, workspace: Tensor | None) -> Memory | None:
-        """The workspace of a run; None where nothing is copied."""
+        """The workspace of a run that needs it for copies alone; None where nothing is copied."""
         return self.setup.memory(workspace) if self.names else None
 
     def contiguous(self, name: str, tensor: Tensor, memory: Memory | None) -> Tensor:
-        """The tensor, or the copy of it that its layout asks for."""
+        """The tensor, or its copy."""
         if memory is None or name not in self.names:
             return tensor
         return memory.tensor(name).view(tensor.shape).copy_(tensor)

@@ -6,6 +6,7 @@ tokens one after the other, a run a warp, then RUNS runs one after the other, an
 
 # ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,10 +158,10 @@ def moe_add_runs(
 @kernel(budget=Budget(registers=64, shared_bytes=4096))
 @triton.jit
 def moe_balance_finish(
-    sums: Pointer.float32, counts: Pointer.int32, loss: Pointer.float32, load: Pointer.float32,
+    sums: Pointer.float32, counts: Pointer.int32, loss: Pointer.float32, saved: Pointer.float32,
     EXPERTS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """loss = E·Σ f·P; and what the backward needs: f, and the number of tokens."""
+    """loss = E·Σ f·P; `saved` are f and the number of tokens."""
     lane = tl.arange(0, LANES)[None, :]
     tokens = tl.load(counts + EXPERTS + tl.zeros([1], tl.int64)).to(tl.float32)
     safe = tl.where(tokens == 0, 1.0, tokens)
@@ -170,20 +171,20 @@ def moe_balance_finish(
         share = tl.load(sums + expert, expert < EXPERTS, other=0.0) / safe[:, None]
         fraction = tl.load(counts + expert, expert < EXPERTS, other=0).to(tl.float32) / safe[:, None]
         total += fraction * share
-        tl.store(load + expert, fraction, expert < EXPERTS)
+        tl.store(saved + expert, fraction, expert < EXPERTS)
     one = tl.arange(0, 1)
-    tl.store(load + EXPERTS + one, tokens)
+    tl.store(saved + EXPERTS + one, tokens)
     tl.store(loss + one, tl.max(warp_sum(total), 1) * EXPERTS)
 
 
 @kernel(budget=Budget(registers=32, shared_bytes=4096))
 @triton.jit
-def moe_z_finish(sums: Pointer.float32, counts: Pointer.int32, loss: Pointer.float32, tokens: Pointer.float32):
-    """loss = the mean; and what the backward needs: the number of tokens."""
+def moe_z_finish(sums: Pointer.float32, counts: Pointer.int32, loss: Pointer.float32, saved: Pointer.float32):
+    """loss = the mean; `saved` is the number of tokens."""
     one = tl.arange(0, 1)
     number = tl.load(counts + one).to(tl.float32)
     tl.store(loss + one, tl.load(sums + one) / tl.where(number == 0, 1.0, number))
-    tl.store(tokens + one, number)
+    tl.store(saved + one, number)
 
 
 # -------------------------------------------------------------------------------------------- gradients
@@ -196,7 +197,7 @@ def moe_balance_backward(
     dlogits: Pointer.element, rows: Int32, inner: Int32, outer_stride: Int64, inner_stride: Int64,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dx = dloss·E/tokens·p·(f − Σ p·f), and 0 for tokens that do not count; `saved` holds f and the tokens."""
+    """dx = dloss·E/tokens·p·(f − Σ p·f), and 0 for tokens that do not count; `saved` are f and the number of tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
     counted = tokens_that_count(mask, row, rows, MASKED)
@@ -228,7 +229,7 @@ def moe_z_backward(
     dlogits: Pointer.element, rows: Int32, inner: Int32, outer_stride: Int64, inner_stride: Int64,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dx = 2·dloss/tokens·logsumexp·p, and 0 for tokens that do not count; `saved` holds the tokens."""
+    """dx = 2·dloss/tokens·logsumexp·p, and 0 for tokens that do not count; `saved` is the number of tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
     counted = tokens_that_count(mask, row, rows, MASKED)
@@ -248,23 +249,17 @@ def moe_z_backward(
 # ----------------------------------------------------------------------------------------------- launches
 
 
-def _constants(setup: Setup) -> dict[str, Any]:
-    """What kernels that read logits are compiled for."""
-    problem = setup.problem
-    experts, warps = problem.sizes[0], setup.schedule["warps"]
-    return {
-        "element": problem.dtypes[0],
-        "EXPERTS": experts,
-        "MASKED": torch.bool in problem.dtypes,
-        "SLICES": -(-experts // LANES.value),
-        "ROWS": warps,
-        "num_warps": warps,
-    }
-
-
 def _either_layout(setup: Setup, kernel: Kernel, **constants: Any) -> list[Launch]:
     """A kernel for logits along one axis, and for logits along two."""
-    return [setup.kernel(kernel, SPLIT=split, **_constants(setup), **constants) for split in (False, True)]
+    problem, warps = setup.problem, setup.schedule["warps"]
+    experts = problem.sizes[0]
+    return [
+        setup.kernel(
+            kernel, element=problem.dtypes[0], EXPERTS=experts, MASKED=torch.bool in problem.dtypes, SPLIT=split,
+            SLICES=-(-experts // LANES.value), ROWS=warps, num_warps=warps, **constants,
+        )
+        for split in (False, True)
+    ]  # fmt: skip
 
 
 def _copies(setup: Setup, **others: tuple[torch.dtype, int]) -> Copies:
@@ -277,38 +272,28 @@ def _mask_bytes(mask: Tensor | None, absent: Tensor, copies: Copies, memory: Mem
     return absent if mask is None else copies.contiguous("mask", mask.view(torch.uint8), memory)
 
 
-class _SumTree:
-    """The sums and counts of runs, and of the levels above: their memory, and the kernel that adds them.
+def _sum_tree(setup: Setup, width: int, counts_width: int) -> Callable[[Memory], tuple[Any, Any]]:
+    """Memory for `width` sums and `counts_width` counts of each run; gives what adds them, level by level."""
+    sizes = levels(setup.problem.sizes[1])
+    for level, size in enumerate(sizes):
+        setup.scratch(**{f"sums_{level}": (torch.float32, size * width)})
+        setup.scratch(**{f"counts_{level}": (torch.int32, size * counts_width)})
+    block = setup.schedule["add_columns"]
+    add_runs = setup.kernel(moe_add_runs, RUNS=RUNS, BLOCK=block, num_warps=setup.schedule["add_warps"])
+    columns = -(-counts_width // block)
 
-    Attributes:
-        runs: the number of runs of tokens.
-        names: of the regions with the sums and the counts, level by level.
-    """
-
-    def __init__(self, setup: Setup, width: int, counts_width: int) -> None:
-        """`width` and `counts_width` are how many sums and counts a run has."""
-        self.sizes = levels(setup.problem.sizes[1])
-        self.runs = self.sizes[0]
-        self.width, self.counts_width = width, counts_width
-        self.names = [(f"sums_{level}", f"counts_{level}") for level in range(len(self.sizes))]
-        for size, (sums, counts) in zip(self.sizes, self.names, strict=True):
-            setup.scratch(**{sums: (torch.float32, size * width), counts: (torch.int32, size * counts_width)})
-        block, warps = setup.schedule["add_columns"], setup.schedule["add_warps"]
-        self.programs = -(-counts_width // block)
-        self.kernel = setup.kernel(moe_add_runs, RUNS=RUNS, BLOCK=block, num_warps=warps)
-
-    def add(self, memory: Memory) -> tuple[Any, Any]:
-        """Adds the runs, level by level; the last sums and counts."""
-        sums, counts = self.names[0]
-        for level in range(1, len(self.sizes)):
-            sums_above, counts_above = self.names[level]
-            self.kernel.launch(
-                (self.sizes[level], self.programs), sums=memory[sums], counts=memory[counts],
-                sums_above=memory[sums_above], counts_above=memory[counts_above], count=self.sizes[level - 1],
-                width=self.width, counts_width=self.counts_width,
+    def add(memory: Memory) -> tuple[Any, Any]:
+        sums, counts = memory["sums_0"], memory["counts_0"]
+        for level in range(1, len(sizes)):
+            sums_above, counts_above = memory[f"sums_{level}"], memory[f"counts_{level}"]
+            add_runs.launch(
+                (sizes[level], columns), sums=sums, counts=counts, sums_above=sums_above, counts_above=counts_above,
+                count=sizes[level - 1], width=width, counts_width=counts_width,
             )  # fmt: skip
             sums, counts = sums_above, counts_above
-        return memory[sums], memory[counts]
+        return sums, counts
+
+    return add
 
 
 def balance(setup: Setup) -> Execute:
@@ -316,59 +301,48 @@ def balance(setup: Setup) -> Execute:
     experts, count, k = setup.problem.sizes
     index = setup.problem.dtypes[1]
     launches = _either_layout(setup, moe_balance_runs, index=index, K=k, RUN=RUN)
-    tree = _SumTree(setup, experts, experts + 1)
+    add = _sum_tree(setup, experts, experts + 1)
     finish = setup.kernel(moe_balance_finish, EXPERTS=experts, SLICES=-(-experts // LANES.value), num_warps=1)
-    copies = _copies(setup, indices=(index, count * k))
-    device, programs = setup.device, -(-tree.runs // setup.schedule["warps"])
-
-    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        logits, indices, mask = arguments
-        loss, load = outputs
-        if count == 0:
-            loss.zero_()
-            load.zero_()
-            return
-        memory = setup.memory(workspace)
-        x = copies.rows("logits", logits, memory)
-        launches[x.inner < count].launch(
-            (programs,), logits=x.tensor, indices=copies.contiguous("indices", indices, memory),
-            mask=_mask_bytes(mask, load, copies, memory), sums=memory["sums_0"], counts=memory["counts_0"],
-            status_word=status_word(device), fault=INDEX_OUT_OF_RANGE.row, rows=count, runs=tree.runs,
-            inner=x.inner, outer_stride=x.outer_stride, inner_stride=x.inner_stride,
-        )  # fmt: skip
-        sums, counts = tree.add(memory)
-        finish.launch((1,), sums=sums, counts=counts, loss=loss, load=load)
-        if device.type == "cpu":
-            check()
-
-    return execute
+    return _mean(setup, launches, add, finish, _copies(setup, indices=(index, count * k)))
 
 
 def z(setup: Setup) -> Execute:
     """The z loss."""
-    count = setup.problem.sizes[1]
     launches = _either_layout(setup, moe_z_runs, RUN=RUN)
-    tree = _SumTree(setup, 1, 1)
-    finish = setup.kernel(moe_z_finish, num_warps=1)
-    copies = _copies(setup)
-    programs = -(-tree.runs // setup.schedule["warps"])
+    add = _sum_tree(setup, 1, 1)
+    return _mean(setup, launches, add, setup.kernel(moe_z_finish, num_warps=1), _copies(setup))
+
+
+def _mean(
+    setup: Setup, launches: list[Launch], add: Callable[[Memory], tuple[Any, Any]], finish: Launch, copies: Copies
+) -> Execute:
+    """A loss: the sums of runs, their sum, and what follows from it."""
+    count, device = setup.problem.sizes[1], setup.device
+    runs = levels(count)[0]
+    programs = -(-runs // setup.schedule["warps"])
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        logits, mask = arguments
-        loss, tokens = outputs
+        logits, *indices, mask = arguments
+        loss, saved = outputs
         if count == 0:
             loss.zero_()
-            tokens.zero_()
+            saved.zero_()
             return
         memory = setup.memory(workspace)
+        choices: dict[str, Any] = {}
+        if indices:
+            choices["indices"] = copies.contiguous("indices", indices[0], memory)
+            choices |= {"status_word": status_word(device), "fault": INDEX_OUT_OF_RANGE.row}
         x = copies.rows("logits", logits, memory)
         launches[x.inner < count].launch(
-            (programs,), logits=x.tensor, mask=_mask_bytes(mask, loss, copies, memory), sums=memory["sums_0"],
-            counts=memory["counts_0"], rows=count, runs=tree.runs, inner=x.inner, outer_stride=x.outer_stride,
-            inner_stride=x.inner_stride,
+            (programs,), logits=x.tensor, mask=_mask_bytes(mask, saved, copies, memory), sums=memory["sums_0"],
+            counts=memory["counts_0"], rows=count, runs=runs, inner=x.inner, outer_stride=x.outer_stride,
+            inner_stride=x.inner_stride, **choices,
         )  # fmt: skip
-        sums, counts = tree.add(memory)
-        finish.launch((1,), sums=sums, counts=counts, loss=loss, tokens=tokens)
+        sums, counts = add(memory)
+        finish.launch((1,), sums=sums, counts=counts, loss=loss, saved=saved)
+        if choices and device.type == "cpu":
+            check()
 
     return execute
 
@@ -376,8 +350,7 @@ def z(setup: Setup) -> Execute:
 def backward(setup: Setup, kernel: Kernel) -> Execute:
     """The gradient of a loss, by its kernel."""
     count = setup.problem.sizes[1]
-    launches = _either_layout(setup, kernel)
-    copies = _copies(setup)
+    launches, copies = _either_layout(setup, kernel), _copies(setup)
     programs = -(-count // setup.schedule["warps"])
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """Which kernels serve which routing problem, and what they guarantee."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -140,38 +141,24 @@ def _is_dense(problem: Problem) -> bool:
     return score == "softmax" and not renormalize
 
 
-def _entry_of_grouped(problem: Problem) -> str:
+def _by_experts(problem: Problem) -> str:
     """The more experts a row has, the more warps share it."""
     experts = problem.sizes[0]
     return "moe_route_grouped" + ("_768" if experts >= 768 else "_512" if experts >= 512 else "")
 
 
-def _forward() -> Any:
-    """The module that imports Triton, on first use."""
-    from adjoint.ops.moe.route.triton import forward
-
-    return forward
+_GUARANTEES = {"forward": forward_guarantee, "backward": backward_guarantee}
 
 
-def _backward() -> Any:
-    from adjoint.ops.moe.route.triton import backward
-
-    return backward
-
-
-Promise = Callable[[Problem, str], dict[str, Guarantee]]
-"""What a problem's outputs promise on a backend."""
-
-
-def _triton(
+def _on_kernels(
+    direction: str,
     name: str,
     kernel: str,
-    bind: Callable[[Setup], Execute],
+    bind: Callable[[Any], Callable[[Setup], Execute]],
     accepts: Callable[[Problem], bool],
-    promise: Promise,
     entry: Callable[[Problem], str] | None = None,
 ) -> Candidate:
-    """A plan on kernels for the problems that it accepts."""
+    """A plan on Triton for some modes; `bind` picks its setup from the direction's module, which imports Triton."""
 
     def refuse(problem: Problem) -> str:
         if not accepts(problem):
@@ -182,7 +169,7 @@ def _triton(
 
     def setup(setup: Setup) -> Execute:
         setup.number(**_numeric(setup.problem))
-        return bind(setup)
+        return bind(import_module(f"adjoint.ops.moe.route.triton.{direction}"))(setup)
 
     return Candidate(
         name=f"triton.{name}",
@@ -190,49 +177,28 @@ def _triton(
         kernel=kernel,
         revision=1,
         refuse=refuse,
-        guarantee=lambda problem: promise(problem, "triton"),
+        guarantee=lambda problem: _GUARANTEES[direction](problem, "triton"),
         setup=setup,
         schedules=_SCHEDULES,
         entry=entry,
     )
 
 
-def _eager(promise: Promise, compute: Compute) -> Candidate:
-    return in_pytorch("eager", lambda problem: promise(problem, "eager"), writing(compute), _numeric)
+def _eager(direction: str, compute: Compute) -> Candidate:
+    return in_pytorch("eager", lambda problem: _GUARANTEES[direction](problem, "eager"), writing(compute), _numeric)
 
 
 ROUTE = (
-    _triton(
-        "rows",
-        "moe_route_forward",
-        lambda setup: _forward().route(setup),
-        lambda problem: not _is_grouped(problem),
-        forward_guarantee,
+    _on_kernels("forward", "rows", "moe_route_forward", lambda kernels: kernels.route, lambda p: not _is_grouped(p)),
+    _on_kernels(
+        "forward", "groups", "moe_route_grouped", lambda kernels: kernels.route_in_groups, _is_grouped, _by_experts
     ),
-    _triton(
-        "groups",
-        "moe_route_grouped",
-        lambda setup: _forward().route_in_groups(setup),
-        _is_grouped,
-        forward_guarantee,
-        _entry_of_grouped,
-    ),
-    _eager(forward_guarantee, lambda plan, arguments, outputs, _: eager.forward(*arguments, *outputs)),
+    _eager("forward", lambda plan, arguments, outputs, _: eager.forward(*arguments, *outputs)),
 )
 ROUTE_BACKWARD = (
-    _triton(
-        "rows",
-        "moe_route_backward",
-        lambda setup: _backward().chosen_alone(setup),
-        lambda problem: not _is_dense(problem),
-        backward_guarantee,
+    _on_kernels(
+        "backward", "rows", "moe_route_backward", lambda kernels: kernels.chosen_alone, lambda p: not _is_dense(p)
     ),
-    _triton(
-        "dense",
-        "moe_route_backward_dense",
-        lambda setup: _backward().every_expert(setup),
-        _is_dense,
-        backward_guarantee,
-    ),
-    _eager(backward_guarantee, lambda plan, arguments, outputs, _: eager.backward(*arguments, *outputs)),
+    _on_kernels("backward", "dense", "moe_route_backward_dense", lambda kernels: kernels.every_expert, _is_dense),
+    _eager("backward", lambda plan, arguments, outputs, _: eager.backward(*arguments, *outputs)),
 )

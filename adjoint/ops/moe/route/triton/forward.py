@@ -111,7 +111,7 @@ def store_rows(weights, indices, values, experts, row, inside, K: tl.constexpr, 
 # -------------------------------------------------------------------------------------- among all experts
 
 
-@kernel(budget=Budget(registers=112, shared_bytes=4096), schedule=("ROWS",))
+@kernel(budget=Budget(registers=112, shared_bytes=4096, spilled_elsewhere=8), schedule=("ROWS",))
 @triton.jit
 def moe_route_forward(
     logits: Pointer.element, bias: Pointer.float32, weights: Pointer.float32, indices: Pointer.int64, rows: Int32,
