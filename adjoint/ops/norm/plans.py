@@ -40,7 +40,8 @@ def padded(size: int) -> int:
 
 def row_levels(size: int) -> int:
     """2^row_levels rows are a tile of a backward."""
-    return (max(1, min(16, 2048 // padded(size)))).bit_length() - 1
+    rows = min(16, 2048 // padded(size))
+    return rows.bit_length() - 1 if rows > 2 else 0  # a tile of two rows does not keep its bits under other schedules
 
 
 def most_blocks(size: int) -> int:
