@@ -1,7 +1,7 @@
 """The operations, one folder per op, in a folder for each family.
 
-Every op has the same rooms: the contract (`__init__`), `reference`, `eager`, `kernels`, `plans` and `cases`; what the
-ops of a family share lies in the family's folder. An op listed here is verified, benchmarked and documented with the
+Every op has the same files: the contract (`__init__`), `reference`, `eager`, `kernels`, `plans` and `cases`; those that
+all ops of a family share lie in the family's folder. An op listed here is verified, benchmarked and documented with the
 others.
 """
 

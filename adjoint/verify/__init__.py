@@ -1,7 +1,7 @@
 """The checks every op goes through, in CI and on the user's own machine.
 
 `jobs()` lists them for a device; each job runs one check on one op, dtype and backend, and returns
-rows. What an op needs to be covered is its family's `cases.py`, and nothing more.
+rows. What an op needs to be covered is its `cases.py`, and nothing more.
 """
 
 from adjoint.verify.jobs import Job, available_backends, jobs, subjects
