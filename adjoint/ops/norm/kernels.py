@@ -27,6 +27,7 @@ from adjoint.device.row_tiles import (
     reciprocal_root,
     row_offsets,
     row_sums,
+    sums_of_rows,
     tile_columns,
     tile_mask,
     two_row_sums,
@@ -202,7 +203,7 @@ def rms_norm_backward(
         if NEED_GATE:
             tl.store(dgate + at, (upstream * (stored * w) * slope).to(element), inside)
     if NEED_WEIGHT:
-        total = halves(total, PIECES, ROW_LEVELS, PIECE)[:, None, :]
+        total = sums_of_rows(total, PIECES, ROW_LEVELS, PIECE)[:, None, :]
         place = sums + tl.program_id(0).to(tl.int64) * SIZE + column
         if SIZE == COLUMNS:
             tl.store(place, total)
