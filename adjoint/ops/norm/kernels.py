@@ -38,8 +38,8 @@ from adjoint.ops.activation.kernels import exponential_2, reciprocal, silu_parts
 from adjoint.ops.norm.arguments import Backward, Forward, Needs
 from adjoint.ops.norm.plans import RUN_LEVELS, blocks_of, most_blocks, padded, row_levels
 
-_FORWARD = Budget(registers=255, shared_bytes=65_536)
-_BACKWARD = Budget(registers=255, shared_bytes=232_448)
+_FORWARD = Budget(registers=136, shared_bytes=16_384)
+_BACKWARD = Budget(registers=255, shared_bytes=81_920)
 
 
 # ------------------------------------------------------------------------------------------- one element
@@ -211,7 +211,7 @@ def rms_norm_backward(
             tl.store(place, total, column < SIZE)
 
 
-@kernel(budget=Budget(registers=128, shared_bytes=65_536), numeric=("RUN_LEVELS",))
+@kernel(budget=Budget(registers=96, shared_bytes=8_192), numeric=("RUN_LEVELS",))
 @triton.jit
 def rms_norm_add_blocks(
     sums: Pointer16.computed, dweight: Pointer.weight, count: Int32,
