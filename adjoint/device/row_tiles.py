@@ -48,6 +48,34 @@ def halves(values, BEFORE: tl.constexpr, LEVELS: tl.constexpr, AFTER: tl.constex
 
 
 @triton.jit
+def added_halves(values, BEFORE: tl.constexpr, LEVELS: tl.constexpr, AFTER: tl.constexpr):
+    """`halves`, of tiles with several rows and several pieces: there Triton 3.6 takes `tl.sum` over the wrong warps."""
+    for level in tl.static_range(LEVELS):
+        values = tl.reshape(values, (BEFORE, 2, AFTER * 2 ** (LEVELS - 1 - level)))
+        first, second = tl.split(tl.permute(values, (0, 2, 1)))
+        values = first + second
+    return tl.reshape(values, (BEFORE, AFTER))
+
+
+@triton.jit
+def group_sums(values, LEVELS: tl.constexpr, ROWS: tl.constexpr, AFTER: tl.constexpr):
+    """[pieces of a group, AFTER] -> [1, AFTER], AFTER numbers for all ROWS together."""
+    if ROWS == 1:
+        return halves(values, 1, LEVELS, AFTER)
+    else:
+        return added_halves(values, 1, LEVELS, AFTER)
+
+
+@triton.jit
+def sums_of_rows(values, PIECES: tl.constexpr, ROW_LEVELS: tl.constexpr, PIECE: tl.constexpr):
+    """A tile -> [PIECES, PIECE]: the rows by halves."""
+    if PIECES == 1:
+        return halves(values, PIECES, ROW_LEVELS, PIECE)
+    else:
+        return added_halves(values, PIECES, ROW_LEVELS, PIECE)
+
+
+@triton.jit
 def piece_sums(
     values, ROWS: tl.constexpr, REPEAT_LEVELS: tl.constexpr, GROUP_LEVELS: tl.constexpr, LANE_LEVELS: tl.constexpr,
     VECTOR_LEVELS: tl.constexpr,
@@ -66,7 +94,7 @@ def row_sums(
 ):  # fmt: skip
     """A tile -> [ROWS]."""
     values = piece_sums(values, ROWS, REPEAT_LEVELS, GROUP_LEVELS, LANE_LEVELS, VECTOR_LEVELS)
-    return tl.reshape(halves(values, 1, GROUP_LEVELS, ROWS), (ROWS,))
+    return tl.reshape(group_sums(values, GROUP_LEVELS, ROWS, ROWS), (ROWS,))
 
 
 @triton.jit
@@ -80,7 +108,7 @@ def two_row_sums(
     if GROUP_LEVELS == 0:
         return tl.reshape(first, (ROWS,)), tl.reshape(second, (ROWS,))
     else:
-        both = halves(tl.join(first, second), 1, GROUP_LEVELS, 2 * ROWS)
+        both = group_sums(tl.join(first, second), GROUP_LEVELS, ROWS, 2 * ROWS)
         return tl.split(tl.reshape(both, (ROWS, 2)))
 
 

@@ -24,6 +24,10 @@ EQUIVALENT = {
     ),
     ("l2_norm_forward", "PIECES * PIECE -> PIECES + PIECE"): "columns that all are inside may be masked, too",
     ("l2_norm_backward", "PIECES * PIECE -> PIECES + PIECE"): "columns that all are inside may be masked, too",
+    ("group_sums", "ROWS == 1 -> ROWS != 1"): "two ways to write the same additions",
+    ("group_sums", "ROWS == 1 -> ROWS == 2"): "two ways to write the same additions",
+    ("sums_of_rows", "PIECES == 1 -> PIECES != 1"): "two ways to write the same additions",
+    ("sums_of_rows", "PIECES == 1 -> PIECES == 2"): "two ways to write the same additions",
     ("rms_norm_backward", "0.0 -> 1.0"): "a row past the end is all zeros: any finite factor serves",
     # embedding: gather and sums over groups
     ("embedding_gather", "tl.program_id(1) -> tl.program_id(2) (2)"): (

@@ -27,6 +27,7 @@ from adjoint.device.row_tiles import (
     reciprocal_root,
     row_offsets,
     row_sums,
+    sums_of_rows,
     tile_columns,
     tile_mask,
     two_row_sums,
@@ -37,16 +38,18 @@ from adjoint.ops.activation.kernels import exponential_2, reciprocal, silu_parts
 from adjoint.ops.norm.arguments import Backward, Forward, Needs
 from adjoint.ops.norm.plans import RUN_LEVELS, blocks_of, most_blocks, padded, row_levels
 
-_FORWARD = Budget(registers=255, shared_bytes=65_536)
-_BACKWARD = Budget(registers=255, shared_bytes=232_448)
+_FORWARD = Budget(registers=136, shared_bytes=16_384)
+_BACKWARD = Budget(registers=255, shared_bytes=81_920)
 
 
 # ------------------------------------------------------------------------------------------- one element
 
 
 @triton.jit
-def load_weight(weight, offset, column, SIZE: tl.constexpr, COLUMNS: tl.constexpr, COMPUTED: tl.constexpr):
-    """offset + weight, in the type of the sums.
+def load_weight(
+    weight, offset, column, SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_GATE: tl.constexpr, COMPUTED: tl.constexpr
+):
+    """offset + weight, in the type of the sums; a norm with a gate has no offset.
 
     `column` has the shape of a tile, rows included: a load of that shape has the layout of the tile's other loads, and
     nothing has to change lanes.
@@ -55,7 +58,7 @@ def load_weight(weight, offset, column, SIZE: tl.constexpr, COLUMNS: tl.constexp
         value = tl.load(weight + column)
     else:
         value = tl.load(weight + column, column < SIZE, other=0)
-    return value.to(COMPUTED) + offset
+    return value.to(COMPUTED) if HAS_GATE else value.to(COMPUTED) + offset
 
 
 @triton.jit
@@ -119,7 +122,7 @@ def rms_norm_forward(
     if ROUND:
         scaled = scaled.to(element).to(value.dtype)
     every_row = column + tl.zeros([1, ROWS, 1], tl.int32)
-    result = scaled * load_weight(weight, offset, every_row, SIZE, PIECES * PIECE, value.dtype)
+    result = scaled * load_weight(weight, offset, every_row, SIZE, PIECES * PIECE, HAS_GATE, value.dtype)
     if HAS_GATE:
         result = result * silu_and_slope(gates, NARROW, NATIVE)[0]
     tl.store(y + at, result.to(element), inside)
@@ -153,7 +156,7 @@ def rms_norm_backward(
     column = tile_columns(PIECES, PIECE)
     every_row = column + tl.zeros([1, ROWS, 1], tl.int32)
     if not RELOAD:
-        w = load_weight(weight, offset, every_row, SIZE, COLUMNS, COMPUTED)
+        w = load_weight(weight, offset, every_row, SIZE, COLUMNS, HAS_GATE, COMPUTED)
     total = tl.zeros([PIECES, ROWS, PIECE], COMPUTED)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
@@ -168,7 +171,7 @@ def rms_norm_backward(
             activated, slope = silu_and_slope(tl.load(gate_place, inside, other=0), NARROW, NATIVE)
             u = upstream * activated
         if RELOAD:
-            w = load_weight(weight, offset, every_row, SIZE, COLUMNS, COMPUTED)
+            w = load_weight(weight, offset, every_row, SIZE, COLUMNS, HAS_GATE, COMPUTED)
         gradient = u * w
         squares, along = two_row_sums(
             value * value, gradient * value, ROWS, REPEAT_LEVELS, GROUP_LEVELS, LANE_LEVELS, VECTOR_LEVELS
@@ -190,7 +193,7 @@ def rms_norm_backward(
         if NEED_WEIGHT:
             total += u * stored
         if RELOAD:
-            w = load_weight(weight, offset, every_row, SIZE, COLUMNS, COMPUTED)
+            w = load_weight(weight, offset, every_row, SIZE, COLUMNS, HAS_GATE, COMPUTED)
             gradient = u * w
         at = row_offsets(row, 0, 0, 0, SIZE, "contiguous") + column
         if NEED_X:
@@ -202,7 +205,7 @@ def rms_norm_backward(
         if NEED_GATE:
             tl.store(dgate + at, (upstream * (stored * w) * slope).to(element), inside)
     if NEED_WEIGHT:
-        total = halves(total, PIECES, ROW_LEVELS, PIECE)[:, None, :]
+        total = sums_of_rows(total, PIECES, ROW_LEVELS, PIECE)[:, None, :]
         place = sums + tl.program_id(0).to(tl.int64) * SIZE + column
         if SIZE == COLUMNS:
             tl.store(place, total)
@@ -210,7 +213,7 @@ def rms_norm_backward(
             tl.store(place, total, column < SIZE)
 
 
-@kernel(budget=Budget(registers=128, shared_bytes=65_536), numeric=("RUN_LEVELS",))
+@kernel(budget=Budget(registers=96, shared_bytes=8_192), numeric=("RUN_LEVELS",))
 @triton.jit
 def rms_norm_add_blocks(
     sums: Pointer16.computed, dweight: Pointer.weight, count: Int32,

@@ -21,7 +21,7 @@ from adjoint.ops.activation.kernels import widen
 HALVED = 1024
 """The widest row whose sums are halved from the first level on."""
 
-_BUDGET = Budget(registers=255, shared_bytes=65_536)
+_BUDGET = Budget(registers=232, shared_bytes=16_384)
 
 
 @kernel(budget=_BUDGET, numeric=LEVELS, schedule=("ROWS",))

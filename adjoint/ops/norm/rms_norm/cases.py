@@ -137,7 +137,7 @@ WORKLOADS = tuple(
 
 def built_calls() -> Iterator[Call]:
     """Widths of each schedule in bfloat16, the other dtypes, a wide weight, a residual, and every layout."""
-    for size in (100, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+    for size in (100, 128, 512, 2048, 4096, 8192, 16384):
         yield bind(rms_norm, empty(64, size), empty(size))
     for dtype, size in ((torch.float16, 2048), (torch.float32, 2048), (torch.float32, 8192), (torch.float64, 1024)):
         yield bind(rms_norm, empty(64, size, dtype=dtype), empty(size, dtype=dtype))
