@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Special:
-    """Inputs whose outputs are stated exactly, signs of zeros included; NaN matches NaN.
+    """Inputs whose outputs are stated exactly, signs of zeros included; NaN matches NaN, and None states nothing.
 
     `dtypes` are those the statement is for; all of the subject's when empty.
     """
@@ -62,8 +62,8 @@ class Special:
     name: str
     inputs: tuple[float, ...]
     upstream: float
-    outputs: tuple[float, ...]
-    gradients: tuple[float, ...]
+    outputs: tuple[float | None, ...]
+    gradients: tuple[float | None, ...]
     dtypes: tuple[torch.dtype, ...] = ()
 
 

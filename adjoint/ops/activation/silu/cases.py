@@ -16,7 +16,7 @@ from adjoint.ops.activation.silu import silu
 from adjoint.ops.activation.values import BUILT_LAYOUTS, LAYOUTS, WORKLOAD_SHAPES, each, exhaustive
 
 _SILU_SPECIALS = tuple(
-    Special(f"x = {x}", (x,), dy, (y,), (dx,))
+    Special(f"x = {x}, dy = {dy}", (x,), dy, (y,), (dx,))
     for x, dy, y, dx in [
         (0.0, 1.0, 0.0, 0.5),
         (-0.0, 1.0, -0.0, 0.5),
@@ -27,7 +27,6 @@ _SILU_SPECIALS = tuple(
         (1.0, nan, None, nan),
         (-inf, inf, -0.0, nan),
     ]
-    if y is not None
 )
 
 _SILU_MISTAKES = {

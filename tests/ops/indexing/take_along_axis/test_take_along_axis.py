@@ -141,10 +141,6 @@ def test_lines_that_are_sorted_a_few_at_a_time(
     preference = Preference(plan=f"triton.take+triton.{name}")
     whole = adjoint.plan(adjoint.take_along_axis, x, indices, preference=preference).adjoint
     assert whole is not None and whole.workspace_bytes is not None
-<<<<<<< HEAD:tests/ops/indexing/test_take_along_axis.py
-    monkeypatch.setattr(launching, "MAX_SORTED", 130)
-    plan = replace(whole)
-=======
     monkeypatch.setattr(plans, "MAX_SORTED", at_once)
     plan = replace(whole)  # chosen before, set up anew
     assert plan.workspace_bytes is not None and plan.workspace_bytes < whole.workspace_bytes

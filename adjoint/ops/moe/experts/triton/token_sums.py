@@ -1,4 +1,4 @@
-"""ByAlignment over rows, summed into tokens: y from the hidden values, and dx from their gradients."""
+"""Products over rows, summed into tokens: y from the hidden values, and dx from their gradients."""
 
 from typing import Any
 
