@@ -286,6 +286,10 @@ EQUIVALENT = {
     ("moe_experts_product", "column < N -> column <= N (2)"): (
         "the column past the last has a place of its own in the rows, and no sum reads it"
     ),
+    ("moe_experts_sum_slots", "inner < WIDTH -> inner <= WIDTH"): (
+        "several chunks have as many columns as a program; where there is one, it has all columns"
+    ),
+    ("moe_experts_sum_slots", "tl.program_id(1) -> tl.program_id(2)"): "one program has all columns of a chunk",
     ("moe_experts_tiles", "tl.where(begin < end, low, -1) -> tl.where(begin < end, low, -2)"): (
         "anything below 0 says that a slot has no rows"
     ),
