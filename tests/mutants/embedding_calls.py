@@ -93,10 +93,10 @@ class Bags:
             lay[0](self.ids), weight, offsets, factors, mode=self.mode, preference=preference, **self.options
         )
         dout = lay[2](_values(2, self.dtype, *out.shape))
-        wanted = (weight,) if factors is None else (weight, factors)
+        leaves = (weight,) if factors is None else (weight, factors)
         assert out.grad_fn is not None
         extra = out.grad_fn.saved_tensors[-1].clone()
-        return out.detach(), extra, *torch.autograd.grad(out, wanted, dout)
+        return out.detach(), extra, *torch.autograd.grad(out, leaves, dout)
 
 
 # ---------------------------------------------------------------------------------------------- lists

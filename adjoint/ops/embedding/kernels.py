@@ -369,12 +369,17 @@ class GroupSums:
             unroll = schedule[f"{part}_unroll"]
             return part_tile, {"UNROLL": unroll, "BLOCK": part_tile.block, "num_warps": part_tile.warps}
 
-        def reading(kernel: Kernel, settings: dict[str, Any], **strided: Any) -> dict[bool, dict[str, Launch]]:
+        def reading(kernel: Kernel, settings: dict[str, Any], **unaligned: Any) -> dict[bool, dict[str, Launch]]:
             """A kernel that reads the gradient, by whether terms have factors, and access."""
             settings |= {"element": element, "accumulator": accumulator, "SPLIT": False}
             settings |= {"DOUBLE": element == torch.float64, "BAGGED": bagged, "CHOSEN": chosen}
-            strided |= {"SPLIT": not bagged}
-            return {x: by_access(setup, kernel, {**settings, "SCALED": x}, strided=strided) for x in scaled}
+            strided = {**unaligned, "SPLIT": not bagged}
+            return {
+                has_factors: by_access(
+                    setup, kernel, {**settings, "SCALED": has_factors}, adjacent=unaligned, strided=strided
+                )
+                for has_factors in scaled
+            }
 
         if tile < SEQUENTIAL:
             setup.scratch(partials=(accumulator, sum(self.slots) * columns))
@@ -384,7 +389,7 @@ class GroupSums:
             self.sum_partials = setup.either(embedding_sum_partials, accumulator=accumulator, **settings)
         self.groups_tile, settings = tile_and_settings("groups")
         settings |= {"ROWS": self.groups_tile.rows, "output": output, "INTO": into}
-        # Addresses of strided elements take registers, and float64 most of them: more at once would spill.
+        # Addresses of single elements take registers, and so does float64: with both, more at once would spill.
         unroll = settings["UNROLL"] // 2 if element == torch.float64 else settings["UNROLL"]
         self.write_groups = reading(embedding_write_groups, settings, UNROLL=max(1, unroll))
         if not listed:

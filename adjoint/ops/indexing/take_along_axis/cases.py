@@ -89,8 +89,8 @@ def _mistakes(axis: int) -> dict[str, Callable[..., Answers]]:
 
     def lines_exchanged(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         x, indices = inputs
-        taken = reference.take_along_axis(x, indices.flip(0), axis)
-        return (taken,), (right(upstream[0], x, indices.flip(0)).to(x.dtype),)
+        out = reference.take_along_axis(x, indices.flip(0), axis)
+        return (out,), (right(upstream[0], x, indices.flip(0)).to(x.dtype),)
 
     def without_the_last(dout: Tensor, x: Tensor, indices: Tensor) -> Tensor:
         last = dout.shape[axis] - 1
