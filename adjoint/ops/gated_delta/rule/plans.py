@@ -242,7 +242,7 @@ def _on_kernels(
     """A plan on kernels, in Triton alone or with those in Gluon for Hopper."""
 
     def setup(setup: Setup) -> Execute:
-        module = import_module(f"adjoint.ops.gated_delta.rule.triton.{direction}")
+        module = import_module(f"adjoint.ops.gated_delta.rule.{direction}")
         return getattr(module, direction)(setup, fused)  # type: ignore[no-any-return]
 
     return Candidate(

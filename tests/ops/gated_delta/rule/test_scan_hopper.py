@@ -117,7 +117,7 @@ def test_which_scan_is_chosen(sequences: int, heads: int, V: int, chosen: bool) 
     if triton_missing():
         pytest.skip("kernels are chosen by a module that imports Triton")
     from adjoint.core.launch import set_up
-    from adjoint.ops.gated_delta.rule.triton.backward import scans_in_gluon
+    from adjoint.ops.gated_delta.rule.backward import scans_in_gluon
 
     sizes = (sequences, 4096, sequences, heads // 2, heads, 128, V, 0, 0, 1)
     dtypes = (torch.bfloat16, torch.float32, torch.float32)

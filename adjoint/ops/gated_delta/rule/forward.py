@@ -1,9 +1,16 @@
-"""The forward of the gated delta rule on kernels: what a plan binds, and what runs.
+"""The forward of the gated delta rule on kernels, for both plans: what a plan binds, and what runs.
 
-    gates → chunk inverse → state scan → output
+    step                        Triton                          Hopper
+    gates                       triton/gates                    the same
+    normalised q and k          triton/normalize                the same
+    chunk inverse T             triton/chunk_inverse            hopper/chunk_inverse, with the scores P
+    transitions of segments     triton/state_scan               hopper/transitions
+    states between segments     triton/compose_transitions      the same
+    state scan                  triton/state_scan               hopper/forward_scan, one kernel
+    output                      triton/output                   for both
 
-Where sequences are split, transitions and what composes them come before the scan. On Hopper (`fused`), the inverse
-comes with the scores, and one kernel scans and writes the outputs.
+Only where a sequence is split have segments transitions, and states that are composed of them; only where it is asked
+for are q and k normalised.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,18 @@
-"""The backward of the gated delta rule on kernels: what a plan binds, and what runs.
+"""The backward of the gated delta rule on kernels, for both plans: what a plan binds, and what runs.
 
-    gates → chunk inverse → state scan, over segments from the saved states, → local gradients → reverse scan →
-    matrices → gradients → gate gradients
+    step                        Triton                          Hopper
+    gates                       triton/gates                    the same
+    normalised q and k          triton/normalize                the same
+    chunk inverse T             triton/chunk_inverse            hopper/chunk_inverse
+    local gradients             triton/local_gradients          hopper/local_gradients
+    state scan of segments      triton/state_scan               hopper/state_scan, or Triton's: see `scans_on_hopper`
+    reverse scan                triton/reverse_scan             hopper/reverse_scan; of few heads Triton's
+    matrices                    triton/gradients                hopper/gradients,
+    gradients                   triton/gradients                one kernel
+    gate gradients              triton/gate_gradients           for all three
 
-On Hopper (`fused`), one kernel has the place of the last three, and those before have others of their own. Of few
-heads, the reverse scan is split: see `compose_transitions.py`.
+The state scan computes the states of the forward again, over all segments at once, from the saved states. Of few heads
+the reverse scan is split in both plans: see `triton/compose_transitions.py`.
 """
 
 from collections.abc import Callable
