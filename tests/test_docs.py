@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TRITON_MODULES = re.compile(
-    r"adjoint\.(ops\..*\.(\w*kernels|\w*launch|backward|triton\.\w+)|device\.(faults|grouping\.kernels)|__main__)"
+    r"adjoint\.(ops\..*\.(\w*kernels|\w*launch|forward|backward|triton\.\w+)|device\.(faults|grouping\.kernels)|__main__)"
 )
 MODULES = sorted(
     name

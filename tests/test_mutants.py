@@ -425,7 +425,7 @@ def _gated_delta_noticed(mutant: Mutant, device: torch.device) -> bool:
     if ".step." in mutant.module:
         step_calls.shrink()
         return step_calls.noticed()
-    whole = ("adjoint.ops.gated_delta.rule.triton.forward", "adjoint.ops.gated_delta.rule.triton.backward")
+    whole = ("adjoint.ops.gated_delta.rule.forward", "adjoint.ops.gated_delta.rule.backward")
     for later in (*RULE[RULE.index(mutant.module) + 1 :], *whole):
         reload(import_module(later))
     if mutant.module.endswith(("gradients", "reverse_scan")) or mutant.function in _OF_THE_BACKWARD:

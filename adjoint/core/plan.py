@@ -76,9 +76,14 @@ class Candidate:
     waits: Callable[[Problem], bool] = lambda problem: False
 
     def schedule(self, problem: Problem, device: torch.device | None = None) -> dict[str, int]:
-        """The schedule of a problem on a device; without one, that of a GPU nobody tuned."""
+        """The schedule of a problem on a device; without one, that of a GPU nobody tuned.
+
+        Kernels for one architecture have its schedule wherever they are asked about: they run nowhere else.
+        """
         if self.schedules is None:
             return {}
+        if len(self.targets) == 1 and (device is None or kernels.architecture(device) != self.targets[0]):
+            return self.schedule_on(problem, *self.targets)
         return self.schedules.lookup(self._entry_of(problem), device)
 
     def schedule_on(self, problem: Problem, *names: str) -> dict[str, int]:

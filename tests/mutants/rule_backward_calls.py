@@ -91,7 +91,7 @@ def no_numbers() -> Iterator[None]:
 @contextmanager
 def _two_parts() -> Iterator[None]:
     """T in two parts, all of it in the second, where a part that is not added is missed most."""
-    backward = import_module("adjoint.ops.gated_delta.rule.triton.backward")
+    backward = import_module("adjoint.ops.gated_delta.rule.backward")
     bind, parts_of = backward.bind_chunk_inverse, backward.parts_of
 
     def bind_second_part_alone(*arguments: Any) -> Any:

@@ -122,9 +122,9 @@ def groups(starts: Tensor, lengths: Tensor, key_heads: int, value_heads: int) ->
         # A sequence of less than half the length would be padding for the most part: it waits for a group of its own.
         similar = int((lengths[begin:count] * 2 > min(longest, SEGMENT)).sum())
         end = begin + min(fitting, similar)
-        taken = order[begin:end]
+        members = order[begin:end]
         for first in range(0, key_heads, heads):
-            yield Group(chunk, taken, starts[taken], lengths[begin:end], first, min(heads, key_heads - first))
+            yield Group(chunk, members, starts[members], lengths[begin:end], first, min(heads, key_heads - first))
         begin = end
 
 
@@ -168,14 +168,14 @@ class Tokens:
         shape = (self.steps, self.number, x.shape[1], self.chunk, *x.shape[2:])
         result = torch.empty(shape, dtype=wide, device=x.device)
         if self.spacing is None:
-            found = x.index_select(0, self.places.view(-1)).unflatten(0, (self.steps, self.number, self.chunk))
-            result.copy_(found.transpose(2, 3))
+            rows = x.index_select(0, self.places.view(-1)).unflatten(0, (self.steps, self.number, self.chunk))
+            result.copy_(rows.transpose(2, 3))
             padding = ~self.inside.view(self.steps, self.number, 1, self.chunk, *(1,) * (x.dim() - 2))
             return result.masked_fill_(padding, 0)
         if self.length % self.chunk:
             result[-1].zero_()
-        for own, chunks in self._parts(x, result):
-            chunks.copy_(own)
+        for rows, chunks in self._parts(x, result):
+            chunks.copy_(rows)
         return result
 
     def scatter(self, out: Tensor, chunks: Tensor) -> None:
@@ -183,8 +183,8 @@ class Tokens:
         if self.spacing is None:
             out[self.places[self.inside]] = chunks.transpose(2, 3)[self.inside].to(out.dtype)
             return
-        for own, part in self._parts(out, chunks):
-            own.copy_(part)
+        for rows, part in self._parts(out, chunks):
+            rows.copy_(part)
 
 
 def chunks_of(starts: Tensor, lengths: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ _IN_FLOAT64 = 1e-8
 """What the same computation in float64 has of them."""
 
 
-def recorded(kind: torch.dtype, computed: torch.dtype, ceiling: float, cases: str = CASES) -> Empirical:
+def empirical_error(kind: torch.dtype, computed: torch.dtype, ceiling: float, cases: str = CASES) -> Empirical:
     """A ceiling for results of a dtype: that of the computation, and half a unit of the type they are stored in."""
     rounding = torch.finfo(kind).eps / 2 if kind != computed else 0.0
     return Empirical(ceiling * (_IN_FLOAT64 if computed == torch.float64 else 1.0) + rounding, cases)

@@ -62,7 +62,7 @@ def tokens(
 
         gates = state_dtype(dtype) if wide_gates else dtype
         g = uniform(0.01, 1) * -decay if decay is not None else torch.zeros(batch, time, heads)
-        given: list[Any] = [
+        inputs: list[Any] = [
             unit_vectors(generator, (batch, time, key_heads, K)).to(dtype),
             keys(generator, (batch, time, key_heads, K)).to(dtype),
             torch.randn((batch, time, heads, V), generator=generator, dtype=torch.float64).to(dtype),
@@ -71,10 +71,10 @@ def tokens(
         ]
         number = batch if cu_seqlens is None else len(cu_seqlens) - 1
         first = torch.randn((number, heads, K, V), generator=generator, dtype=torch.float64)
-        given = [lay(x).to(device) for x in given]
-        given.append(first.to(state_dtype(dtype)).to(device) if state else None)
-        given.append(None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device))
-        return tuple(given)
+        inputs = [lay(x).to(device) for x in inputs]
+        inputs.append(first.to(state_dtype(dtype)).to(device) if state else None)
+        inputs.append(None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device))
+        return tuple(inputs)
 
     return make
 
@@ -88,18 +88,18 @@ def gradients(function: Callable[..., tuple[Tensor, ...]], outputs: int = 2) -> 
     """`(*upstream, *inputs) -> gradients` of a function of torch, by autograd."""
 
     def slopes_of(*everything: Any) -> tuple[Tensor, ...]:
-        upstream, own = everything[:outputs], leaves(everything[outputs:])
+        upstream, inputs = everything[:outputs], leaves(everything[outputs:])
         with torch.enable_grad():
-            found = function(*own)
-            wanted = differentiable(own)
+            results = function(*inputs)
+            variables = differentiable(inputs)
             slopes = torch.autograd.grad(
-                [o for o in found if o.requires_grad],
-                wanted,
-                [u for o, u in zip(found, upstream, strict=True) if o.requires_grad],
+                [o for o in results if o.requires_grad],
+                variables,
+                [u for o, u in zip(results, upstream, strict=True) if o.requires_grad],
                 allow_unused=True,
             )
         return tuple(
-            torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(wanted, slopes, strict=True)
+            torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(variables, slopes, strict=True)
         )
 
     return slopes_of
@@ -113,10 +113,10 @@ def wrong(
 
     def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         exact = tuple(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
-        found = gradients(change, len(upstream))(*(u.double() for u in upstream), *exact)
+        slopes = gradients(change, len(upstream))(*(u.double() for u in upstream), *exact)
         return (
             tuple(o.detach().to(u.dtype) for o, u in zip((right or change)(*exact), upstream, strict=True)),
-            tuple(d.to(x.dtype) for d, x in zip(found, differentiable(inputs), strict=True)),
+            tuple(d.to(x.dtype) for d, x in zip(slopes, differentiable(inputs), strict=True)),
         )
 
     return answer

@@ -14,7 +14,7 @@ from adjoint.ops.gated_delta.values import tokens
 CPU = torch.device("cpu")
 
 FORWARD_64, BACKWARD_64 = (
-    plans.recorded(torch.float64, torch.float64, ceiling).ceiling for ceiling in (plans.FORWARD, plans.BACKWARD)
+    plans.empirical_error(torch.float64, torch.float64, ceiling).ceiling for ceiling in (plans.FORWARD, plans.BACKWARD)
 )
 """The errors that float64 plans promise, of outputs and of gradients."""
 

@@ -57,9 +57,22 @@ def _check(
         metadata.require_states(_OP, "initial_state", initial_state, _state_shape(q, v, cu_seqlens), q)
 
 
-def _check_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: Any) -> None:
-    q, _, v, _, _, initial_state, cu_seqlens, saved, _, _, need = arguments
-    _check(*arguments[:7])
+def _check_backward(
+    do: Tensor | None,
+    dfinal_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    scale: float,
+    normalize_qk: bool,
+    need: int,
+) -> None:
+    _check(q, k, v, g, beta, initial_state, cu_seqlens)
     if do is not None:
         metadata.require_same(_OP, "do", do, "v", v)
         metadata.require_shape(_OP, "do", do, tuple(v.shape), "that of v")
@@ -70,8 +83,19 @@ def _check_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: 
         raise ArgumentError(f"{_OP}: need asks for the gradient of initial_state, and none is given")
 
 
-def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _, v, _, _, _, cu_seqlens, _, _, output_final_state, keep = arguments
+def _allocate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize_qk: bool,
+    output_final_state: bool,
+    keep: bool,
+) -> tuple[Tensor, ...]:
     kind = metadata.state_dtype(q.dtype)
     return (
         v.new_empty(v.shape),
@@ -94,20 +118,49 @@ def _describe(
     return describe(tokens, {"initial_state": initial_state}, cu_seqlens)
 
 
-def _describe_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: Any) -> Facts:
-    q, k, v, g, beta, initial_state, cu_seqlens, *_ = arguments
+def _describe_backward(
+    do: Tensor | None,
+    dfinal_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *saved_and_options: Any,
+) -> Facts:
     tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "do": do}
     return describe(tokens, {"initial_state": initial_state, "dfinal_state": dfinal_state}, cu_seqlens)
 
 
+_INPUTS = ("q", "k", "v", "g", "beta", "initial_state?", "cu_seqlens?")
+
+
+def _options(arguments: tuple[Any, ...]) -> tuple[float, bool, bool]:
+    """scale, normalize_qk and output_final_state, among the arguments of the forward."""
+    scale, normalize_qk, output_final_state, *_ = arguments[len(_INPUTS) :]
+    return scale, normalize_qk, output_final_state
+
+
+def _absent(*arguments: Any) -> tuple[str, ...]:
+    _scale, _normalize_qk, output_final_state = _options(arguments)
+    return () if output_final_state else ("final_state",)
+
+
+def _backward_options(*arguments: Any) -> tuple[float, bool]:
+    scale, normalize_qk, _output_final_state = _options(arguments)
+    return scale, normalize_qk
+
+
 _rule = Op(
     _OP,
-    inputs=("q", "k", "v", "g", "beta", "initial_state?", "cu_seqlens?"),
+    inputs=_INPUTS,
     differentiable=("q", "k", "v", "g", "beta", "initial_state"),
     options="float scale, bool normalize_qk, bool output_final_state",
     outputs=("o", "final_state"),
     kept=("saved",),
-    absent=lambda *arguments: () if arguments[9] else ("final_state",),
+    absent=_absent,
     check=_check,
     allocate=_allocate,
     describe=_describe,
@@ -116,7 +169,7 @@ _rule = Op(
         lambda: plans.RULE_BACKWARD,
         _describe_backward,
         options="float scale, bool normalize_qk",
-        options_of=lambda *arguments: arguments[7:9],
+        options_of=_backward_options,
         check=_check_backward,
     ),
 )

@@ -24,7 +24,7 @@ def _inputs(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _with(**changes: Callable[[Tensor], Any]) -> Callable[[torch.device], Any]:
+def _with_changed(**changes: Callable[[Tensor], Any]) -> Callable[[torch.device], Any]:
     """The rule on inputs of which some are changed."""
 
     def call(device: torch.device) -> None:
@@ -35,7 +35,7 @@ def _with(**changes: Callable[[Tensor], Any]) -> Callable[[torch.device], Any]:
     return call
 
 
-def _and(**options: Any) -> Callable[[torch.device], Any]:
+def _with_options(**options: Any) -> Callable[[torch.device], Any]:
     """The rule with further arguments; those that are functions are called with the device."""
 
     def call(device: torch.device) -> None:
@@ -68,95 +68,118 @@ def _adjoint_with(device: torch.device, need: int, saved: Tensor) -> Any:
     )
 
 
-_HEADS = _with(q=lambda x: x.expand(BATCH, TIME, 3, K), k=lambda x: x.expand(BATCH, TIME, 3, K))
+_HEADS = _with_changed(q=lambda x: x.expand(BATCH, TIME, 3, K), k=lambda x: x.expand(BATCH, TIME, 3, K))
 
 BAD_CALLS = (
-    BadCall("q with three axes", _with(q=lambda x: x[0]), ArgumentError, ("q", "batch, time", "(6, 1, 4)")),
-    BadCall("k of another shape", _with(k=lambda x: x[:, :5]), ArgumentError, ("k", "(1, 6, 1, 4)", "(1, 5, 1, 4)")),
-    BadCall("k of another dtype", _with(k=lambda x: x.half()), ArgumentError, ("k", "float32", "float16")),
-    BadCall("v of another dtype", _with(v=lambda x: x.bfloat16()), ArgumentError, ("v", "float32", "bfloat16")),
-    BadCall("v of another time", _with(v=lambda x: x[:, :5]), ArgumentError, ("v", "(1, 6)", "(1, 5, 2, 3)")),
-    BadCall("g of another shape", _with(g=lambda x: x[..., :1]), ArgumentError, ("g", "(1, 6, 2)", "(1, 6, 1)")),
-    BadCall("g of another dtype", _with(g=lambda x: x.double()), ArgumentError, ("g", "float32", "float64")),
-    BadCall("beta of another dtype", _with(beta=lambda x: x.half()), ArgumentError, ("beta", "float32", "float16")),
-    BadCall("beta with the values' axes", _with(beta=lambda x: x[..., None]), ArgumentError, ("beta", "(1, 6, 2, 1)")),
+    BadCall("q with three axes", _with_changed(q=lambda x: x[0]), ArgumentError, ("q", "batch, time", "(6, 1, 4)")),
+    BadCall(
+        "k of another shape", _with_changed(k=lambda x: x[:, :5]), ArgumentError, ("k", "(1, 6, 1, 4)", "(1, 5, 1, 4)")
+    ),
+    BadCall("k of another dtype", _with_changed(k=lambda x: x.half()), ArgumentError, ("k", "float32", "float16")),
+    BadCall("v of another dtype", _with_changed(v=lambda x: x.bfloat16()), ArgumentError, ("v", "float32", "bfloat16")),
+    BadCall("v of another time", _with_changed(v=lambda x: x[:, :5]), ArgumentError, ("v", "(1, 6)", "(1, 5, 2, 3)")),
+    BadCall(
+        "g of another shape", _with_changed(g=lambda x: x[..., :1]), ArgumentError, ("g", "(1, 6, 2)", "(1, 6, 1)")
+    ),
+    BadCall("g of another dtype", _with_changed(g=lambda x: x.double()), ArgumentError, ("g", "float32", "float64")),
+    BadCall(
+        "beta of another dtype", _with_changed(beta=lambda x: x.half()), ArgumentError, ("beta", "float32", "float16")
+    ),
+    BadCall(
+        "beta with the values' axes",
+        _with_changed(beta=lambda x: x[..., None]),
+        ArgumentError,
+        ("beta", "(1, 6, 2, 1)"),
+    ),
     BadCall("heads that do not divide", _HEADS, ArgumentError, ("2 heads of v", "3 heads of q and k", "multiple")),
     BadCall(
         "K past the cap",
-        _with(q=lambda x: x.new_zeros(1, 6, 1, 257), k=lambda x: x.new_zeros(1, 6, 1, 257)),
+        _with_changed(q=lambda x: x.new_zeros(1, 6, 1, 257), k=lambda x: x.new_zeros(1, 6, 1, 257)),
         ArgumentError,
         ("K", "257", "256", "because"),
     ),
     BadCall(
-        "V past the cap", _with(v=lambda x: x.new_zeros(1, 6, 2, 300)), ArgumentError, ("V", "300", "256", "because")
+        "V past the cap",
+        _with_changed(v=lambda x: x.new_zeros(1, 6, 2, 300)),
+        ArgumentError,
+        ("V", "300", "256", "because"),
     ),
     BadCall("a positive g", _positive_gate, ArgumentError, ("g", "at most 0", "position 7 ")),
     BadCall(
         "states of the wrong shape",
-        _and(initial_state=_state(2, HEADS, K, V)),
+        _with_options(initial_state=_state(2, HEADS, K, V)),
         ArgumentError,
         ("initial_state", "(1, 2, 4, 3)", "(2, 2, 4, 3)"),
     ),
     BadCall(
         "states with K and V exchanged",
-        _and(initial_state=_state(1, HEADS, V, K)),
+        _with_options(initial_state=_state(1, HEADS, V, K)),
         ArgumentError,
         ("initial_state", "(1, 2, 4, 3)", "(1, 2, 3, 4)"),
     ),
     BadCall(
         "states of the wrong dtype",
-        _and(initial_state=_state(1, HEADS, K, V, dtype=torch.bfloat16)),
+        _with_options(initial_state=_state(1, HEADS, K, V, dtype=torch.bfloat16)),
         ArgumentError,
         ("initial_state", "float32", "bfloat16"),
     ),
     BadCall(
         "a state per row where sequences are packed",
-        _and(initial_state=_state(1, HEADS, K, V), cu_seqlens=_bounds(0, 2, 6)),
+        _with_options(initial_state=_state(1, HEADS, K, V), cu_seqlens=_bounds(0, 2, 6)),
         ArgumentError,
         ("initial_state", "(2, 2, 4, 3)", "(1, 2, 4, 3)"),
     ),
     BadCall(
         "bounds that descend",
-        _and(cu_seqlens=_bounds(0, 4, 3, 6)),
+        _with_options(cu_seqlens=_bounds(0, 4, 3, 6)),
         ArgumentError,
         ("cu_seqlens", "got 3 at position 2 "),
     ),
     BadCall(
         "bounds that begin past 0",
-        _and(cu_seqlens=_bounds(1, 6)),
+        _with_options(cu_seqlens=_bounds(1, 6)),
         ArgumentError,
         ("cu_seqlens", "got 1 at position 0 "),
     ),
     BadCall(
         "bounds that end early",
-        _and(cu_seqlens=_bounds(0, 5)),
+        _with_options(cu_seqlens=_bounds(0, 5)),
         ArgumentError,
         ("cu_seqlens", "end with", "got 5 at position 1 "),
     ),
     BadCall(
-        "bounds past the end", _and(cu_seqlens=_bounds(0, 7)), ArgumentError, ("cu_seqlens", "got 7 at position 1 ")
+        "bounds past the end",
+        _with_options(cu_seqlens=_bounds(0, 7)),
+        ArgumentError,
+        ("cu_seqlens", "got 7 at position 1 "),
     ),
     BadCall(
-        "a negative bound", _and(cu_seqlens=_bounds(0, -1, 6)), ArgumentError, ("cu_seqlens", "got -1 at position 1 ")
+        "a negative bound",
+        _with_options(cu_seqlens=_bounds(0, -1, 6)),
+        ArgumentError,
+        ("cu_seqlens", "got -1 at position 1 "),
     ),
     BadCall(
         "no bounds",
-        _and(cu_seqlens=lambda d: torch.zeros(0, dtype=torch.int64, device=d)),
+        _with_options(cu_seqlens=lambda d: torch.zeros(0, dtype=torch.int64, device=d)),
         ArgumentError,
         ("cu_seqlens", "(0,)"),
     ),
     BadCall(
         "bounds with two axes",
-        _and(cu_seqlens=lambda d: _bounds(0, 6)(d)[None]),
+        _with_options(cu_seqlens=lambda d: _bounds(0, 6)(d)[None]),
         ArgumentError,
         ("cu_seqlens", "(1, 2)"),
     ),
     BadCall(
-        "float bounds", _and(cu_seqlens=lambda d: _bounds(0, 6)(d).float()), ArgumentError, ("cu_seqlens", "float32")
+        "float bounds",
+        _with_options(cu_seqlens=lambda d: _bounds(0, 6)(d).float()),
+        ArgumentError,
+        ("cu_seqlens", "float32"),
     ),
     BadCall(
         "bounds elsewhere",
-        _and(cu_seqlens=lambda d: _bounds(0, 6)(torch.device("meta"))),
+        _with_options(cu_seqlens=lambda d: _bounds(0, 6)(torch.device("meta"))),
         ArgumentError,
         ("cu_seqlens", "meta"),
     ),
@@ -166,11 +189,11 @@ BAD_CALLS = (
         ArgumentError,
         ("cu_seqlens", "batch", "2"),
     ),
-    BadCall("a scale that is no number", _and(scale="auto"), ArgumentError, ("scale", "'auto'")),
-    BadCall("a preference of another type", _and(preference="eager"), ArgumentError, ("preference=", "str")),
+    BadCall("a scale that is no number", _with_options(scale="auto"), ArgumentError, ("scale", "'auto'")),
+    BadCall("a preference of another type", _with_options(preference="eager"), ArgumentError, ("preference=", "str")),
     BadCall(
         "batch invariance, which nobody promises",
-        _and(preference=adjoint.Preference(backend="eager", batch_invariant=True)),
+        _with_options(preference=adjoint.Preference(backend="eager", batch_invariant=True)),
         Unsupported,
         ("gated_delta_rule", "o is not batch_invariant"),
     ),

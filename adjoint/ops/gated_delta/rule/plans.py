@@ -23,8 +23,8 @@ from adjoint.ops.gated_delta.promises import (
     FORWARD,
     domain_of,
     eager_candidate,
+    empirical_error,
     promise,
-    recorded,
 )
 from adjoint.ops.gated_delta.rule import eager
 from adjoint.ops.gated_delta.rule.shape import FEW_HEADS, REVERSE_SEGMENT, UNSPLIT_REVERSE, Shape
@@ -39,9 +39,9 @@ _OUT_OF_RANGE = (
 
 def _rule_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, wide = problem.dtypes[0], wide_dtype(problem.dtypes[0])
-    state = recorded(wide, wide, FORWARD)
+    state = empirical_error(wide, wide, FORWARD)
     return {
-        "o": promise(problem, recorded(dtype, wide, FORWARD), int(dtype != wide), out_of_range=_OUT_OF_RANGE),
+        "o": promise(problem, empirical_error(dtype, wide, FORWARD), int(dtype != wide), out_of_range=_OUT_OF_RANGE),
         "final_state": promise(problem, state, 0, out_of_range=_OUT_OF_RANGE),
         "saved": promise(problem, state, 0, domain="what the backward begins its segments with"),
     }
@@ -52,7 +52,7 @@ def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     wide = wide_dtype(dtype)
     kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dinitial_state": wide}
     return {
-        name: promise(problem, recorded(kind, wide, BACKWARD), int(kind != wide), domain=domain_of(name))
+        name: promise(problem, empirical_error(kind, wide, BACKWARD), int(kind != wide), domain=domain_of(name))
         for name, kind in kinds.items()
     }
 
@@ -153,16 +153,16 @@ def _kernel_guarantee(problem: Problem) -> dict[str, Guarantee]:
     }
 
 
-def _refuse_wide(problem: Problem) -> str:
-    """Why kernels in Gluon cannot serve a problem, whatever its sizes."""
+def _refuse_dtype(problem: Problem) -> str:
+    """Why the kernels for Hopper cannot serve the types of a problem."""
     element = problem.dtypes[0]
     return "" if element in (torch.bfloat16, torch.float16) else f"takes 16-bit types, this is {element}"
 
 
-def _refuse_fused(problem: Problem) -> str:
-    """Why the forward scan in Gluon cannot serve a problem."""
+def _refuse_hopper(problem: Problem) -> str:
+    """Why the forward scan for Hopper cannot serve a problem."""
     shape = Shape.of(problem)
-    if refusal := _refuse_wide(problem):
+    if refusal := _refuse_dtype(problem):
         return refusal
     if shape.K not in (64, 128) or shape.V % 64 or not shape.V:
         return f"takes K of 64 or 128 and V of a multiple of 64, these are {shape.K} and {shape.V}"
@@ -205,14 +205,14 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     }
 
 
-def _refuse_fused_backward(problem: Problem) -> str:
-    """Why the kernel of all gradients in Gluon cannot serve a problem."""
+def _refuse_hopper_backward(problem: Problem) -> str:
+    """Why the kernel of all gradients for Hopper cannot serve a problem."""
     shape = Shape.of(problem)
-    if refusal := _refuse_wide(problem):
+    if refusal := _refuse_dtype(problem):
         return refusal
     if shape.K not in (64, 128) or shape.V not in (64, 128):
         return f"takes K and V of 64 or 128, these are {shape.K} and {shape.V}"
-    if not problem.sizes[9]:
+    if not shape.has_output_gradient:
         return "takes a gradient of the outputs, and there is none"
     return refuse(problem)
 
@@ -220,15 +220,15 @@ def _refuse_fused_backward(problem: Problem) -> str:
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def _entry(problem: Problem, fused: bool) -> str:
+def _entry(problem: Problem, hopper: bool) -> str:
     """The name of a problem's schedule: by what its kernels are cut for."""
     shape, backward = Shape.of(problem), problem.op.endswith("backward")
     direction = "backward" if backward else "forward"
-    words = [f"fused {direction}" if fused else f"{direction} {'float32' if shape.is_wide else '16-bit'}"]
+    words = [f"hopper {direction}" if hopper else f"{direction} {'float32' if shape.is_float32 else '16-bit'}"]
     if shape.K > 128:
         words.append("K > 128")
     elif backward:
-        words += ["few heads"] * shape.may_split + ["V <= 64"] * (shape.V <= 64 and not shape.is_wide)
+        words += ["few heads"] * shape.may_split + ["V <= 64"] * (shape.V <= 64 and not shape.is_float32)
     return ", ".join(words)
 
 
@@ -237,35 +237,35 @@ def _on_kernels(
     direction: str,
     refuse: Callable[[Problem], str],
     guarantee: Callable[[Problem], dict[str, Guarantee]],
-    fused: bool = False,
+    hopper: bool = False,
 ) -> Candidate:
-    """A plan on kernels, in Triton alone or with those in Gluon for Hopper."""
+    """A plan on kernels, in Triton alone or with those for Hopper."""
 
     def setup(setup: Setup) -> Execute:
-        module = import_module(f"adjoint.ops.gated_delta.rule.triton.{direction}")
-        return getattr(module, direction)(setup, fused)  # type: ignore[no-any-return]
+        module = import_module(f"adjoint.ops.gated_delta.rule.{direction}")
+        return getattr(module, direction)(setup, hopper)  # type: ignore[no-any-return]
 
     return Candidate(
-        name="gluon.fused" if fused else "triton.chunked",
+        name="gluon.fused" if hopper else "triton.chunked",
         backend="triton",
         kernel=kernel,
         revision=1,
         refuse=refuse,
         guarantee=guarantee,
         setup=setup,
-        targets=("sm_90",) if fused else NVIDIA,
+        targets=("sm_90",) if hopper else NVIDIA,
         schedules=_SCHEDULES,
-        entry=lambda problem: _entry(problem, fused),
+        entry=lambda problem: _entry(problem, hopper),
     )
 
 
 RULE = (
-    _on_kernels("rule_forward_scan_hopper", "forward", _refuse_fused, _kernel_guarantee, fused=True),
+    _on_kernels("rule_forward_scan_hopper", "forward", _refuse_hopper, _kernel_guarantee, hopper=True),
     _on_kernels("rule_state_scan", "forward", refuse, _kernel_guarantee),
     eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks, _is_packed),
 )
 RULE_BACKWARD = (
-    _on_kernels("rule_gradients_hopper", "backward", _refuse_fused_backward, _kernel_backward_guarantee, fused=True),
+    _on_kernels("rule_gradients_hopper", "backward", _refuse_hopper_backward, _kernel_backward_guarantee, hopper=True),
     _on_kernels("rule_reverse_scan", "backward", refuse, _kernel_backward_guarantee),
     eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks, _is_packed),
 )

@@ -20,31 +20,36 @@ REVERSE_SEGMENT = 2048
 """Tokens of a segment of the reverse scan, counted from the start of a sequence: a multiple of `packing.SEGMENT`."""
 
 UNSPLIT_REVERSE = 16384
-"""Tokens up to which the reverse scan takes a sequence as a whole where it splits longer ones: splitting is more than
-twice the work, which only an idle card does in less time, and shorter ones are packed with others. At least those of a
-segment."""
+"""Tokens of the longest sequence that the reverse scan does not split, of few heads; at least `REVERSE_SEGMENT`.
+
+Splitting more than doubles the work, and pays only while most of the GPU would be idle otherwise. Shorter sequences are
+mostly packed with others, which keep it busy.
+"""
 
 FEW_HEADS = 8
-"""Value heads up to which one long sequence is split: more of them keep a card busy."""
+"""The most value heads with which long sequences are split: more heads keep a GPU busy by themselves."""
 
 
-def padded(size: int) -> int:
+def pad_to_16(size: int) -> int:
     """The width of rows that kernels read: a multiple of 16."""
     return max(16, -(-size // 16) * 16)
 
 
-def power(size: int) -> int:
+def next_power_of_two(size: int) -> int:
     """The width of the block that contains a row: a power of two."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tile(block: int, size: int) -> int:
+def clamp_tile(block: int, size: int) -> int:
     """Columns of a program's tile: those of the schedule, no more than a row has, and no fewer than a product takes."""
-    return max(16, min(block, power(size)))
+    return max(16, min(block, next_power_of_two(size)))
 
 
 class Shape(NamedTuple):
-    """What the kernels of a problem depend on; `ids` is None where every row of a batch is a sequence."""
+    """What the kernels of a problem depend on; `ids` is None where every row of a batch is a sequence.
+
+    A final gradient is that of the final states, an output gradient that of the outputs; a forward has neither.
+    """
 
     element: torch.dtype
     gate: torch.dtype
@@ -57,12 +62,17 @@ class Shape(NamedTuple):
     heads: int
     K: int
     V: int
+    has_initial_state: bool = False
+    has_final_gradient: bool = False
+    has_output_gradient: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> "Shape":
-        """The sizes of a problem begin with those of a shape, in its order; see `describe`."""
+        """The sizes of a problem are those of a shape and then what it has, in its order; see `describe`."""
         element, gate, strength, *ids = problem.dtypes
-        return cls(element, gate, strength, ids[0] if ids else None, *problem.sizes[:7])
+        rows, time, sequences, key_heads, heads, K, V, *present = problem.sizes
+        sizes = (rows, time, sequences, key_heads, heads, K, V)
+        return cls(element, gate, strength, ids[0] if ids else None, *sizes, *map(bool, present))
 
     @property
     def is_empty(self) -> bool:
@@ -83,15 +93,16 @@ class Shape(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Slots for chunks: at most so many are used."""
-        return self.spans(CHUNK)
+        """Slots for chunks."""
+        return self.count_spans(CHUNK)
 
     @property
     def segments(self) -> int:
         """Slots for segments of `packing.SEGMENT` tokens."""
-        return self.spans(packing.SEGMENT)
+        return self.count_spans(packing.SEGMENT)
 
-    def spans(self, size: int) -> int:
+    def count_spans(self, size: int) -> int:
+        """Slots for spans of so many tokens, counted from the start of each sequence: at most so many are used."""
         if self.ids is None:
             return self.rows * -(-self.time // size)
         return self.tokens // size + self.sequences if self.sequences else 0
@@ -103,33 +114,34 @@ class Shape(NamedTuple):
 
     @property
     def may_split(self) -> bool:
-        """Whether a sequence of more than one segment is split over the card, because few heads would leave most of it
-        idle: whether one is, and with it its bits, depends on its own length, on H and on K alone."""
+        """Whether long sequences are split into segments that run side by side; few heads alone would leave most of a
+        GPU idle. A sequence is split if it is longer than a segment (in reverse, than `UNSPLIT_REVERSE`), so that its
+        bits depend on its own length, on H and on K, and on nothing that shares its batch."""
         return self.heads <= FEW_HEADS and self.K <= 128
 
     @property
     def is_split(self) -> bool:
-        """Whether the forward may have such a sequence."""
+        """Whether the forward may have a sequence that it splits."""
         return self.may_split and self.time > packing.SEGMENT
 
     @property
     def unsplit_reverse(self) -> int:
-        """Tokens up to which the reverse scan takes a sequence as a whole; 0 where it takes all of them so."""
+        """Tokens of the longest sequence that the reverse scan does not split; 0 where it splits none."""
         return UNSPLIT_REVERSE if self.may_split else 0
 
     @property
     def is_split_in_reverse(self) -> bool:
-        """Whether there may be a longer one."""
+        """Whether the reverse scan may have a sequence that it splits."""
         return self.may_split and self.time > self.unsplit_reverse
 
     @property
-    def is_wide(self) -> bool:
+    def is_float32(self) -> bool:
         return self.element == torch.float32
 
     @property
     def constants(self) -> dict[str, Any]:
         """Sizes that most kernels are compiled for: K and V are the widths of rows in memory."""
-        return {"GROUP": self.group, "K": padded(self.K), "V": padded(self.V)}
+        return {"GROUP": self.group, "K": pad_to_16(self.K), "V": pad_to_16(self.V)}
 
     @property
     def lanes(self) -> int:
@@ -150,8 +162,8 @@ def describe(
 ) -> Facts:
     """The facts of tokens q, k, v, do [B, T, heads, size], g and beta, and of states [N, H, K, V].
 
-    Their sizes are those of a `Shape`, then 1 or 0 for each of `states` and for do: present or not. Their layout names
-    what kernels cannot read where it lies.
+    Their sizes are those of a `Shape`; after them, 1 or 0 says of initial_state, dfinal_state and do, as far as the op
+    takes them, whether each is there. Their layout names what kernels cannot read where it lies.
     """
     q, v, g, beta = (tokens[name] for name in ("q", "v", "g", "beta"))
     assert q is not None and v is not None and g is not None and beta is not None
@@ -207,12 +219,12 @@ def token_rows(x: Tensor, copy: Tensor | None = None) -> TokenRows:
         return TokenRows(x, *_strides(x))
     rows, time, heads, size = x.shape
     if copy is None:  # memory that torch did not allocate
-        copy = x.new_empty(rows * time * heads * padded(size))
-    wide = copy.view(rows, time, heads, padded(size))
+        copy = x.new_empty(rows * time * heads * pad_to_16(size))
+    wide = copy.view(rows, time, heads, pad_to_16(size))
     wide[..., :size].copy_(x)
-    if size < padded(size):
+    if size < pad_to_16(size):
         wide[..., size:].zero_()
-    return TokenRows(copy, heads * padded(size), padded(size))
+    return TokenRows(copy, heads * pad_to_16(size), pad_to_16(size))
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -226,7 +238,7 @@ class Copies:
     """Memory for the inputs that kernels cannot read where they lie, and for those that are normalised."""
 
     def __init__(self, setup: Setup, shape: Shape, normalized: tuple[str, ...]) -> None:
-        keys, values = shape.key_heads * padded(shape.K), shape.heads * padded(shape.V)
+        keys, values = shape.key_heads * pad_to_16(shape.K), shape.heads * pad_to_16(shape.V)
         widths = {"q": keys, "k": keys, "v": values, "do": values}
         self.names = frozenset(setup.problem.layout.split()[:-1])
         for name in dict.fromkeys((*setup.problem.layout.split()[:-1], *normalized)):

@@ -10,7 +10,7 @@ from adjoint.core.guarantee import Guarantee
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, short
 from adjoint.ops.gated_delta.arguments import state_dtype
-from adjoint.ops.gated_delta.promises import DOMAIN, eager_candidate, promise, recorded
+from adjoint.ops.gated_delta.promises import DOMAIN, eager_candidate, empirical_error, promise
 
 Promises = Callable[[Problem], dict[str, Guarantee]]
 
@@ -27,7 +27,7 @@ def promised(ceiling: float, computed: torch.dtype | None = None, domain: str = 
         return {
             name: promise(
                 problem,
-                recorded(dtype, accumulator, ceiling, _CASES),
+                empirical_error(dtype, accumulator, ceiling, _CASES),
                 int(dtype != accumulator),
                 accumulator=short(accumulator),
                 domain=domain,

@@ -12,7 +12,7 @@ from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, short
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.arguments import wide_dtype
-from adjoint.ops.gated_delta.promises import DOMAIN, domain_of, eager_candidate, promise, recorded
+from adjoint.ops.gated_delta.promises import DOMAIN, domain_of, eager_candidate, empirical_error, promise
 from adjoint.ops.gated_delta.step import eager
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -35,7 +35,7 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
     return {
         name: promise(
             problem,
-            recorded(kind, wide, CEILING, _CASES),
+            empirical_error(kind, wide, CEILING, _CASES),
             int(kind != wide),
             out_of_range=_OUT_OF_RANGE,
         )
@@ -48,7 +48,7 @@ def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     wide = wide_dtype(dtype)
     kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dstate": state}
     return {
-        name: promise(problem, recorded(kind, wide, CEILING, _CASES), int(kind != wide), domain=domain_of(name))
+        name: promise(problem, empirical_error(kind, wide, CEILING, _CASES), int(kind != wide), domain=domain_of(name))
         for name, kind in kinds.items()
     }
 
@@ -65,7 +65,7 @@ def _in_tiles(problem: Problem, kind: torch.dtype, item: str, **words: Any) -> G
         device_invariant=False,
         accumulator=short(computed),
         roundings=int(kind != computed),
-        error=recorded(kind, computed, CEILING, _CASES),
+        error=empirical_error(kind, computed, CEILING, _CASES),
         **words,
     )
 

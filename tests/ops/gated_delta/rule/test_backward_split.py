@@ -57,7 +57,7 @@ def test_gradients_pass_through_every_segment(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, present: str
 ) -> None:
     """From the outputs, and from the final state alone, to the first tokens; without what composes them they do not."""
-    from adjoint.ops.gated_delta.rule.triton import backward as rule_backward
+    from adjoint.ops.gated_delta.rule import backward as rule_backward
 
     inputs = remembered(device, BOUNDS)
     do, dfinal = upstream_of(inputs)

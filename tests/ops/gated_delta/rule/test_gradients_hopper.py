@@ -56,6 +56,13 @@ def test_it_is_for_hopper_alone() -> None:
     assert CANDIDATE.why_not_on(torch.device("cpu")) == "is for sm_90 alone"
 
 
+@no_gpu
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_its_schedule_is_that_of_hopper_wherever_it_is_asked_about(device: str) -> None:
+    asked = problem(device)
+    assert CANDIDATE.schedule(asked, asked.device) == CANDIDATE.schedule_on(asked, "sm_90")
+
+
 def test_it_stores_less_between_kernels() -> None:
     """Neither M, its transpose and E, nor the parts of dg and dβ."""
     if triton_missing():

@@ -17,7 +17,7 @@ from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.packing import SEGMENT
 from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule import shape as rule_shape
-from adjoint.ops.gated_delta.rule.shape import is_readable, padded, token_rows
+from adjoint.ops.gated_delta.rule.shape import is_readable, pad_to_16, token_rows
 from adjoint.ops.gated_delta.values import nearly_equal, orthogonal, tokens
 from tests.ops.gated_delta.rule.kernels import CHUNKED, Kernels
 
@@ -429,7 +429,7 @@ def test_what_can_be_read_where_it_lies() -> None:
     assert is_readable(x) and is_readable(x[..., 16:]) and is_readable(x[:1, ::2])
     assert not is_readable(x[..., 8:24].to(torch.bfloat16)[..., 1:])  # 15 columns
     assert not is_readable(x[..., 1:17]) and not is_readable(x[:, 1:]) and not is_readable(x.transpose(2, 3))
-    assert (padded(1), padded(16), padded(17), padded(256)) == (16, 16, 32, 256)
+    assert (pad_to_16(1), pad_to_16(16), pad_to_16(17), pad_to_16(256)) == (16, 16, 32, 256)
 
 
 def test_the_strides_of_tokens_and_heads() -> None:

@@ -35,7 +35,7 @@ SHAPES: tuple[tuple[tuple[int, ...], torch.dtype, dict[str, Any]], ...] = (
 every_shape = pytest.mark.parametrize(("shape", "dtype", "options"), SHAPES)
 
 
-def scanned(inputs: Inputs, gluon: bool) -> tuple[Tensor, Tensor]:
+def scanned(inputs: Inputs, on_hopper: bool) -> tuple[Tensor, Tensor]:
     """Sᵀ at the start of every chunk [chunks, H, V, K] and its v'ᵀ [chunks, H, V, 64], from poisoned memory."""
     from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
     from adjoint.ops.gated_delta.rule.hopper.state_scan import bind_segment_states
@@ -54,7 +54,7 @@ def scanned(inputs: Inputs, gluon: bool) -> tuple[Tensor, Tensor]:
     bind_gates(setup, shape, (True,), raises=False)(memory, cu_seqlens, g, beta)
     bind_inverse(setup, shape, 2)(memory, token_rows(k))
     initial = state is not None
-    if gluon:
+    if on_hopper:
         scan = bind_segment_states(setup, shape, initial)
     else:
         scan = bind_state_scan(setup, shape, 2, segmented=True, initial=initial, saves=False, final=False)
@@ -113,17 +113,17 @@ def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
     ),
 )
 def test_which_scan_is_chosen(sequences: int, heads: int, V: int, chosen: bool) -> None:
-    """By the programs of a reverse scan in Gluon; and of so many heads both are bound, whatever is chosen."""
+    """By the programs of a reverse scan on Hopper; and of so many heads both are bound, whatever is chosen."""
     if triton_missing():
         pytest.skip("kernels are chosen by a module that imports Triton")
     from adjoint.core.launch import set_up
-    from adjoint.ops.gated_delta.rule.triton.backward import scans_in_gluon
+    from adjoint.ops.gated_delta.rule.backward import scans_on_hopper
 
     sizes = (sequences, 4096, sequences, heads // 2, heads, 128, V, 0, 0, 1)
     dtypes = (torch.bfloat16, torch.float32, torch.float32)
     problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, (1.0, False, 31))
-    assert scans_in_gluon(Shape.of(problem), fused=True) is chosen
-    assert not scans_in_gluon(Shape.of(problem), fused=False)
+    assert scans_on_hopper(Shape.of(problem), hopper=True) is chosen
+    assert not scans_on_hopper(Shape.of(problem), hopper=False)
 
     def scans(candidate: Candidate) -> set[str]:
         """The kernels of the state scan that a plan binds, but for transitions."""
@@ -148,8 +148,8 @@ def test_bits_are_those_of_the_scan_in_triton(
 ) -> None:
     """Of all memory: neither leaves a place of a chunk as it was, nor writes any other."""
     inputs = drawn(device, shape, dtype, **options)
-    in_gluon, in_triton = scanned(inputs, gluon=True), scanned(inputs, gluon=False)
-    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(in_gluon, in_triton, strict=True))
+    on_hopper, in_triton = scanned(inputs, on_hopper=True), scanned(inputs, on_hopper=False)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(on_hopper, in_triton, strict=True))
 
 
 @hopper
@@ -160,7 +160,7 @@ def test_states_and_values(
 ) -> None:
     """Within what is stated of the op; and past the end of a sequence v' is 0."""
     inputs = drawn(device, shape, dtype, **options)
-    states, new_values = scanned(inputs, gluon=True)
+    states, new_values = scanned(inputs, on_hopper=True)
     for alone, chunk in sequences(inputs):
         expected_states, expected_new = recurrence(alone)
         chunks, tokens = len(expected_states), expected_new.shape[-1]
@@ -176,9 +176,9 @@ def test_states_and_values(
 def test_packed_sequences_are_separate_ones(device: torch.device) -> None:
     shape, dtype, options = SHAPES[1]
     inputs = drawn(device, shape, dtype, **options)
-    packed = scanned(inputs, gluon=True)
+    packed = scanned(inputs, on_hopper=True)
     for alone, chunk in sequences(inputs):
-        for one, all_ in zip(scanned(alone, gluon=True), packed, strict=True):
+        for one, all_ in zip(scanned(alone, on_hopper=True), packed, strict=True):
             assert torch.equal(bits(one), bits(all_[chunk : chunk + len(one)]))
 
 
@@ -187,7 +187,7 @@ def test_packed_sequences_are_separate_ones(device: torch.device) -> None:
 def test_bits_repeat(device: torch.device) -> None:
     shape, dtype, options = SHAPES[1]
     inputs = drawn(device, shape, dtype, **options)
-    first = scanned(inputs, gluon=True)
+    first = scanned(inputs, on_hopper=True)
     for _ in range(20):
-        again = scanned(inputs, gluon=True)
+        again = scanned(inputs, on_hopper=True)
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(first, again, strict=True))

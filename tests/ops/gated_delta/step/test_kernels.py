@@ -10,7 +10,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.promises import recorded
+from adjoint.ops.gated_delta.promises import empirical_error
 from adjoint.ops.gated_delta.step import plans as step_plans
 from tests.ops.gated_delta.sequences import drawn, gradients_of, relative
 
@@ -24,7 +24,7 @@ def _on(device: torch.device, inputs: Any) -> list[Tensor]:
 
 
 def _limit(dtype: torch.dtype) -> float:
-    return recorded(dtype, torch.float32, step_plans.CEILING).ceiling
+    return empirical_error(dtype, torch.float32, step_plans.CEILING).ceiling
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the kernels in Gluon share: functions of the device, and variants by the strides of tokens."""
+"""What the kernels for Hopper share: functions that run on the device, and `ByStrides`, which binds their variants."""
 
 from typing import Any
 
@@ -12,12 +12,13 @@ from adjoint.core.launch import Launch, Setup
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""Waits for the threads of a partition, by the name a version of Triton has for it."""
+"""Makes the threads of a partition wait for each other; versions of Triton have different names for it."""
 
 
 @aggregate
 class ScanBarriers:
-    """When a chunk's tiles are there and no longer read, and the same of what a scan stages: S, and v'."""
+    """Barriers of a scan: a chunk's tiles have arrived (full), or have been read (empty); S or v' has been written to
+    shared memory (staged), or has left it (drained)."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -38,7 +39,7 @@ class ScanBarriers:
 
 @gluon.jit
 def rounded_to(x, kind: gl.constexpr):
-    """float32 x in a 16-bit type. Two numbers an instruction: compilers take one where the result is widened again."""
+    """float32 x in a 16-bit type, two numbers an instruction: compilers round one at a time if it is widened again."""
     if kind == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
@@ -51,16 +52,16 @@ def rounded_to(x, kind: gl.constexpr):
 
 @gluon.jit
 def arrive(full, stage):
-    """Says that a chunk has been copied. The fence is for products that read it: before them, it would delay them."""
+    """Says that a chunk has been copied. The fence that products need before they read it is here, to delay none."""
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(full.index(stage))
 
 
 class ByStrides:
-    """The variants of a kernel by the strides of its tokens, which are constants: an address is a sum with one.
+    """The variants of a kernel, one for each choice of its tokens' strides: they are constants, and addresses cheap.
 
-    That for contiguous tokens is bound at once, others when they are first launched.
+    The variant for contiguous tokens is bound at once, another when it is first launched.
     """
 
     def __init__(self, setup: Setup, shape: Shape, kernel: Kernel, tokens: str, **settings: Any) -> None:

@@ -318,7 +318,7 @@ def bind_reverse_scan(setup: Setup, shape: Shape, *, final: bool, initial: bool)
     """
     scan = ByStrides(
         setup, shape, rule_reverse_scan_hopper, "Q K DO", element=shape.element, HEADS=shape.heads, GROUP=shape.group,
-        K=shape.K, V=shape.V, STAGES=setup.schedule["gluon_reverse_stages"], FINAL=final, INITIAL=initial,
+        K=shape.K, V=shape.V, STAGES=setup.schedule["hopper_reverse_stages"], FINAL=final, INITIAL=initial,
     )  # fmt: skip
     grid = (programs(shape),)
 

@@ -291,7 +291,7 @@ def bind_segment_states(setup: Setup, shape: Shape, initial: bool) -> Callable[.
     """States and new values of every chunk, over segments: `launch(memory, k, v, initial_state, saved)`."""
     scan = ByStrides(
         setup, shape, rule_state_scan_hopper, "K V", element=shape.element, HEADS=shape.heads, GROUP=shape.group,
-        K=shape.K, V=shape.V, STAGES=setup.schedule["gluon_scan_stages"], INITIAL=initial, SEGMENT=packing.SEGMENT,
+        K=shape.K, V=shape.V, STAGES=setup.schedule["hopper_scan_stages"], INITIAL=initial, SEGMENT=packing.SEGMENT,
         num_warps=shape.V // 16,
     )  # fmt: skip
     grid = (shape.segments * shape.heads,)

@@ -216,10 +216,10 @@ def bind_chunk_indices(
         raises: whether bounds out of order are reported.
     """
     few = {
-        also: setup.kernel(
-            rule_chunk_indices, bound=shape.ids, RAISE=raises, SEGMENTS=also, SEGMENT=packing.SEGMENT
+        with_segments: setup.kernel(
+            rule_chunk_indices, bound=shape.ids, RAISE=raises, SEGMENTS=with_segments, SEGMENT=packing.SEGMENT
         )
-        for also in segments
+        for with_segments in segments
     }  # fmt: skip
     of_chunks = _bind_spans(setup, shape, CHUNK, raises)
     of_segments = _bind_spans(setup, shape, packing.SEGMENT, False) if True in segments else None
@@ -227,10 +227,10 @@ def bind_chunk_indices(
     programs, segment_programs = (-(-slots // FEW_SLOTS.value) for slots in (shape.chunks, shape.segments))
 
     def launch(memory: Mapping[str, Any], cu_seqlens: Tensor) -> None:
-        also = "segment_indices" in memory
+        with_segments = "segment_indices" in memory
         if is_few:
-            few[also].launch(
-                (programs + segment_programs * also,), cu_seqlens=cu_seqlens,
+            few[with_segments].launch(
+                (programs + segment_programs * with_segments,), cu_seqlens=cu_seqlens,
                 sequence_begins=memory["sequence_begins"], first_chunks=memory["first_chunks"],
                 chunk_indices=memory["chunk_indices"], first_segments=memory.get("first_segments", cu_seqlens),
                 segment_indices=memory.get("segment_indices", cu_seqlens), status_word=status_word(setup.device),
@@ -239,7 +239,7 @@ def bind_chunk_indices(
             )  # fmt: skip
             return
         of_chunks(memory, cu_seqlens, memory["first_chunks"], memory["chunk_indices"])
-        if of_segments and also:
+        if of_segments and with_segments:
             of_segments(memory, cu_seqlens, memory["first_segments"], memory["segment_indices"])
 
     return launch
@@ -249,7 +249,7 @@ def _bind_spans(setup: Setup, shape: Shape, span: int, raises: bool) -> Callable
     """The same of one kind of span, for any number of sequences."""
     bounds = bind_bounds(setup, shape, span, raises)
     indices = setup.kernel(rule_span_indices, SPAN=span)
-    slots = shape.spans(span)
+    slots = shape.count_spans(span)
 
     def launch(memory: Mapping[str, Any], cu_seqlens: Tensor, first_spans: Any, span_indices: Any) -> None:
         bounds(memory, cu_seqlens, first_spans)

@@ -14,7 +14,7 @@ import triton.language as tl
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, padded, power
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_LOW, GATE_ROWS, GATE_STRENGTH
 
@@ -186,9 +186,9 @@ def inverse_region(shape: Shape, parts: int) -> dict[str, tuple[torch.dtype, int
     return {"T": (shape.element, shape.lanes * parts * CHUNK * CHUNK)}
 
 
-def score_region(shape: Shape, parts: int = 1) -> dict[str, tuple[torch.dtype, int]]:
-    """P [chunks, H, parts, 64, 64]."""
-    return {"P": (shape.element, shape.lanes * parts * CHUNK * CHUNK)}
+def score_region(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
+    """P [chunks, H, 64, 64]."""
+    return {"P": (shape.element, shape.lanes * CHUNK * CHUNK)}
 
 
 def bind_chunk_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapping[str, Any], TokenRows], None]:
@@ -197,9 +197,10 @@ def bind_chunk_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapp
     Args:
         parts: numbers of the storage type that an element of T is stored in.
     """
+    block = next_power_of_two(shape.K)
     inverse = setup.kernel(
-        rule_chunk_inverse, element=shape.element, GROUP=shape.group, K=padded(shape.K), K_BLOCK=power(shape.K),
-        K_STEP=min(power(shape.K), 32 if shape.is_wide else 128), PARTS=parts, WIDE=shape.is_wide, PRECISION="ieee",
+        rule_chunk_inverse, element=shape.element, GROUP=shape.group, K=pad_to_16(shape.K), K_BLOCK=block,
+        K_STEP=min(block, 32 if shape.is_float32 else 128), PARTS=parts, WIDE=shape.is_float32, PRECISION="ieee",
         num_warps=setup.schedule["inverse_warps"],
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads,)
@@ -213,13 +214,11 @@ def bind_chunk_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapp
     return launch
 
 
-def bind_scores(
-    setup: Setup, shape: Shape, parts: int = 1
-) -> Callable[[Mapping[str, Any], TokenRows, TokenRows, float], None]:
+def bind_scores(setup: Setup, shape: Shape) -> Callable[[Mapping[str, Any], TokenRows, TokenRows, float], None]:
     """P of every chunk and value head: `launch(memory, q, k, scale)`."""
     scores = setup.kernel(
-        rule_scores, element=shape.element, GROUP=shape.group, K=padded(shape.K), K_BLOCK=power(shape.K),
-        SCORE_PARTS=parts, PRECISION="ieee",
+        rule_scores, element=shape.element, GROUP=shape.group, K=pad_to_16(shape.K),
+        K_BLOCK=next_power_of_two(shape.K), SCORE_PARTS=1, PRECISION="ieee",
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads,)
 

@@ -32,7 +32,7 @@ from adjoint.core.kernels import NVIDIA, Budget, Int32, Pointer, Pointer16, kern
 from adjoint.core.launch import Setup
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule import shape as sizes
-from adjoint.ops.gated_delta.rule.shape import Shape, padded, power
+from adjoint.ops.gated_delta.rule.shape import Shape, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import fits
 
 _BUDGET = Budget(registers=255, shared_bytes=232448)
@@ -100,7 +100,7 @@ def rule_compose_reverse_transitions(
     """The gradient of the state at the start of every segment but the first, in float32; one program per sequence, head
     and block of V, which V is a multiple of.
 
-    `transitions` has Mᵀ, [places, H, K, K]; `dstarts` B', and then the result in its place, transposed,
+    `transitions` has Mᵀ, [places, H, K, K]; `dsegment_states` B', and then the result in its place, transposed,
     [places, H, V, K]: that of the last segment is complete as it is.
     """
     V_BLOCK: tl.constexpr = 16
@@ -134,7 +134,7 @@ def rule_compose_reverse_transitions(
 
 def transition_region(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     """Mᵀ and Bᵀ [segments, H, K + V, K], of the forward."""
-    K, V = padded(shape.K), padded(shape.V)
+    K, V = pad_to_16(shape.K), pad_to_16(shape.V)
     return {"transitions": (torch.float32, shape.segments * shape.heads * (K + V) * K)}
 
 
@@ -143,7 +143,7 @@ def reverse_transition_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int
 
     A sequence has a place for each of its segments but the first, and no two meet: see `saved_states`.
     """
-    places, K, V = (shape.tokens - 1) // sizes.REVERSE_SEGMENT, padded(shape.K), padded(shape.V)
+    places, K, V = (shape.tokens - 1) // sizes.REVERSE_SEGMENT, pad_to_16(shape.K), pad_to_16(shape.V)
     return {
         "transitions": (torch.float32, places * shape.heads * K * K),
         "dsegment_states": (torch.float32, places * shape.heads * V * K),
@@ -151,7 +151,7 @@ def reverse_transition_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int
 
 
 def _grid(shape: Shape) -> tuple[int]:
-    return (shape.sequences * shape.heads * (padded(shape.V) // 16),)
+    return (shape.sequences * shape.heads * (pad_to_16(shape.V) // 16),)
 
 
 def bind_compose_transitions(
@@ -160,8 +160,8 @@ def bind_compose_transitions(
     """The state at the start of every segment but a sequence's first: `launch(memory, initial_state, saved)`."""
     stages = setup.schedule["compose_stages"]
     compose = setup.kernel(
-        rule_compose_transitions, K=padded(shape.K), V=padded(shape.V), K_SIZE=shape.K, V_SIZE=shape.V,
-        K_BLOCK=power(shape.K), INITIAL=initial, SEGMENT=packing.SEGMENT, STAGES=stages, PRECISION="tf32x3",
+        rule_compose_transitions, K=pad_to_16(shape.K), V=pad_to_16(shape.V), K_SIZE=shape.K, V_SIZE=shape.V,
+        K_BLOCK=next_power_of_two(shape.K), INITIAL=initial, SEGMENT=packing.SEGMENT, STAGES=stages, PRECISION="tf32x3",
         num_warps=setup.schedule["compose_warps"], num_stages=stages,
     )  # fmt: skip
     grid = _grid(shape)
@@ -180,9 +180,9 @@ def bind_compose_reverse_transitions(setup: Setup, shape: Shape) -> Callable[[Ma
     """The gradient of the state that every segment but a sequence's first begins with, in `dsegment_states`."""
     stages = setup.schedule["compose_stages"]
     compose = setup.kernel(
-        rule_compose_reverse_transitions, K=padded(shape.K), V=padded(shape.V), K_BLOCK=power(shape.K),
-        REVERSE_SEGMENT=sizes.REVERSE_SEGMENT, UNSPLIT=shape.unsplit_reverse, STAGES=stages, PRECISION="tf32x3",
-        num_warps=setup.schedule["compose_warps"], num_stages=stages,
+        rule_compose_reverse_transitions, K=pad_to_16(shape.K), V=pad_to_16(shape.V),
+        K_BLOCK=next_power_of_two(shape.K), REVERSE_SEGMENT=sizes.REVERSE_SEGMENT, UNSPLIT=shape.unsplit_reverse,
+        STAGES=stages, PRECISION="tf32x3", num_warps=setup.schedule["compose_warps"], num_stages=stages,
     )  # fmt: skip
     grid = _grid(shape)
 

@@ -15,7 +15,7 @@ from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Point
 from adjoint.core.launch import Setup, is_aligned
 from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_V
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, padded, power
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import (
     GATE_FROM_START,
@@ -378,17 +378,17 @@ def rule_gradients(
 
 
 def _key_block(shape: Shape) -> int:
-    return min(32 if shape.is_wide else 128, power(shape.K))
+    return min(32 if shape.is_float32 else 128, next_power_of_two(shape.K))
 
 
 def key_blocks(shape: Shape) -> int:
     """Blocks of K that gradients are computed in."""
-    return -(-padded(shape.K) // _key_block(shape))
+    return -(-pad_to_16(shape.K) // _key_block(shape))
 
 
 def sum_warps(shape: Shape) -> int:
     """Warps of the kernels that add up along rows, in an order that their layout gives: by the dtype alone."""
-    return 8 if shape.is_wide else 4
+    return 8 if shape.is_float32 else 4
 
 
 def gradient_regions(shape: Shape, need: int, normalize: bool) -> dict[str, tuple[torch.dtype, int]]:
@@ -414,12 +414,12 @@ def bind_matrices(setup: Setup, shape: Shape, upstream: bool, need: int) -> Call
     stages = setup.schedule["matrix_stages"]
     matrices = setup.either(
         rule_matrices, element=shape.element, V_SIZE=shape.V, K_BLOCK=_key_block(shape),
-        V_BLOCK=min(16 if shape.is_wide else 32, power(shape.V)), STAGES=stages, UPSTREAM=upstream,
+        V_BLOCK=min(16 if shape.is_float32 else 32, next_power_of_two(shape.V)), STAGES=stages, UPSTREAM=upstream,
         NEED_QK=bool(need & (NEED_Q | NEED_K)), NEED_V=bool(need & NEED_V),
-        NEED_GATES=bool(need & (NEED_G | NEED_BETA)), WIDE=shape.is_wide, PRECISION=precision_of(shape),
+        NEED_GATES=bool(need & (NEED_G | NEED_BETA)), WIDE=shape.is_float32, PRECISION=precision_of(shape),
         num_warps=sum_warps(shape), num_stages=stages, **shape.constants,
     )  # fmt: skip
-    grid, columns = (shape.lanes,), padded(shape.V)
+    grid, columns = (shape.lanes,), pad_to_16(shape.V)
 
     def launch(
         memory: Mapping[str, Any],
@@ -458,13 +458,13 @@ def bind_gradients(setup: Setup, shape: Shape, upstream: bool, normalize: bool, 
         gradients[aligned] = setup.kernel(
             rule_gradients, element=shape.element, gradient=torch.float32 if by_blocks else shape.element,
             K_SIZE=shape.K, K_BLOCK=_key_block(shape),
-            V_BLOCK=min(16 if shape.is_wide or shape.K > 128 else 32, power(shape.V)), STAGES=stages,
+            V_BLOCK=min(16 if shape.is_float32 or shape.K > 128 else 32, next_power_of_two(shape.V)), STAGES=stages,
             UPSTREAM=upstream, NEED_Q=bool(need & NEED_Q), NEED_K=bool(need & NEED_K),
             NEED_GATES=bool(need & (NEED_G | NEED_BETA)), NORMALIZED=normalized, PRECISION=precision_of(shape),
             aligned=aligned, num_warps=sum_warps(shape), num_stages=stages, **shape.constants,
         )  # fmt: skip
     unnormalize = bind_unnormalize(setup, shape) if by_blocks and need & (NEED_Q | NEED_K) else None
-    grid, columns = (2 * blocks * shape.chunks * shape.key_heads,), padded(shape.V)
+    grid, columns = (2 * blocks * shape.chunks * shape.key_heads,), pad_to_16(shape.V)
 
     def launch(
         memory: Mapping[str, Any],

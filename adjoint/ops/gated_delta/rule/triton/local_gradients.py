@@ -1,4 +1,4 @@
-"""What of the adjoint does not go from chunk to chunk, and tiles that the kernels of the backward share.
+"""The part of the adjoint that each chunk computes by itself, and the tiles that the kernels of the backward share.
 
 Notation of `eager.py`, P = scale·(q kᵀ ⊙ D). The backward computes the forward's chunks again and then
 
@@ -28,7 +28,7 @@ import triton.language as tl
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, padded, power, tile
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, clamp_tile, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_LOW, GATE_ROWS, GATE_TO_END
 
@@ -181,7 +181,7 @@ def rule_local_gradients(
 
 def local_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     """W [chunks, H, 64, K], and Tᵀ Pᵀ do transposed, [chunks, H, V, 64]."""
-    K, V = padded(shape.K), padded(shape.V)
+    K, V = pad_to_16(shape.K), pad_to_16(shape.V)
     return {
         "W": (shape.element, shape.lanes * CHUNK * K),
         "local_gradients": (shape.element, shape.lanes * V * CHUNK),
@@ -190,7 +190,7 @@ def local_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
 
 def precision_of(shape: Shape) -> str:
     """The precision of gradients' products, which 16-bit operands do not know."""
-    return "tf32x3" if shape.is_wide else "ieee"
+    return "tf32x3" if shape.is_float32 else "ieee"
 
 
 def bind_local_gradients(setup: Setup, shape: Shape, parts: int, upstream: bool) -> Callable[..., None]:
@@ -200,12 +200,12 @@ def bind_local_gradients(setup: Setup, shape: Shape, parts: int, upstream: bool)
         parts: those of T.
         upstream: whether there is a gradient of the outputs; W alone without it.
     """
-    schedule, keys = setup.schedule, 32 if shape.is_wide else 64 if shape.K > 128 else 128
+    schedule, keys = setup.schedule, 32 if shape.is_float32 else 64 if shape.K > 128 else 128
     stages = schedule["local_stages"]
     local = setup.kernel(
-        rule_local_gradients, element=shape.element, K_BLOCK=min(keys, power(shape.K)),
-        V_BLOCK=tile(schedule["local_block"], shape.V), PARTS=parts, STAGES=stages, UPSTREAM=upstream,
-        WIDE=shape.is_wide, PRECISION=precision_of(shape), num_warps=schedule["local_warps"], num_stages=stages,
+        rule_local_gradients, element=shape.element, K_BLOCK=min(keys, next_power_of_two(shape.K)),
+        V_BLOCK=clamp_tile(schedule["local_block"], shape.V), PARTS=parts, STAGES=stages, UPSTREAM=upstream,
+        WIDE=shape.is_float32, PRECISION=precision_of(shape), num_warps=schedule["local_warps"], num_stages=stages,
         **shape.constants,
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads,)

@@ -11,7 +11,7 @@ from torch import Tensor
 from adjoint.core.kernels import NVIDIA, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.gated_delta.arguments import EPSILON
-from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, padded, power
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import SMALL
 
 ROWS = tl.constexpr(16)
@@ -60,7 +60,7 @@ def rule_unnormalize(
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:
-    return {"SIZE": shape.K, "PADDED": padded(shape.K), "BLOCK": power(shape.K)}
+    return {"SIZE": shape.K, "PADDED": pad_to_16(shape.K), "BLOCK": next_power_of_two(shape.K)}
 
 
 def bind_normalize(setup: Setup, shape: Shape, factors: bool) -> Callable[[Mapping[str, Any], str, Tensor], TokenRows]:
@@ -71,7 +71,7 @@ def bind_normalize(setup: Setup, shape: Shape, factors: bool) -> Callable[[Mappi
     """
     normalize = setup.kernel(rule_normalize, element=shape.element, EPSILON=EPSILON, FACTORS=factors, **_sizes(shape))
     rows = shape.tokens * shape.key_heads
-    strides = (shape.key_heads * padded(shape.K), padded(shape.K))
+    strides = (shape.key_heads * pad_to_16(shape.K), pad_to_16(shape.K))
     if factors:
         setup.scratch(q_factors=(torch.float32, rows), k_factors=(torch.float32, rows))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
-from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, padded, power, tile
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, clamp_tile, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import fits
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_LOW, GATE_ROWS
@@ -114,13 +114,13 @@ def rule_output(
 def bind_output(setup: Setup, shape: Shape) -> Callable[..., None]:
     """o of the tokens of all sequences: `launch(memory, q, k, scale, out)`; `out` is contiguous."""
     schedule = setup.schedule
-    block = tile(schedule["output_block"], shape.V)
+    block, keys = clamp_tile(schedule["output_block"], shape.V), next_power_of_two(shape.K)
     output = setup.either(
-        rule_output, element=shape.element, V_SIZE=shape.V, K_BLOCK=power(shape.K),
-        K_STEP=min(power(shape.K), 32) if shape.is_wide else power(shape.K), V_BLOCK=block, WIDE=shape.is_wide,
+        rule_output, element=shape.element, V_SIZE=shape.V, K_BLOCK=keys,
+        K_STEP=min(keys, 32) if shape.is_float32 else keys, V_BLOCK=block, WIDE=shape.is_float32,
         PRECISION="ieee", num_warps=schedule["output_warps"], num_stages=schedule["output_stages"], **shape.constants,
     )  # fmt: skip
-    grid = (shape.chunks * shape.key_heads * -(-padded(shape.V) // block),)
+    grid = (shape.chunks * shape.key_heads * -(-pad_to_16(shape.V) // block),)
 
     def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float, out: Tensor) -> None:
         output[is_aligned(out)].launch(

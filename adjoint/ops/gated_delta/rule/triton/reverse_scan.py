@@ -23,7 +23,7 @@ from adjoint.core.launch import Setup, is_aligned
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as sizes
-from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, padded, power, tile
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, clamp_tile, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_DECAY, GATE_FROM_START, GATE_ROWS, GATE_STRENGTH
 
@@ -205,7 +205,7 @@ def rule_reverse_scan(
 
 def reverse_scan_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     """Yᵀ [chunks, H, V, 64] and dS⁺ᵀ [chunks, H, V, K]."""
-    K, V = padded(shape.K), padded(shape.V)
+    K, V = pad_to_16(shape.K), pad_to_16(shape.V)
     return {"Y": (shape.element, shape.lanes * V * CHUNK), "dstates": (shape.element, shape.lanes * V * K)}
 
 
@@ -252,14 +252,14 @@ def bind_segment_terms(setup: Setup, shape: Shape, *, upstream: bool, final: boo
 def _bind(setup: Setup, shape: Shape, part: str, spans: int, **flags: bool) -> ReverseScan:
     """A scan under the `part` of the schedule that is for whole sequences, or for segments."""
     schedule = setup.schedule
-    block, stages = tile(schedule[f"{part}_block"], shape.V), schedule[f"{part}_stages"]
+    block, stages = clamp_tile(schedule[f"{part}_block"], shape.V), schedule[f"{part}_stages"]
     scan = setup.either(
-        rule_reverse_scan, element=shape.element, K_SIZE=shape.K, V_SIZE=shape.V, K_BLOCK=power(shape.K),
+        rule_reverse_scan, element=shape.element, K_SIZE=shape.K, V_SIZE=shape.V, K_BLOCK=next_power_of_two(shape.K),
         V_BLOCK=block, STAGES=stages, SEGMENT=packing.SEGMENT, REVERSE_SEGMENT=sizes.REVERSE_SEGMENT,
         UNSPLIT=shape.unsplit_reverse, PRECISION="ieee", num_warps=schedule[f"{part}_warps"], num_stages=stages,
         **shape.constants, **flags,
     )  # fmt: skip
-    grid = (spans * shape.heads * -(-padded(shape.V) // block),)
+    grid = (spans * shape.heads * -(-pad_to_16(shape.V) // block),)
 
     def launch(memory: Mapping[str, Any], upstream: Upstream, dinitial_state: Tensor | None) -> None:
         q, k, do, dfinal_state, scale = upstream

@@ -29,7 +29,7 @@ from adjoint.core.launch import Launch, Setup, is_aligned
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as sizes
-from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, padded, power, tile
+from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, clamp_tile, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import fits
 from adjoint.ops.gated_delta.rule.triton.gates import (
@@ -190,7 +190,7 @@ def rule_state_scan(
 
 def scan_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     """Sᵀ at the start of every chunk [chunks, H, V, K], and its v'ᵀ [chunks, H, V, 64]."""
-    K, V = padded(shape.K), padded(shape.V)
+    K, V = pad_to_16(shape.K), pad_to_16(shape.V)
     return {"states": (shape.element, shape.lanes * V * K), "new_values": (shape.element, shape.lanes * V * CHUNK)}
 
 
@@ -199,8 +199,8 @@ def _bind(setup: Setup, shape: Shape, parts: int, aligned: bool, columns: int, *
     settings = shape.constants | dict.fromkeys(("INITIAL", "SAVE", "FINAL", "TRANSITION"), False)
     settings |= {"REVERSE_SEGMENT": 0, "UNSPLIT": 0, **constants}
     return setup.kernel(
-        rule_state_scan, element=shape.element, K_SIZE=shape.K, V_SIZE=shape.V, K_BLOCK=power(shape.K),
-        V_BLOCK=tile(schedule["scan_block"], columns), PARTS=parts, SEGMENT=packing.SEGMENT,
+        rule_state_scan, element=shape.element, K_SIZE=shape.K, V_SIZE=shape.V, K_BLOCK=next_power_of_two(shape.K),
+        V_BLOCK=clamp_tile(schedule["scan_block"], columns), PARTS=parts, SEGMENT=packing.SEGMENT,
         PRECISION="ieee", aligned=aligned,
         num_warps=schedule["scan_warps"], num_stages=schedule["scan_stages"], **settings,
     )  # fmt: skip
@@ -225,7 +225,7 @@ def bind_state_scan(
         for aligned in (True, False)
     }  # fmt: skip
     spans = shape.segments if segmented else shape.sequences
-    grid = (spans * shape.heads * -(-padded(shape.V) // tile(setup.schedule["scan_block"], shape.V)),)
+    grid = (spans * shape.heads * -(-pad_to_16(shape.V) // clamp_tile(setup.schedule["scan_block"], shape.V)),)
     fills = segmented and final and shape.is_packed
     spans_of = "segment_indices" if segmented else "sequence_begins"
 
@@ -257,7 +257,7 @@ def bind_transitions(
     setup: Setup, shape: Shape, parts: int
 ) -> Callable[[Mapping[str, Any], TokenRows, TokenRows], None]:
     """What every segment makes of a state, M S + B: `launch(memory, k, v)`, Mᵀ and Bᵀ into `transitions`."""
-    return _bind_transitions(setup, shape, parts, shape.V, padded(shape.K) + padded(shape.V))
+    return _bind_transitions(setup, shape, parts, shape.V, pad_to_16(shape.K) + pad_to_16(shape.V))
 
 
 def bind_reverse_transitions(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapping[str, Any], TokenRows], None]:
@@ -266,7 +266,7 @@ def bind_reverse_transitions(setup: Setup, shape: Shape, parts: int) -> Callable
     These are the segments of the reverse scan that are neither the first nor the last of a sequence that it splits.
     """
     reverse = {"V": 0, "REVERSE_SEGMENT": sizes.REVERSE_SEGMENT, "UNSPLIT": shape.unsplit_reverse}
-    launch = _bind_transitions(setup, shape, parts, shape.K, padded(shape.K), **reverse)
+    launch = _bind_transitions(setup, shape, parts, shape.K, pad_to_16(shape.K), **reverse)
     return lambda memory, k: launch(memory, k, k)
 
 
@@ -274,7 +274,7 @@ def _bind_transitions(
     setup: Setup, shape: Shape, parts: int, columns: int, lines: int, **constants: Any
 ) -> Callable[[Mapping[str, Any], TokenRows, TokenRows], None]:
     transition = _bind(setup, shape, parts, True, columns, SEGMENTED=True, TRANSITION=True, **constants)
-    grid = (shape.segments * shape.heads * -(-lines // tile(setup.schedule["scan_block"], columns)),)
+    grid = (shape.segments * shape.heads * -(-lines // clamp_tile(setup.schedule["scan_block"], columns)),)
 
     def launch(memory: Mapping[str, Any], k: TokenRows, v: TokenRows) -> None:
         absent = memory["gates"]  # stands for a pointer that is neither read nor written

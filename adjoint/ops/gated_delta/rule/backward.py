@@ -1,14 +1,22 @@
-"""The backward of the gated delta rule on kernels: what a plan binds, and what runs.
+"""The backward of the gated delta rule on kernels, for both plans: what a plan binds, and what runs.
 
-    gates → chunk inverse → state scan, over segments from the saved states, → local gradients → reverse scan →
-    matrices → gradients → gate gradients
+    step                        Triton                          Hopper
+    gates                       triton/gates                    the same
+    normalised q and k          triton/normalize                the same
+    chunk inverse T             triton/chunk_inverse            hopper/chunk_inverse
+    local gradients             triton/local_gradients          hopper/local_gradients
+    state scan of segments      triton/state_scan               hopper/state_scan, or Triton's: see `scans_on_hopper`
+    reverse scan                triton/reverse_scan             hopper/reverse_scan; of few heads Triton's
+    matrices                    triton/gradients                hopper/gradients,
+    gradients                   triton/gradients                one kernel
+    gate gradients              triton/gate_gradients           for all three
 
-On Hopper (`fused`), one kernel has the place of the last three, and those before have others of their own. Of few
-heads, the reverse scan is split: see `compose_transitions.py`.
+The state scan computes the states of the forward again, over all segments at once, from the saved states. Of few heads
+the reverse scan is split in both plans: see `triton/compose_transitions.py`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -52,18 +60,26 @@ TOKEN_GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")
 """Gradients with a row for each token, in the order of their bits in `need`."""
 
 FEW_PROGRAMS = 64
-"""Of a reverse scan in Gluon, which are all that one sequence of 32 heads has with V = 128."""
+"""Of a reverse scan on Hopper, which are all that one sequence of 32 heads has with V = 128."""
 
 
 def parts_of(shape: Shape) -> int:
     """Numbers of the storage type that an element of T is stored in: dg and dβ of nearly equal keys need two."""
-    return 1 if shape.is_wide else 2
+    return 1 if shape.is_float32 else 2
 
 
-def backward(setup: Setup, fused: bool = False) -> Execute:
+class Options(NamedTuple):
+    """The options of the backward, as a problem has them; `need` is a mask of the gradients that are needed."""
+
+    scale: float
+    normalize: bool
+    need: int
+
+
+def backward(setup: Setup, hopper: bool = False) -> Execute:
     """The gradients that `need` asks for."""
     shape = Shape.of(setup.problem)
-    _, normalize, need = setup.problem.options
+    _, normalize, need = Options(*setup.problem.options)
     setup.number(chunk=CHUNK, segment=packing.SEGMENT)
     if shape.is_empty:
         return _without_tokens(need)
@@ -75,9 +91,9 @@ def backward(setup: Setup, fused: bool = False) -> Execute:
     )  # fmt: skip
     gates = bind_gates(setup, shape, (True,), raises=False)
     normalized = bind_normalize(setup, shape, factors=True) if normalize else None
-    inverse, local = _bind_chunks(setup, shape, parts, fused)
-    scan = _bind_scans(setup, shape, parts, fused)
-    gradients = (_in_gluon if fused else _in_triton)(setup, shape)
+    inverse, local = _bind_chunks(setup, shape, parts, hopper)
+    scan = _bind_scans(setup, shape, parts, hopper)
+    gradients = (_bind_hopper_gradients if hopper else _bind_triton_gradients)(setup, shape)
     dtypes = (shape.element, shape.element, shape.element, shape.gate, shape.strength)
     places = [bit for bit in range(5) if need >> bit & 1]
     clear = bind_clear(setup, shape, *(dtypes[bit] for bit in places)) if shape.is_packed else None
@@ -96,8 +112,9 @@ def backward(setup: Setup, fused: bool = False) -> Execute:
         inverse(memory, keys)
         local(memory, queries, keys, gradient, scale)
         upstream = Upstream(queries, keys, gradient, dfinal_state, scale)
-        dinitial_state = outputs[5] if need & NEED_STATE else None
-        scan(memory, upstream, values, initial_state, saved.contiguous(), dinitial_state)
+        *_, dinitial_state = outputs
+        needed_state = dinitial_state if need & NEED_STATE else None
+        scan(memory, upstream, values, initial_state, saved.contiguous(), needed_state)
         gradients(memory, upstream, values, outputs)
         if clear:
             clear(memory, *[outputs[bit] for bit in places])
@@ -105,63 +122,63 @@ def backward(setup: Setup, fused: bool = False) -> Execute:
     return execute
 
 
-def _bind_chunks(setup: Setup, shape: Shape, parts: int, fused: bool) -> tuple[Callable[..., None], ...]:
+def _bind_chunks(setup: Setup, shape: Shape, parts: int, hopper: bool) -> tuple[Callable[..., None], ...]:
     """The chunk inverse, and local gradients."""
-    if fused:
+    if hopper:
         from adjoint.ops.gated_delta.rule.hopper import local_gradients
         from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
 
         return bind_inverse(setup, shape, parts), local_gradients.bind_local_gradients(setup, shape)
-    upstream = bool(setup.problem.sizes[9])
-    return bind_chunk_inverse(setup, shape, parts), bind_local_gradients(setup, shape, parts, upstream)
+    local = bind_local_gradients(setup, shape, parts, shape.has_output_gradient)
+    return bind_chunk_inverse(setup, shape, parts), local
 
 
 # --------------------------------------------------------------------------------------------------- scans
 
 
-def reverses_in_gluon(shape: Shape, fused: bool) -> bool:
-    """Whether a plan for Hopper has its reverse scan in Gluon, which takes whole sequences: not those of few heads."""
-    return fused and not shape.may_split
+def reverses_on_hopper(shape: Shape, hopper: bool) -> bool:
+    """Whether a plan takes the reverse scan for Hopper: it scans whole sequences, and those of few heads are split."""
+    return hopper and not shape.may_split
 
 
-def scans_in_gluon(shape: Shape, fused: bool) -> bool:
-    """Whether a plan for Hopper scans segments in Gluon. That has the bits of the scan in Triton, and is faster.
+def scans_on_hopper(shape: Shape, hopper: bool) -> bool:
+    """Whether a plan takes the state scan for Hopper, which has the bits of the one in Triton, and is faster.
 
     Not beside a reverse scan of few programs, which it slows down by more than it saves: on an H200 the backward of one
     sequence of 32768 tokens, 32 heads and K = V = 128 took 2551 µs with it (with a third chunk in shared memory), and
     2450 without.
     """
-    if not fused:
+    if not hopper:
         return False
     from adjoint.ops.gated_delta.rule.hopper.reverse_scan import programs
 
-    return not (reverses_in_gluon(shape, fused) and programs(shape) <= FEW_PROGRAMS)
+    return not (reverses_on_hopper(shape, hopper) and programs(shape) <= FEW_PROGRAMS)
 
 
-def _bind_state_scan(setup: Setup, shape: Shape, parts: int, fused: bool) -> Callable[..., None]:
+def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
     """States and new values of the forward again: `launch(memory, k, v, initial_state, saved)`.
 
     Where the number of sequences decides between two kernels, both are bound.
     """
-    initial = bool(setup.problem.sizes[7])
-    in_triton = in_gluon = None
-    if not fused or reverses_in_gluon(shape, fused):
-        in_triton = bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
-    if fused:
+    initial = shape.has_initial_state
+    triton_scan = hopper_scan = None
+    if not hopper or reverses_on_hopper(shape, hopper):
+        triton_scan = bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
+    if hopper:
         from adjoint.ops.gated_delta.rule.hopper.state_scan import bind_segment_states
 
-        in_gluon = bind_segment_states(setup, shape, initial)
-    chosen = in_gluon if scans_in_gluon(shape, fused) else in_triton
+        hopper_scan = bind_segment_states(setup, shape, initial)
+    chosen = hopper_scan if scans_on_hopper(shape, hopper) else triton_scan
     assert chosen is not None
     return chosen
 
 
-def _bind_scans(setup: Setup, shape: Shape, parts: int, fused: bool) -> Callable[..., None]:
+def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
     """The state scan and the reverse scan: `launch(memory, upstream, v, initial_state, saved, dinitial_state)`."""
-    _, final, upstream = (bool(present) for present in setup.problem.sizes[7:10])
-    initial = bool(setup.problem.options[2] & NEED_STATE)
-    states = _bind_state_scan(setup, shape, parts, fused)
-    if reverses_in_gluon(shape, fused):
+    final, upstream = shape.has_final_gradient, shape.has_output_gradient
+    initial = bool(Options(*setup.problem.options).need & NEED_STATE)
+    states = _bind_state_scan(setup, shape, parts, hopper)
+    if reverses_on_hopper(shape, hopper):
         from adjoint.ops.gated_delta.rule.hopper import reverse_scan
 
         whole: ReverseScan = reverse_scan.bind_reverse_scan(setup, shape, final=final, initial=initial)
@@ -226,10 +243,10 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, fused: bool) -> Callable
 # ----------------------------------------------------------------------------------------------- gradients
 
 
-def _in_triton(setup: Setup, shape: Shape) -> Callable[..., None]:
+def _bind_triton_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     """The gradients of tokens: `launch(memory, upstream, v, outputs)`."""
-    _, normalize, need = setup.problem.options
-    upstream = bool(setup.problem.sizes[9])
+    _, normalize, need = Options(*setup.problem.options)
+    upstream = shape.has_output_gradient
     matrices = gradients = gate_gradients = None
     setup.scratch(**gradient_regions(shape, need, normalize))
     if need & NEED_TOKENS:
@@ -253,11 +270,11 @@ def _in_triton(setup: Setup, shape: Shape) -> Callable[..., None]:
     return launch
 
 
-def _in_gluon(setup: Setup, shape: Shape) -> Callable[..., None]:
+def _bind_hopper_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     """The same by one kernel, which computes all of them; those that are not needed go to the workspace."""
     from adjoint.ops.gated_delta.rule.hopper import gradients
 
-    _, normalize, need = setup.problem.options
+    _, normalize, need = Options(*setup.problem.options)
     if not need & NEED_TOKENS:
         return lambda *arguments: None
     keys, values = (shape.element, shape.key_heads * shape.K), (shape.element, shape.heads * shape.V)
@@ -280,10 +297,10 @@ def _without_tokens(need: int) -> Execute:
     """Without tokens, heads or sizes, the gradient of the states goes through as it is."""
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        dfinal_state = arguments[1]
+        _do, dfinal_state, *_ = arguments
         for bit, out in enumerate(outputs):
             if need >> bit & 1:
-                if bit == 5 and dfinal_state is not None:
+                if 1 << bit == NEED_STATE and dfinal_state is not None:
                     out.copy_(dfinal_state)
                 else:
                     out.zero_()

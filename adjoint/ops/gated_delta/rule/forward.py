@@ -1,13 +1,20 @@
-"""The forward of the gated delta rule on kernels: what a plan binds, and what runs.
+"""The forward of the gated delta rule on kernels, for both plans: what a plan binds, and what runs.
 
-    gates → chunk inverse → state scan → output
+    step                        Triton                          Hopper
+    gates                       triton/gates                    the same
+    normalised q and k          triton/normalize                the same
+    chunk inverse T             triton/chunk_inverse            hopper/chunk_inverse, with the scores P
+    transitions of segments     triton/state_scan               hopper/transitions
+    states between segments     triton/compose_transitions      the same
+    state scan                  triton/state_scan               hopper/forward_scan, one kernel
+    output                      triton/output                   for both
 
-Where sequences are split, transitions and what composes them come before the scan. On Hopper (`fused`), the inverse
-comes with the scores, and one kernel scans and writes the outputs.
+Only where a sequence is split have segments transitions, and states that are composed of them; only where it is asked
+for are q and k normalised.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +47,19 @@ Chunks = Callable[..., None]
 """`compute(memory, q, k, v, scale, initial_state, saved, final_state, out)`, from gates to outputs."""
 
 
-def forward(setup: Setup, fused: bool = False) -> Execute:
+class Options(NamedTuple):
+    """The options of the forward, as a problem has them."""
+
+    scale: float
+    normalize: bool
+    output_final_state: bool
+    keep: bool
+
+
+def forward(setup: Setup, hopper: bool = False) -> Execute:
     """o; the final states, and those between segments, where they are needed."""
     shape = Shape.of(setup.problem)
-    _, normalize, output_final_state, keep = setup.problem.options
+    _, normalize, output_final_state, keep = Options(*setup.problem.options)
     setup.number(chunk=CHUNK, segment=packing.SEGMENT)
     copies = Copies(setup, shape, ("q", "k") if normalize and not shape.is_empty else ())
     setup.scratch(**index_regions(shape, segments=shape.is_split and not shape.is_empty))
@@ -56,7 +72,7 @@ def forward(setup: Setup, fused: bool = False) -> Execute:
             setup.scratch(saved=(torch.float32, shape.saved_elements))
     gates = bind_gates(setup, shape, (False, True) if shape.may_split else (False,), raises=True)
     normalized = bind_normalize(setup, shape, factors=False) if normalize else None
-    compute = (_in_gluon if fused else _in_triton)(setup, shape)
+    compute = (_bind_hopper if hopper else _bind_triton)(setup, shape)
     clear = bind_clear(setup, shape, shape.element) if shape.is_packed else None
     clear_saved = bind_clear_saved(setup, shape) if keep else None
     concurrently = shape.is_large and shape.is_packed
@@ -92,8 +108,9 @@ def forward(setup: Setup, fused: bool = False) -> Execute:
     return execute
 
 
-def _in_triton(setup: Setup, shape: Shape) -> Chunks:
-    initial, (_, _, final, keep) = bool(setup.problem.sizes[7]), setup.problem.options
+def _bind_triton(setup: Setup, shape: Shape) -> Chunks:
+    options = Options(*setup.problem.options)
+    initial, final, keep = shape.has_initial_state, options.output_final_state, options.keep
     setup.scratch(**scan_regions(shape))
     inverse, output = bind_chunk_inverse(setup, shape, PARTS), bind_output(setup, shape)
     scan = bind_state_scan(setup, shape, PARTS, segmented=False, initial=initial, saves=keep, final=final)
@@ -124,12 +141,12 @@ def _in_triton(setup: Setup, shape: Shape) -> Chunks:
     return compute
 
 
-def _in_gluon(setup: Setup, shape: Shape) -> Chunks:
+def _bind_hopper(setup: Setup, shape: Shape) -> Chunks:
     from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse_and_scores
     from adjoint.ops.gated_delta.rule.hopper.forward_scan import bind_forward_scan
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
 
-    initial, final = bool(setup.problem.sizes[7]), setup.problem.options[2]
+    initial, final = shape.has_initial_state, Options(*setup.problem.options).output_final_state
     setup.scratch(**score_region(shape))
     inverse_and_scores = bind_inverse_and_scores(setup, shape)
     scan = bind_forward_scan(setup, shape, segmented=False, initial=initial, final=final)
@@ -164,7 +181,7 @@ def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:
     bounds = bind_bounds(setup, shape, CHUNK, raises=True)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        g, initial_state, cu_seqlens = arguments[3], arguments[5], arguments[6]
+        _q, _k, _v, g, _beta, initial_state, cu_seqlens, *_ = arguments
         out, final_state, saved = outputs
         memory = setup.memory(workspace)
         bounds(memory, copies.contiguous(memory, "cu_seqlens", cu_seqlens), memory["first_chunks"])
