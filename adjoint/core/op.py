@@ -458,8 +458,8 @@ class _Backward:
                         gradients[place] = gradient
                 return tuple(gradients)
 
-        # How autograd and profilers call the node in a graph.
-        Differentiable._backward_cls.__name__ = f"_{op.name.title().replace('_', '')}Backward"  # type: ignore[attr-defined]
+        node = Differentiable._backward_cls  # type: ignore[attr-defined]
+        node.__name__ = node.__qualname__ = f"_{op.name.title().replace('_', '')}Backward"  # as profilers show it
         return Differentiable
 
 

@@ -373,7 +373,7 @@ class Plan:
         An optional tensor that is not given is None.
         After `prepare()`, with `out=` and, where `workspace_bytes` is not 0, `workspace=` (any
         contiguous tensor of at least that many bytes), a kernel plan compiles nothing, allocates
-        nothing and never waits for the device.
+        nothing and never waits for the device; docs/concepts.md names the exceptions.
         """
         with torch.no_grad():
             self.can_implement(*tensors)

@@ -169,7 +169,7 @@ def wrong_matrices() -> bool:
                 score[:size, :size] = 0.5 * (chunks.q[0, here, key_head].double() @ rows.T) * decay
                 if (T[chunk, head] + torch.eye(64) - inverse).norm() > close * inverse.norm():
                     return True
-                if (P[chunk, head] - score).norm() > (close if dtype == torch.float32 else 2**-8) * score.norm():
+                if (P[chunk, head] - score).norm() > (close if dtype == torch.float32 else 2**-9) * score.norm():
                     return True
     return False
 

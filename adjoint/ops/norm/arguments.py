@@ -6,7 +6,7 @@ and the offset or whether z is rounded before the weight. Gradients come in the 
 
 from typing import Any, NamedTuple
 
-from torch import Tensor, float32
+from torch import SymFloat, Tensor, float32
 
 from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
@@ -75,8 +75,14 @@ def require_rows(op: str, x: Tensor, eps: float) -> None:
     require_floating(op, "x", x)
     if x.dim() == 0:
         raise ArgumentError(f"{op}: x must have at least one axis, got shape ()")
+    require_number(op, "eps", eps)
     if not eps >= 0:
         raise ArgumentError(f"{op}: eps must not be negative, got {eps}")
+
+
+def require_number(op: str, name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | SymFloat):
+        raise ArgumentError(f"{op}: {name} must be a number, got {type(value).__name__}")
 
 
 def require_weight(op: str, weight: Tensor, x: Tensor) -> None:

@@ -18,13 +18,14 @@ from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
 from adjoint.ops.norm import plans
-from adjoint.ops.norm.arguments import Needs, require_rows, require_weight
+from adjoint.ops.norm.arguments import Needs, require_number, require_rows, require_weight
 
 # --------------------------------------------------------------------------------------------- x alone
 
 
 def _check(x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
     require_rows("rms_norm", x, eps)
+    require_number("rms_norm", "offset", offset)
     require_weight("rms_norm", weight, x)
 
 

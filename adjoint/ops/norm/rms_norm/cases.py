@@ -107,6 +107,8 @@ BAD_CALLS = (
     _bad("x without axes", ("x", "axis"), (), ()),
     _bad("weight of another size", ("weight", "6 columns", "(5,)"), (4, 6), (5,)),
     _bad("negative eps", ("eps", "-1"), (4, 6), (6,), eps=-1.0),
+    _bad("eps that is text", ("eps", "number", "str"), (4, 6), (6,), eps="1e-6"),
+    _bad("an offset that is a tensor", ("offset", "number", "Tensor"), (4, 6), (6,), offset=torch.ones(())),
     _bad("residual of another shape", ("residual", "(4, 6)", "(4, 5)"), (4, 6), (6,), residual=torch.zeros(4, 5)),
     BadCall(
         "weight of another 16-bit dtype",
