@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -247,6 +247,7 @@ class Kernel:
         variables: those that stand for types of pointers.
         numeric: constants and variables that change bits, by the name a SKU gives them.
         schedule: constants that change no bit, and may depend on the GPU.
+        variants: those described so far, by what a launch settles.
     """
 
     def __init__(
@@ -272,6 +273,7 @@ class Kernel:
         self.variables = frozenset(t.variable for t in self.types.values() if t.variable)
         self.settings = self.variables | frozenset(self.constants)
         self.numeric, self.schedule = dict(numeric or {}), frozenset(schedule)
+        self.variants: dict[Hashable, Variant] = {}
 
     def require_types(self) -> None:
         """Raises unless the signature says what every parameter is, and all that is said is about parameters."""
@@ -315,6 +317,13 @@ class Variant:
     aligned: tuple[str, ...]
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        fields = self.kernel, self.types, self.constants, self.aligned, self.num_warps, self.num_stages
+        object.__setattr__(self, "_hash", hash(fields))  # once: every plan looks up what is compiled
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def prepare(self, device: torch.device) -> Callable[..., None]:
         """Compiles for a device unless that was done, and returns `launcher(grid, *arguments)`."""

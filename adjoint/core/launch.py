@@ -65,7 +65,14 @@ class Launch:
 
     @property
     def variant(self) -> Variant:
-        """What has to be compiled."""
+        """What has to be compiled; described once, however many plans bind it."""
+        key = (self.aligned, self.num_warps, self.num_stages, *self.settings.items())
+        described = self.kernel.variants.get(key)
+        if described is None:
+            described = self.kernel.variants[key] = self._describe()
+        return described
+
+    def _describe(self) -> Variant:
         kernel, settings = self.kernel, self.settings
         multiples = ("always", "aligned") if self.aligned else ("always",)
         return Variant(

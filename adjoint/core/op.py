@@ -214,7 +214,7 @@ class Op:
             tensors=self.inputs,
             check=(lambda *arguments: check(*arguments[:last])) if kept else check,
             allocate=allocate,
-            describe=_hashable(describe_forward, options),
+            describe=describe_forward,
             candidates=forward,
         )
         forms = {"": adjoint} if adjoint is not None else {}
@@ -271,17 +271,12 @@ def _join(*parts: str) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _hashable(describe: Callable[..., Problem], options: str) -> Callable[..., Problem]:
-    """A description whose options are hashable: a schema's lists ("SymInt[] shape") come as lists or as shapes."""
-    if "[]" not in options:
-        return describe
+def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Values of options, of which a schema's lists ("SymInt[] shape") come as lists or as shapes."""
+    return tuple([tuple(x) if isinstance(x, _LISTS) else x for x in options])
 
-    def describe_hashable(*arguments: Any) -> Problem:
-        problem = describe(*arguments)
-        values = (tuple(x) if isinstance(x, list | torch.Size) else x for x in problem.options)
-        return problem._replace(options=tuple(values))
 
-    return describe_hashable
+_LISTS = (list, torch.Size)
 
 
 def _returns(count: int) -> str:
@@ -316,9 +311,11 @@ class _Backward:
         in_place = adjoint.overwrites or bool(adjoint.buffers)
         never_absent = 0 if first == 1 else first  # of several upstream gradients some may be
 
+        has_lists, name, describe_facts = "[]" in options, f"{op.name}_{adjoint.name}", adjoint.describe
+
         def describe(*arguments: Any) -> Problem:
-            device = arguments[never_absent].device
-            return Problem(f"{op.name}_{adjoint.name}", device, *adjoint.describe(*arguments), arguments[count:])
+            values = _hashable(arguments[count:]) if has_lists else arguments[count:]
+            return Problem(name, arguments[never_absent].device, *describe_facts(*arguments), values)
 
         def check(*arguments: Any) -> None:
             (adjoint.check or self._check)(*arguments)
@@ -333,7 +330,7 @@ class _Backward:
             tensors=(*op.upstream, *self.saves, *adjoint.buffers),
             check=check,
             allocate=(lambda *arguments: ()) if in_place else adjoint.allocate or self._allocate,
-            describe=_hashable(describe, options),
+            describe=describe,
             candidates=adjoint.candidates,
         )
         self.operator.assemble = adjoint.assemble

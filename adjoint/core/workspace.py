@@ -14,6 +14,8 @@ class Memory(dict[str, Any]):
     Keeps the workspace: its memory must not go to anyone else before the last kernel is launched.
     """
 
+    __slots__ = ("regions", "workspace")
+
     def __init__(self, regions: "Regions", workspace: Tensor) -> None:
         super().__init__(regions.pointers(workspace))
         self.regions, self.workspace = regions, workspace

@@ -121,15 +121,19 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
         sources: the kernel modules' sources, changed or not, by module; those that others import come first.
         load: puts a source in the place of a module.
     """
-    plans = import_module("adjoint.ops.indexing.take_along_axis.plans")
-    path = Path(str(plans.__file__))
     changes = {
-        "TILE_BITS = 5": "TILE_BITS = 2",
-        "MAX_SORTED = 2**23": "MAX_SORTED = 150",
-        "MAX_FILLED = 2**16": "MAX_FILLED = 30",
-        "MAX_NUMBER = 2**30": "MAX_NUMBER = 72",
+        "layout": {"MAX_NUMBER = 2**30": "MAX_NUMBER = 72"},
+        "plans": {
+            "TILE_BITS = 5": "TILE_BITS = 2",
+            "MAX_SORTED = 2**23": "MAX_SORTED = 150",
+            "MAX_FILLED = 2**16": "MAX_FILLED = 30",
+        },
     }
-    exec(compile(rewrite(plans, path.read_text(encoding="utf-8"), changes), str(path), "exec"), vars(plans))
+    for name, constants in changes.items():
+        module = import_module(f"adjoint.ops.indexing.take_along_axis.{name}")
+        path = Path(str(module.__file__))
+        source = rewrite(module, path.read_text(encoding="utf-8"), constants)
+        exec(compile(source, str(path), "exec"), vars(module))
     small_schedules(
         {"block": 16, "elements": 64, "entries": 128, "span": 16, "warps": 4, "compared": 512, "neighbours": 32}
     )

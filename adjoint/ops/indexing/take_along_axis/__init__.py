@@ -19,7 +19,7 @@ from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.indexing.take_along_axis import plans
-from adjoint.ops.indexing.take_along_axis.layout import MAX_AXES, elements_of, lines_of, output_shape
+from adjoint.ops.indexing.take_along_axis.layout import elements_of, lines_of, output_shape
 
 OutOfRange = Literal["raise", "zero"]
 
@@ -91,28 +91,13 @@ def _is_broadcast(shape: Sequence[int], indices: Tensor, axis: int) -> bool:
 # --------------------------------------------------------------------------------------- declaration
 
 
-def _layout(axes: int, few: int, length: int, *sizes: int) -> str:
-    """What kernels must be made for: how many axes they tell apart, and how far they count."""
-    number = 1
-    for size in sizes:
-        number *= size
-    layout = plans.TOO_MANY_AXES if axes > MAX_AXES else plans.MANY_AXES if axes > few else ""
-    large = plans.LARGE if max(number, length) > plans.MAX_NUMBER else ""
-    return ", ".join(filter(None, (layout, large)))
-
-
 def _describe(x: Tensor, indices: Tensor, axis: int, *options: Any) -> Facts:
-    axes = elements_of(x, indices, axis).axes
-    return Facts((x.dtype, indices.dtype), _layout(axes.number, 2, x.shape[axis], *axes.sizes))
+    return Facts((x.dtype, indices.dtype), elements_of(x, indices, axis).layout)
 
 
-def _describe_backward(dout: Tensor, indices: Tensor, shape: list[int], axis: int, distinct: bool) -> Facts:
+def _describe_backward(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int, distinct: bool) -> Facts:
     lines = lines_of(dout, indices, shape, axis)
-    few = 1 if lines.axis_step == 1 else 2
-    entry_axes = lines.entry_axes.number
-    axes = max(lines.axes.number, few + 1 if entry_axes > 1 else 1, entry_axes)
-    sizes = (lines.line_count, lines.entry_count)
-    return Facts((dout.dtype, indices.dtype), _layout(axes, few, 1, dout.numel()), sizes)
+    return Facts((dout.dtype, indices.dtype), lines.layout, (lines.line_count, lines.entry_count))
 
 
 def _options_of(

@@ -7,12 +7,19 @@ were taken from it, in the output's order: those along the axis and, where x was
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
 
 MAX_AXES = 4
 """Axes that a kernel can tell apart."""
+
+MAX_NUMBER = 2**30
+"""Elements and entries of a line that the kernels can count."""
+
+MANY_AXES, TOO_MANY_AXES, LARGE = "many axes", "more axes than four", "past 30 bits"
+"""What a layout says."""
 
 
 class Axes(NamedTuple):
@@ -83,6 +90,12 @@ def output_shape(x: Sequence[int], indices: Sequence[int], axis: int) -> tuple[i
     return tuple(i if d == axis or a == 1 else a for d, (a, i) in enumerate(zip(x, indices, strict=True)))
 
 
+def _words(axes: int, few: int, *numbers: int) -> str:
+    """What kernels must be made for: how many axes they tell apart, and how far they count."""
+    layout = TOO_MANY_AXES if axes > MAX_AXES else MANY_AXES if axes > few else ""
+    return ", ".join(filter(None, (layout, LARGE if max(numbers) > MAX_NUMBER else "")))
+
+
 class Elements(NamedTuple):
     """The elements of the output, in order.
 
@@ -90,16 +103,18 @@ class Elements(NamedTuple):
         axes: steps of x (none along the axis), of the indices, and of the indices' numbering.
         plain: whether the indices lie one after the other in the output's order.
         numbers: the sizes and steps as `take_forward` takes them.
+        layout: what the kernel must be made for.
     """
 
     axes: Axes
     plain: bool
     numbers: Mapping[str, int]
+    layout: str
 
 
 def elements_of(x: Tensor, indices: Tensor, axis: int) -> Elements:
     """The elements of a call's output."""
-    return _elements(tuple(x.shape), x.stride(), tuple(indices.shape), indices.stride(), axis)
+    return _elements(x.shape, x.stride(), indices.shape, indices.stride(), axis)
 
 
 @lru_cache(maxsize=4096)
@@ -116,7 +131,8 @@ def _elements(
     spread = broadcast(indices, index_strides, out)
     axes = merged(out, (*of_x[:axis], 0, *of_x[axis + 1 :]), spread, broadcast(indices, contiguous(indices), out))
     plain = all(n == 1 or a == b for n, a, b in zip(out, spread, contiguous(out), strict=True))
-    return Elements(axes, plain, axes.numbers("size", "x_step", "index_step", "number_step"))
+    numbers = axes.numbers("size", "x_step", "index_step", "number_step")
+    return Elements(axes, plain, numbers, _words(axes.number, 2, prod(axes.sizes), shape[axis]))
 
 
 class Lines(NamedTuple):
@@ -128,6 +144,7 @@ class Lines(NamedTuple):
         line_count, entry_count: how many lines there are, and entries of each.
         axis_step: the step of dx along the axis.
         numbers: sizes and steps as kernels take them.
+        layout: what kernels must be made for.
     """
 
     axes: Axes
@@ -136,6 +153,7 @@ class Lines(NamedTuple):
     entry_count: int
     axis_step: int
     numbers: Mapping[str, int]
+    layout: str
 
     def select(self, parameters: Iterable[str]) -> dict[str, int]:
         """The sizes and steps among a kernel's parameters."""
@@ -144,7 +162,7 @@ class Lines(NamedTuple):
 
 def lines_of(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int) -> Lines:
     """The lines of an adjoint: `shape` is that of x, whose gradient is contiguous."""
-    return _lines(tuple(shape), tuple(indices.shape), indices.stride(), dout.stride(), axis)
+    return _lines(tuple(shape), indices.shape, indices.stride(), dout.stride(), axis)
 
 
 @lru_cache(maxsize=4096)
@@ -164,13 +182,12 @@ def _lines(
     def only(axes: list[int], strides: Sequence[int]) -> list[int]:
         return [strides[d] for d in axes]
 
-    line_count = entry_count = 1
-    for d in across:
-        line_count *= out[d]
-    for d in summed:
-        entry_count *= out[d]
+    line_count, entry_count = prod(only(across, out)), prod(only(summed, out))
     axes = merged(only(across, out), only(across, of_dx), only(across, spread), only(across, dout_strides))
     entry_axes = merged(only(summed, out), only(summed, spread), only(summed, dout_strides))
     numbers = axes.numbers("line_size", "dx_step", "line_index_step", "line_dout_step")
     numbers |= entry_axes.numbers("entry_size", "index_step", "dout_step")
-    return Lines(axes, entry_axes, line_count, entry_count, of_dx[axis], numbers)
+    few = 1 if of_dx[axis] == 1 else 2
+    most = max(axes.number, few + 1 if entry_axes.number > 1 else 1, entry_axes.number)
+    layout = _words(most, few, line_count * entry_count)
+    return Lines(axes, entry_axes, line_count, entry_count, of_dx[axis], numbers, layout)

@@ -17,7 +17,7 @@ from adjoint.core.schedules import Schedules
 from adjoint.device.sums import additions, sum_bound, wide
 from adjoint.ops.indexing.take_along_axis import eager
 from adjoint.ops.indexing.take_along_axis.faults import INDEX_OUT_OF_RANGE, REPEATED_INDEX
-from adjoint.ops.indexing.take_along_axis.layout import output_shape
+from adjoint.ops.indexing.take_along_axis.layout import MAX_NUMBER, TOO_MANY_AXES, output_shape
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -36,12 +36,6 @@ MAX_FILLED = 2**16
 
 MAX_SORTED = 2**23
 """Entries, or elements, that are sorted at once, unless a single line has more: it bounds the workspace."""
-
-MAX_NUMBER = 2**30
-"""Elements and entries of a line that the kernels can count."""
-
-MANY_AXES, TOO_MANY_AXES, LARGE = "many axes", "more axes than four", "past 30 bits"
-"""What a layout says."""
 
 OUT_OF_RANGE = {
     "raise": "zero, reported with position and value: at once on the CPU, by adjoint.check() on a GPU",

@@ -16,8 +16,8 @@ from torch import Tensor
 from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Kernel, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.device.sums import wide
-from adjoint.ops.indexing.take_along_axis.layout import Lines, lines_of
-from adjoint.ops.indexing.take_along_axis.plans import LARGE, MAX_FILLED, TILE_BITS, lines_at_once
+from adjoint.ops.indexing.take_along_axis.layout import LARGE, Lines, lines_of
+from adjoint.ops.indexing.take_along_axis.plans import MAX_FILLED, TILE_BITS, lines_at_once
 from adjoint.ops.indexing.take_along_axis.triton.offsets import bind_for_axes, from_the_beginning, offset_of
 from adjoint.ops.indexing.take_along_axis.triton.take import COPY
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from adjoint.core.launch import Setup
-from adjoint.ops.indexing.take_along_axis.plans import MANY_AXES
+from adjoint.ops.indexing.take_along_axis.layout import MANY_AXES
 
 
 @triton.jit

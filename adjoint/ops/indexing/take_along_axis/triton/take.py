@@ -12,8 +12,7 @@ from adjoint.core.kernels import Budget, Int, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.device.faults import record
 from adjoint.ops.indexing.take_along_axis.faults import INDEX_OUT_OF_RANGE
-from adjoint.ops.indexing.take_along_axis.layout import elements_of
-from adjoint.ops.indexing.take_along_axis.plans import LARGE
+from adjoint.ops.indexing.take_along_axis.layout import LARGE, elements_of
 from adjoint.ops.indexing.take_along_axis.triton.offsets import bind_for_axes, from_the_beginning, offset_of
 
 COPY = Budget(registers=192)  # with many axes; with few, a sixth of it
