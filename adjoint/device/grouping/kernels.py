@@ -198,16 +198,10 @@ class CountSums:
         chunks = -(-rows // self.chunk)
         share = -(-chunks // self.shares)  # chunks of a program
         self.kernel.launch(
-            (-(-bins // self.width), -(-chunks // share)),
-            counts=counts,
-            begins=begins,
-            totals=totals,
-            bins=bins,
-            rows=rows,
-            share=share * self.chunk,
-            cleared=totals if cleared is None else cleared,
+            (-(-bins // self.width), -(-chunks // share)), counts=counts, begins=begins, totals=totals, bins=bins,
+            rows=rows, share=share * self.chunk, cleared=totals if cleared is None else cleared,
             clear_count=clear_count,
-        )
+        )  # fmt: skip
 
 
 class Grouping:
@@ -275,16 +269,9 @@ class Grouping:
             cleared, clear_count = (memory["starts"], groups) if first and not self.listed else (None, 0)
             self._sums.launch(counts, begins, totals, 1 << DIGIT, grid[0], cleared, clear_count)
             self._move[first].launch(
-                grid,
-                keys=keys,
-                positions=positions,
-                counts=counts,
-                begins=begins,
-                totals=totals,
-                sorted_keys=sorted_keys,
-                sorted_positions=sorted_positions,
-                shift=shift,
-            )
+                grid, keys=keys, positions=positions, counts=counts, begins=begins, totals=totals,
+                sorted_keys=sorted_keys, sorted_positions=sorted_positions, shift=shift,
+            )  # fmt: skip
             source, target = target, source
         return source
 
@@ -300,12 +287,6 @@ class Grouping:
         self._count_heads.launch(grid, sorted_keys=keys, counts=counts, groups=groups)
         self._sums.launch(counts, begins, memory["group_count"], 1, grid[0])
         self._list.launch(
-            grid,
-            sorted_keys=keys,
-            begins=begins,
-            starts=memory["starts"],
-            ends=memory["ends"],
-            group_keys=memory["group_keys"],
-            segment_of=memory["segment_of"],
-            groups=groups,
-        )
+            grid, sorted_keys=keys, begins=begins, starts=memory["starts"], ends=memory["ends"],
+            group_keys=memory["group_keys"], segment_of=memory["segment_of"], groups=groups,
+        )  # fmt: skip

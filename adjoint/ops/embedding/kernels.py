@@ -407,73 +407,28 @@ class GroupSums:
         for level, number in enumerate(self.slots):
             if level == 0:
                 self.sum_tiles[scaled][access].launch(
-                    self.tiles_tile.grid(number, columns),
-                    gradient=gradient,
-                    positions=positions,
-                    bag_of=bag_of,
-                    factors=factors,
-                    winners=winners,
-                    segment_of=segment_of,
-                    starts=starts,
-                    ends=ends,
-                    partials=partials,
-                    count=count,
-                    segments=limit,
-                    columns=columns,
-                    inner=inner,
-                    outer_stride=outer_stride,
-                    inner_stride=inner_stride,
-                    column_stride=column_stride,
-                )
+                    self.tiles_tile.grid(number, columns), gradient=gradient, positions=positions, bag_of=bag_of,
+                    factors=factors, winners=winners, segment_of=segment_of, starts=starts, ends=ends,
+                    partials=partials, count=count, segments=limit, columns=columns, inner=inner,
+                    outer_stride=outer_stride, inner_stride=inner_stride, column_stride=column_stride,
+                )  # fmt: skip
             else:
                 self.sum_partials[access == ALIGNED].launch(
-                    self.partials_tile.grid(number, columns),
-                    partials=partials,
-                    segment_of=segment_of,
-                    starts=starts,
-                    ends=ends,
-                    count=count,
-                    segments=limit,
-                    columns=columns,
-                    bits=TILE_BITS * (level + 1),
-                    source=levels[level - 1],
-                    target=levels[level],
-                )
+                    self.partials_tile.grid(number, columns), partials=partials, segment_of=segment_of, starts=starts,
+                    ends=ends, count=count, segments=limit, columns=columns, bits=TILE_BITS * (level + 1),
+                    source=levels[level - 1], target=levels[level],
+                )  # fmt: skip
         out_row_stride, out_column_stride = out.stride()
         self.write_groups[scaled][access].launch(
-            self.groups_tile.grid(count, columns),
-            gradient=gradient,
-            positions=positions,
-            bag_of=bag_of,
-            factors=factors,
-            winners=winners,
-            segment_of=segment_of,
-            ends=ends,
-            group_keys=memory.get("group_keys", positions),
-            partials=partials,
-            out=out,
-            count=count,
-            segments=limit,
-            columns=columns,
-            tile=self.tile,
-            level_2=levels[1],
-            level_3=levels[2],
-            level_4=levels[3],
-            level_5=levels[4],
-            inner=inner,
-            outer_stride=outer_stride,
-            inner_stride=inner_stride,
-            column_stride=column_stride,
-            out_row_stride=out_row_stride,
-            out_column_stride=out_column_stride,
-        )
+            self.groups_tile.grid(count, columns), gradient=gradient, positions=positions, bag_of=bag_of,
+            factors=factors, winners=winners, segment_of=segment_of, ends=ends,
+            group_keys=memory.get("group_keys", positions), partials=partials, out=out, count=count, segments=limit,
+            columns=columns, tile=self.tile, level_2=levels[1], level_3=levels[2], level_4=levels[3],
+            level_5=levels[4], inner=inner, outer_stride=outer_stride, inner_stride=inner_stride,
+            column_stride=column_stride, out_row_stride=out_row_stride, out_column_stride=out_column_stride,
+        )  # fmt: skip
         if not self.listed:
             self.write_zeros[access].launch(
-                self.zeros_tile.grid(self.segments, columns),
-                starts=starts,
-                out=out,
-                rows=self.segments,
-                columns=columns,
-                out_row_stride=out_row_stride,
-                out_column_stride=out_column_stride,
-            )
+                self.zeros_tile.grid(self.segments, columns), starts=starts, out=out, rows=self.segments,
+                columns=columns, out_row_stride=out_row_stride, out_column_stride=out_column_stride,
+            )  # fmt: skip

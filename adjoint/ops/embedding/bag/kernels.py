@@ -296,27 +296,13 @@ def forward(setup: Setup) -> Execute:
             access = ALIGNED
         offset_count, width = bags.bounds(ids, offsets)
         kernels[per_sample_weights is not None][access].launch(
-            grid,
-            ids=ids,
-            weight=weight,
-            offsets=ids if offsets is None else offsets,
-            per_sample_weights=weight if per_sample_weights is None else per_sample_weights,
-            out=out,
-            winners=extra,
-            entry_counts=extra,
-            status_word=status_word(device),
-            id_fault=BAG_ID_OUT_OF_RANGE.row,
-            offset_fault=OFFSETS_OUT_OF_ORDER.row,
-            bags=bags.bags,
-            offset_count=offset_count,
-            width=width,
-            count=bags.count,
-            rows=bags.rows,
-            skipped=padding,
-            columns=columns,
-            row_stride=row_stride,
+            grid, ids=ids, weight=weight, offsets=ids if offsets is None else offsets,
+            per_sample_weights=weight if per_sample_weights is None else per_sample_weights, out=out, winners=extra,
+            entry_counts=extra, status_word=status_word(device), id_fault=BAG_ID_OUT_OF_RANGE.row,
+            offset_fault=OFFSETS_OUT_OF_ORDER.row, bags=bags.bags, offset_count=offset_count, width=width,
+            count=bags.count, rows=bags.rows, skipped=padding, columns=columns, row_stride=row_stride,
             column_stride=column_stride,
-        )
+        )  # fmt: skip
         if device.type == "cpu":
             check()
 
@@ -388,22 +374,12 @@ class _EntriesOfBags:
             return
         offset_count, width = bags.bounds(ids, offsets)
         self.kernels[per_sample_weights is not None].launch(
-            self.grid,
-            ids=ids,
-            offsets=ids if offsets is None else offsets,
-            per_sample_weights=extra if per_sample_weights is None else per_sample_weights,
-            entry_counts=extra,
-            keys=memory["entry_keys"],
-            bag_of=memory["bag_of"],
-            factors=memory["factors"],
-            bags=bags.bags,
-            offset_count=offset_count,
-            width=width,
-            count=bags.count,
-            rows=bags.rows,
-            skipped=padding,
+            self.grid, ids=ids, offsets=ids if offsets is None else offsets,
+            per_sample_weights=extra if per_sample_weights is None else per_sample_weights, entry_counts=extra,
+            keys=memory["entry_keys"], bag_of=memory["bag_of"], factors=memory["factors"], bags=bags.bags,
+            offset_count=offset_count, width=width, count=bags.count, rows=bags.rows, skipped=padding,
             steps=offset_count.bit_length(),
-        )
+        )  # fmt: skip
 
 
 class _WeightSums:
@@ -426,17 +402,7 @@ class _WeightSums:
         if access == ADJACENT and is_multiple(dout, weight, out, columns, dout_row, row):
             access = ALIGNED
         self.kernels[access].launch(
-            self.grid,
-            gradient=dout,
-            weight=weight,
-            bag_of=memory["bag_of"],
-            keys=memory["entry_keys"],
-            out=out,
-            count=self.bags.count,
-            rows=self.bags.rows,
-            columns=columns,
-            gradient_row_stride=dout_row,
-            gradient_column_stride=dout_column,
-            row_stride=row,
-            column_stride=column,
-        )
+            self.grid, gradient=dout, weight=weight, bag_of=memory["bag_of"], keys=memory["entry_keys"], out=out,
+            count=self.bags.count, rows=self.bags.rows, columns=columns, gradient_row_stride=dout_row,
+            gradient_column_stride=dout_column, row_stride=row, column_stride=column,
+        )  # fmt: skip

@@ -79,18 +79,10 @@ def gather(setup: Setup) -> Execute:
         if access == ADJACENT and is_multiple(weight, out, columns, row_stride):
             access = ALIGNED
         kernels[access].launch(
-            tile.grid(count, columns),
-            ids=ids,
-            weight=weight,
-            out=out,
-            status_word=status_word(device),
-            fault=ID_OUT_OF_RANGE.row,
-            count=count,
-            rows=weight.shape[0],
-            columns=columns,
-            row_stride=row_stride,
+            tile.grid(count, columns), ids=ids, weight=weight, out=out, status_word=status_word(device),
+            fault=ID_OUT_OF_RANGE.row, count=count, rows=weight.shape[0], columns=columns, row_stride=row_stride,
             column_stride=column_stride,
-        )
+        )  # fmt: skip
         if device.type == "cpu":
             check()
 

@@ -292,24 +292,12 @@ def _by_access(
         bound = {}
         for access in (ALIGNED, UNIT, STRIDED):
             tile = tile_of(access != STRIDED)
-            bound[access] = (
-                tile,
-                setup.kernel(
-                    kernel,
-                    aligned=access == ALIGNED,
-                    element=element,
-                    index=index,
-                    DOUBLE=element == torch.float64,
-                    SUM=not distinct,
-                    UNIT=access != STRIDED,
-                    MANY=many,
-                    LINES=tile.lines,
-                    ENTRIES=tile.entries,
-                    BLOCK=tile.block,
-                    num_warps=tile.warps,
-                    **settings,
-                ),
-            )
+            launch = setup.kernel(
+                kernel, aligned=access == ALIGNED, element=element, index=index, DOUBLE=element == torch.float64,
+                SUM=not distinct, UNIT=access != STRIDED, MANY=many, LINES=tile.lines, ENTRIES=tile.entries,
+                BLOCK=tile.block, num_warps=tile.warps, **settings,
+            )  # fmt: skip
+            bound[access] = tile, launch
         return bound
 
     return bind_for_axes(setup, bind)
@@ -347,18 +335,10 @@ def by_comparing(setup: Setup) -> Execute:
         span = max(tile.block, schedule["few_span"])
         spans = -(-length // span)
         bound.launch(
-            (-(-lines.line_count // tile.lines) * spans,),
-            dout=dout,
-            indices=indices,
-            dx=dx,
-            lines=lines.line_count,
-            entries=lines.entry_count,
-            length=length,
-            axis_step=lines.axis_step,
-            spans=spans,
-            span=span,
+            (-(-lines.line_count // tile.lines) * spans,), dout=dout, indices=indices, dx=dx, lines=lines.line_count,
+            entries=lines.entry_count, length=length, axis_step=lines.axis_step, spans=spans, span=span,
             **lines.numbers,
-        )
+        )  # fmt: skip
 
     return execute
 
@@ -396,23 +376,15 @@ def by_lines(setup: Setup) -> Execute:
         lines = lines_of(dout, indices, shape, axis)
         _, bound = by_access[_access(lines, length, dx)]
         memory: Mapping[str, Any] = {} if distinct else setup.memory(workspace)
+        order, partials = memory.get("order", dx), memory.get("partials", dx)  # dx stands for what is not read
         step = lines.line_count if distinct else at_once
         for first in range(0, lines.line_count, step):
             end = min(first + step, lines.line_count)
             bound.launch(
-                (-(-(end - first) // tile.lines),),
-                dout=dout,
-                indices=indices,
-                dx=dx,
-                order=memory.get("order", dx),  # where nothing is sorted, dx stands for it
-                partials=memory.get("partials", dx),
-                lines=end,
-                first_line=first,
-                entries=lines.entry_count,
-                length=length,
-                axis_step=lines.axis_step,
+                (-(-(end - first) // tile.lines),), dout=dout, indices=indices, dx=dx, order=order, partials=partials,
+                lines=end, first_line=first, entries=lines.entry_count, length=length, axis_step=lines.axis_step,
                 **lines.numbers,
-            )
+            )  # fmt: skip
 
     return execute
 
@@ -425,18 +397,12 @@ def scatter(setup: Setup) -> Execute:
     def bind(many: bool) -> dict[bool, Launch]:
         return {
             unit: setup.kernel(
-                take_scatter,
-                element=element,
-                index=index,
-                DOUBLE=element == torch.float64,
-                UNIT=unit,
-                LARGE=LARGE in setup.problem.layout,
-                MANY=many,
-                BLOCK=block,
+                take_scatter, element=element, index=index, DOUBLE=element == torch.float64, UNIT=unit,
+                LARGE=LARGE in setup.problem.layout, MANY=many, BLOCK=block,
                 num_warps=setup.schedule["scatter_warps"],
             )
             for unit in (True, False)
-        }
+        }  # fmt: skip
 
     by_unit = bind_for_axes(setup, bind)
 
@@ -448,15 +414,8 @@ def scatter(setup: Setup) -> Execute:
             return
         lines = lines_of(dout, indices, shape, axis)
         by_unit[lines.axis_step == 1].launch(
-            (-(-dout.numel() // block),),
-            dout=dout,
-            indices=indices,
-            dx=dx,
-            lines=lines.line_count,
-            entries=lines.entry_count,
-            length=shape[axis],
-            axis_step=lines.axis_step,
-            **lines.numbers,
-        )
+            (-(-dout.numel() // block),), dout=dout, indices=indices, dx=dx, lines=lines.line_count,
+            entries=lines.entry_count, length=shape[axis], axis_step=lines.axis_step, **lines.numbers,
+        )  # fmt: skip
 
     return execute

@@ -251,56 +251,25 @@ class _SortedSums:
         ids, starts, ends, partials = memory["ids"], memory["starts"], memory["ends"], memory["partials"]
         sums_grid = (-(-count // self.sums_block),)
         take_keys.launch(
-            (-(-count // self.keys_block),),
-            indices=indices,
-            ids=ids,
-            count=count,
-            entries=entries,
-            length=length,
-            first_line=first_line,
-            **lines.select(take_keys.kernel.types),
-        )
+            (-(-count // self.keys_block),), indices=indices, ids=ids, count=count, entries=entries, length=length,
+            first_line=first_line, **lines.select(take_keys.kernel.types),
+        )  # fmt: skip
         keys, positions = self.grouping.sort(memory, ids, count, groups)
         self.grouping.mark_groups(memory, keys, count, groups)
         for bits in self.levels:
             if bits == TILE_BITS:
                 sum_tiles.launch(
-                    sums_grid,
-                    dout=dout,
-                    keys=keys,
-                    positions=positions,
-                    starts=starts,
-                    ends=ends,
-                    partials=partials,
-                    count=count,
-                    groups=groups,
-                    entries=entries,
-                    first_line=first_line,
+                    sums_grid, dout=dout, keys=keys, positions=positions, starts=starts, ends=ends, partials=partials,
+                    count=count, groups=groups, entries=entries, first_line=first_line,
                     **lines.select(sum_tiles.kernel.types),
-                )
+                )  # fmt: skip
             else:
                 self.sum_partials.launch(
-                    sums_grid,
-                    keys=keys,
-                    starts=starts,
-                    ends=ends,
-                    partials=partials,
-                    count=count,
-                    groups=groups,
+                    sums_grid, keys=keys, starts=starts, ends=ends, partials=partials, count=count, groups=groups,
                     bits=bits,
-                )
+                )  # fmt: skip
         write_sums.launch(
-            (-(-groups // self.sums_block),),
-            dout=dout,
-            positions=positions,
-            starts=starts,
-            ends=ends,
-            partials=partials,
-            dx=dx,
-            groups=groups,
-            entries=entries,
-            length=length,
-            axis_step=lines.axis_step,
-            first_line=first_line,
-            **lines.select(write_sums.kernel.types),
-        )
+            (-(-groups // self.sums_block),), dout=dout, positions=positions, starts=starts, ends=ends,
+            partials=partials, dx=dx, groups=groups, entries=entries, length=length, axis_step=lines.axis_step,
+            first_line=first_line, **lines.select(write_sums.kernel.types),
+        )  # fmt: skip

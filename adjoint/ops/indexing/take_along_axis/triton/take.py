@@ -61,19 +61,12 @@ def take(setup: Setup) -> Execute:
     def bind(many: bool) -> dict[bool, Launch]:
         return {
             plain: setup.kernel(
-                take_forward,
-                element=element,
-                index=index,
-                number=torch.int64 if large else torch.int32,
-                RAISE=problem.options[1] == "raise",
-                MANY=many,
-                PLAIN=plain,
-                LARGE=large,
-                BLOCK=block,
+                take_forward, element=element, index=index, number=torch.int64 if large else torch.int32,
+                RAISE=problem.options[1] == "raise", MANY=many, PLAIN=plain, LARGE=large, BLOCK=block,
                 num_warps=setup.schedule["take_warps"],
             )
             for plain in (True, False)
-        }
+        }  # fmt: skip
 
     by_indices = bind_for_axes(setup, bind)
 
@@ -85,17 +78,10 @@ def take(setup: Setup) -> Execute:
             return
         places = elements_of(x, indices, axis)
         by_indices[places.plain].launch(
-            (-(-count // block),),
-            x=x,
-            indices=indices,
-            out=out,
-            status_word=status_word(device),
-            fault=INDEX_OUT_OF_RANGE.row,
-            count=count,
-            length=x.shape[axis],
-            axis_step=x.stride(axis),
+            (-(-count // block),), x=x, indices=indices, out=out, status_word=status_word(device),
+            fault=INDEX_OUT_OF_RANGE.row, count=count, length=x.shape[axis], axis_step=x.stride(axis),
             **places.numbers,
-        )
+        )  # fmt: skip
         if device.type == "cpu":
             check()
 
