@@ -288,7 +288,7 @@ _LAYERS = (
     (torch.bfloat16, (4, 8), (128, 128), False, True),
     (torch.bfloat16, (16, 32), (256, 256), True, False),
     (torch.float16, (16, 32), (128, 64), False, False),
-    (torch.float16, (2, 4), (64, 64), True, False),
+    (torch.float16, (2, 4), (128, 64), True, False),
     (torch.float32, (16, 32), (256, 256), True, False),
     (torch.float32, (4, 8), (128, 128), False, False),
 )
