@@ -6,6 +6,7 @@ are sorted: see `sorting`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,7 @@ def larger(a, b):
     return tl.maximum(a, b)
 
 
-@kernel(budget=_SUM, schedule=("LINES", "BLOCK"))
+@kernel(budget=replace(_SUM, spilled_elsewhere=8), schedule=("LINES", "BLOCK"))
 @triton.jit
 def take_backward_lines(
     dout: Pointer.element, indices: Pointer.index, dx: PointerIf16.element, order: Pointer.key,
