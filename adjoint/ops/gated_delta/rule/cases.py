@@ -301,12 +301,13 @@ _ON_HOPPER = (
     (torch.bfloat16, (32, 32), (128, 128), False, False),
     (torch.bfloat16, (8, 32), (64, 128), True, False),
     (torch.bfloat16, (4, 8), (128, 128), False, False),
+    (torch.bfloat16, (1, 3), (64, 64), False, False),
     (torch.float16, (32, 32), (128, 64), True, False),
     (torch.float16, (16, 32), (64, 64), False, False),
     (torch.float16, (16, 32), (64, 192), False, True),
     (torch.float16, (32, 32), (64, 192), False, False),
 )
-"""The same of the plan for Hopper: one key head of a program or two."""
+"""The same of the plan for Hopper: one key head of a program or two, and heads that are not in pairs."""
 
 
 def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
