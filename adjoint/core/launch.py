@@ -22,6 +22,7 @@ kernels are compiled for them: a plan for more tokens must find everything compi
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from adjoint.core.errors import status_word
 from adjoint.core.kernels import TARGETS, TUNED, TUNED_GPU, Kernel, Variant, architecture, interpreting
+from adjoint.core.layout import copied_names
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Memory, Regions
 
@@ -40,6 +42,17 @@ Execute = Callable[[tuple[Any, ...], tuple[Tensor, ...], Tensor | None], tuple[T
 
 Where the outputs' sizes are results, `outputs` is empty and they are returned: see `Candidate.returns_outputs`.
 """
+
+
+def imported(path: str, **keywords: Any) -> Callable[["Setup"], Execute]:
+    """A setup in a module that imports Triton, which is imported on first use: "adjoint.ops.norm.kernels:forward".
+
+    Args:
+        path: the module, a colon, and the function.
+        keywords: what the function takes besides the `Setup`.
+    """
+    module, _, function = path.partition(":")
+    return lambda setup: getattr(import_module(module), function)(setup, **keywords)
 
 
 class Launch:
@@ -158,9 +171,17 @@ class Setup:
         """Adds regions to the workspace: a dtype and a number of elements for each name."""
         self.regions.add(**regions)
 
+    def copies(self, **tensors: tuple[torch.dtype, int]) -> None:
+        """Adds a region for each tensor that the problem's layout names as copied; `Memory.contiguous` copies it.
+
+        Args:
+            tensors: the dtype and the number of elements of every tensor that may be.
+        """
+        self.scratch(**{f"copy_of_{name}": tensors[name] for name in copied_names(self.problem.layout)})
+
     def memory(self, workspace: Tensor | None) -> Memory:
         """The regions of a workspace as kernels take them; one is allocated where there is none."""
-        return self.regions.divide(self.regions.allocate(self.device) if workspace is None else workspace)
+        return self.regions.divide(workspace, self.device)
 
     def number(self, **numbers: Any) -> None:
         """Names parameters that change bits and belong to no kernel."""

@@ -1,13 +1,13 @@
-"""How several tensors of one shape lie in memory together, for kernels that visit every element once."""
+"""How tensors lie in memory: which elements are neighbours, which tensors overlap, and what kernels read as rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 
 class Axes(NamedTuple):
-    """The fewest axes that walk all tensors at once: `sizes`, and each tensor's strides by axis."""
+    """The fewest axes that reach every element of all tensors: `sizes`, and each tensor's strides by axis."""
 
     sizes: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -17,7 +17,7 @@ def coalesce(tensors: Sequence[Tensor]) -> Axes:
     """Merges the axes of tensors of equal shape wherever every tensor allows it.
 
     Axes of size 1 vanish; the rest are ordered by the last tensor's strides, largest first, so
-    tensors that share a permutation walk like contiguous ones. At least one axis remains.
+    tensors that share a permutation are like contiguous ones. At least one axis remains.
 
     >>> import torch
     >>> x = torch.empty(3, 4, 10)
@@ -97,7 +97,7 @@ def _reachable(distance: int, tensor: Tensor) -> bool:
 
 
 def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
-    """How to walk all axes but the last in order, as (inner, outer stride, inner stride).
+    """All axes but the last in order, as (inner, outer stride, inner stride).
 
     Item n lies at (n // inner)·outer + (n % inner)·inner stride. None where two axes are not enough, and where the
     outer of two has the stride 0, as after `expand`: an outer stride of 0 says that there is one axis.
@@ -124,3 +124,57 @@ def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
         size, stride = axes[0] if axes else (1, 0)
         return size, 0, stride
     return axes[1][0], axes[0][1], axes[1][1]
+
+
+# -------------------------------------------------------------------------------------------------- rows
+
+
+class Rows(NamedTuple):
+    """A tensor as kernels read it: row n, of adjacent elements, begins at (n // inner)·outer + (n % inner)·step.
+
+    Contiguous tensors need none of the three.
+    """
+
+    tensor: Tensor
+    inner: int = 1
+    outer: int = 0
+    step: int = 0
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Rows":
+        """A tensor that `lies_as_rows`."""
+        axes = leading_axes(tensor)
+        assert axes is not None
+        return Rows(tensor, max(1, axes[0]), *axes[1:])
+
+    @property
+    def is_aligned(self) -> bool:
+        return self.tensor.data_ptr() % 16 == 0 and not (self.outer % 16 or self.step % 16)
+
+
+def lies_as_rows(tensor: Tensor) -> bool:
+    """Whether kernels can read a tensor where it lies: rows of adjacent elements, along at most two axes."""
+    adjacent = tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    return tensor.numel() == 0 or (adjacent and leading_axes(tensor) is not None)
+
+
+def copied_layout(rows: Mapping[str, Tensor | None], contiguous: Mapping[str, Tensor | None] | None = None) -> str:
+    """The layout of a problem: the names of the tensors that are copied before kernels read them.
+
+    Args:
+        rows: tensors that must lie as rows.
+        contiguous: tensors that must be contiguous.
+    """
+    copied = [name for name, x in rows.items() if x is not None and not lies_as_rows(x)]
+    copied += [name for name, x in (contiguous or {}).items() if x is not None and not x.is_contiguous()]
+    return f"{', '.join(copied)} copied" if copied else ""
+
+
+def copied_names(layout: str) -> list[str]:
+    """The tensors that the layout of a problem names as copied.
+
+    >>> copied_names("runs; gate, dy copied; ds absent")
+    ['gate', 'dy']
+    """
+    parts = (part.removesuffix(" copied") for part in layout.split("; ") if part.endswith(" copied"))
+    return [name for part in parts for name in part.split(", ")]

@@ -34,6 +34,11 @@ class Problem(NamedTuple):
         ]
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that values of a dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

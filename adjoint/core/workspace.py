@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.layout import Rows
+
 _ALIGNMENT = 256
 
 
@@ -16,17 +18,23 @@ class Memory(dict[str, Any]):
 
     __slots__ = ("regions", "workspace")
 
-    def __init__(self, regions: "Regions", workspace: Tensor) -> None:
-        super().__init__(regions.pointers(workspace))
+    def __init__(self, regions: "Regions", workspace: Tensor | None) -> None:
+        super().__init__({} if workspace is None else regions.pointers(workspace))
         self.regions, self.workspace = regions, workspace
 
     def tensor(self, name: str) -> Tensor:
         """One region as a tensor."""
+        assert self.workspace is not None
         return self.regions.tensor(self.workspace, name)
 
-    def contiguous(self, name: str, tensor: Any) -> Any:
-        """The tensor, or its contiguous copy in the region of that name, where there is one."""
-        return self.tensor(name).view(tensor.shape).copy_(tensor) if name in self else tensor
+    def contiguous(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, or its contiguous copy where the plan makes one: see `Setup.copies`."""
+        region = f"copy_of_{name}" if f"copy_of_{name}" in self else name  # TODO: families move to `Setup.copies`
+        return self.tensor(region).view(tensor.shape).copy_(tensor) if region in self else tensor
+
+    def rows(self, name: str, tensor: Tensor) -> Rows:
+        """The tensor, or its copy, as rows."""
+        return Rows.of(self.contiguous(name, tensor))
 
 
 class Regions:
@@ -60,9 +68,6 @@ class Regions:
         """The size of a workspace that holds all regions, wherever it begins."""
         return self._end + _ALIGNMENT if self._end else 0
 
-    def allocate(self, device: torch.device) -> Tensor:
-        return torch.empty(self.bytes, dtype=torch.uint8, device=device)
-
     def tensor(self, workspace: Tensor, name: str) -> Tensor:
         """One region as a tensor."""
         memory = workspace.view(-1).view(torch.uint8)
@@ -74,9 +79,11 @@ class Regions:
         """All regions as tensors."""
         return {name: self.tensor(workspace, name) for name in self._regions}
 
-    def divide(self, workspace: Tensor) -> Memory:
-        """The regions of a workspace, which is kept with them."""
-        return Memory(self, workspace)
+    def divide(self, workspace: Tensor | None, device: torch.device) -> Memory:
+        """The regions of a workspace, which is kept with them; where there is none, one is allocated."""
+        if workspace is None and self._end:
+            workspace = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+        return Memory(self, workspace if self._end else None)
 
     def pointers(self, workspace: Tensor) -> dict[str, Any]:
         """The regions as a kernel takes them: addresses on a GPU, which cost the host nothing, else tensors."""

@@ -86,7 +86,7 @@ class Reader:
         return self.setup.memory(workspace) if self.setup.regions.bytes else {}
 
     def contiguous(self, name: str, tensor: Tensor, memory: Any) -> Tensor:
-        return memory.contiguous(f"copy_of_{name}", tensor) if name in self.layout.copied else tensor
+        return memory.contiguous(name, tensor) if name in self.layout.copied else tensor
 
     def rows(self, name: str, tensor: Tensor | None, memory: Any, instead: Tensor) -> Rows:
         """A tensor as rows; without one, some other tensor stands in its place, and is not read."""

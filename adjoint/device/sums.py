@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import spacing
+from adjoint.core.problem import wide_dtype
 
 Terms = Callable[[Tensor], Tensor]
 """What the terms at some places are, widened to the type sums run in, in memory of its own."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type sums of a dtype run in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sum_segments(terms: Terms, starts: Tensor, tile: int) -> Tensor:
@@ -88,11 +84,11 @@ def sum_bound(
     last place of what is rounded. Additions do not underflow; products may, by half the smallest number
     each. For float64 the exact sum is itself one in float64, of as many roundings as terms.
     """
-    info = torch.finfo(wide(dtype))
+    info = torch.finfo(wide_dtype(dtype))
     if dtype == torch.float64:
         steps = steps + count
     chain = steps * (info.eps / 2)
     before = chain / (1 - chain) * magnitude + steps * info.smallest_normal * info.eps
-    if (out or dtype) == wide(dtype):
+    if (out or dtype) == wide_dtype(dtype):
         return before
     return before + spacing(exact.abs() + before, out or dtype) / 2

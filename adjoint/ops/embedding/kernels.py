@@ -22,8 +22,8 @@ from torch import Tensor
 from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Kernel, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Launch, Setup
 from adjoint.core.layout import leading_axes
+from adjoint.core.problem import wide_dtype
 from adjoint.device import grouping
-from adjoint.device.sums import wide
 from adjoint.ops.embedding.plans import SEQUENTIAL, TILE_BITS
 
 LEVELS = 5
@@ -357,7 +357,7 @@ class GroupSums:
         bagged: bool = False,
         chosen: bool = False,
     ) -> None:
-        schedule, accumulator = setup.schedule, wide(element)
+        schedule, accumulator = setup.schedule, wide_dtype(element)
         self.count, self.segments, self.columns, self.tile, self.listed = count, segments, columns, tile, listed
         self.limit = grouping.MAX_GROUPS if listed else segments
         self.slots = level_slots(count) if tile < SEQUENTIAL else []

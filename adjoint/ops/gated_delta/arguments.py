@@ -5,7 +5,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids
 from adjoint.core.errors import ArgumentError
-from adjoint.core.problem import short
+from adjoint.core.problem import short, wide_dtype
 
 MAX_HEAD_SIZE = 256
 """The largest K and V: a state of 256 × 256 is what kernels can hold in a processor's registers, split over V."""
@@ -16,16 +16,6 @@ EPSILON = 1e-6
 
 NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in range(6))
 """Bits of the gradients a backward computes."""
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type everything is computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states beside q, k and v of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _words(shape: tuple[object, ...]) -> str:
@@ -127,7 +117,7 @@ def require_states(
     """[N, H, K, V] in float32, float64 beside float64; `like_name` and `tokens` are what the caller has beside it."""
     require_floating(op, name, value)
     require_shape(op, name, value, shape, "[sequences, value heads, K, V]")
-    expected = state_dtype(like.dtype)
+    expected = wide_dtype(like.dtype)
     if value.dtype != expected:
         raise ArgumentError(
             f"{op}: {name} must be {short(expected)} beside {short(like.dtype)} {tokens}, got {short(value.dtype)}"

@@ -9,8 +9,7 @@ from torch import Tensor
 from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem, short
-from adjoint.ops.gated_delta.arguments import wide_dtype
+from adjoint.core.problem import Problem, short, wide_dtype
 
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adjoint.contract.cases import Answers, Inputs, Make
 from adjoint.contract.inputs import differentiable, leaves
-from adjoint.ops.gated_delta.arguments import state_dtype
+from adjoint.core.problem import wide_dtype
 
 # ----------------------------------------------------------------------------------------------- keys
 
@@ -60,7 +60,7 @@ def tokens(
             drawn = torch.rand((batch, time, heads), generator=generator, dtype=torch.float64)
             return drawn * (high - low) + low
 
-        gates = state_dtype(dtype) if wide_gates else dtype
+        gates = wide_dtype(dtype) if wide_gates else dtype
         g = uniform(0.01, 1) * -decay if decay is not None else torch.zeros(batch, time, heads)
         inputs: list[Any] = [
             unit_vectors(generator, (batch, time, key_heads, K)).to(dtype),
@@ -72,7 +72,7 @@ def tokens(
         number = batch if cu_seqlens is None else len(cu_seqlens) - 1
         first = torch.randn((number, heads, K, V), generator=generator, dtype=torch.float64)
         inputs = [lay(x).to(device) for x in inputs]
-        inputs.append(first.to(state_dtype(dtype)).to(device) if state else None)
+        inputs.append(first.to(wide_dtype(dtype)).to(device) if state else None)
         inputs.append(None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device))
         return tuple(inputs)
 

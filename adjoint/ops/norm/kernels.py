@@ -20,6 +20,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Float, Int32, Int64If16, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup, is_aligned
+from adjoint.core.problem import wide_dtype
 from adjoint.device.row_tiles import (
     LEVELS,
     halves,
@@ -33,7 +34,6 @@ from adjoint.device.row_tiles import (
     two_row_sums,
 )
 from adjoint.device.rows import Reader
-from adjoint.device.sums import wide
 from adjoint.ops.activation.kernels import exponential_2, reciprocal, silu_parts, widen
 from adjoint.ops.norm.arguments import Backward, Forward, Needs
 from adjoint.ops.norm.plans import RUN_LEVELS, blocks_of, most_blocks, padded, row_levels
@@ -237,7 +237,7 @@ def _constants(setup: Setup, reader: Reader) -> dict[str, Any]:
     element, weight = setup.problem.dtypes
     gated = setup.problem.op.startswith("gated")
     return {
-        "element": element, "weight": weight, "computed": wide(element), "SIZE": reader.size, "HAS_GATE": gated,
+        "element": element, "weight": weight, "computed": wide_dtype(element), "SIZE": reader.size, "HAS_GATE": gated,
         "ROUND": gated and setup.problem.options[1], "NARROW": element.itemsize == 2, "NATIVE": setup.nvidia,
         "LAYOUT": reader.layout.kind, "num_warps": setup.schedule["warps"], **order(reader.size, element),
     }  # fmt: skip
@@ -280,10 +280,10 @@ def backward(setup: Setup) -> Execute:
     )  # fmt: skip
     columns = min(16, padded(size))
     add_blocks = setup.kernel(
-        rms_norm_add_blocks, weight=weight_type, computed=wide(element), SIZE=size, COLUMNS=columns,
+        rms_norm_add_blocks, weight=weight_type, computed=wide_dtype(element), SIZE=size, COLUMNS=columns,
         RUN_LEVELS=RUN_LEVELS, num_warps=8,
     )  # fmt: skip
-    setup.scratch(sums=(wide(element), blocks * size if needs.weight and count else 0))
+    setup.scratch(sums=(wide_dtype(element), blocks * size if needs.weight and count else 0))
     setup.number(most_blocks=most_blocks(size))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:

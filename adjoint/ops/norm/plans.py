@@ -12,9 +12,8 @@ from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import wide
 from adjoint.ops.norm import eager
 from adjoint.ops.norm.arguments import Backward, Forward
 from adjoint.ops.norm.bounds import Bounds, derived
@@ -83,7 +82,7 @@ def _bounds(problem: Problem, on_kernels: bool) -> Bounds:
     return Bounds(
         element,
         weight,
-        wide(element) if on_kernels else torch.float64,
+        wide_dtype(element) if on_kernels else torch.float64,
         eps,
         more[0] if problem.op.startswith("rms") else 0.0,
         levels=padded(size).bit_length() - 1 if on_kernels else size,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
-from adjoint.device.sums import Terms, sum_segments, wide
+from adjoint.core.problem import wide_dtype
+from adjoint.device.sums import Terms, sum_segments
 from adjoint.ops.embedding.eager import group
 from adjoint.ops.embedding.faults import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
 
@@ -69,10 +70,10 @@ def forward(
         extra.fill_(-1 if mode == "max" else 0)
         return
     rows = torch.where(bags.counts, bags.ids, 0)
-    factors = None if per_sample_weights is None else per_sample_weights.reshape(-1).to(wide(weight.dtype))
+    factors = None if per_sample_weights is None else per_sample_weights.reshape(-1).to(wide_dtype(weight.dtype))
 
     def terms(places: Tensor) -> Tensor:
-        values = weight.index_select(0, rows[places]).to(wide(weight.dtype))
+        values = weight.index_select(0, rows[places]).to(wide_dtype(weight.dtype))
         if factors is not None:
             values *= factors[places][:, None]
         return values.masked_fill_(~bags.counts[places][:, None], 0)
@@ -83,7 +84,7 @@ def forward(
     lengths = bags.ends - bags.starts
     filled = lengths.nonzero()[:, 0]
     begins = torch.cat((bags.starts[filled], bags.ends[filled][-1:]))
-    sums = torch.zeros(len(bags.starts), out.shape[1], dtype=wide(weight.dtype), device=out.device)
+    sums = torch.zeros(len(bags.starts), out.shape[1], dtype=wide_dtype(weight.dtype), device=out.device)
     if len(filled):
         sums.index_copy_(0, filled, sum_segments(terms, begins, tile))
     if mode == "mean":
@@ -124,14 +125,14 @@ def backward(
     positions, starts, present = group(torch.where(bags.counts, bags.ids, rows), rows, -1)
     factors = None
     if mode == "mean":
-        factors = (1 / extra.clamp_min(1).to(wide(gradient.dtype)))[bags.bag_of] if len(extra) else None
+        factors = (1 / extra.clamp_min(1).to(wide_dtype(gradient.dtype)))[bags.bag_of] if len(extra) else None
     elif per_sample_weights is not None:
-        factors = per_sample_weights.reshape(-1).to(wide(gradient.dtype))
+        factors = per_sample_weights.reshape(-1).to(wide_dtype(gradient.dtype))
 
     def terms(places: Tensor) -> Tensor:
         place = positions[places]
         bag = bags.bag_of[place]
-        term = gradient.index_select(0, bag).to(wide(gradient.dtype))
+        term = gradient.index_select(0, bag).to(wide_dtype(gradient.dtype))
         if factors is not None:
             term *= factors[place][:, None]
         if mode == "max":
@@ -153,7 +154,7 @@ def weights_backward(bags: Bags, gradient: Tensor, weight: Tensor, block: int, o
         return
     step = max(1, 2**22 // columns)
     for some in places.split(step):
-        rows = gradient.index_select(0, bags.bag_of[some]).to(wide(weight.dtype))
+        rows = gradient.index_select(0, bags.bag_of[some]).to(wide_dtype(weight.dtype))
         products = rows.mul_(weight.index_select(0, bags.ids[some]))
         products = torch.nn.functional.pad(products, (0, -columns % block)).view(len(some), -1, block)
         total = products.new_zeros(len(some), block)

@@ -16,10 +16,10 @@ from torch import Tensor
 from adjoint.core.errors import check, status_word
 from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Launch, Setup
+from adjoint.core.problem import wide_dtype
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.device.grouping.kernels import Grouping
-from adjoint.device.sums import wide
 from adjoint.ops.embedding.bag.plans import NEED_WEIGHT, NEED_WEIGHTS, WEIGHTS_BLOCK, forward_options
 from adjoint.ops.embedding.faults import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
 from adjoint.ops.embedding.kernels import (
@@ -353,7 +353,7 @@ class _EntriesOfBags:
     """Finds the bag, the key and the factor of each entry: the regions "bag_of", "entry_keys" and "factors"."""
 
     def __init__(self, setup: Setup, bags: _Bags) -> None:
-        self.bags, accumulator = bags, wide(setup.problem.dtypes[0])
+        self.bags, accumulator = bags, wide_dtype(setup.problem.dtypes[0])
         settings = bags.settings | {"accumulator": accumulator, "BLOCK": setup.schedule["entries_block"]}
         self.grid = (-(-bags.count // setup.schedule["entries_block"]),)
         self.kernels = {

@@ -11,9 +11,9 @@ from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import additions, sum_bound, wide
+from adjoint.device.sums import additions, sum_bound
 from adjoint.ops.embedding.bag import eager
 from adjoint.ops.embedding.plans import TILE, order_in_words, refuse_to_group
 
@@ -126,7 +126,7 @@ def _weights_bound(problem: Problem) -> Callable[..., Tensor]:
 
 
 def _promise(problem: Problem, item: str, error: Derived, roundings: int = 1, **words: Any) -> Guarantee:
-    accumulator = str(wide(problem.dtypes[0])).removeprefix("torch.")
+    accumulator = str(wide_dtype(problem.dtypes[0])).removeprefix("torch.")
     return Guarantee(
         repeatable=True,
         batch_invariant=item,

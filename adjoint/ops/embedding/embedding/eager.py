@@ -7,7 +7,8 @@ tiles of tiles likewise. All tiles are summed at once, a token of each at a time
 import torch
 from torch import Tensor
 
-from adjoint.device.sums import sum_segments, wide
+from adjoint.core.problem import wide_dtype
+from adjoint.device.sums import sum_segments
 from adjoint.ops.embedding.eager import group
 
 
@@ -21,7 +22,7 @@ def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: 
 
 
 def _widened(rows: Tensor, index: Tensor) -> Tensor:
-    return rows.index_select(0, index).to(wide(rows.dtype))
+    return rows.index_select(0, index).to(wide_dtype(rows.dtype))
 
 
 def gather(ids: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -12,9 +12,9 @@ from adjoint.core.errors import report
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import additions, sum_bound, wide
+from adjoint.device.sums import additions, sum_bound
 from adjoint.ops.embedding.embedding import eager
 from adjoint.ops.embedding.faults import ID_OUT_OF_RANGE
 from adjoint.ops.embedding.plans import SEQUENTIAL, TILE, order_in_words, refuse_to_group
@@ -72,7 +72,7 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
         limit = sum_bound(exact, magnitude, number, additions(number, tile) + into, problem.dtypes[0], out)
         return limit.masked_fill_(number == 0, 0)
 
-    accumulator = str(wide(problem.dtypes[0])).removeprefix("torch.")
+    accumulator = str(wide_dtype(problem.dtypes[0])).removeprefix("torch.")
     untouched = "is left as it was" if into else "is +0"
     return {
         "dweight": Guarantee(

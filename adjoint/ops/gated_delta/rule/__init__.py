@@ -22,6 +22,7 @@ from torch import Tensor
 from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.arguments import NEED_STATE
 from adjoint.ops.gated_delta.packing import saved_states
@@ -96,7 +97,7 @@ def _allocate(
     output_final_state: bool,
     keep: bool,
 ) -> tuple[Tensor, ...]:
-    kind = metadata.state_dtype(q.dtype)
+    kind = wide_dtype(q.dtype)
     return (
         v.new_empty(v.shape),
         v.new_empty(_state_shape(q, v, cu_seqlens) if output_final_state else (0,), dtype=kind),

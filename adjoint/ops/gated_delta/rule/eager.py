@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
-from adjoint.ops.gated_delta.arguments import EPSILON, NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, wide_dtype
+from adjoint.core.problem import wide_dtype
+from adjoint.ops.gated_delta.arguments import EPSILON, NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
 from adjoint.ops.gated_delta.inverse import inverse
 from adjoint.ops.gated_delta.packing import Group, Tokens, bounds, groups

@@ -12,9 +12,8 @@ from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.kernels import NVIDIA
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.ops.gated_delta.arguments import wide_dtype
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from adjoint.ops.gated_delta.promises import (
     BACKWARD,

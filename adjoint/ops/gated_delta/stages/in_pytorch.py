@@ -8,8 +8,7 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.plan import Candidate
-from adjoint.core.problem import Problem, short
-from adjoint.ops.gated_delta.arguments import state_dtype
+from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.ops.gated_delta.promises import DOMAIN, eager_candidate, empirical_error, promise
 
 Promises = Callable[[Problem], dict[str, Guarantee]]
@@ -21,7 +20,7 @@ def promised(ceiling: float, computed: torch.dtype | None = None, domain: str = 
     """Guarantees by name. A kind that is a number: the result has that input's dtype; "wide": float32, or float64."""
 
     def promises(problem: Problem) -> dict[str, Guarantee]:
-        wide = state_dtype(problem.dtypes[0])
+        wide = wide_dtype(problem.dtypes[0])
         accumulator = computed or wide
         dtypes = {name: wide if isinstance(kind, str) else problem.dtypes[kind] for name, kind in kinds.items()}
         return {

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
-from adjoint.ops.gated_delta.arguments import EPSILON, NEED_STATE, wide_dtype
+from adjoint.core.problem import wide_dtype
+from adjoint.ops.gated_delta.arguments import EPSILON, NEED_STATE
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE, STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
 from adjoint.ops.gated_delta.step.indices import out_of_range, repeated
 

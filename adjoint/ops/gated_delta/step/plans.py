@@ -9,9 +9,8 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.plan import Candidate
-from adjoint.core.problem import Problem, short
+from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.ops.gated_delta.arguments import wide_dtype
 from adjoint.ops.gated_delta.promises import DOMAIN, domain_of, eager_candidate, empirical_error, promise
 from adjoint.ops.gated_delta.step import eager
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjoint.device.sums import sum_segments, wide
+from adjoint.core.problem import wide_dtype
+from adjoint.device.sums import sum_segments
 from adjoint.ops.indexing.take_along_axis.layout import output_shape
 
 
@@ -84,5 +85,5 @@ def sum_entries(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int, 
     if int(present[-1]) == dx.numel():  # what is out of range comes last
         present, starts = present[:-1], starts[:-1]
     flat = dout.reshape(-1)
-    sums = sum_segments(lambda places: flat[positions[places]].to(wide(flat.dtype)), starts, tile)
+    sums = sum_segments(lambda places: flat[positions[places]].to(wide_dtype(flat.dtype)), starts, tile)
     dx.view(-1).index_copy_(0, present, sums.to(dx.dtype))

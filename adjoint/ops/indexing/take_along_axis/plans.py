@@ -12,9 +12,9 @@ from adjoint.core.errors import report
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import additions, sum_bound, wide
+from adjoint.device.sums import additions, sum_bound
 from adjoint.ops.indexing.take_along_axis import eager
 from adjoint.ops.indexing.take_along_axis.faults import INDEX_OUT_OF_RANGE, REPEATED_INDEX
 from adjoint.ops.indexing.take_along_axis.layout import MAX_NUMBER, TOO_MANY_AXES, output_shape
@@ -97,7 +97,7 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             repeatable=True,
             batch_invariant="line",
             device_invariant=True,
-            accumulator=str(wide(dtype)).removeprefix("torch."),
+            accumulator=str(wide_dtype(dtype)).removeprefix("torch."),
             roundings=1,
             error=Derived(
                 "½ ulp + γ·Σ|dout| over the element's entries, γ = n·u / (1 − n·u), "

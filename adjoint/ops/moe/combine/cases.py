@@ -11,7 +11,7 @@ from adjoint.contract.batching import PIECE
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
-from adjoint.device.sums import wide
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.moe.combine import combine, combine_tensors, reference
 from adjoint.ops.moe.dispatch import dispatch
 from adjoint.ops.moe.dispatch.cases import EXPERTS, SHAPES, distinct_experts, example, indices_of, random_values, values
@@ -337,5 +337,5 @@ def built_calls() -> Iterator[Call]:
     for dtype in COMBINE.dtypes:
         rows = torch.empty(64 * 8, 4096, dtype=dtype, device="meta")
         yield bind(combine_tensors, rows, None, inverse, offsets)
-        for kind in dict.fromkeys((wide(dtype), dtype)):
+        for kind in dict.fromkeys((wide_dtype(dtype), dtype)):
             yield bind(combine_tensors, rows, torch.empty(64, 8, dtype=kind, device="meta"), inverse, offsets)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from adjoint.device.sums import wide
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.moe.dispatch.eager import entries_of
 
 
@@ -14,7 +14,7 @@ def dots(gradient: Tensor, rows: Tensor, inverse: Tensor, offsets: Tensor, width
     flat, tokens = out.view(-1), gradient.reshape(gradient.shape[:-1].numel(), columns)
     entries = torch.arange(len(row), device=row.device)
     for some in entries.split(max(1, 2**22 // max(1, columns))):
-        products = tokens.index_select(0, some // slots).to(wide(rows.dtype))
+        products = tokens.index_select(0, some // slots).to(wide_dtype(rows.dtype))
         products = products.mul_(rows.index_select(0, row[some]))
         products = torch.nn.functional.pad(products, (0, -columns % width)).view(len(some), -(-columns // width), width)
         total = products.new_zeros(len(some), width)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from adjoint.device.sums import wide
+from adjoint.core.problem import wide_dtype
 
 
 def entries_of(inverse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,7 +18,7 @@ def scatter(source: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Te
     slots = inverse.shape[-1]
     row, among, counts = entries_of(inverse, offsets)
     tokens = source.reshape(source.shape[:-1].numel(), source.shape[-1])
-    terms = tokens if weights is None else tokens.to(wide(source.dtype))
+    terms = tokens if weights is None else tokens.to(wide_dtype(source.dtype))
     terms = terms.repeat_interleave(slots, 0)
     if weights is not None:
         terms = terms.mul_(weights.reshape(-1, 1).to(terms.dtype)).to(out.dtype)
@@ -33,7 +33,7 @@ def sum_rows(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Ten
     tokens, slots, columns = inverse.shape[:-1].numel(), inverse.shape[-1], rows.shape[1]
     row, _, counts = entries_of(inverse, offsets)
     row, counts = row.view(tokens, slots), counts.view(tokens, slots)
-    total = torch.zeros(tokens, columns, dtype=wide(rows.dtype), device=rows.device)
+    total = torch.zeros(tokens, columns, dtype=wide_dtype(rows.dtype), device=rows.device)
     for slot in range(slots):
         term = rows.index_select(0, row[:, slot]).to(total.dtype)
         if weights is not None:

@@ -11,9 +11,8 @@ from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import wide
 from adjoint.ops.moe.dispatch import eager
 from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, Layout, allocate
 from adjoint.ops.moe.layout.eager import write as write_layout
@@ -46,12 +45,12 @@ def sum_bound(exact: Tensor, magnitude: Tensor, terms: int, steps: int, dtype: t
     place of what is rounded. Products may underflow, by half the smallest number each. For float64 the exact
     sum is itself one in float64, of as many roundings as terms, and a product each.
     """
-    info = torch.finfo(wide(dtype))
+    info = torch.finfo(wide_dtype(dtype))
     if dtype == torch.float64:
         steps += terms + 1
     chain = steps * (info.eps / 2)
     before = chain / (1 - chain) * magnitude + (steps + terms) * info.smallest_normal * info.eps
-    if out == wide(dtype):
+    if out == wide_dtype(dtype):
         return before
     return before + spacing(exact.abs() + before, out) / 2
 
@@ -100,7 +99,7 @@ ORDER = "a token's rows are added in the order of its slots"
 
 
 def accumulator(problem: Problem) -> str:
-    return str(wide(problem.dtypes[0])).removeprefix("torch.")
+    return str(wide_dtype(problem.dtypes[0])).removeprefix("torch.")
 
 
 def dispatch_guarantee(problem: Problem) -> dict[str, Guarantee]:

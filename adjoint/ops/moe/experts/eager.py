@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.device.sums import wide
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
 from adjoint.ops.moe.layout import Layout
 
@@ -31,7 +31,7 @@ def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """rows[r] @ matrices[expert of r], rounded once; rows of no expert are zero."""
     out = rows.new_zeros(rows.shape[0], matrices.shape[2])
     for e, segment in _segments(offsets, rows.shape[0]):
-        matrix = matrices[e].to(wide(rows.dtype))
+        matrix = matrices[e].to(wide_dtype(rows.dtype))
         if isinstance(segment, slice):
             out[segment] = (rows[segment].to(matrix.dtype) @ matrix).to(out.dtype)
         else:
@@ -41,7 +41,7 @@ def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
     """out[e] = Σ left[r]ᵀ · right[r] over the rows of expert e, rounded once."""
-    kind = wide(left.dtype)
+    kind = wide_dtype(left.dtype)
     out.zero_()
     for e, segment in _segments(offsets, left.shape[0]):
         if isinstance(segment, slice):
@@ -62,7 +62,7 @@ PER_EXPERT = Products(_product, _outer)
 
 def _sum_slots(rows: Tensor, weights: Tensor | None, layout: Layout, out: Tensor) -> None:
     """out[t] = Σ_j weights[t, j] · rows[inverse[t, j]], slot after slot; a row of no expert adds nothing."""
-    total = torch.zeros(out.shape, dtype=wide(out.dtype), device=out.device)
+    total = torch.zeros(out.shape, dtype=wide_dtype(out.dtype), device=out.device)
     for slot in range(layout.inverse.shape[1]):
         row = layout.inverse[:, slot].long()
         term = rows[row].to(total.dtype)
@@ -74,7 +74,7 @@ def _sum_slots(rows: Tensor, weights: Tensor | None, layout: Layout, out: Tensor
 
 def _hidden(both: Tensor, inner: int) -> tuple[Tensor, Tensor, Tensor]:
     """silu(g)·u, silu(g) and u, wide."""
-    kind = wide(both.dtype)
+    kind = wide_dtype(both.dtype)
     silu = F.silu(both[:, :inner].to(kind))
     u = both[:, inner:].to(kind)
     return silu * u, silu, u
@@ -114,7 +114,7 @@ def backward(
 ) -> None:
     """The gradients that are needed, into dx, dgate_up, ddown and dweights."""
     dx, dgate_up, ddown, dweights = outputs
-    kind, inner = wide(x.dtype), down.shape[2]
+    kind, inner = wide_dtype(x.dtype), down.shape[2]
     token = layout.permutation.long() // layout.inverse.shape[1]
     weight = weights.reshape(-1)[layout.permutation.long()].to(kind)[:, None]
     upstream = dy[token]

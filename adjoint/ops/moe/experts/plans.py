@@ -13,9 +13,8 @@ from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import wide
 from adjoint.ops.moe.experts import eager, grouped_mm
 from adjoint.ops.moe.experts.eager import PER_EXPERT, Products
 from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, Layout
@@ -88,7 +87,7 @@ def guarantee(problem: Problem, ours: bool, rounds_dh: bool = False) -> dict[str
             repeatable=ours,
             batch_invariant=_ITEM[name] if ours else "",
             device_invariant=False,
-            accumulator=str(wide(element)).removeprefix("torch."),
+            accumulator=str(wide_dtype(element)).removeprefix("torch."),
             roundings=_ROUNDINGS[name] + (rounds_dh and name in _FROM_DH),
             error=Empirical(CEILINGS[element], _CASES[element]),
             domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),

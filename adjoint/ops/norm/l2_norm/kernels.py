@@ -13,9 +13,9 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Float, Int32, Int64If16, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup, is_aligned
+from adjoint.core.problem import wide_dtype
 from adjoint.device.row_tiles import LEVELS, level, order, row_offsets, row_sums, tile_columns, tile_mask
 from adjoint.device.rows import Reader, Rows
-from adjoint.device.sums import wide
 from adjoint.ops.activation.kernels import widen
 
 HALVED = 1024
@@ -99,8 +99,8 @@ def bind_l2(
     """
     y_step = y_step or size
     bound = setup.either(
-        l2_norm_forward, element=element, computed=wide(element), SIZE=size, Y_STEP=y_step, SAVE=save, LAYOUT=layout,
-        ROWS=tile, num_warps=num_warps, **_order(size, element),
+        l2_norm_forward, element=element, computed=wide_dtype(element), SIZE=size, Y_STEP=y_step, SAVE=save,
+        LAYOUT=layout, ROWS=tile, num_warps=num_warps, **_order(size, element),
     )  # fmt: skip
 
     def launch(x: Rows, y: Tensor, count: int, eps: float, reciprocals: Tensor | None = None) -> None:
@@ -117,7 +117,7 @@ def bind_l2_backward(
 ) -> Callable[..., None]:
     """As `bind_l2`; gives `launch(dy, x, dx, count, eps)`."""
     bound = setup.either(
-        l2_norm_backward, element=element, computed=wide(element), SIZE=size, LAYOUT=layout, ROWS=tile,
+        l2_norm_backward, element=element, computed=wide_dtype(element), SIZE=size, LAYOUT=layout, ROWS=tile,
         num_warps=num_warps, **_order(size, element),
     )  # fmt: skip
 

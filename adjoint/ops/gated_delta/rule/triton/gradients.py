@@ -266,21 +266,13 @@ def rule_gradients(
     first_key = k_block * K_BLOCK
     lane = (slot * key_heads + key_head) * GROUP
     keys = token_tile(
-        k + first_token.to(tl.int64) * k_token_stride + key_head.to(tl.int64) * k_head_stride,
-        first_key,
-        rows,
-        k_token_stride,
-        K,
-        K_BLOCK,
-    )
+        k + first_token.to(tl.int64) * k_token_stride + key_head.to(tl.int64) * k_head_stride, first_key, rows,
+        k_token_stride, K, K_BLOCK,
+    )  # fmt: skip
     queries = token_tile(
-        q + first_token.to(tl.int64) * q_token_stride + key_head.to(tl.int64) * q_head_stride,
-        first_key,
-        rows,
-        q_token_stride,
-        K,
-        K_BLOCK,
-    )
+        q + first_token.to(tl.int64) * q_token_stride + key_head.to(tl.int64) * q_head_stride, first_key, rows,
+        q_token_stride, K, K_BLOCK,
+    )  # fmt: skip
     gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
     if program % 2 == 0:
         if UPSTREAM and (NEED_Q or NEED_GATES):

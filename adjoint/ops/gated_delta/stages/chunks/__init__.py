@@ -11,9 +11,8 @@ from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
+from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
-from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.stages.chunks import plans
 from adjoint.ops.gated_delta.stages.in_chunks import state_count
@@ -31,8 +30,8 @@ def _require_wide(
     """A tensor in float32, float64 beside float64."""
     require_floating(op, name, value)
     metadata.require_shape(op, name, value, shape, meaning)
-    if value.dtype != state_dtype(like.dtype):
-        raise ArgumentError(f"{op}: {name} must be {short(state_dtype(like.dtype))}, got {short(value.dtype)}")
+    if value.dtype != wide_dtype(like.dtype):
+        raise ArgumentError(f"{op}: {name} must be {short(wide_dtype(like.dtype))}, got {short(value.dtype)}")
     metadata.require_device(op, name, value, like_name, like)
 
 
@@ -61,7 +60,7 @@ _decay = Op(
     options="int chunk",
     outputs=("G",),
     check=_check_decay,
-    allocate=lambda g, cu_seqlens, chunk: (g.new_empty(g.shape, dtype=state_dtype(g.dtype)),),
+    allocate=lambda g, cu_seqlens, chunk: (g.new_empty(g.shape, dtype=wide_dtype(g.dtype)),),
     describe=lambda g, cu_seqlens, chunk: _facts(g),
     forward=lambda: plans.CUMULATIVE_DECAY,
     adjoint=Adjoint(lambda: plans.CUMULATIVE_DECAY_BACKWARD, lambda dG, g, *_: _facts(g)),

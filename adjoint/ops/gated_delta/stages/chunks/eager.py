@@ -7,7 +7,7 @@ its outputs; an adjoint, which takes upstream gradients first, gives all gradien
 import torch
 from torch import Tensor
 
-from adjoint.ops.gated_delta.arguments import wide_dtype
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta.inverse import inverse
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, decays
 

@@ -17,8 +17,8 @@ from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
-from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.stages.gate import plans
 from adjoint.ops.gated_delta.stages.rows import describe
 
@@ -35,7 +35,7 @@ def _check(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
 
 
 def _allocate(a: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    return tuple(a.new_empty(a.shape, dtype=state_dtype(a.dtype)) for _ in range(2))
+    return tuple(a.new_empty(a.shape, dtype=wide_dtype(a.dtype)) for _ in range(2))
 
 
 def _describe(*inputs: Tensor) -> Facts:

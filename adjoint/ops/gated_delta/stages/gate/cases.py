@@ -7,8 +7,8 @@ from torch import Tensor
 
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.core.plan import Call, bind
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.arguments import state_dtype
 from adjoint.ops.gated_delta.stages.gate import gate
 from adjoint.ops.gated_delta.values import gradients, zeros
 
@@ -19,9 +19,7 @@ def gates(shape: tuple[int, ...]) -> Make:
             return torch.randn(size, generator=generator, dtype=torch.float64)
 
         a, b = (normal(*shape) * 3).to(dtype), normal(*shape).to(dtype)
-        return tuple(
-            x.to(device) for x in (a, b, normal(shape[-1]).to(state_dtype(dtype)), normal(shape[-1]).to(dtype))
-        )
+        return tuple(x.to(device) for x in (a, b, normal(shape[-1]).to(wide_dtype(dtype)), normal(shape[-1]).to(dtype)))
 
     return make
 

@@ -18,7 +18,7 @@ from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
+from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.stages.w_u import plans
 
@@ -37,7 +37,7 @@ def _check(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens:
     metadata.require_head_size(_OP, "k", "K", K)
     metadata.require_head_size(_OP, "v", "V", v.shape[3])
     metadata.require_heads(_OP, "k", key_heads, "v", v.shape[2])
-    wide = metadata.state_dtype(k.dtype)
+    wide = wide_dtype(k.dtype)
     for name, value in (("beta", beta), ("G", G)):
         require_floating(_OP, name, value)
         metadata.require_shape(_OP, name, value, (batch, time, v.shape[2]), "[batch, time, value heads]")

@@ -13,7 +13,7 @@ Adjoint, operands dw and du:
 import torch
 from torch import Tensor
 
-from adjoint.ops.gated_delta.arguments import wide_dtype
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks
 from adjoint.ops.gated_delta.stages.w_u.parts import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Derived, Guarantee, spacing
-from adjoint.core.problem import Problem
-from adjoint.ops.gated_delta.arguments import wide_dtype
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.ops.gated_delta.packing import bounds, chunks_of
 from adjoint.ops.gated_delta.stages.w_u.parts import parts_of
 

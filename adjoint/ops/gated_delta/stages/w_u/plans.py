@@ -12,9 +12,8 @@ from torch import Tensor
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import NVIDIA
 from adjoint.core.plan import Candidate
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.ops.gated_delta.arguments import wide_dtype
 from adjoint.ops.gated_delta.promises import Compute, eager_candidate
 from adjoint.ops.gated_delta.stages import copies
 from adjoint.ops.gated_delta.stages.w_u import eager, guarantee

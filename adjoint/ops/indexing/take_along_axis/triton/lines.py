@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Kernel, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Launch, Setup
-from adjoint.device.sums import wide
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.indexing.take_along_axis.layout import LARGE, Lines, lines_of
 from adjoint.ops.indexing.take_along_axis.plans import MAX_FILLED, TILE_BITS, lines_at_once
 from adjoint.ops.indexing.take_along_axis.triton.offsets import bind_for_axes, from_the_beginning, offset_of
@@ -348,7 +348,7 @@ def by_lines(setup: Setup) -> Execute:
     """For lines whose entries fit a program: every program writes its lines, zeros and all."""
     problem, schedule = setup.problem, setup.schedule
     (shape, axis, distinct), (line_count, entry_count) = problem.options, problem.sizes
-    length, entries, accumulator = shape[axis], _power(entry_count), wide(problem.dtypes[0])
+    length, entries, accumulator = shape[axis], _power(entry_count), wide_dtype(problem.dtypes[0])
     long = (length + 1) * entries > 2**31  # an index and the number of an entry need more than 32 bits
     key = torch.int64 if long else torch.int32
     count = max(1, schedule["lines_entries"] // entries)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Execute, Launch, Setup
+from adjoint.core.problem import wide_dtype
 from adjoint.device.grouping.kernels import Grouping
-from adjoint.device.sums import wide
 from adjoint.ops.indexing.take_along_axis.layout import Lines, lines_of
 from adjoint.ops.indexing.take_along_axis.plans import TILE_BITS, lines_at_once
 from adjoint.ops.indexing.take_along_axis.triton.offsets import bind_for_axes, from_the_beginning, offset_of
@@ -209,7 +209,7 @@ class _SortedSums:
 
     def __init__(self, setup: Setup, count: int, groups: int, entries: int, length: int) -> None:
         schedule, (element, index) = setup.schedule, setup.problem.dtypes
-        accumulator = wide(element)
+        accumulator = wide_dtype(element)
         self.entries, self.length, self.levels = entries, length, _levels(entries)
         self.keys_block, self.sums_block = schedule["keys_block"], schedule["sums_block"]
         sums: dict[str, Any] = {"BLOCK": self.sums_block, "num_warps": schedule["sums_warps"]}

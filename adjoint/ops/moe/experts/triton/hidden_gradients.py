@@ -8,8 +8,8 @@ from torch import Tensor
 
 from adjoint.core.kernels import Int32, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Setup
+from adjoint.core.problem import wide_dtype
 from adjoint.core.workspace import Memory
-from adjoint.device.sums import wide
 from adjoint.ops.activation.kernels import silu_parts
 from adjoint.ops.moe.combine.kernels import sum_neighbours
 from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
@@ -139,15 +139,17 @@ class HiddenGradients:
         self._count, self._block = tokens * slots, setup.schedule["block"]
         self._needs_weights = bool(need & NEED_WEIGHTS)
         self.products = bind_over_rows(
-            setup, moe_experts_down_adjoint, "hidden", inner, wide=wide(element), D=hidden, INNER=inner,
+            setup, moe_experts_down_adjoint, "hidden", inner, wide=wide_dtype(element), D=hidden, INNER=inner,
             HIDDEN=bool(need & (NEED_X | NEED_GATE_UP)), SCALED=bool(need & NEED_DOWN), WEIGHTS=self._needs_weights,
         )  # fmt: skip
         if need & (NEED_X | NEED_GATE_UP):
             setup.scratch(dgu=(element, self._count * 2 * inner))
         if self._needs_weights:
             self._tiles = -(-inner // HIDDEN_COLUMNS[element])
-            self._sums = setup.kernel(moe_experts_sum_partials, wide=wide(element), weight=weight, BLOCK=self._block)
-            setup.scratch(partials=(wide(element), self._count * self._tiles))
+            self._sums = setup.kernel(
+                moe_experts_sum_partials, wide=wide_dtype(element), weight=weight, BLOCK=self._block
+            )
+            setup.scratch(partials=(wide_dtype(element), self._count * self._tiles))
 
     def launch(
         self, aligned: bool, memory: Memory, dy: Tensor, down: Tensor, gu: Tensor, layout: Layout, tiles: Tiles,

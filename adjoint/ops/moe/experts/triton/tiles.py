@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int64, Kernel, Pointer, architecture, kernel
 from adjoint.core.launch import Launch, Setup
+from adjoint.core.problem import wide_dtype
 from adjoint.core.workspace import Memory
-from adjoint.device.sums import wide
 from adjoint.ops.moe.experts.plans import DEPTH, EDGE, HIDDEN_COLUMNS
 
 SMALL = Budget(registers=64)
@@ -194,13 +194,13 @@ class RowTiles:
         element, weight = setup.problem.dtypes[0], setup.problem.dtypes[-1]
         self._count, self._block = tokens * slots, setup.schedule["block"]
         self._rows = setup.kernel(
-            moe_experts_rows, weight=weight, wide=wide(element), SLOTS=slots, WEIGHTED=weighted, BLOCK=self._block
+            moe_experts_rows, weight=weight, wide=wide_dtype(element), SLOTS=slots, WEIGHTED=weighted, BLOCK=self._block
         )
         heights = {product.tile.rows for each in products for product in each.values()}
         self._tiles = {rows: setup.kernel(moe_experts_tiles, ROWS=rows, BLOCK=self._block) for rows in heights}
         setup.scratch(tokens=(torch.int32, self._count))
         if weighted:
-            setup.scratch(row_weights=(wide(element), self._count))
+            setup.scratch(row_weights=(wide_dtype(element), self._count))
         room = torch.int32, tile_count(self._count, self._experts, 16)
         setup.scratch(**{f"tile_{name}_{cut}": room for cut in range(2) for name in Tiles._fields})
 

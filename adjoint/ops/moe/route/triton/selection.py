@@ -210,12 +210,9 @@ def take_best(lists, no_expert, SLICES: tl.constexpr, K: tl.constexpr, SLOT_GROU
     if K <= _UNROLLED:
         for i in tl.static_range(1, K):
             lists = remove_heads(
-                lists,
-                lists[0] == best[:, None],
-                no_expert,
-                SLICES if K - i + 1 > SLICES else K - i + 1,
+                lists, lists[0] == best[:, None], no_expert, SLICES if K - i + 1 > SLICES else K - i + 1,
                 SLICES if K - i > SLICES else K - i,
-            )
+            )  # fmt: skip
             best = row_best(lists[0])
             slots = put(slots, best, i, SLOT_GROUPS)
     else:
