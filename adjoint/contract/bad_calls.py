@@ -10,7 +10,7 @@ from adjoint.contract import directions
 from adjoint.contract.cases import BadCall, Subject
 from adjoint.contract.inputs import Inputs, differentiable, leaves
 from adjoint.core.errors import ArgumentError, Unsupported
-from adjoint.core.plan import Plan, plan
+from adjoint.core.plan import plan
 from adjoint.core.preference import Preference
 
 SEED = 0
@@ -23,17 +23,12 @@ def shared(subject: Subject) -> Iterator[BadCall]:
     for place, (name, tensor) in enumerate(zip(subject.inputs, example, strict=True)):
         if tensor is not None:
             yield from _wrong_input(subject, op, place, name, tensor)
-    for name, call, error, words in _WHOLE_CALLS:
-        yield BadCall(f"{subject.name}: {name}", _on(call, subject), error, (op, *words))
+    yield from _whole_calls(subject, op)
 
 
 def _inputs(subject: Subject, device: torch.device) -> Inputs:
     dtype = torch.float32 if torch.float32 in subject.dtypes else subject.dtypes[0]
     return subject.cases[0].make(dtype, device, torch.Generator().manual_seed(SEED))
-
-
-def _on(call: Callable[[Subject, Inputs], Any], subject: Subject) -> Callable[[torch.device], Any]:
-    return lambda device: call(subject, _inputs(subject, device))
 
 
 # ---------------------------------------------------------------------------------------- wrong inputs
@@ -51,7 +46,7 @@ def _wrong_input(subject: Subject, op: str, place: int, name: str, tensor: Tenso
         return call
 
     def bad(words: str, change: Callable[[Tensor], Any], *expected: str) -> BadCall:
-        return BadCall(f"{subject.name}: {words.format(name)}", exchanged(change), ArgumentError, (op, *expected))
+        return BadCall(f"{subject.name}: {words.format(name)}", exchanged(change), op, *expected)
 
     yield bad("{} that is a list", lambda x: [1.0], name, "list")
     if tensor.dim():
@@ -66,18 +61,6 @@ def _wrong_input(subject: Subject, op: str, place: int, name: str, tensor: Tenso
 
 
 # ----------------------------------------------------------------------------------------- whole calls
-
-
-def _plan(subject: Subject, inputs: Inputs, **preference: Any) -> Plan:
-    positional, named = subject.arguments(inputs)
-    return plan(subject.function, *positional, preference=Preference(**preference), **named)
-
-
-def _run(subject: Subject, inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Any:
-    """Runs the forward's plan into outputs that were changed."""
-    forward = directions.forward(subject.bind(inputs), "")
-    first, *others = forward.plan.allocate(forward.arguments)
-    return forward.run(out=(change(first), *others))
 
 
 def _differentiate_twice(subject: Subject, inputs: Inputs) -> None:
@@ -104,38 +87,30 @@ def _first_output(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else _first_output(value[0])
 
 
-_WHOLE_CALLS: tuple[tuple[str, Callable[[Subject, Inputs], Any], type[Exception], tuple[str, ...]], ...] = (
-    ("create_graph=True", _differentiate_twice, Unsupported, ("second derivative", "create_graph")),
-    ("a forward-mode gradient", _differentiate_forwards, Unsupported, ("torch.func",)),
-    ("vmap", _vectorize, Unsupported, ("torch.func", "vmap")),
-    (
-        "an unknown plan",
-        lambda subject, inputs: subject(*inputs, preference=Preference(plan="fastest")),
-        Unsupported,
-        ("fastest", "eager"),
-    ),
-    (
-        "too few tensors, to the plan",
-        lambda subject, inputs: _plan(subject, inputs).run(),
-        ArgumentError,
-        ("the plan takes", "got 0"),
-    ),
-    (
-        "out= of another shape",
-        lambda subject, inputs: _run(subject, inputs, lambda out: out.new_empty((*out.shape, 2))),
-        ArgumentError,
-        ("out=", "shape"),
-    ),
-    (
-        "out= of another dtype",
-        lambda subject, inputs: _run(subject, inputs, lambda out: out.to(torch.complex64)),
-        ArgumentError,
-        ("out=", "complex64"),
-    ),
-    (
-        "out= elsewhere",
-        lambda subject, inputs: _run(subject, inputs, lambda out: out.to("meta")),
-        ArgumentError,
-        ("out=", "meta"),
-    ),
-)
+def _whole_calls(subject: Subject, op: str) -> Iterator[BadCall]:
+    """Calls that are wrong as a whole."""
+
+    def bad(name: str, call: Callable[[Inputs], Any], *words: str, error: type[Exception] = ArgumentError) -> BadCall:
+        whole = f"{subject.name}: {name}"
+        return BadCall(whole, lambda device: call(_inputs(subject, device)), op, *words, error=error)
+
+    def run(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Any:
+        """Runs the forward's plan into outputs that were changed."""
+        forward = directions.forward(subject.bind(inputs), "")
+        first, *others = forward.plan.allocate(forward.arguments)
+        return forward.run(out=(change(first), *others))
+
+    def run_without_tensors(inputs: Inputs) -> Any:
+        positional, named = subject.arguments(inputs)
+        return plan(subject.function, *positional, **named).run()
+
+    fastest = Preference(plan="fastest")
+    second = ("second derivative", "create_graph")
+    yield bad("create_graph=True", lambda x: _differentiate_twice(subject, x), *second, error=Unsupported)
+    yield bad("a forward-mode gradient", lambda x: _differentiate_forwards(subject, x), "torch.func", error=Unsupported)
+    yield bad("vmap", lambda x: _vectorize(subject, x), "torch.func", "vmap", error=Unsupported)
+    yield bad("an unknown plan", lambda x: subject(*x, preference=fastest), "fastest", "eager", error=Unsupported)
+    yield bad("too few tensors, to the plan", run_without_tensors, "the plan takes", "got 0")
+    yield bad("out= of another shape", lambda x: run(x, lambda y: y.new_empty((*y.shape, 2))), "out=", "shape")
+    yield bad("out= of another dtype", lambda x: run(x, lambda y: y.to(torch.complex64)), "out=", "complex64")
+    yield bad("out= elsewhere", lambda x: run(x, lambda y: y.to("meta")), "out=", "meta")

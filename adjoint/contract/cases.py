@@ -15,6 +15,7 @@ from torch import Tensor
 from adjoint.contract import batching
 from adjoint.contract.batching import Answers, Rebatch
 from adjoint.contract.inputs import Inputs, is_differentiable
+from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 
 __all__ = ["Answers", "BadCall", "Case", "Inputs", "Make", "Rebatch", "Special", "Subject", "Workload", "normal"]
@@ -177,14 +178,13 @@ class Subject:
         return batching.pieces(arguments, outputs, self.batch_axis)
 
 
-@dataclass(frozen=True)
 class BadCall:
-    """A call that must raise, and words its message must contain."""
+    """A call that must raise an error, and words that the error's message must contain."""
 
-    name: str
-    call: Callable[[torch.device], Any]
-    error: type[Exception]
-    words: tuple[str, ...]
+    def __init__(
+        self, name: str, call: Callable[[torch.device], Any], *words: str, error: type[Exception] = ArgumentError
+    ) -> None:
+        self.name, self.call, self.words, self.error = name, call, words, error
 
 
 @dataclass(frozen=True)

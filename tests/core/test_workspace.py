@@ -72,16 +72,17 @@ def test_kernels_get_the_same_places(device: torch.device) -> None:
 
 def test_allocated_memory_has_the_stated_size(device: torch.device) -> None:
     regions = Regions(a=(torch.int32, 70))
-    workspace = regions.allocate(device)
+    workspace = regions.divide(None, device).workspace
+    assert workspace is not None and Regions().divide(None, device).workspace is None
     assert (workspace.numel() * workspace.element_size(), workspace.device) == (regions.bytes, device)
 
 
-def test_a_tensor_with_a_region_of_its_name_is_copied_into_it(device: torch.device) -> None:
-    regions = Regions(x=(torch.float32, 6))
+def test_a_tensor_with_a_region_for_its_copy_is_copied_into_it(device: torch.device) -> None:
+    regions = Regions(copy_of_x=(torch.float32, 6))
     memory = regions.divide(None, device)
     x = torch.arange(6.0, device=device).view(3, 2).T
     copy = memory.contiguous("x", x)
     assert torch.equal(copy, x) and copy.is_contiguous()
-    assert copy.data_ptr() == memory.tensor("x").data_ptr()
+    assert copy.data_ptr() == memory.tensor("copy_of_x").data_ptr()
     assert memory.contiguous("y", x) is x
     assert memory.contiguous("weights", None) is None

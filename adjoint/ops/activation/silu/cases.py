@@ -55,20 +55,27 @@ BAD_CALLS = (
     BadCall(
         "a preference nothing satisfies",
         lambda device: silu(torch.zeros(4, 6, device=device), preference=adjoint.Preference(device_invariant=True)),
-        Unsupported,
-        ("triton.rows", "triton.strided", "eager", "device_invariant"),
+        "triton.rows",
+        "triton.strided",
+        "eager",
+        "device_invariant",
+        error=Unsupported,
     ),
     BadCall(
         "an unknown backend",
         lambda device: adjoint.Preference(backend="cuda"),
-        adjoint.ArgumentError,
-        ("backend", "triton", "cuda"),
+        "backend",
+        "triton",
+        "cuda",
+        error=adjoint.ArgumentError,
     ),
     BadCall(
         "out= over an input",
         lambda device: (lambda x: adjoint.plan(silu, x[:-1]).run(x[:-1], out=x[1:]))(torch.zeros(9, device=device)),
-        adjoint.ArgumentError,
-        ("out=", "shares memory", "x"),
+        "out=",
+        "shares memory",
+        "x",
+        error=adjoint.ArgumentError,
     ),
 )
 

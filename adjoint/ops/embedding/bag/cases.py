@@ -10,7 +10,6 @@ from torch import Tensor
 
 import adjoint
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 from adjoint.ops.embedding.bag import embedding_bag, reference
 from adjoint.ops.embedding.values import device_ids, device_values, hot_ids, normal_values
@@ -199,74 +198,61 @@ def _with_id(device: torch.device) -> None:
 
 
 BAD_CALLS = (
-    BadCall("ids elsewhere", lambda d: embedding_bag(_ids("meta")[None], _zeros(d)), ArgumentError, ("ids", "meta")),
-    BadCall("an id out of range", _with_id, ArgumentError, ("embedding_bag: ids", "got -2 at position 2 ")),
-    BadCall("one axis without offsets", lambda d: _matrix(d, 3), ArgumentError, ("ids", "two axes", "(3,)")),
-    BadCall("three axes without offsets", lambda d: _matrix(d, 1, 1, 3), ArgumentError, ("ids", "(1, 1, 3)")),
+    BadCall("ids elsewhere", lambda d: embedding_bag(_ids("meta")[None], _zeros(d)), "ids", "meta"),
+    BadCall("an id out of range", _with_id, "embedding_bag: ids", "got -2 at position 2 "),
+    BadCall("one axis without offsets", lambda d: _matrix(d, 3), "ids", "two axes", "(3,)"),
+    BadCall("three axes without offsets", lambda d: _matrix(d, 1, 1, 3), "ids", "(1, 1, 3)"),
+    BadCall("two axes with offsets", lambda d: _matrix(d, 1, 3, offsets=_ids(d, 0)), "offsets", "one axis", "(1, 3)"),
+    BadCall("offsets with two axes", lambda d: _call(d, offsets=_ids(d, 0)[None]), "offsets", "(1, 1)"),
+    BadCall("offsets that descend", _with_offsets(0, 2, 1), "offsets", "descend", "got 1 at position 2 "),
+    BadCall("offsets that begin past 0", _with_offsets(1, 2), "begin with 0", "got 1 at position 0 "),
+    BadCall("a negative offset", _with_offsets(0, -1, 2), "offsets", "got -1 at position 1 "),
+    BadCall("offsets past the end", _with_offsets(0, 2, 4), "exceed", "got 4 at position 2 "),
     BadCall(
-        "two axes with offsets",
-        lambda d: _matrix(d, 1, 3, offsets=_ids(d, 0)),
-        ArgumentError,
-        ("offsets", "one axis", "(1, 3)"),
-    ),
-    BadCall(
-        "offsets with two axes", lambda d: _call(d, offsets=_ids(d, 0)[None]), ArgumentError, ("offsets", "(1, 1)")
-    ),
-    BadCall(
-        "offsets that descend", _with_offsets(0, 2, 1), ArgumentError, ("offsets", "descend", "got 1 at position 2 ")
-    ),
-    BadCall("offsets that begin past 0", _with_offsets(1, 2), ArgumentError, ("begin with 0", "got 1 at position 0 ")),
-    BadCall("a negative offset", _with_offsets(0, -1, 2), ArgumentError, ("offsets", "got -1 at position 1 ")),
-    BadCall("offsets past the end", _with_offsets(0, 2, 4), ArgumentError, ("exceed", "got 4 at position 2 ")),
-    BadCall(
-        "a last offset past the end",
-        _with_offsets(0, 2, 4, include_last_offset=True),
-        ArgumentError,
-        ("exceed", "got 4 at position 2 "),
+        "a last offset past the end", _with_offsets(0, 2, 4, include_last_offset=True), "exceed", "got 4 at position 2 "
     ),
     BadCall(
         "include_last_offset without offsets",
         lambda d: _matrix(d, 1, 3, include_last_offset=True),
-        ArgumentError,
-        ("include_last_offset", "none are given"),
+        "include_last_offset",
+        "none are given",
     ),
     BadCall(
         "include_last_offset with no offset",
         lambda d: _call(d, offsets=_ids(d)[:0], include_last_offset=True),
-        ArgumentError,
-        ("include_last_offset", "at least one"),
+        "include_last_offset",
+        "at least one",
     ),
     BadCall(
         "per_sample_weights of the wrong length",
         lambda d: _weighted(d, _zeros(d, 2)),
-        ArgumentError,
-        ("per_sample_weights", "(3,)", "(2,)"),
+        "per_sample_weights",
+        "(3,)",
+        "(2,)",
     ),
     BadCall(
         "per_sample_weights of the wrong dtype",
         lambda d: _weighted(d, _zeros(d, 3).half()),
-        ArgumentError,
-        ("per_sample_weights", "weight", "float32", "float16"),
+        "per_sample_weights",
+        "weight",
+        "float32",
+        "float16",
     ),
     BadCall(
         "per_sample_weights with the mean",
         lambda d: _weighted(d, _zeros(d, 3), mode="mean"),
-        ArgumentError,
-        ("per_sample_weights", "'mean'"),
+        "per_sample_weights",
+        "'mean'",
     ),
     BadCall(
         "per_sample_weights with the maximum",
         lambda d: _weighted(d, _zeros(d, 3), mode="max"),
-        ArgumentError,
-        ("per_sample_weights", "'max'"),
+        "per_sample_weights",
+        "'max'",
     ),
-    BadCall(
-        "unknown mode", lambda d: _call(d, mode="min"), ArgumentError, ("mode", "'mean'", "'sum'", "'max'", "'min'")
-    ),
-    BadCall(
-        "padding_idx past the end", lambda d: _call(d, padding_idx=6), ArgumentError, ("embedding_bag: padding_idx",)
-    ),
-    BadCall("boolean padding_idx", lambda d: _call(d, padding_idx=False), ArgumentError, ("padding_idx", "False")),
+    BadCall("unknown mode", lambda d: _call(d, mode="min"), "mode", "'mean'", "'sum'", "'max'", "'min'"),
+    BadCall("padding_idx past the end", lambda d: _call(d, padding_idx=6), "embedding_bag: padding_idx"),
+    BadCall("boolean padding_idx", lambda d: _call(d, padding_idx=False), "padding_idx", "False"),
 )
 
 # ----------------------------------------------------------------------------------------- workloads

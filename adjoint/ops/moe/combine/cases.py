@@ -9,7 +9,6 @@ from torch import Tensor
 import adjoint
 from adjoint.contract.batching import PIECE
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.moe.combine import combine, combine_tensors, reference
@@ -225,75 +224,68 @@ BAD_CALLS = (
     BadCall(
         "rows with one axis",
         _changed(lambda rows, weights, layout: (rows[:, 0], weights, layout)),
-        ArgumentError,
-        ("moe.combine", "rows", "(6,)"),
+        "moe.combine",
+        "rows",
+        "(6,)",
     ),
     BadCall(
         "too few rows",
         _changed(lambda rows, weights, layout: (rows[:5], weights, layout)),
-        ArgumentError,
-        ("rows", "6 entries", "5 rows"),
+        "rows",
+        "6 entries",
+        "5 rows",
     ),
     BadCall(
         "weights of the wrong shape",
         _changed(lambda rows, weights, layout: (rows, weights.T, layout)),
-        ArgumentError,
-        ("weights", "(3, 2)", "(2, 3)"),
+        "weights",
+        "(3, 2)",
+        "(2, 3)",
     ),
     BadCall(
         "weights of the wrong dtype",
         _changed(lambda rows, weights, layout: (rows, weights.half(), layout)),
-        ArgumentError,
-        ("weights", "float32", "float16"),
+        "weights",
+        "float32",
+        "float16",
     ),
     BadCall(
         "a layout that is a tensor",
         _changed(lambda rows, weights, layout: (rows, weights, layout.inverse)),
-        ArgumentError,
-        ("layout", "Layout", "Tensor"),
+        "layout",
+        "Layout",
+        "Tensor",
     ),
     BadCall(
         "a layout in 64 bits",
         _changed(lambda rows, weights, layout: (rows, weights, Layout(*(t.long() for t in layout)))),
-        ArgumentError,
-        ("layout.inverse", "int32", "int64"),
+        "layout.inverse",
+        "int32",
+        "int64",
     ),
     BadCall(
         "a layout without offsets",
         _changed(lambda rows, weights, layout: (rows, weights, layout._replace(offsets=layout.offsets[:0]))),
-        ArgumentError,
-        ("layout.offsets", "(0,)"),
+        "layout.offsets",
+        "(0,)",
     ),
     BadCall(
         "a layout that names a row past the end",
         _changed(lambda rows, weights, layout: (rows, weights, layout._replace(inverse=layout.inverse + 1))),
-        ArgumentError,
-        ("moe.combine: layout.inverse", "got 6 at position 2 "),
+        "moe.combine: layout.inverse",
+        "got 6 at position 2 ",
     ),
     BadCall(
         "a layout that names a row before the beginning",
         _changed(lambda rows, weights, layout: (rows, weights, layout._replace(inverse=layout.inverse - 1))),
-        ArgumentError,
-        ("layout.inverse", "got -1 at position 0 "),
+        "layout.inverse",
+        "got -1 at position 0 ",
     ),
     BadCall(
-        "a layout that names a row twice",
-        lambda d: _named_twice(*example(d)),
-        ArgumentError,
-        ("layout.inverse", "row 1 more than once"),
+        "a layout that names a row twice", lambda d: _named_twice(*example(d)), "layout.inverse", "row 1 more than once"
     ),
-    BadCall(
-        "dy of the wrong shape, to the operator",
-        lambda d: _backward(d, 2, 1),
-        ArgumentError,
-        ("dy", "(3,)", "(2, 4)"),
-    ),
-    BadCall(
-        "no rows for the gradient of weights, to the operator",
-        lambda d: _backward(d, 3, 2),
-        ArgumentError,
-        ("weights", "rows"),
-    ),
+    BadCall("dy of the wrong shape, to the operator", lambda d: _backward(d, 2, 1), "dy", "(3,)", "(2, 4)"),
+    BadCall("no rows for the gradient of weights, to the operator", lambda d: _backward(d, 3, 2), "weights", "rows"),
 )
 
 # ----------------------------------------------------------------------------------------- workloads

@@ -9,7 +9,7 @@ import adjoint
 from adjoint.contract.batching import PIECE
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.contract.inputs import each
-from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.ops.moe.dispatch import dispatch, reference
 from adjoint.ops.moe.layout import MAX_EXPERTS, Layout
@@ -212,55 +212,32 @@ def _places(device: torch.device) -> tuple[Tensor, Tensor]:
 
 BAD_CALLS = (
     BadCall(
-        "indices of other tokens",
-        lambda d: dispatch(_x(d, 4, 4), _indices(d), 5),
-        ArgumentError,
-        ("x and indices", "(4, 4)", "(3, 2)"),
+        "indices of other tokens", lambda d: dispatch(_x(d, 4, 4), _indices(d), 5), "x and indices", "(4, 4)", "(3, 2)"
     ),
-    BadCall(
-        "indices without slots",
-        lambda d: dispatch(_x(d), _indices(d)[:, 0], 5),
-        ArgumentError,
-        ("indices", "(3,)"),
-    ),
-    BadCall(
-        "x without axes", lambda d: dispatch(torch.zeros((), device=d), _indices(d), 5), ArgumentError, ("x", "()")
-    ),
-    BadCall("no experts", lambda d: dispatch(_x(d), _indices(d), 0), ArgumentError, ("num_experts", "at least 1", "0")),
-    BadCall(
-        "a boolean number of experts",
-        lambda d: dispatch(_x(d), _indices(d), True),
-        ArgumentError,
-        ("num_experts", "True"),
-    ),
-    BadCall(
-        "a number of experts that is none",
-        lambda d: dispatch(_x(d), _indices(d), 5.0),  # type: ignore[arg-type]
-        ArgumentError,
-        ("num_experts", "5.0"),
-    ),
-    BadCall(
-        "the first index too large", _with_index(0, 5), ArgumentError, ("moe.dispatch: indices", "got 5 at position 0 ")
-    ),
-    BadCall("the last index too large", _with_index(-1, 7, torch.int32), ArgumentError, ("got 7 at position 599 ",)),
-    BadCall("a negative index", _with_index(301, -1), ArgumentError, ("got -1 at position 301 ",)),
-    BadCall(
-        "an index that is an expert modulo 2^32",
-        _with_index(42, 2**32 + 1),
-        ArgumentError,
-        ("got 4294967297 at position 42 ",),
-    ),
+    BadCall("indices without slots", lambda d: dispatch(_x(d), _indices(d)[:, 0], 5), "indices", "(3,)"),
+    BadCall("x without axes", lambda d: dispatch(torch.zeros((), device=d), _indices(d), 5), "x", "()"),
+    BadCall("no experts", lambda d: dispatch(_x(d), _indices(d), 0), "num_experts", "at least 1", "0"),
+    BadCall("a boolean number of experts", lambda d: dispatch(_x(d), _indices(d), True), "num_experts", "True"),
+    BadCall("a number of experts that is none", lambda d: dispatch(_x(d), _indices(d), 5.0), "num_experts", "5.0"),  # type: ignore[arg-type]
+    BadCall("the first index too large", _with_index(0, 5), "moe.dispatch: indices", "got 5 at position 0 "),
+    BadCall("the last index too large", _with_index(-1, 7, torch.int32), "got 7 at position 599 "),
+    BadCall("a negative index", _with_index(301, -1), "got -1 at position 301 "),
+    BadCall("an index that is an expert modulo 2^32", _with_index(42, 2**32 + 1), "got 4294967297 at position 42 "),
     BadCall(
         "no workspace allowed",
         lambda d: dispatch(_x(d), _indices(d), 5, preference=adjoint.Preference(max_workspace_bytes=0)),
-        Unsupported,
-        ("moe_dispatch", "triton", "eager", "the preference allows 0"),
+        "moe_dispatch",
+        "triton",
+        "eager",
+        "the preference allows 0",
+        error=Unsupported,
     ),
     BadCall(
         "drows of the wrong shape, to the operator",
         lambda d: torch.ops.adjoint.moe_dispatch_backward(_x(d, 5, 4), *_places(d), ""),
-        ArgumentError,
-        ("drows", "6 entries", "5 rows"),
+        "drows",
+        "6 entries",
+        "5 rows",
     ),
 )
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 from adjoint.ops.moe.route import plans, reference, route
 from adjoint.ops.moe.rows import MAX_EXPERTS
@@ -153,56 +152,40 @@ def _bias(device: torch.device | str, *shape: int) -> Tensor:
 
 
 BAD_CALLS = (
-    BadCall("boolean logits", lambda d: route(_zeros(d).bool(), 2), ArgumentError, ("route: logits", "bool")),
-    BadCall(
-        "logits in float64", lambda d: route(_zeros(d).double(), 2), ArgumentError, ("logits", "float64", ".float()")
-    ),
-    BadCall("logits without axes", lambda d: route(_zeros(d)[0, 0], 1), ArgumentError, ("logits", "axis of experts")),
-    BadCall("no experts", lambda d: route(_zeros(d, 3, 0), 1), ArgumentError, ("1 to 1024 experts", "(3, 0)")),
-    BadCall("too many experts", lambda d: route(_zeros(d, 2, 1025), 1), ArgumentError, ("1024", "(2, 1025)")),
-    BadCall("k = 0", lambda d: _route(d, 0), ArgumentError, ("route: k", "from 1 to 12", "got 0")),
-    BadCall("a negative k", lambda d: _route(d, -1), ArgumentError, ("route: k", "got -1")),
-    BadCall("k past the experts", lambda d: _route(d, 13), ArgumentError, ("route: k", "got 13 for 12 experts")),
-    BadCall("k past 64", lambda d: route(_zeros(d, 2, 100), 65), ArgumentError, ("route: k", "64", "got 65")),
-    BadCall("k that is a float", lambda d: _route(d, 2.0), ArgumentError, ("route: k", "integer", "2.0")),
-    BadCall("k that is a boolean", lambda d: _route(d, True), ArgumentError, ("route: k", "integer", "True")),
-    BadCall(
-        "an unknown score",
-        lambda d: _route(d, score="relu"),
-        ArgumentError,
-        ("score", "'softmax', 'sigmoid'", "'relu'"),
-    ),
-    BadCall("groups that do not divide", lambda d: _route(d, num_groups=5), ArgumentError, ("num_groups", "12", "5")),
-    BadCall("no groups", lambda d: _route(d, num_groups=0), ArgumentError, ("num_groups", "got 0")),
-    BadCall("no group kept", lambda d: _route(d, num_groups=4, groups_kept=0), ArgumentError, ("groups_kept", "got 0")),
+    BadCall("boolean logits", lambda d: route(_zeros(d).bool(), 2), "route: logits", "bool"),
+    BadCall("logits in float64", lambda d: route(_zeros(d).double(), 2), "logits", "float64", ".float()"),
+    BadCall("logits without axes", lambda d: route(_zeros(d)[0, 0], 1), "logits", "axis of experts"),
+    BadCall("no experts", lambda d: route(_zeros(d, 3, 0), 1), "1 to 1024 experts", "(3, 0)"),
+    BadCall("too many experts", lambda d: route(_zeros(d, 2, 1025), 1), "1024", "(2, 1025)"),
+    BadCall("k = 0", lambda d: _route(d, 0), "route: k", "from 1 to 12", "got 0"),
+    BadCall("a negative k", lambda d: _route(d, -1), "route: k", "got -1"),
+    BadCall("k past the experts", lambda d: _route(d, 13), "route: k", "got 13 for 12 experts"),
+    BadCall("k past 64", lambda d: route(_zeros(d, 2, 100), 65), "route: k", "64", "got 65"),
+    BadCall("k that is a float", lambda d: _route(d, 2.0), "route: k", "integer", "2.0"),
+    BadCall("k that is a boolean", lambda d: _route(d, True), "route: k", "integer", "True"),
+    BadCall("an unknown score", lambda d: _route(d, score="relu"), "score", "'softmax', 'sigmoid'", "'relu'"),
+    BadCall("groups that do not divide", lambda d: _route(d, num_groups=5), "num_groups", "12", "5"),
+    BadCall("no groups", lambda d: _route(d, num_groups=0), "num_groups", "got 0"),
+    BadCall("no group kept", lambda d: _route(d, num_groups=4, groups_kept=0), "groups_kept", "got 0"),
     BadCall(
         "more groups kept than there are",
         lambda d: _route(d, num_groups=4, groups_kept=5),
-        ArgumentError,
-        ("groups_kept", "from 1 to num_groups, 4", "got 5"),
+        "groups_kept",
+        "from 1 to num_groups, 4",
+        "got 5",
     ),
     BadCall(
         "groups that hold too few",
         lambda d: _route(d, 4, num_groups=4, groups_kept=1),
-        ArgumentError,
-        ("1 of 4 groups of 3 experts", "fewer than k = 4"),
+        "1 of 4 groups of 3 experts",
+        "fewer than k = 4",
     ),
-    BadCall(
-        "renormalize that is a number",
-        lambda d: _route(d, renormalize=1),
-        ArgumentError,
-        ("renormalize", "True or False"),
-    ),
-    BadCall("a bias too long", lambda d: _route(d, bias=_bias(d, 13)), ArgumentError, ("bias", "12 experts", "(13,)")),
-    BadCall("a bias for each token", lambda d: _route(d, bias=_zeros(d)), ArgumentError, ("bias", "(4, 12)")),
-    BadCall(
-        "a bias of another dtype",
-        lambda d: _route(d, bias=_bias(d).bfloat16()),
-        ArgumentError,
-        ("bias", "float32", "bfloat16"),
-    ),
-    BadCall("an integer bias", lambda d: _route(d, bias=_bias(d).long()), ArgumentError, ("bias", "int64")),
-    BadCall("a bias elsewhere", lambda d: _route(d, bias=_bias("meta")), ArgumentError, ("bias", "logits", "meta")),
+    BadCall("renormalize that is a number", lambda d: _route(d, renormalize=1), "renormalize", "True or False"),
+    BadCall("a bias too long", lambda d: _route(d, bias=_bias(d, 13)), "bias", "12 experts", "(13,)"),
+    BadCall("a bias for each token", lambda d: _route(d, bias=_zeros(d)), "bias", "(4, 12)"),
+    BadCall("a bias of another dtype", lambda d: _route(d, bias=_bias(d).bfloat16()), "bias", "float32", "bfloat16"),
+    BadCall("an integer bias", lambda d: _route(d, bias=_bias(d).long()), "bias", "int64"),
+    BadCall("a bias elsewhere", lambda d: _route(d, bias=_bias("meta")), "bias", "logits", "meta"),
 )
 
 

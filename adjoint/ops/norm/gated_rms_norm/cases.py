@@ -10,7 +10,6 @@ from torch import Tensor
 
 from adjoint.contract.cases import BadCall, Case, Special, Subject, Workload
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
-from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 from adjoint.ops.norm import reference
 from adjoint.ops.norm.gated_rms_norm import gated_rms_norm
@@ -77,7 +76,7 @@ def _bad(name: str, words: tuple[str, ...], gate: int, weight: int, eps: float =
         x, second = torch.zeros(4, 6, device=device), torch.zeros(4, gate, device=device)
         return gated_rms_norm(x, second, torch.zeros(weight, device=device), eps=eps)
 
-    return BadCall(name, call, ArgumentError, ("gated_rms_norm", *words))
+    return BadCall(name, call, "gated_rms_norm", *words)
 
 
 BAD_CALLS = (

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from adjoint.contract.cases import BadCall, Special, Subject, Workload
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
-from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 from adjoint.ops.norm import reference
 from adjoint.ops.norm.rms_norm import rms_norm
@@ -100,7 +99,7 @@ def _bad(name: str, words: tuple[str, ...], x: tuple[int, ...], weight: tuple[in
     def call(device: torch.device) -> Any:
         return rms_norm(torch.zeros(x, device=device), torch.zeros(weight, device=device), **keywords)
 
-    return BadCall(name, call, ArgumentError, ("rms_norm", *words))
+    return BadCall(name, call, "rms_norm", *words)
 
 
 BAD_CALLS = (
@@ -113,8 +112,9 @@ BAD_CALLS = (
     BadCall(
         "weight of another 16-bit dtype",
         lambda device: rms_norm(torch.zeros(4, 6, device=device).bfloat16(), torch.zeros(6, device=device).half()),
-        ArgumentError,
-        ("weight", "bfloat16", "float16"),
+        "weight",
+        "bfloat16",
+        "float16",
     ),
 )
 
