@@ -20,6 +20,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids, require_like
 from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.embedding.bag import plans
@@ -114,32 +115,19 @@ def _extra_shape(mode: str, bags: int, columns: int) -> tuple[int, ...]:
 
 
 def _facts(
-    ids: Tensor,
-    table: Tensor,
-    rows: int,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    include_last_offset: bool,
+    ids: Tensor, table: Tensor, rows: int, offsets: Tensor | None, factors: Tensor | None, include_last_offset: bool
 ) -> Facts:
     """`table` has the columns and the dtype of the table: itself, or a gradient."""
-    tensors = {"ids": ids, "offsets": offsets, "per_sample_weights": per_sample_weights}
-    layout = ", ".join(name for name, x in tensors.items() if x is not None and not x.is_contiguous())
+    layout = copied_layout({}, {"ids": ids, "offsets": offsets, "per_sample_weights": factors})
     dtypes = (table.dtype, ids.dtype) if offsets is None else (table.dtype, ids.dtype, offsets.dtype)
     return Facts(dtypes, layout, (ids.numel(), rows, table.shape[1], _bags(ids, offsets, include_last_offset)))
 
 
 def _allocate(
-    ids: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    mode: str,
-    padding: int,
-    include_last_offset: bool,
-    keep: bool,
+    ids: Tensor, weight: Tensor, offsets: Tensor | None, factors: Any, mode: str, padding: int, last: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """The kernels write `extra` whether or not it is needed: it is small, or for the maximum on their way."""
-    bags, columns = _bags(ids, offsets, include_last_offset), weight.shape[1]
+    bags, columns = _bags(ids, offsets, last), weight.shape[1]
     extra = _extra_shape(mode, bags, columns)
     return weight.new_empty((bags, columns)), weight.new_empty(extra, dtype=torch.int32)
 
