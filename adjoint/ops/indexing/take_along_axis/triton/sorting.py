@@ -59,8 +59,8 @@ def load_entry(
     DOUBLE: tl.constexpr, ONE: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """The entries at positions, counted from the first line on, widened; 0 outside."""
-    line, entry = position // entries + first_line, position % entries
-    place = place_of(line, entry, line_sizes, line_dout_steps, entry_sizes, dout_steps, ONE, MANY)
+    place = offset_of(position // entries + first_line, line_sizes, line_dout_steps, ONE, MANY)
+    place += offset_of(position % entries, entry_sizes, dout_steps, True, MANY)
     return tl.load(dout + place, inside, other=0).to(tl.float64 if DOUBLE else tl.float32)
 
 
