@@ -44,7 +44,7 @@ _SUM = "½ ulp + γ·Σ|terms|, γ = n·u / (1 − n·u), n the roundings a term
 
 
 def _read(
-    problem: Problem, ids: Tensor, weight: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    problem: Problem, ids: Tensor, weight: Tensor, offsets: Tensor | None = None, samples: Tensor | None = None
 ) -> tuple[str, eager.Bags, Tensor, Tensor]:
     """The mode, the bags, which entries count, and the factors of those."""
     mode, padding, include_last_offset = forward_options(problem)
@@ -52,7 +52,7 @@ def _read(
     entries = bags.counts.nonzero()[:, 0]
     if mode == "mean":
         return mode, bags, entries, 1 / bags.used.double()[bags.bag_of[entries]]
-    factors = torch.ones_like(ids, dtype=torch.float64) if per_sample_weights is None else per_sample_weights
+    factors = torch.ones_like(ids, dtype=torch.float64) if samples is None else samples
     return mode, bags, entries, factors.reshape(-1)[entries]
 
 
