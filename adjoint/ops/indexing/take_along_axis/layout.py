@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+Shape = tuple[int, ...]
+
 MAX_AXES = 4
 """Axes that a kernel can tell apart."""
 
@@ -100,13 +102,12 @@ class Elements(NamedTuple):
     """The elements of the output, in order.
 
     Attributes:
-        axes: steps of x (none along the axis), of the indices, and of the indices' numbering.
         plain: whether the indices lie one after the other in the output's order.
-        numbers: the sizes and steps as `take_forward` takes them.
+        numbers: the sizes, and the steps of x (none along the axis), of the indices, and of the indices' numbering, as
+            `take_forward` takes them.
         layout: what the kernel must be made for.
     """
 
-    axes: Axes
     plain: bool
     numbers: Mapping[str, int]
     layout: str
@@ -118,13 +119,7 @@ def elements_of(x: Tensor, indices: Tensor, axis: int) -> Elements:
 
 
 @lru_cache(maxsize=4096)
-def _elements(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    indices: tuple[int, ...],
-    index_strides: tuple[int, ...],
-    axis: int,
-) -> Elements:
+def _elements(shape: Shape, strides: Shape, indices: Shape, index_strides: Shape, axis: int) -> Elements:
     axis %= len(shape)
     out = output_shape(shape, indices, axis)
     of_x = broadcast(shape, strides, out)
@@ -132,7 +127,7 @@ def _elements(
     axes = merged(out, (*of_x[:axis], 0, *of_x[axis + 1 :]), spread, broadcast(indices, contiguous(indices), out))
     plain = all(n == 1 or a == b for n, a, b in zip(out, spread, contiguous(out), strict=True))
     numbers = axes.numbers("size", "x_step", "index_step", "number_step")
-    return Elements(axes, plain, numbers, _words(axes.number, 2, prod(axes.sizes), shape[axis]))
+    return Elements(plain, numbers, _words(axes.number, 2, prod(axes.sizes), shape[axis]))
 
 
 class Lines(NamedTuple):
@@ -143,7 +138,8 @@ class Lines(NamedTuple):
         entry_axes: steps of the indices and of dout from entry to entry.
         line_count, entry_count: how many lines there are, and entries of each.
         axis_step: the step of dx along the axis.
-        numbers: sizes and steps as kernels take them.
+        numbers: sizes and steps as kernels take them, with `entries`, the elements of a line as `length`, and
+            `axis_step`.
         layout: what kernels must be made for.
     """
 
@@ -166,13 +162,7 @@ def lines_of(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def _lines(
-    shape: tuple[int, ...],
-    indices: tuple[int, ...],
-    index_strides: tuple[int, ...],
-    dout_strides: tuple[int, ...],
-    axis: int,
-) -> Lines:
+def _lines(shape: Shape, indices: Shape, index_strides: Shape, dout_strides: Shape, axis: int) -> Lines:
     out = output_shape(shape, indices, axis)
     of_dx = contiguous(shape)
     spread = broadcast(indices, index_strides, out)
@@ -187,6 +177,7 @@ def _lines(
     entry_axes = merged(only(summed, out), only(summed, spread), only(summed, dout_strides))
     numbers = axes.numbers("line_size", "dx_step", "line_index_step", "line_dout_step")
     numbers |= entry_axes.numbers("entry_size", "index_step", "dout_step")
+    numbers |= {"entries": entry_count, "length": shape[axis], "axis_step": of_dx[axis]}
     few = 1 if of_dx[axis] == 1 else 2
     most = max(axes.number, few + 1 if entry_axes.number > 1 else 1, entry_axes.number)
     layout = _words(most, few, line_count * entry_count)

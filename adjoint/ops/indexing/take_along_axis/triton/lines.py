@@ -311,8 +311,7 @@ def by_comparing(setup: Setup) -> Execute:
         spans = -(-length // span)
         bound.launch(
             (-(-lines.line_count // tile.lines) * spans,), dout=dout, indices=indices, dx=dx, lines=lines.line_count,
-            entries=lines.entry_count, length=length, axis_step=lines.axis_step, spans=spans, span=span,
-            **lines.numbers,
+            spans=spans, span=span, **lines.numbers,
         )  # fmt: skip
 
     return execute
@@ -350,8 +349,7 @@ def by_lines(setup: Setup) -> Execute:
             end = min(first + step, lines.line_count)
             bound.launch(
                 (-(-(end - first) // tile.lines),), dout=dout, indices=indices, dx=dx, order=order, partials=partials,
-                lines=end, first_line=first, entries=lines.entry_count, length=length, axis_step=lines.axis_step,
-                **lines.numbers,
+                lines=end, first_line=first, **lines.numbers,
             )  # fmt: skip
 
     return execute
@@ -383,8 +381,7 @@ def scatter(setup: Setup) -> Execute:
             return
         lines = lines_of(dout, indices, shape, axis)
         by_unit[lines.axis_step == 1].launch(
-            (-(-dout.numel() // block),), dout=dout, indices=indices, dx=dx, lines=lines.line_count,
-            entries=lines.entry_count, length=shape[axis], axis_step=lines.axis_step, **lines.numbers,
+            (-(-dout.numel() // block),), dout=dout, indices=indices, dx=dx, lines=lines.line_count, **lines.numbers
         )  # fmt: skip
 
     return execute

@@ -207,8 +207,8 @@ def by_sorting(setup: Setup) -> Execute:
         make_keys, sum_tiles, write_sums = by_axes[lines.axes.number == 1]
         sums_grid = (-(-count // sums_block),)
         make_keys.launch(
-            (-(-count // keys_block),), indices=indices, ids=memory["ids"], count=count, entries=entries,
-            length=length, first_line=first_line, **lines.select(take_keys.types),
+            (-(-count // keys_block),), indices=indices, ids=memory["ids"], count=count, first_line=first_line,
+            **lines.select(take_keys.types),
         )  # fmt: skip
         keys, positions = grouping.sort(memory, memory["ids"], count, groups)
         grouping.mark_groups(memory, keys, count, groups)
@@ -216,15 +216,14 @@ def by_sorting(setup: Setup) -> Execute:
         for bits in levels:
             if bits == TILE_BITS:
                 sum_tiles.launch(
-                    sums_grid, dout=dout, keys=keys, positions=positions, count=count, groups=groups, entries=entries,
+                    sums_grid, dout=dout, keys=keys, positions=positions, count=count, groups=groups,
                     first_line=first_line, **sorted_entries, **lines.select(take_sum_tiles.types),
                 )  # fmt: skip
             else:
                 sum_partials.launch(sums_grid, keys=keys, count=count, groups=groups, bits=bits, **sorted_entries)
         write_sums.launch(
-            (-(-groups // sums_block),), dout=dout, positions=positions, dx=dx, groups=groups, entries=entries,
-            length=length, axis_step=lines.axis_step, first_line=first_line, **sorted_entries,
-            **lines.select(take_write_sums.types),
+            (-(-groups // sums_block),), dout=dout, positions=positions, dx=dx, groups=groups, first_line=first_line,
+            **sorted_entries, **lines.select(take_write_sums.types),
         )  # fmt: skip
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
