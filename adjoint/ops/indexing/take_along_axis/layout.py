@@ -8,7 +8,7 @@ were taken from it, in the output's order: those along the axis and, where x was
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,17 +34,14 @@ class Axes(NamedTuple):
     def number(self) -> int:
         return len(self.sizes)
 
-    def numbers(self, size: str, *steps: str) -> dict[str, int]:
+    def numbers(self, sizes: str, *steps: str) -> dict[str, tuple[int, ...]]:
         """What kernels take, by parameter: the sizes of all axes but the outermost, and each tensor's steps.
 
         There are as many as for `MAX_AXES` axes, the missing ones first.
         """
         missing = MAX_AXES - self.number
-        sizes = (1,) * missing + self.sizes
-        named = {f"{size}_{axis}": sizes[axis] for axis in range(1, MAX_AXES)}
-        for name, row in zip(steps, self.steps, strict=True):
-            named |= {f"{name}_{axis}": step for axis, step in enumerate((0,) * missing + row)}
-        return named
+        named = {sizes: ((1,) * missing + self.sizes)[1:]}
+        return named | {name: (0,) * missing + row for name, row in zip(steps, self.steps, strict=True)}
 
 
 def merged(sizes: Sequence[int], *steps: Sequence[int]) -> Axes:
@@ -109,7 +106,7 @@ class Elements(NamedTuple):
     """
 
     plain: bool
-    numbers: Mapping[str, int]
+    numbers: Mapping[str, Any]
     layout: str
 
 
@@ -126,7 +123,7 @@ def _elements(shape: Shape, strides: Shape, indices: Shape, index_strides: Shape
     spread = broadcast(indices, index_strides, out)
     axes = merged(out, (*of_x[:axis], 0, *of_x[axis + 1 :]), spread, broadcast(indices, contiguous(indices), out))
     plain = all(n == 1 or a == b for n, a, b in zip(out, spread, contiguous(out), strict=True))
-    numbers = axes.numbers("size", "x_step", "index_step", "number_step")
+    numbers = axes.numbers("sizes", "x_steps", "index_steps", "number_steps")
     return Elements(plain, numbers, _words(axes.number, 2, prod(axes.sizes), shape[axis]))
 
 
@@ -148,10 +145,10 @@ class Lines(NamedTuple):
     line_count: int
     entry_count: int
     axis_step: int
-    numbers: Mapping[str, int]
+    numbers: Mapping[str, Any]
     layout: str
 
-    def select(self, parameters: Iterable[str]) -> dict[str, int]:
+    def select(self, parameters: Iterable[str]) -> dict[str, Any]:
         """The sizes and steps among a kernel's parameters."""
         return {name: self.numbers[name] for name in parameters if name in self.numbers}
 
@@ -175,8 +172,8 @@ def _lines(shape: Shape, indices: Shape, index_strides: Shape, dout_strides: Sha
     line_count, entry_count = prod(only(across, out)), prod(only(summed, out))
     axes = merged(only(across, out), only(across, of_dx), only(across, spread), only(across, dout_strides))
     entry_axes = merged(only(summed, out), only(summed, spread), only(summed, dout_strides))
-    numbers = axes.numbers("line_size", "dx_step", "line_index_step", "line_dout_step")
-    numbers |= entry_axes.numbers("entry_size", "index_step", "dout_step")
+    numbers: dict[str, Any] = axes.numbers("line_sizes", "dx_steps", "line_index_steps", "line_dout_steps")
+    numbers |= entry_axes.numbers("entry_sizes", "index_steps", "dout_steps")
     numbers |= {"entries": entry_count, "length": shape[axis], "axis_step": of_dx[axis]}
     few = 1 if of_dx[axis] == 1 else 2
     most = max(axes.number, few + 1 if entry_axes.number > 1 else 1, entry_axes.number)

@@ -36,14 +36,9 @@ _TILE = tl.constexpr(TILE)
 @triton.jit
 def take_backward_few(
     dout: Pointer.element, indices: Pointer.index, dx: PointerIf16.element, lines: Int64, entries: Int32,
-    length: Int32If16, axis_step: Int64, spans: Int32, span: Int32If16,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    dx_step_0: Int64If16, dx_step_1: Int64If16, dx_step_2: Int64If16, dx_step_3: Int64If16,
-    line_index_step_0: Int64, line_index_step_1: Int64, line_index_step_2: Int64, line_index_step_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    length: Int32If16, axis_step: Int64, spans: Int32, span: Int32If16, line_sizes: Int64 * 3,
+    dx_steps: Int64If16 * 4, line_index_steps: Int64 * 4, line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3,
+    index_steps: Int64 * 4, dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr, MANY: tl.constexpr, LINES: tl.constexpr,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -53,13 +48,6 @@ def take_backward_few(
     their sum. Without, no index repeats, and every entry writes itself. UNIT lines lie along the axis; of
     others, neighbours lie side by side.
     """
-    line_sizes = line_size_1, line_size_2, line_size_3
-    entry_sizes = entry_size_1, entry_size_2, entry_size_3
-    dx_steps = dx_step_0, dx_step_1, dx_step_2, dx_step_3
-    line_index_steps = line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3
-    line_dout_steps = line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3
-    index_steps = index_step_0, index_step_1, index_step_2, index_step_3
-    dout_steps = dout_step_0, dout_step_1, dout_step_2, dout_step_3
     program = tl.program_id(0)
     begin = (program % spans) * span
     line = (program // spans).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -110,14 +98,8 @@ def larger(a, b):
 def take_backward_lines(
     dout: Pointer.element, indices: Pointer.index, dx: PointerIf16.element, order: Pointer.key,
     partials: Pointer.accumulator, lines: Int64, first_line: Int64, entries: Int32, length: Int32If16,
-    axis_step: Int64,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    dx_step_0: Int64If16, dx_step_1: Int64If16, dx_step_2: Int64If16, dx_step_3: Int64If16,
-    line_index_step_0: Int64, line_index_step_1: Int64, line_index_step_2: Int64, line_index_step_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    axis_step: Int64, line_sizes: Int64 * 3, dx_steps: Int64If16 * 4, line_index_steps: Int64 * 4,
+    line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3, index_steps: Int64 * 4, dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, SUM: tl.constexpr, FILL: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
     MANY: tl.constexpr, LINES: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -127,13 +109,6 @@ def take_backward_lines(
     first of those with one index writes their sum. On the way, `partials` gets the sums of tiles. Without,
     no index repeats, and every entry writes itself. LONG keys have 64 bits.
     """
-    line_sizes = line_size_1, line_size_2, line_size_3
-    entry_sizes = entry_size_1, entry_size_2, entry_size_3
-    dx_steps = dx_step_0, dx_step_1, dx_step_2, dx_step_3
-    line_index_steps = line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3
-    line_dout_steps = line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3
-    index_steps = index_step_0, index_step_1, index_step_2, index_step_3
-    dout_steps = dout_step_0, dout_step_1, dout_step_2, dout_step_3
     local = tl.program_id(0) * LINES + tl.arange(0, LINES)
     entry = tl.arange(0, ENTRIES)[None, :]
     line = (local + first_line)[:, None]
@@ -195,27 +170,14 @@ def take_backward_lines(
 @triton.jit
 def take_scatter(
     dout: Pointer.element, indices: Pointer.index, dx: Pointer.element, lines: Int64, entries: Int32, length: Int32,
-    axis_step: Int64,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    dx_step_0: Int64, dx_step_1: Int64, dx_step_2: Int64, dx_step_3: Int64,
-    line_index_step_0: Int64, line_index_step_1: Int64, line_index_step_2: Int64, line_index_step_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    axis_step: Int64, line_sizes: Int64 * 3, dx_steps: Int64 * 4, line_index_steps: Int64 * 4,
+    line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3, index_steps: Int64 * 4, dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, UNIT: tl.constexpr, LARGE: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every entry to its element of dx, which is zero before; for indices that do not repeat.
 
     Neighbouring threads take neighbouring entries of UNIT lines, and of others neighbouring lines.
     """
-    line_sizes = line_size_1, line_size_2, line_size_3
-    entry_sizes = entry_size_1, entry_size_2, entry_size_3
-    dx_steps = dx_step_0, dx_step_1, dx_step_2, dx_step_3
-    line_index_steps = line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3
-    line_dout_steps = line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3
-    index_steps = index_step_0, index_step_1, index_step_2, index_step_3
-    dout_steps = dout_step_0, dout_step_1, dout_step_2, dout_step_3
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if LARGE:
         flat = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -33,17 +33,10 @@ _BITS = tl.constexpr(TILE_BITS)
 @triton.jit
 def take_keys(
     indices: Pointer.index, ids: Pointer.int32, count: Int32, entries: Int32, length: Int32, first_line: Int64,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    line_index_step_0: Int64, line_index_step_1: Int64, line_index_step_2: Int64, line_index_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
+    line_sizes: Int64 * 3, line_index_steps: Int64 * 4, entry_sizes: Int32 * 3, index_steps: Int64 * 4,
     ONE: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ids[entry] = the element of dx it belongs to, counted from the first line on; −1 out of range."""
-    line_sizes = line_size_1, line_size_2, line_size_3
-    entry_sizes = entry_size_1, entry_size_2, entry_size_3
-    line_index_steps = line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3
-    index_steps = index_step_0, index_step_1, index_step_2, index_step_3
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = flat < count
     line, entry = flat // entries, flat % entries
@@ -77,17 +70,10 @@ def load_group(keys, starts, ends, count, groups, BLOCK: tl.constexpr):
 def take_sum_tiles(
     dout: Pointer.element, keys: Pointer.int32, positions: Pointer.int32, starts: Pointer.int32, ends: Pointer.int32,
     partials: Pointer.accumulator, count: Int32, groups: Int32, entries: Int32, first_line: Int64,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    line_sizes: Int64 * 3, line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3, dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, ONE: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of each tile of an element that has more than one, at the place where the tile begins."""
-    line_sizes = line_size_1, line_size_2, line_size_3
-    entry_sizes = entry_size_1, entry_size_2, entry_size_3
-    line_dout_steps = line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3
-    dout_steps = dout_step_0, dout_step_1, dout_step_2, dout_step_3
     place, start, end = load_group(keys, starts, ends, count, groups, BLOCK)
     begins = (end - start > _TILE) & ((place - start) % _TILE == 0)
     number = tl.where(begins, tl.minimum(end - place, _TILE), 0)
@@ -127,20 +113,11 @@ def take_sum_partials(
 def take_write_sums(
     dout: Pointer.element, positions: Pointer.int32, starts: Pointer.int32, ends: Pointer.int32,
     partials: Pointer.accumulator, dx: Pointer.element, groups: Int32, entries: Int32, length: Int32, axis_step: Int64,
-    first_line: Int64,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    dx_step_0: Int64, dx_step_1: Int64, dx_step_2: Int64, dx_step_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    first_line: Int64, line_sizes: Int64 * 3, dx_steps: Int64 * 4, line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3,
+    dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, ONE: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every element of dx: the sum of its entries, of its tiles where there are several, or zero."""
-    line_sizes = line_size_1, line_size_2, line_size_3
-    entry_sizes = entry_size_1, entry_size_2, entry_size_3
-    line_dout_steps = line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3
-    dout_steps = dout_step_0, dout_step_1, dout_step_2, dout_step_3
-    dx_steps = dx_step_0, dx_step_1, dx_step_2, dx_step_3
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < groups
     start = tl.load(starts + element, inside, other=-1)

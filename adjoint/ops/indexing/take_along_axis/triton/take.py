@@ -56,17 +56,11 @@ def from_the_beginning(index, length):
 @triton.jit
 def take_forward(
     x: Pointer.element, indices: Pointer.index, out: Pointer.element, status_word: Pointer.int64, fault: Int32,
-    count: Int.number, length: Int32, axis_step: Int64, size_1: Int.number, size_2: Int.number, size_3: Int.number,
-    x_step_0: Int64, x_step_1: Int64, x_step_2: Int64, x_step_3: Int64,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
-    number_step_0: Int64, number_step_1: Int64, number_step_2: Int64, number_step_3: Int64,
+    count: Int.number, length: Int32, axis_step: Int64, sizes: Int.number * 3, x_steps: Int64 * 4,
+    index_steps: Int64 * 4, number_steps: Int64 * 4,
     RAISE: tl.constexpr, MANY: tl.constexpr, PLAIN: tl.constexpr, LARGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = the elements of x at the indices, and 0 where an index is out of range."""
-    sizes = size_1, size_2, size_3
-    x_steps = x_step_0, x_step_1, x_step_2, x_step_3
-    index_steps = index_step_0, index_step_1, index_step_2, index_step_3
-    number_steps = number_step_0, number_step_1, number_step_2, number_step_3
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if LARGE:
         flat = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
