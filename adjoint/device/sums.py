@@ -98,28 +98,17 @@ def sum_bound(
 
 
 def group_sums_bound(
-    terms: Tensor,
-    keys: Tensor,
-    groups: int,
-    tile: int,
-    dtype: torch.dtype,
-    *,
-    roundings: int = 0,
-    count: Tensor | None = None,
-    former: Tensor | None = None,
-    out: torch.dtype | None = None,
-) -> Tensor:
+    terms: Tensor, keys: Tensor, groups: int, tile: int, dtype: torch.dtype, *, roundings: int = 0,
+    count: Tensor | None = None, former: Tensor | None = None, out: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """The error of the sum of each group of terms along the first axis; 0 for a group of none.
 
     Args:
-        keys: the group of each term.
-        groups: how many there are.
-        tile: see `sum_segments`.
-        dtype: of the terms.
+        keys: the group of each term; there are so many `groups`.
+        dtype: of the terms; `out` is that of the sums, where it is another.
         roundings: those of each term before it is added.
         count: how many terms are added to each group, where some of them are 0 and not among `terms`.
         former: what the sums are added to.
-        out: the dtype of the sums; by default that of the terms.
     """
     count = torch.bincount(keys, minlength=groups) if count is None else count
     count = count.view(-1, *(1,) * (terms.dim() - 1))

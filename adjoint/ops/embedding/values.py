@@ -5,6 +5,17 @@ from torch import Tensor
 
 from adjoint.contract.lookups import on_device
 
+ROWS, COLUMNS = 6, 4
+"""Of the table in bad calls."""
+
+
+def zero_table(device: torch.device | str, *shape: int) -> Tensor:
+    return torch.zeros(shape or (ROWS, COLUMNS), device=device)
+
+
+def few_ids(device: torch.device | str, *values: int) -> Tensor:
+    return torch.tensor(values or (1, 5, 1), device=device)
+
 
 def hot_ids(generator: torch.Generator, rows: int, count: int, hot: int) -> Tensor:
     """Random ids, `hot` of which are one row, in random order."""

@@ -17,7 +17,7 @@ from adjoint.core.arguments import FLOATING
 from adjoint.core.plan import Call, bind
 from adjoint.core.problem import short
 from adjoint.ops.embedding.bag import embedding_bag, reference
-from adjoint.ops.embedding.values import device_lookup, hot_ids
+from adjoint.ops.embedding.values import device_lookup, few_ids, hot_ids, zero_table
 
 
 def _bag_inputs(
@@ -151,22 +151,14 @@ SUBJECTS = BAGS
 # ----------------------------------------------------------------------------------------- bad calls
 
 
-def _zeros(device: torch.device, *shape: int) -> Tensor:
-    return torch.zeros(shape or (6, 4), device=device)
-
-
-def _ids(device: torch.device | str, *values: int) -> Tensor:
-    return torch.tensor(values or (1, 5, 1), device=device)
-
-
 def _call(device: torch.device, **options: Any) -> Tensor:
     """Three ids, in two bags unless the offsets say otherwise."""
-    options.setdefault("offsets", _ids(device, 0, 2))
-    return embedding_bag(_ids(device), _zeros(device), **options)
+    options.setdefault("offsets", few_ids(device, 0, 2))
+    return embedding_bag(few_ids(device), zero_table(device), **options)
 
 
 def _matrix(device: torch.device, *shape: int, **options: Any) -> Tensor:
-    return embedding_bag(_ids(device).view(shape), _zeros(device), **options)
+    return embedding_bag(few_ids(device).view(shape), zero_table(device), **options)
 
 
 def _weighted(device: torch.device, weights: Tensor, mode: str = "sum") -> Tensor:
@@ -175,24 +167,25 @@ def _weighted(device: torch.device, weights: Tensor, mode: str = "sum") -> Tenso
 
 def _with_offsets(*offsets: int, include_last_offset: bool = False) -> Callable[[torch.device], None]:
     def call(device: torch.device) -> None:
-        _call(device, offsets=_ids(device, *offsets), include_last_offset=include_last_offset)
+        _call(device, offsets=few_ids(device, *offsets), include_last_offset=include_last_offset)
         adjoint.check()
 
     return call
 
 
 def _with_id(device: torch.device) -> None:
-    embedding_bag(_ids(device, 0, 5, -2, 9).view(2, 2), _zeros(device))
+    embedding_bag(few_ids(device, 0, 5, -2, 9).view(2, 2), zero_table(device))
     adjoint.check()
 
 
 BAD_CALLS = (
-    BadCall("ids elsewhere", lambda d: embedding_bag(_ids("meta")[None], _zeros(d)), "ids", "meta"),
+    BadCall("ids elsewhere", lambda d: embedding_bag(few_ids("meta")[None], zero_table(d)), "ids", "meta"),
     BadCall("an id out of range", _with_id, "embedding_bag: ids", "got -2 at position 2 "),
     BadCall("one axis without offsets", lambda d: _matrix(d, 3), "ids", "two axes", "(3,)"),
     BadCall("three axes without offsets", lambda d: _matrix(d, 1, 1, 3), "ids", "(1, 1, 3)"),
-    BadCall("two axes with offsets", lambda d: _matrix(d, 1, 3, offsets=_ids(d, 0)), "offsets", "one axis", "(1, 3)"),
-    BadCall("offsets with two axes", lambda d: _call(d, offsets=_ids(d, 0)[None]), "offsets", "(1, 1)"),
+    BadCall("two axes with offsets", lambda d: _matrix(d, 1, 3, offsets=few_ids(d, 0)),
+            "offsets", "one axis", "(1, 3)"),
+    BadCall("offsets with two axes", lambda d: _call(d, offsets=few_ids(d, 0)[None]), "offsets", "(1, 1)"),
     BadCall("offsets that descend", _with_offsets(0, 2, 1), "offsets", "descend", "got 1 at position 2 "),
     BadCall("offsets that begin past 0", _with_offsets(1, 2), "begin with 0", "got 1 at position 0 "),
     BadCall("a negative offset", _with_offsets(0, -1, 2), "offsets", "got -1 at position 1 "),
@@ -201,15 +194,15 @@ BAD_CALLS = (
             "exceed", "got 4 at position 2 "),
     BadCall("include_last_offset without offsets", lambda d: _matrix(d, 1, 3, include_last_offset=True),
             "include_last_offset", "none are given"),
-    BadCall("include_last_offset with no offset", lambda d: _call(d, offsets=_ids(d)[:0], include_last_offset=True),
+    BadCall("include_last_offset with no offset", lambda d: _call(d, offsets=few_ids(d)[:0], include_last_offset=True),
             "include_last_offset", "at least one"),
-    BadCall("per_sample_weights of the wrong length", lambda d: _weighted(d, _zeros(d, 2)),
+    BadCall("per_sample_weights of the wrong length", lambda d: _weighted(d, zero_table(d, 2)),
             "per_sample_weights", "(3,)", "(2,)"),
-    BadCall("per_sample_weights of the wrong dtype", lambda d: _weighted(d, _zeros(d, 3).half()),
+    BadCall("per_sample_weights of the wrong dtype", lambda d: _weighted(d, zero_table(d, 3).half()),
             "per_sample_weights", "weight", "float32", "float16"),
-    BadCall("per_sample_weights with the mean", lambda d: _weighted(d, _zeros(d, 3), mode="mean"),
+    BadCall("per_sample_weights with the mean", lambda d: _weighted(d, zero_table(d, 3), mode="mean"),
             "per_sample_weights", "'mean'"),
-    BadCall("per_sample_weights with the maximum", lambda d: _weighted(d, _zeros(d, 3), mode="max"),
+    BadCall("per_sample_weights with the maximum", lambda d: _weighted(d, zero_table(d, 3), mode="max"),
             "per_sample_weights", "'max'"),
     BadCall("unknown mode", lambda d: _call(d, mode="min"), "mode", "'mean'", "'sum'", "'max'", "'min'"),
     BadCall("padding_idx past the end", lambda d: _call(d, padding_idx=6), "embedding_bag: padding_idx"),
@@ -241,10 +234,9 @@ def _workloads() -> Iterable[Workload]:
         dtype = torch.float32 if mode == "max" else torch.bfloat16
         size, in_torch = columns * dtype.itemsize, _torch_bag(mode)
         # Its reference is torch's own function in float64: ours is made for reading, bag by bag.
-        references = {"reference": _in_tuple(in_torch), "reference_backward": partial(_gradients, in_torch)}
         yield Workload(
             f"embedding_bag[{mode}] {rows}×{columns}, {bags} bags of {width}, {short(dtype)}",
-            replace(subject, **references),
+            replace(subject, reference=_in_tuple(in_torch), reference_backward=partial(_gradients, in_torch)),
             _bag_table(rows, columns, bags, width),
             bags * (width + 1) * size,
             (bags + rows) * size,

@@ -24,7 +24,7 @@ from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.core.problem import short
 from adjoint.ops.embedding.embedding import embedding, reference
-from adjoint.ops.embedding.values import device_lookup, hot_ids
+from adjoint.ops.embedding.values import ROWS, device_lookup, few_ids, hot_ids, zero_table
 
 
 def _lookup(
@@ -153,69 +153,59 @@ SUBJECTS = (EMBEDDING, PADDED)
 
 # ----------------------------------------------------------------------------------------- bad calls
 
-_ROWS, _COLUMNS = 6, 4
-
-
-def _zeros(device: torch.device | str, *shape: int) -> Tensor:
-    return torch.zeros(shape or (_ROWS, _COLUMNS), device=device)
-
-
-def _ids(device: torch.device | str, *values: int) -> Tensor:
-    return torch.tensor(values or (1, 5, 1), device=device)
-
 
 def _call(device: torch.device, **options: Any) -> Tensor:
-    return embedding(_ids(device), _zeros(device), **options)
+    return embedding(few_ids(device), zero_table(device), **options)
 
 
 def _into(change: Callable[[Tensor], Tensor] = lambda buffer: buffer, **options: Any) -> Callable[[torch.device], Any]:
     """A lookup with a buffer that was changed."""
-    return lambda device: _call(device, accumulate_into=change(_zeros(device)), **options)
+    return lambda device: _call(device, accumulate_into=change(zero_table(device)), **options)
 
 
 def _differentiate(device: torch.device, **options: Any) -> None:
-    embedding(_ids(device), _zeros(device).requires_grad_(), **options).sum().backward()
+    embedding(few_ids(device), zero_table(device).requires_grad_(), **options).sum().backward()
 
 
 def _with_id(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
     """A lookup of 300 ids, all right but one."""
 
     def call(device: torch.device) -> None:
-        ids = torch.arange(300, device=device).remainder(_ROWS).to(dtype)
+        ids = torch.arange(300, device=device).remainder(ROWS).to(dtype)
         ids[position] = value
-        embedding(ids, _zeros(device))
+        embedding(ids, zero_table(device))
         adjoint.check()
 
     return call
 
 
-def _operator(device: torch.device, *shape: int, rows: int = _ROWS) -> Tensor:
-    return torch.ops.adjoint.embedding_backward(torch.zeros(shape, device=device), _ids(device), rows, -1, "")
+def _operator(device: torch.device, *shape: int, rows: int = ROWS) -> Tensor:
+    return torch.ops.adjoint.embedding_backward(torch.zeros(shape, device=device), few_ids(device), rows, -1, "")
 
 
 def _operator_into(device: torch.device) -> None:
     buffer = torch.zeros((), device=device)
-    torch.ops.adjoint.embedding_backward_into(_zeros(device, 3, 4), _ids(device), buffer, -1, "")
+    torch.ops.adjoint.embedding_backward_into(zero_table(device, 3, 4), few_ids(device), buffer, -1, "")
 
 
 def _plan(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, out: Any = None, **form: bool) -> Any:
     """Runs the plan of the backward of three ids."""
-    return adjoint_of(embedding, _ids(device), _zeros(device), **form).run(
-        _zeros(device, *shape).to(dtype), _ids(device), out=None if out is None else _zeros(device, *out)
+    return adjoint_of(embedding, few_ids(device), zero_table(device), **form).run(
+        zero_table(device, *shape).to(dtype), few_ids(device), out=None if out is None else zero_table(device, *out)
     )
 
 
 BAD_CALLS = (
-    BadCall("boolean ids", lambda d: embedding(_ids(d).bool(), _zeros(d)), "ids", "int64", "bool"),
-    BadCall("narrow ids", lambda d: embedding(_ids(d).short(), _zeros(d)), "ids", "int16", ".long()"),
-    BadCall("ids elsewhere", lambda d: embedding(_ids("meta"), _zeros(d)), "ids", "weight", "meta"),
-    BadCall("a weight with one axis", lambda d: embedding(_ids(d), _zeros(d, 6)), "weight", "(6,)"),
-    BadCall("a weight with three axes", lambda d: embedding(_ids(d), _zeros(d, 6, 2, 2)), "weight", "(6, 2, 2)"),
+    BadCall("boolean ids", lambda d: embedding(few_ids(d).bool(), zero_table(d)), "ids", "int64", "bool"),
+    BadCall("narrow ids", lambda d: embedding(few_ids(d).short(), zero_table(d)), "ids", "int16", ".long()"),
+    BadCall("ids elsewhere", lambda d: embedding(few_ids("meta"), zero_table(d)), "ids", "weight", "meta"),
+    BadCall("a weight with one axis", lambda d: embedding(few_ids(d), zero_table(d, 6)), "weight", "(6,)"),
+    BadCall("a weight with three axes", lambda d: embedding(few_ids(d), zero_table(d, 6, 2, 2)), "weight", "(6, 2, 2)"),
     BadCall("padding_idx past the end", lambda d: _call(d, padding_idx=6), "padding_idx", "-6 to 5", "6"),
     BadCall("padding_idx before the beginning", lambda d: _call(d, padding_idx=-7), "padding_idx", "-7"),
     BadCall("boolean padding_idx", lambda d: _call(d, padding_idx=True), "padding_idx", "integer", "True"),
     BadCall("float padding_idx", lambda d: _call(d, padding_idx=1.0), "padding_idx", "integer", "1.0"),
-    BadCall("padding_idx of a weight with one axis", lambda d: embedding(_ids(d), _zeros(d, 6), padding_idx=1),
+    BadCall("padding_idx of a weight with one axis", lambda d: embedding(few_ids(d), zero_table(d, 6), padding_idx=1),
             "weight", "(6,)"),
     *bad_options("embedding", _differentiate),
     BadCall("the first id too large", _with_id(0, 6), "embedding: ids", "got 6 at position 0 ", '"zero"'),

@@ -74,7 +74,7 @@ def gather(setup: Setup) -> Execute:
 class _RowSums:
     """Sums the rows of dout that each id has."""
 
-    def __init__(self, setup: Setup, tile: int, **form: bool) -> None:
+    def __init__(self, setup: Setup, tile: int, **form: Any) -> None:
         (element, ids_dtype), (count, _, columns) = setup.problem.dtypes[:2], setup.problem.sizes
         self.setup, self.sums = setup, GroupSums(setup, ids_dtype, tile, **form)
         setup.number(tile=tile_in_words(tile))
