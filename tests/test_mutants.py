@@ -80,9 +80,7 @@ MODULES = {
         "adjoint.ops.embedding.embedding.kernels",
         "adjoint.ops.embedding.bag.kernels",
     ),
-    "indexing": tuple(
-        f"adjoint.ops.indexing.take_along_axis.triton.{part}" for part in ("offsets", "take", "lines", "sorting")
-    ),
+    "indexing": tuple(f"adjoint.ops.indexing.take_along_axis.triton.{part}" for part in ("take", "lines", "sorting")),
     "moe": (
         "adjoint.ops.moe.layout.kernels",
         "adjoint.ops.moe.dispatch.kernels",

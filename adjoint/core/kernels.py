@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -154,11 +154,13 @@ class Parameter:
         pointer: whether it is the address of numbers of that type.
         multiple: whether its value is a multiple of 16 (of a pointer, in bytes): "never" says that nothing is known,
             "always" that every launch sees to it, "aligned" that launches with `aligned=True` do.
+        count: so many of them in a tuple, as `Int64 * 4` makes it; 0 for one that is in none.
     """
 
     type: str
     pointer: bool
     multiple: str
+    count: int = 0
     __triton_builtin__ = True  # Triton's compiler evaluates annotations, and admits few globals
 
     @property
@@ -167,10 +169,14 @@ class Parameter:
         return None if self.type in (_DTYPES if self.pointer else _SCALARS) else self.type
 
     def text(self, dtypes: Mapping[str, torch.dtype]) -> str:
-        """The type as Triton writes it, once variables are settled."""
+        """The type as Triton writes it, once variables are settled; of a tuple, with commas between."""
         if self.pointer:
             return f"*{TRITON_TYPES[_DTYPES.get(self.type) or dtypes[self.type]]}"
-        return self.type if self.type in _SCALARS else TRITON_TYPES[dtypes[self.type]]
+        text = self.type if self.type in _SCALARS else TRITON_TYPES[dtypes[self.type]]
+        return ",".join([text] * max(1, self.count))
+
+    def __mul__(self, count: int) -> "Parameter":
+        return replace(self, count=count)
 
 
 _SCALARS = frozenset(("i32", "i64", "fp32"))
@@ -354,13 +360,20 @@ class Variant:
         import triton
 
         function = _kernels[self.kernel].function
-        signature = dict(self.types) | {name: "constexpr" for name, _ in self.constants}
+        signature: dict[str, Any] = {name: tuple(text.split(",")) if "," in text else text for name, text in self.types}
+        signature |= {name: "constexpr" for name, _ in self.constants}
         position = {name: index for index, name in enumerate(signature)}
         source = _source_of(function)(
             fn=function,
             signature=signature,
             constexprs={(position[name],): value for name, value in self.constants},
-            attrs={(position[name],): [["tt.divisibility", 16]] for name in self.aligned},
+            attrs={
+                (position[name], *place): [["tt.divisibility", 16]]
+                for name in self.aligned
+                for place in (
+                    ((i,) for i in range(len(signature[name]))) if isinstance(signature[name], tuple) else [()]
+                )
+            },
         )
         options = {
             "num_warps": self.num_warps,
@@ -369,6 +382,11 @@ class Variant:
             "enable_fp_fusion": False,
         }
         return triton.compile(source, target=target, options=options)
+
+
+def _paths(position: int, kind: str | tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Where the numbers of a parameter stand in a signature."""
+    return [(position, place) for place in range(len(kind))] if isinstance(kind, tuple) else [(position,)]
 
 
 def _source_of(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sums of groups of terms in one stated order, in plain PyTorch on any device, and the error such sums may have.
+"""Sums of groups of terms in one stated order, in plain PyTorch on any device, and what such sums promise.
 
 The terms of a group are added one after the other in tiles of `tile` terms, beginning with 0; tiles of tiles
 likewise. So a group's bits depend on its own terms and their order alone, a group of one tile is the obvious
@@ -6,15 +6,27 @@ loop, and a long group still has many tiles that can be summed at once.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import spacing
-from adjoint.core.problem import wide_dtype
+from adjoint.core.guarantee import Derived, Guarantee, spacing
+from adjoint.core.problem import short, wide_dtype
 
 Terms = Callable[[Tensor], Tensor]
 """What the terms at some places are, widened to the type sums run in, in memory of its own."""
+
+
+def sum_groups(terms: Terms, keys: Tensor, groups: int, tile: int) -> tuple[Tensor, Tensor]:
+    """The keys that occur, ascending, and the sum of the terms of each; those with the key `groups` are in none."""
+    keys, positions = keys.reshape(-1).sort(stable=True)
+    present, lengths = torch.unique_consecutive(keys, return_counts=True)
+    starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    if len(present) and int(present[-1]) == groups:
+        present, starts = present[:-1], starts[:-1]
+    return present.long(), sum_segments(lambda places: terms(positions[places]), starts, tile)
 
 
 def sum_segments(terms: Terms, starts: Tensor, tile: int) -> Tensor:
@@ -35,11 +47,7 @@ def sum_segments(terms: Terms, starts: Tensor, tile: int) -> Tensor:
         sums = _sum_tiles(terms, begins, (starts[segment + 1] - begins).clamp_max(tile))
         if number == len(tiles):
             return sums
-        starts, terms = bounds, _rows(sums)
-
-
-def _rows(values: Tensor) -> Terms:
-    return lambda places: values.index_select(0, places)
+        starts, terms = bounds, partial(sums.index_select, 0)
 
 
 def _sum_tiles(terms: Terms, begins: Tensor, lengths: Tensor) -> Tensor:
@@ -58,7 +66,7 @@ def _sum_tiles(terms: Terms, begins: Tensor, lengths: Tensor) -> Tensor:
     return result.index_copy_(0, order, sums)
 
 
-# ---------------------------------------------------------------------------------------------- error
+# ------------------------------------------------------------------------------------------- promises
 
 
 def additions(count: Tensor, tile: int) -> Tensor:
@@ -71,12 +79,7 @@ def additions(count: Tensor, tile: int) -> Tensor:
 
 
 def sum_bound(
-    exact: Tensor,
-    magnitude: Tensor,
-    count: Tensor,
-    steps: Tensor,
-    dtype: torch.dtype,
-    out: torch.dtype | None = None,
+    exact: Tensor, magnitude: Tensor, count: Tensor, steps: Tensor, dtype: torch.dtype, out: torch.dtype | None = None
 ) -> Tensor:
     """The error of a sum of `count` terms of a dtype and a magnitude Σ|terms|, rounded to `out`, or that dtype.
 
@@ -92,3 +95,51 @@ def sum_bound(
     if (out or dtype) == wide_dtype(dtype):
         return before
     return before + spacing(exact.abs() + before, out or dtype) / 2
+
+
+def group_sums_bound(
+    terms: Tensor, keys: Tensor, groups: int, tile: int, dtype: torch.dtype, *, roundings: int = 0,
+    count: Tensor | None = None, former: Tensor | None = None, out: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The error of the sum of each group of terms along the first axis; 0 for a group of none.
+
+    Args:
+        keys: the group of each term; there are so many `groups`.
+        dtype: of the terms; `out` is that of the sums, where it is another.
+        roundings: those of each term before it is added.
+        count: how many terms are added to each group, where some of them are 0 and not among `terms`.
+        former: what the sums are added to.
+    """
+    count = torch.bincount(keys, minlength=groups) if count is None else count
+    count = count.view(-1, *(1,) * (terms.dim() - 1))
+    start = terms.new_zeros(groups, *terms.shape[1:]) if former is None else former
+    exact, magnitude = start.index_add(0, keys, terms), start.abs().index_add(0, keys, terms.abs())
+    steps = additions(count, tile) + roundings + (former is not None)
+    return sum_bound(exact, magnitude, count + roundings, steps, dtype, out).masked_fill_(count == 0, 0)
+
+
+def invariant_guarantee(item: str, error: Derived, dtype: torch.dtype | None = None, **others: Any) -> Guarantee:
+    """Of results whose bits depend on an item's own inputs alone, wherever they are computed.
+
+    Args:
+        item: see `Guarantee.batch_invariant`.
+        error: how far they may be from the exact results.
+        dtype: of what is computed, and rounded once; None for copies.
+        others: whatever else it says, or says otherwise.
+    """
+    accumulator, roundings = ("none", 0) if dtype is None else (short(wide_dtype(dtype)), 1)
+    always = {"repeatable": True, "batch_invariant": item, "device_invariant": True, "error": error}
+    return Guarantee(**{**always, "accumulator": accumulator, "roundings": roundings, **others})
+
+
+def copy_guarantee(item: str, out_of_range: str) -> dict[str, Guarantee]:
+    """Of an output whose elements are copies of inputs."""
+    exact = Derived("0: bytes are copied", lambda *inputs: torch.zeros(()))
+    special = "copied, payloads of NaN included"
+    return {"out": invariant_guarantee(item, exact, special_values=special, out_of_range=out_of_range)}
+
+
+def sum_error(bound: Callable[..., Tensor], terms: str, term: str, dtype: torch.dtype) -> Derived:
+    """The error of sums of a dtype in words, "dout| over the row's tokens" and "a token", and in numbers."""
+    unit = f"u = 2^{-53 if dtype == torch.float64 else -24}"
+    return Derived(f"½ ulp + γ·Σ|{terms}, γ = n·u / (1 − n·u), {unit}, n the additions {term} goes through", bound)

@@ -39,7 +39,8 @@ def _sort(ids: Tensor, groups: int, skipped: int = -1, *, listed: bool = False, 
     """Sorts in a workspace full of what nobody wrote, which has room for `most` ids."""
     setup, count = _setup(ids.device), ids.numel()
     grouping = Grouping(setup, ids.dtype, max(most, count), groups, listed=listed)
-    memory = setup.regions.tensors(setup.regions.allocate(ids.device).fill_(0xAB))
+    workspace = torch.full((setup.regions.bytes,), 0xAB, dtype=torch.uint8, device=ids.device)
+    memory = setup.regions.tensors(workspace)
     return _Sorted(grouping, memory, *grouping.sort(memory, ids, count, groups, skipped))
 
 
@@ -72,9 +73,9 @@ def test_passes_cover_the_largest_key(groups: int, passes: int) -> None:
 def test_there_is_room_past_the_end(count: int, listed: bool) -> None:
     setup = _setup(torch.device("cpu"))
     Grouping(setup, torch.int64, count, 7, listed=listed)
-    regions = setup.regions.tensors(setup.regions.allocate(setup.device))
+    memory = setup.memory(None)
     listing = {"starts", "ends", "group_keys", "segment_of"} if listed else set()
-    assert all(len(regions[name]) > count for name in {"keys_a", "keys_b", "positions_a", "positions_b"} | listing)
+    assert all(len(memory[name]) > count for name in {"keys_a", "keys_b", "positions_a", "positions_b"} | listing)
 
 
 @pytest.mark.kernels

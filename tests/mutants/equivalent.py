@@ -141,10 +141,7 @@ EQUIVALENT = {
         "take_sum_partials",
         "(1 << bits) - 1 -> (1 << bits) - 2",
     ): "a sum is left one place after a tile too; nobody reads it",
-    **{
-        (function, "place < count -> place <= count"): "the place past the end is there, and is in no group"
-        for function in ("take_sum_tiles", "take_sum_partials")
-    },
+    ("load_group", "place < count -> place <= count"): "the place past the end is there, and is in no group",
     **{
         ("take_sum_tiles", change): "an element with one tile leaves its sum too, which nobody reads"
         for change in ("end - start > _TILE -> end - start >= _TILE", "end - start -> end + start")

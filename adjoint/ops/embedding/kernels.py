@@ -7,7 +7,7 @@ programs, which leave partial sums in slots. The tile of a level with bits b tha
     2·(p >> b) + (p is the beginning of its group)
 
 of that level: of all tiles that begin in a window of 2^b places, at most one is the first of its group and
-at most one is not, so slots need no counting. What a level must sum is found from the slot in turn.
+at most one is not, so slots need no counting. What a level must sum follows from the slot.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Kernel, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Launch, Setup
-from adjoint.core.layout import leading_axes
+from adjoint.core.layout import Rows
 from adjoint.core.problem import wide_dtype
-from adjoint.device import grouping
+from adjoint.device.grouping import MAX_GROUPS
+from adjoint.device.grouping.kernels import Grouping
 from adjoint.ops.embedding.plans import SEQUENTIAL, TILE_BITS
 
 LEVELS = 5
@@ -42,9 +43,7 @@ _BITS_5 = tl.constexpr(5 * TILE_BITS)
 
 @triton.jit
 def load_term(
-    gradient, bag_of, factors, winners, position, inside, column, columns,
-    inner, outer_stride, inner_stride, column_stride,
-    DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
+    terms, position, inside, column, columns, DOUBLE: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
     BAGGED: tl.constexpr, SCALED: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """What the tokens at some positions add to their groups, widened; 0 outside.
@@ -52,6 +51,7 @@ def load_term(
     The token at position n adds row n of the gradient; in a bag, the row of its bag, times the token's
     factor, or only the columns the token has won.
     """
+    gradient, bag_of, factors, winners, inner, outer_stride, inner_stride, column_stride = terms
     row = position
     if BAGGED:
         row = tl.load(bag_of + position, inside, other=0)
@@ -99,6 +99,7 @@ def embedding_sum_tiles(
     UNROLL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first level: tiles of tokens, of groups that have more than one."""
+    terms = gradient, bag_of, factors, winners, inner, outer_stride, inner_stride, column_stride
     slot = tl.program_id(0)
     _, begin, end = find_tile(segment_of, starts, ends, slot, count, segments, _BITS, _TILE)
     if begin < end:
@@ -109,9 +110,7 @@ def embedding_sum_tiles(
                 place = first + step + tl.zeros([1], tl.int32)
                 position = tl.load(positions + place, place < end, other=0)
                 total += load_term(
-                    gradient, bag_of, factors, winners, position, place < end, column, columns,
-                    inner, outer_stride, inner_stride, column_stride,
-                    DOUBLE, SPLIT, UNIT, BAGGED, SCALED, CHOSEN,
+                    terms, position, place < end, column, columns, DOUBLE, SPLIT, UNIT, BAGGED, SCALED, CHOSEN
                 )  # fmt: skip
         target = partials + slot.to(tl.int64) * columns + column[None, :]
         tl.store(target, total, (column < columns)[None, :])
@@ -161,6 +160,7 @@ def embedding_write_groups(
     Groups up to `tile` tokens are summed here; longer ones have partial sums at the highest level that has
     more than one for them. INTO a buffer, sums are added to its rows.
     """
+    terms = gradient, bag_of, factors, winners, inner, outer_stride, inner_stride, column_stride
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     segment = tl.load(segment_of + place, place < count, other=2147483647)
     before = tl.load(segment_of + place - 1, (place > 0) & (place < count), other=-1)
@@ -171,8 +171,7 @@ def embedding_write_groups(
         length = tl.load(ends + segment, present, other=0) - place
         # The first token's term is on its way before the length is known: most groups have no other.
         total = load_term(
-            gradient, bag_of, factors, winners, position, present, column, columns,
-            inner, outer_stride, inner_stride, column_stride, DOUBLE, SPLIT, UNIT, BAGGED, SCALED, CHOSEN,
+            terms, position, present, column, columns, DOUBLE, SPLIT, UNIT, BAGGED, SCALED, CHOSEN
         )  # fmt: skip
         total = tl.where((length <= tile)[:, None], total, 0.0) + 0.0
         short = tl.where(present & (length <= tile), length, 0)
@@ -180,8 +179,7 @@ def embedding_write_groups(
             for step in tl.static_range(UNROLL):
                 position = tl.load(positions + place + first + step, first + step < short, other=0)
                 total += load_term(
-                    gradient, bag_of, factors, winners, position, first + step < short, column, columns,
-                    inner, outer_stride, inner_stride, column_stride, DOUBLE, SPLIT, UNIT, BAGGED, SCALED, CHOSEN,
+                    terms, position, first + step < short, column, columns, DOUBLE, SPLIT, UNIT, BAGGED, SCALED, CHOSEN
                 )  # fmt: skip
 
         in_row = (column < columns)[None, :]
@@ -249,6 +247,10 @@ class Tile(NamedTuple):
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         return -(-rows // self.rows), -(-columns // self.block)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": self.warps}
+
 
 def tile_of(schedule: Mapping[str, int], part: str, columns: int) -> Tile:
     """The tile of a part of a schedule: short rows share a program, and a warp has something to do."""
@@ -275,44 +277,14 @@ def by_access(
     }
 
 
-def is_multiple(*values: Any) -> bool:
-    """Whether tensors begin at, and numbers are, multiples of 16."""
-    for value in values:  # noqa: SIM110  (a generator costs as much as all the rest)
+def access_of(is_adjacent: bool, *values: Any) -> str:
+    """How rows are read: aligned where tensors begin at multiples of 16, and numbers are such."""
+    if not is_adjacent:
+        return STRIDED
+    for value in values:
         if (value.data_ptr() if isinstance(value, Tensor) else value) % 16:
-            return False
-    return True
-
-
-class Terms(NamedTuple):
-    """What is summed: the rows of a gradient, where each lies, and for bags what their entries add.
-
-    Row n lies at (n // inner)·outer_stride + (n % inner)·inner_stride.
-    """
-
-    gradient: Tensor
-    inner: int
-    outer_stride: int
-    inner_stride: int
-    column_stride: int
-    access: str
-    scaled: bool = False
-    bag_of: Any = None
-    factors: Any = None
-    winners: Any = None
-
-
-def terms_of(gradient: Tensor, out: Tensor, columns: int) -> Terms:
-    """The rows of a gradient [..., columns] whose leading axes merge into at most two, to be summed into `out`."""
-    axes = leading_axes(gradient)
-    assert axes is not None
-    inner, outer_stride, inner_stride = axes
-    column_stride, out_column_stride = gradient.stride(-1), out.stride(-1)
-    access = ADJACENT
-    if outer_stride or (columns > 1 and (column_stride != 1 or out_column_stride != 1)):
-        access = STRIDED
-    elif is_multiple(gradient, out, columns, inner_stride, out.stride(0)):
-        access = ALIGNED
-    return Terms(gradient, inner, outer_stride, inner_stride, column_stride, access)
+            return ADJACENT
+    return ALIGNED
 
 
 def level_slots(count: int) -> list[int]:
@@ -322,50 +294,38 @@ def level_slots(count: int) -> list[int]:
 
 
 class GroupSums:
-    """Writes the sum of each group of tokens to its row of a result, or adds it there.
+    """Groups tokens by id, and writes the sum of the rows of a gradient in each group to its row, or adds it there.
 
-    The workspace gets the region "partials".
+    The sizes of the problem begin with the tokens, the rows of the result and the columns. The workspace gets the
+    regions of `Grouping` and "partials".
 
     Args:
         setup: binds the kernels.
-        element: the dtype of the gradient.
-        output: that of the result.
-        count: tokens.
-        segments: rows of the result, where groups are not listed.
-        columns: of the gradient and the result.
+        ids: the dtype of the ids.
         tile: the longest sum of one token after the other.
-        listed: only the groups that occur are written; else the other rows become 0.
-        into: sums are added to the rows of the result that `group_keys` names.
+        listed: only the groups that occur are written, one after the other; else the other rows become 0.
+        into: sums are added to the rows of the result, which has the last dtype of the problem.
         scaled: whether terms have factors; both where that depends on the call.
         bagged: rows of the gradient are bags, and tokens their entries.
         chosen: an entry adds only the columns it has won.
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        element: torch.dtype,
-        output: torch.dtype,
-        count: int,
-        segments: int,
-        columns: int,
-        tile: int,
-        *,
-        listed: bool = False,
-        into: bool = False,
-        scaled: tuple[bool, ...] = (False,),
-        bagged: bool = False,
-        chosen: bool = False,
-    ) -> None:
-        schedule, accumulator = setup.schedule, wide_dtype(element)
-        self.count, self.segments, self.columns, self.tile, self.listed = count, segments, columns, tile, listed
-        self.limit = grouping.MAX_GROUPS if listed else segments
-        self.slots = level_slots(count) if tile < SEQUENTIAL else []
+        self, setup: Setup, ids: torch.dtype, tile: int, *, listed: bool = False, into: bool = False,
+        scaled: tuple[bool, ...] = (False,), bagged: bool = False, chosen: bool = False,
+    ) -> None:  # fmt: skip
+        problem, schedule = setup.problem, setup.schedule
+        element, output = problem.dtypes[0], problem.dtypes[-1 if into else 0]
+        accumulator = wide_dtype(element)
+        self.count, self.rows, self.columns = problem.sizes[:3]
+        self.tile, self.listed = tile, listed
+        self.limit = MAX_GROUPS if listed else self.rows
+        self.slots = level_slots(self.count) if tile < SEQUENTIAL else []
         self.levels = [sum(self.slots[:level]) for level in range(LEVELS)]
         """The first slot of each level."""
 
         def tile_and_settings(part: str) -> tuple[Tile, dict[str, Any]]:
-            part_tile = tile_of(schedule, part, columns)
+            part_tile = tile_of(schedule, part, self.columns)
             unroll = schedule[f"{part}_unroll"]
             return part_tile, {"UNROLL": unroll, "BLOCK": part_tile.block, "num_warps": part_tile.warps}
 
@@ -381,8 +341,9 @@ class GroupSums:
                 for has_factors in scaled
             }
 
+        self.grouping = Grouping(setup, ids, self.count, self.rows, listed=listed)
         if tile < SEQUENTIAL:
-            setup.scratch(partials=(accumulator, sum(self.slots) * columns))
+            setup.scratch(partials=(accumulator, sum(self.slots) * self.columns))
             self.tiles_tile, settings = tile_and_settings("tiles")
             self.sum_tiles = reading(embedding_sum_tiles, settings)
             self.partials_tile, settings = tile_and_settings("partials")
@@ -393,42 +354,57 @@ class GroupSums:
         unroll = settings["UNROLL"] // 2 if element == torch.float64 else settings["UNROLL"]
         self.write_groups = reading(embedding_write_groups, settings, UNROLL=max(1, unroll))
         if not listed:
-            rows, block, warps = self.zeros_tile = tile_of(schedule, "zeros", columns)
-            settings = {"output": output, "ROWS": rows, "BLOCK": block, "num_warps": warps}
-            self.write_zeros = by_access(setup, embedding_write_zeros, settings)
+            self.zeros_tile = tile_of(schedule, "zeros", self.columns)
+            self.write_zeros = by_access(setup, embedding_write_zeros, {"output": output, **self.zeros_tile.settings})
 
-    def launch(self, terms: Terms, memory: Mapping[str, Any], positions: Any, segment_of: Any, out: Tensor) -> None:
-        """Sums the terms at `positions`, which stand in the order of their groups; `segment_of` has a group each."""
-        count, columns, limit, levels = self.count, self.columns, self.limit, self.levels
-        starts, ends, partials = memory["starts"], memory["ends"], memory.get("partials", positions)
-        gradient, inner, outer_stride, inner_stride, column_stride, access, scaled, *bags = terms
+    def launch(
+        self, memory: Mapping[str, Any], ids: Any, skipped: int, gradient: Tensor, out: Tensor,
+        winners: Tensor | None = None, scaled: bool = False,
+    ) -> None:  # fmt: skip
+        """Sums rows of the gradient by id, but for a skipped one.
+
+        Of bags, the regions "bag_of" and "factors" have the row and the factor of each entry, and `winners` the entry
+        that has won each element.
+        """
+        count, columns, limit, levels, grouping = self.count, self.columns, self.limit, self.levels, self.grouping
+        keys, positions = grouping.sort(memory, ids, count, self.rows, skipped)
+        if self.listed:
+            grouping.list_groups(memory, keys, count, self.rows)
+        else:
+            grouping.mark_groups(memory, keys, count, self.rows)
+        if columns == 0:
+            return
+        _, inner, outer_stride, inner_stride = Rows.of(gradient)
+        column_stride, (out_row_stride, out_column_stride) = gradient.stride(-1), out.stride()
+        is_adjacent = outer_stride == 0 and (columns == 1 or column_stride == out_column_stride == 1)
+        access = access_of(
+            is_adjacent, gradient, out, columns, inner_stride, out_row_stride, 0 if winners is None else winners
+        )
         # What a variant does not read, something else stands for.
-        bag_of, factors, winners = [positions if x is None else x for x in bags]
+        terms: dict[str, Any] = {
+            "gradient": gradient, "positions": positions, "bag_of": memory.get("bag_of", positions),
+            "factors": memory.get("factors", positions), "winners": positions if winners is None else winners,
+            "segment_of": memory.get("segment_of", keys), "ends": memory["ends"],
+            "partials": memory.get("partials", positions), "count": count, "segments": limit, "columns": columns,
+            "inner": inner, "outer_stride": outer_stride, "inner_stride": inner_stride, "column_stride": column_stride,
+        }  # fmt: skip
+        starts = memory["starts"]
         for level, number in enumerate(self.slots):
             if level == 0:
-                self.sum_tiles[scaled][access].launch(
-                    self.tiles_tile.grid(number, columns), gradient=gradient, positions=positions, bag_of=bag_of,
-                    factors=factors, winners=winners, segment_of=segment_of, starts=starts, ends=ends,
-                    partials=partials, count=count, segments=limit, columns=columns, inner=inner,
-                    outer_stride=outer_stride, inner_stride=inner_stride, column_stride=column_stride,
-                )  # fmt: skip
+                self.sum_tiles[scaled][access].launch(self.tiles_tile.grid(number, columns), starts=starts, **terms)
             else:
                 self.sum_partials[access == ALIGNED].launch(
-                    self.partials_tile.grid(number, columns), partials=partials, segment_of=segment_of, starts=starts,
-                    ends=ends, count=count, segments=limit, columns=columns, bits=TILE_BITS * (level + 1),
-                    source=levels[level - 1], target=levels[level],
+                    self.partials_tile.grid(number, columns), partials=terms["partials"], starts=starts,
+                    segment_of=terms["segment_of"], ends=terms["ends"], count=count, segments=limit, columns=columns,
+                    bits=TILE_BITS * (level + 1), source=levels[level - 1], target=levels[level],
                 )  # fmt: skip
-        out_row_stride, out_column_stride = out.stride()
         self.write_groups[scaled][access].launch(
-            self.groups_tile.grid(count, columns), gradient=gradient, positions=positions, bag_of=bag_of,
-            factors=factors, winners=winners, segment_of=segment_of, ends=ends,
-            group_keys=memory.get("group_keys", positions), partials=partials, out=out, count=count, segments=limit,
-            columns=columns, tile=self.tile, level_2=levels[1], level_3=levels[2], level_4=levels[3],
-            level_5=levels[4], inner=inner, outer_stride=outer_stride, inner_stride=inner_stride,
-            column_stride=column_stride, out_row_stride=out_row_stride, out_column_stride=out_column_stride,
+            self.groups_tile.grid(count, columns), group_keys=memory.get("group_keys", positions), out=out,
+            tile=self.tile, level_2=levels[1], level_3=levels[2], level_4=levels[3], level_5=levels[4],
+            out_row_stride=out_row_stride, out_column_stride=out_column_stride, **terms,
         )  # fmt: skip
         if not self.listed:
             self.write_zeros[access].launch(
-                self.zeros_tile.grid(self.segments, columns), starts=starts, out=out, rows=self.segments,
-                columns=columns, out_row_stride=out_row_stride, out_column_stride=out_column_stride,
+                self.zeros_tile.grid(self.rows, columns), starts=starts, out=out, rows=self.rows, columns=columns,
+                out_row_stride=out_row_stride, out_column_stride=out_column_stride,
             )  # fmt: skip

@@ -11,6 +11,11 @@ SEQUENTIAL = 2**30
 """The tile of the plans that have none: longer than any group."""
 
 
+def tile_in_words(tile: int) -> int | str:
+    """As a SKU has it."""
+    return "none" if tile == SEQUENTIAL else tile
+
+
 def order_in_words(tile: int) -> str:
     if tile == SEQUENTIAL:
         return "every row's tokens are added in their order"

@@ -1,12 +1,20 @@
-"""Tables and ids that the embeddings are tested, verified and timed on."""
+"""Ids that the embeddings are tested, verified and timed on."""
 
 import torch
 from torch import Tensor
 
+from adjoint.contract.lookups import on_device
 
-def normal_values(generator: torch.Generator, dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    """Normal values, the same on every device."""
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+ROWS, COLUMNS = 6, 4
+"""Of the table in bad calls."""
+
+
+def zero_table(device: torch.device | str, *shape: int) -> Tensor:
+    return torch.zeros(shape or (ROWS, COLUMNS), device=device)
+
+
+def few_ids(device: torch.device | str, *values: int) -> Tensor:
+    return torch.tensor(values or (1, 5, 1), device=device)
 
 
 def hot_ids(generator: torch.Generator, rows: int, count: int, hot: int) -> Tensor:
@@ -16,19 +24,20 @@ def hot_ids(generator: torch.Generator, rows: int, count: int, hot: int) -> Tens
     return ids
 
 
-def device_ids(kind: str, rows: int, count: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Uniform, zipf (rows in random order of frequency), or with half or all of the tokens one row."""
+def device_lookup(
+    kind: str, rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Ids, and a table of normal values made on the device.
+
+    Ids are uniform, zipf (rows in random order of frequency), or half or all of them are one row.
+    """
     names = torch.randperm(rows, generator=generator)
     if kind == "zipf":
         weights = 1 / torch.arange(1, rows + 1, dtype=torch.float64)
-        return names[torch.multinomial(weights, count, replacement=True, generator=generator)].to(device)
-    ids = torch.randint(rows, (count,), generator=generator)
-    hot = {"uniform": 0, "half one token": count // 2, "all one token": count}[kind]
-    ids[torch.randperm(count, generator=generator)[:hot]] = names[0]
-    return ids.to(device)
-
-
-def device_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator, *shape: int) -> Tensor:
-    """Normal values, made on the device."""
-    of_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-    return torch.randn(shape, dtype=dtype, device=device, generator=of_device)
+        ids = names[torch.multinomial(weights, count, replacement=True, generator=generator)]
+    else:
+        ids = torch.randint(rows, (count,), generator=generator)
+        hot = {"uniform": 0, "half one token": count // 2, "all one token": count}[kind]
+        ids[torch.randperm(count, generator=generator)[:hot]] = names[0]
+    table = torch.randn(rows, columns, dtype=dtype, device=device, generator=on_device(device, generator))
+    return ids.to(device), table

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids, require_like
 from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.embedding.bag import plans
@@ -34,13 +35,7 @@ MODES = ("mean", "sum", "max")
 
 
 def _check(
-    ids: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    mode: str,
-    padding: int,
-    include_last_offset: bool,
+    ids: Tensor, weight: Tensor, offsets: Tensor | None, factors: Tensor | None, mode: str, padding: int, has_last: bool
 ) -> None:
     check_table("embedding_bag", ids, weight)
     if mode not in MODES:
@@ -51,6 +46,8 @@ def _check(
                 f"embedding_bag: ids must have two axes, bags and entries, or one and offsets; got shape "
                 f"{tuple(ids.shape)} and no offsets"
             )
+        if has_last:
+            raise ArgumentError("embedding_bag: include_last_offset=True says how to read offsets, and none are given")
     else:
         require_ids("embedding_bag", "offsets", offsets, "weight", weight)
         if ids.dim() != 1 or offsets.dim() != 1:
@@ -58,29 +55,16 @@ def _check(
                 f"embedding_bag: with offsets, ids and offsets must have one axis each, got shapes "
                 f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
             )
-        if include_last_offset and offsets.numel() == 0:
+        if has_last and offsets.numel() == 0:
             raise ArgumentError("embedding_bag: include_last_offset=True needs at least one offset, the end")
-    if include_last_offset and offsets is None:
-        raise ArgumentError("embedding_bag: include_last_offset=True says how to read offsets, and none are given")
-    if per_sample_weights is not None:
+    if factors is not None:
         if mode != "sum":
             raise ArgumentError(f'embedding_bag: per_sample_weights go with mode="sum", got mode={mode!r}')
-        require_like("embedding_bag", "per_sample_weights", per_sample_weights, "weight", weight, tuple(ids.shape))
+        require_like("embedding_bag", "per_sample_weights", factors, "weight", weight, tuple(ids.shape))
 
 
-def _check_backward(
-    dout: Tensor,
-    ids: Tensor,
-    weight: Tensor | None,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    extra: Tensor,
-    rows: int,
-    mode: str,
-    padding: int,
-    include_last_offset: bool,
-    need: int,
-) -> None:
+def _check_backward(*arguments: Any) -> None:
+    dout, ids, weight, offsets, factors, extra, rows, mode, padding, has_last, need = arguments
     require_floating("embedding_bag", "dout", dout)
     if dout.dim() != 2:
         raise ArgumentError(f"embedding_bag: dout must have two axes, bags and columns, got shape {tuple(dout.shape)}")
@@ -90,8 +74,8 @@ def _check_backward(
         weight = dout[:0]
     elif weight.shape[0] != rows:
         raise ArgumentError(f"embedding_bag: weight must have the {rows} rows that rows says, got {weight.shape[0]}")
-    _check(ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset)
-    bags, columns = _bags(ids, offsets, include_last_offset), weight.shape[1]
+    _check(ids, weight, offsets, factors, mode, padding, has_last)
+    bags, columns = _bags(ids, offsets, has_last), weight.shape[1]
     require_like("embedding_bag", "dout", dout, "weight", weight, (bags, columns))
     shape = _extra_shape(mode, bags, columns)
     if tuple(extra.shape) != shape or extra.dtype != torch.int32 or not extra.is_contiguous():
@@ -104,8 +88,8 @@ def _check_backward(
 # --------------------------------------------------------------------------------------- declaration
 
 
-def _bags(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> int:
-    return ids.shape[0] if offsets is None else offsets.shape[0] - int(include_last_offset)
+def _bags(ids: Tensor, offsets: Tensor | None, has_last: bool) -> int:
+    return ids.shape[0] if offsets is None else offsets.shape[0] - int(has_last)
 
 
 def _extra_shape(mode: str, bags: int, columns: int) -> tuple[int, ...]:
@@ -113,33 +97,17 @@ def _extra_shape(mode: str, bags: int, columns: int) -> tuple[int, ...]:
     return {"max": (bags, columns), "mean": (bags,), "sum": (0,)}[mode]
 
 
-def _facts(
-    ids: Tensor,
-    table: Tensor,
-    rows: int,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    include_last_offset: bool,
-) -> Facts:
+def _facts(ids: Tensor, table: Tensor, rows: int, offsets: Tensor | None, factors: Any, has_last: bool) -> Facts:
     """`table` has the columns and the dtype of the table: itself, or a gradient."""
-    tensors = {"ids": ids, "offsets": offsets, "per_sample_weights": per_sample_weights}
-    layout = ", ".join(name for name, x in tensors.items() if x is not None and not x.is_contiguous())
+    layout = copied_layout({}, {"ids": ids, "offsets": offsets, "per_sample_weights": factors})
     dtypes = (table.dtype, ids.dtype) if offsets is None else (table.dtype, ids.dtype, offsets.dtype)
-    return Facts(dtypes, layout, (ids.numel(), rows, table.shape[1], _bags(ids, offsets, include_last_offset)))
+    return Facts(dtypes, layout, (ids.numel(), rows, table.shape[1], _bags(ids, offsets, has_last)))
 
 
-def _allocate(
-    ids: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    mode: str,
-    padding: int,
-    include_last_offset: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def _allocate(ids: Tensor, weight: Tensor, offsets: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     """The kernels write `extra` whether or not it is needed: it is small, or for the maximum on their way."""
-    bags, columns = _bags(ids, offsets, include_last_offset), weight.shape[1]
+    _, mode, _, has_last, _ = options
+    bags, columns = _bags(ids, offsets, has_last), weight.shape[1]
     extra = _extra_shape(mode, bags, columns)
     return weight.new_empty((bags, columns)), weight.new_empty(extra, dtype=torch.int32)
 
@@ -161,14 +129,14 @@ _bag = Op(
     kept=("extra",),
     check=_check,
     allocate=_allocate,
-    describe=lambda ids, weight, offsets, factors, mode, padding, include_last_offset, keep: _facts(
-        ids, weight, weight.shape[0], offsets, factors, include_last_offset
+    describe=lambda ids, weight, offsets, factors, mode, padding, has_last, keep: _facts(
+        ids, weight, weight.shape[0], offsets, factors, has_last
     ),
     forward=lambda: plans.EMBEDDING_BAG,
     adjoint=Adjoint(
         lambda: plans.EMBEDDING_BAG_BACKWARD,
-        lambda dout, ids, weight, offsets, factors, extra, rows, mode, padding, include_last_offset, need: _facts(
-            ids, dout, rows, offsets, factors, include_last_offset
+        lambda dout, ids, weight, offsets, factors, extra, rows, mode, padding, has_last, need: _facts(
+            ids, dout, rows, offsets, factors, has_last
         ),
         saves=("ids", "weight?", "offsets?", "per_sample_weights?", "extra"),
         omits=lambda needs, *arguments: () if needs["per_sample_weights"] else ("weight",),

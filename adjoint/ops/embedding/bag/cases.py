@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 
 import adjoint
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.inputs import each, widened
+from adjoint.contract.lookups import BUILT_UNALIGNED, normal_values, zeros
+from adjoint.core.arguments import FLOATING
 from adjoint.core.plan import Call, bind
+from adjoint.core.problem import short
 from adjoint.ops.embedding.bag import embedding_bag, reference
-from adjoint.ops.embedding.values import device_ids, device_values, hot_ids, normal_values
+from adjoint.ops.embedding.values import device_lookup, few_ids, hot_ids, zero_table
 
 
 def _bag_inputs(
@@ -46,34 +51,22 @@ def _bag_cases(offsets: bool, factors: bool) -> tuple[Case, ...]:
     )
 
 
-def _bag_gradients(mode: str) -> Callable[..., tuple[Tensor, ...]]:
-    """The reference's gradients, by torch's autograd."""
-
-    def gradients(
-        dout: Tensor, ids: Tensor, weight: Tensor, offsets: Tensor | None, factors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in (weight, factors) if t is not None]
-        with torch.enable_grad():
-            out = reference.embedding_bag(ids, leaves[0], offsets, *leaves[1:], mode=mode)
-            return torch.autograd.grad(out, leaves, dout)
-
-    return gradients
+def _gradients(bag: Callable[..., Tensor], dout: Tensor, ids: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients of a bag, by torch's autograd."""
+    leaves = each(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
+    with torch.enable_grad():
+        return torch.autograd.grad(bag(ids, *leaves), [t for t in leaves if t is not None and t.requires_grad], dout)
 
 
 def _bag_subset(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
     """The last bags alone: their sums keep their bits, and so do rows and entries only they refer to."""
     ids, weight, offsets, factors = inputs
-    bags = upstream[0].shape[0]
-    first = bags // 2
-    if offsets is None:
-        begin = first * ids.shape[1]
-        rest: Inputs = (ids[first:], weight, None, None if factors is None else factors[first:])
-    else:
-        begin = int(offsets[first])
-        rest = (ids[begin:], weight, offsets[first:] - begin, None if factors is None else factors[begin:])
-    flat = ids.reshape(-1)
+    first = upstream[0].shape[0] // 2
+    begin = first if offsets is None else int(offsets[first])  # of ids along their first axis
+    bounds = None if offsets is None else offsets[first:] - begin
+    rest = ids[begin:], weight, bounds, None if factors is None else factors[begin:]
     untouched = torch.ones(weight.shape[0], dtype=torch.bool, device=ids.device)
-    untouched[flat[:begin].long()] = False
+    untouched[ids[:begin].reshape(-1).long()] = False
 
     def pairs(whole: Answers, alone: Answers) -> Iterator[tuple[Tensor, Tensor]]:
         for all_of_them, some in zip(whole[0], alone[0], strict=True):
@@ -82,7 +75,7 @@ def _bag_subset(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatc
             if all_of_them.shape == weight.shape:
                 yield all_of_them[untouched], some[untouched]
             else:
-                yield all_of_them.reshape(-1)[begin:], some.reshape(-1)
+                yield all_of_them[begin:], some
 
     yield Rebatch("the last bags alone", rest, (upstream[0][first:],), pairs)
 
@@ -91,16 +84,16 @@ def _bags_resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tu
     """`size` bags: the same ones over again."""
     ids, weight, offsets, factors = inputs
     copies = -(-size // upstream[0].shape[0])
-    dout = torch.cat([upstream[0]] * copies)[:size].contiguous()
+    entries = size if offsets is None else copies * len(ids)  # along the first axis of ids
 
-    def repeated(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor] * copies)
+    def repeated(tensor: Tensor, length: int) -> Tensor:
+        return torch.cat([tensor] * copies)[:length].contiguous()
 
-    many = None if factors is None else repeated(factors)
-    if offsets is None:
-        return (repeated(ids)[:size], weight, None, None if many is None else many[:size]), (dout,)
-    starts = torch.cat([offsets + copy * len(ids) for copy in range(copies)])[:size]
-    return (repeated(ids), weight, starts, many), (dout,)
+    starts = None
+    if offsets is not None:
+        starts = torch.cat([offsets + copy * len(ids) for copy in range(copies)])[:size]
+    many = None if factors is None else repeated(factors, entries)
+    return (repeated(ids, entries), weight, starts, many), (repeated(upstream[0], size),)
 
 
 def _bag_mistakes(mode: str) -> dict[str, Callable[..., Answers]]:
@@ -108,26 +101,26 @@ def _bag_mistakes(mode: str) -> dict[str, Callable[..., Answers]]:
 
     def answered(forward: str, backward: str, flipped: bool = False) -> Callable[..., Answers]:
         def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-            ids, weight, offsets, factors = inputs
-            samples = None if factors is None else factors.double()
-            dout = upstream[0].double()
-            out = reference.embedding_bag(ids, weight.double(), offsets, samples, mode=forward)
-            gradients = _bag_gradients(backward)(
-                dout.flip(0) if flipped else dout, ids, weight.double(), offsets, samples
-            )
-            return (out.to(weight.dtype),), tuple(g.to(weight.dtype) for g in gradients)
+            dtype, inputs, dout = inputs[1].dtype, widened(inputs), upstream[0].double()
+            gradients = _gradients(_reference(backward), dout.flip(0) if flipped else dout, *inputs)
+            return (_reference(forward)(*inputs).to(dtype),), tuple(g.to(dtype) for g in gradients)
 
         return answer
 
     return {
-        "zero output": lambda upstream, inputs: (
-            tuple(torch.zeros_like(t) for t in upstream),
-            tuple(torch.zeros_like(t) for t in (inputs[1], inputs[3]) if t is not None),
-        ),
+        "zero output": zeros,
         f"forward is the {other}": answered(other, mode),
         f"backward is that of the {other}": answered(mode, other),
         "bags exchanged": answered(mode, mode, flipped=True),
     }
+
+
+def _reference(mode: str) -> Callable[..., Tensor]:
+    return partial(reference.embedding_bag, mode=mode)
+
+
+def _in_tuple(bag: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda *inputs: (bag(*inputs),)
 
 
 def _bag_subject(name: str, mode: str, offsets: bool, factors: bool) -> Subject:
@@ -136,15 +129,11 @@ def _bag_subject(name: str, mode: str, offsets: bool, factors: bool) -> Subject:
         function=embedding_bag,
         keywords={"mode": mode},
         inputs=("ids", "weight", "offsets", "per_sample_weights"),
-        reference=lambda ids, weight, bounds, samples: (
-            reference.embedding_bag(ids, weight, bounds, samples, mode=mode),
-        ),
-        reference_backward=_bag_gradients(mode),
+        reference=_in_tuple(_reference(mode)),
+        reference_backward=partial(_gradients, _reference(mode)),
         cases=_bag_cases(offsets, factors),
         mistakes=_bag_mistakes(mode),
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        if factors
-        else (torch.float64, torch.bfloat16),
+        dtypes=FLOATING if factors else (torch.float64, torch.bfloat16),
         batched=("ids", "offsets", "per_sample_weights"),
         resized=_bags_resized,
         rebatched=_bag_subset,
@@ -162,22 +151,14 @@ SUBJECTS = BAGS
 # ----------------------------------------------------------------------------------------- bad calls
 
 
-def _zeros(device: torch.device, *shape: int) -> Tensor:
-    return torch.zeros(shape or (6, 4), device=device)
-
-
-def _ids(device: torch.device | str, *values: int) -> Tensor:
-    return torch.tensor(values or (1, 5, 1), device=device)
-
-
 def _call(device: torch.device, **options: Any) -> Tensor:
     """Three ids, in two bags unless the offsets say otherwise."""
-    options.setdefault("offsets", _ids(device, 0, 2))
-    return embedding_bag(_ids(device), _zeros(device), **options)
+    options.setdefault("offsets", few_ids(device, 0, 2))
+    return embedding_bag(few_ids(device), zero_table(device), **options)
 
 
 def _matrix(device: torch.device, *shape: int, **options: Any) -> Tensor:
-    return embedding_bag(_ids(device).view(shape), _zeros(device), **options)
+    return embedding_bag(few_ids(device).view(shape), zero_table(device), **options)
 
 
 def _weighted(device: torch.device, weights: Tensor, mode: str = "sum") -> Tensor:
@@ -186,104 +167,63 @@ def _weighted(device: torch.device, weights: Tensor, mode: str = "sum") -> Tenso
 
 def _with_offsets(*offsets: int, include_last_offset: bool = False) -> Callable[[torch.device], None]:
     def call(device: torch.device) -> None:
-        _call(device, offsets=_ids(device, *offsets), include_last_offset=include_last_offset)
+        _call(device, offsets=few_ids(device, *offsets), include_last_offset=include_last_offset)
         adjoint.check()
 
     return call
 
 
 def _with_id(device: torch.device) -> None:
-    embedding_bag(_ids(device, 0, 5, -2, 9).view(2, 2), _zeros(device))
+    embedding_bag(few_ids(device, 0, 5, -2, 9).view(2, 2), zero_table(device))
     adjoint.check()
 
 
 BAD_CALLS = (
-    BadCall("ids elsewhere", lambda d: embedding_bag(_ids("meta")[None], _zeros(d)), "ids", "meta"),
+    BadCall("ids elsewhere", lambda d: embedding_bag(few_ids("meta")[None], zero_table(d)), "ids", "meta"),
     BadCall("an id out of range", _with_id, "embedding_bag: ids", "got -2 at position 2 "),
     BadCall("one axis without offsets", lambda d: _matrix(d, 3), "ids", "two axes", "(3,)"),
     BadCall("three axes without offsets", lambda d: _matrix(d, 1, 1, 3), "ids", "(1, 1, 3)"),
-    BadCall("two axes with offsets", lambda d: _matrix(d, 1, 3, offsets=_ids(d, 0)), "offsets", "one axis", "(1, 3)"),
-    BadCall("offsets with two axes", lambda d: _call(d, offsets=_ids(d, 0)[None]), "offsets", "(1, 1)"),
+    BadCall("two axes with offsets", lambda d: _matrix(d, 1, 3, offsets=few_ids(d, 0)),
+            "offsets", "one axis", "(1, 3)"),
+    BadCall("offsets with two axes", lambda d: _call(d, offsets=few_ids(d, 0)[None]), "offsets", "(1, 1)"),
     BadCall("offsets that descend", _with_offsets(0, 2, 1), "offsets", "descend", "got 1 at position 2 "),
     BadCall("offsets that begin past 0", _with_offsets(1, 2), "begin with 0", "got 1 at position 0 "),
     BadCall("a negative offset", _with_offsets(0, -1, 2), "offsets", "got -1 at position 1 "),
     BadCall("offsets past the end", _with_offsets(0, 2, 4), "exceed", "got 4 at position 2 "),
-    BadCall(
-        "a last offset past the end", _with_offsets(0, 2, 4, include_last_offset=True), "exceed", "got 4 at position 2 "
-    ),
-    BadCall(
-        "include_last_offset without offsets",
-        lambda d: _matrix(d, 1, 3, include_last_offset=True),
-        "include_last_offset",
-        "none are given",
-    ),
-    BadCall(
-        "include_last_offset with no offset",
-        lambda d: _call(d, offsets=_ids(d)[:0], include_last_offset=True),
-        "include_last_offset",
-        "at least one",
-    ),
-    BadCall(
-        "per_sample_weights of the wrong length",
-        lambda d: _weighted(d, _zeros(d, 2)),
-        "per_sample_weights",
-        "(3,)",
-        "(2,)",
-    ),
-    BadCall(
-        "per_sample_weights of the wrong dtype",
-        lambda d: _weighted(d, _zeros(d, 3).half()),
-        "per_sample_weights",
-        "weight",
-        "float32",
-        "float16",
-    ),
-    BadCall(
-        "per_sample_weights with the mean",
-        lambda d: _weighted(d, _zeros(d, 3), mode="mean"),
-        "per_sample_weights",
-        "'mean'",
-    ),
-    BadCall(
-        "per_sample_weights with the maximum",
-        lambda d: _weighted(d, _zeros(d, 3), mode="max"),
-        "per_sample_weights",
-        "'max'",
-    ),
+    BadCall("a last offset past the end", _with_offsets(0, 2, 4, include_last_offset=True),
+            "exceed", "got 4 at position 2 "),
+    BadCall("include_last_offset without offsets", lambda d: _matrix(d, 1, 3, include_last_offset=True),
+            "include_last_offset", "none are given"),
+    BadCall("include_last_offset with no offset", lambda d: _call(d, offsets=few_ids(d)[:0], include_last_offset=True),
+            "include_last_offset", "at least one"),
+    BadCall("per_sample_weights of the wrong length", lambda d: _weighted(d, zero_table(d, 2)),
+            "per_sample_weights", "(3,)", "(2,)"),
+    BadCall("per_sample_weights of the wrong dtype", lambda d: _weighted(d, zero_table(d, 3).half()),
+            "per_sample_weights", "weight", "float32", "float16"),
+    BadCall("per_sample_weights with the mean", lambda d: _weighted(d, zero_table(d, 3), mode="mean"),
+            "per_sample_weights", "'mean'"),
+    BadCall("per_sample_weights with the maximum", lambda d: _weighted(d, zero_table(d, 3), mode="max"),
+            "per_sample_weights", "'max'"),
     BadCall("unknown mode", lambda d: _call(d, mode="min"), "mode", "'mean'", "'sum'", "'max'", "'min'"),
     BadCall("padding_idx past the end", lambda d: _call(d, padding_idx=6), "embedding_bag: padding_idx"),
     BadCall("boolean padding_idx", lambda d: _call(d, padding_idx=False), "padding_idx", "False"),
-)
+)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- workloads
 
 
-def _timed_bag(subject: Subject) -> Subject:
-    """The subject with torch's own float64 functions as its reference: ours is made for reading, bag by bag."""
-    bag = _bag_baseline(subject.keywords["mode"])
-
-    def backward(dout: Tensor, ids: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        table = weight.detach().requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad(bag(ids, table, *rest), table, dout)
-
-    return replace(subject, reference=lambda *inputs: (bag(*inputs),), reference_backward=backward)
-
-
-def _bag_table(rows: int, columns: int, bags: int, width: int) -> Make:
-    return lambda dtype, device, generator: (
-        device_ids("zipf", rows, bags * width, device, generator).view(bags, width),
-        device_values(dtype, device, generator, rows, columns),
-        None,
-        None,
+def _torch_bag(mode: str) -> Callable[..., Tensor]:
+    return lambda ids, weight, offsets=None, factors=None: F.embedding_bag(
+        ids, weight, offsets, mode=mode, per_sample_weights=factors
     )
 
 
-def _bag_baseline(mode: str) -> Callable[..., Tensor]:
-    def torch_bag(ids: Tensor, weight: Tensor, offsets: Any = None, factors: Any = None) -> Tensor:
-        return F.embedding_bag(ids, weight, offsets, mode=mode, per_sample_weights=factors)
+def _bag_table(rows: int, columns: int, bags: int, width: int) -> Make:
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        ids, table = device_lookup("zipf", rows, columns, bags * width, dtype, device, generator)
+        return ids.view(bags, width), table, None, None
 
-    return torch_bag
+    return make
 
 
 def _workloads() -> Iterable[Workload]:
@@ -292,14 +232,15 @@ def _workloads() -> Iterable[Workload]:
         mode = subject.keywords["mode"]
         # torch has no bfloat16 gradient of the maximum.
         dtype = torch.float32 if mode == "max" else torch.bfloat16
-        size = columns * dtype.itemsize
+        size, in_torch = columns * dtype.itemsize, _torch_bag(mode)
+        # Its reference is torch's own function in float64: ours is made for reading, bag by bag.
         yield Workload(
-            f"embedding_bag[{mode}] {rows}×{columns}, {bags} bags of {width}, {str(dtype).removeprefix('torch.')}",
-            _timed_bag(subject),
+            f"embedding_bag[{mode}] {rows}×{columns}, {bags} bags of {width}, {short(dtype)}",
+            replace(subject, reference=_in_tuple(in_torch), reference_backward=partial(_gradients, in_torch)),
             _bag_table(rows, columns, bags, width),
             bags * (width + 1) * size,
             (bags + rows) * size,
-            _bag_baseline(mode),
+            in_torch,
             dtype=dtype,
             compile=False,
             devices=("cuda",),
@@ -312,7 +253,7 @@ WORKLOADS = tuple(_workloads())
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every dtype and mode, bags of a matrix and between offsets."""
     for dtype in BAGS[0].dtypes:
-        unaligned = dtype in (torch.float64, torch.bfloat16)
+        unaligned = dtype in BUILT_UNALIGNED
         weight = torch.empty(512, 4096, dtype=dtype, device="meta")
         ids = torch.empty(8, 32, dtype=torch.int64, device="meta")
         offsets = torch.empty(8, dtype=torch.int64, device="meta")

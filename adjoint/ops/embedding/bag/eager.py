@@ -7,9 +7,8 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.problem import wide_dtype
-from adjoint.device.sums import Terms, sum_segments
-from adjoint.ops.embedding.eager import group
-from adjoint.ops.embedding.faults import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
+from adjoint.device.sums import Terms, sum_groups, sum_segments
+from adjoint.ops.embedding.table import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
 
 
 class Bags(NamedTuple):
@@ -24,8 +23,7 @@ class Bags(NamedTuple):
     @property
     def used(self) -> Tensor:
         """How many entries of each bag count."""
-        number = torch.zeros(len(self.starts), dtype=torch.int32, device=self.ids.device)
-        return number.index_add_(0, self.bag_of[self.counts], self.counts[self.counts].to(torch.int32))
+        return torch.bincount(self.bag_of[self.counts], minlength=len(self.starts)).to(torch.int32)
 
 
 def find_bags(
@@ -69,11 +67,11 @@ def forward(
         out.zero_()
         extra.fill_(-1 if mode == "max" else 0)
         return
-    rows = torch.where(bags.counts, bags.ids, 0)
-    factors = None if per_sample_weights is None else per_sample_weights.reshape(-1).to(wide_dtype(weight.dtype))
+    wide, rows = wide_dtype(weight.dtype), torch.where(bags.counts, bags.ids, 0)
+    factors = None if per_sample_weights is None else per_sample_weights.reshape(-1).to(wide)
 
     def terms(places: Tensor) -> Tensor:
-        values = weight.index_select(0, rows[places]).to(wide_dtype(weight.dtype))
+        values = weight.index_select(0, rows[places]).to(wide)
         if factors is not None:
             values *= factors[places][:, None]
         return values.masked_fill_(~bags.counts[places][:, None], 0)
@@ -81,16 +79,14 @@ def forward(
     if mode == "max":
         _maximum(bags, terms, out, extra)
         return
-    lengths = bags.ends - bags.starts
-    filled = lengths.nonzero()[:, 0]
+    filled = (bags.ends - bags.starts).nonzero()[:, 0]
     begins = torch.cat((bags.starts[filled], bags.ends[filled][-1:]))
-    sums = torch.zeros(len(bags.starts), out.shape[1], dtype=wide_dtype(weight.dtype), device=out.device)
+    sums = torch.zeros(out.shape, dtype=wide, device=out.device)
     if len(filled):
         sums.index_copy_(0, filled, sum_segments(terms, begins, tile))
     if mode == "mean":
-        used = bags.used
-        extra.copy_(used)
-        sums /= used.clamp_min(1).to(sums.dtype)[:, None]
+        extra.copy_(bags.used)
+        sums /= extra.clamp_min(1).to(wide)[:, None]
     out.copy_(sums)
 
 
@@ -121,27 +117,26 @@ def backward(
     bags: Bags, gradient: Tensor, per_sample_weights: Tensor | None, extra: Tensor, mode: str, tile: int, out: Tensor
 ) -> None:
     """The gradient of the table."""
-    rows = out.shape[0]
-    positions, starts, present = group(torch.where(bags.counts, bags.ids, rows), rows, -1)
+    wide, rows = wide_dtype(gradient.dtype), out.shape[0]
     factors = None
     if mode == "mean":
-        factors = (1 / extra.clamp_min(1).to(wide_dtype(gradient.dtype)))[bags.bag_of] if len(extra) else None
+        factors = (1 / extra.clamp_min(1).to(wide))[bags.bag_of] if len(extra) else None
     elif per_sample_weights is not None:
-        factors = per_sample_weights.reshape(-1).to(wide_dtype(gradient.dtype))
+        factors = per_sample_weights.reshape(-1).to(wide)
 
     def terms(places: Tensor) -> Tensor:
-        place = positions[places]
-        bag = bags.bag_of[place]
-        term = gradient.index_select(0, bag).to(wide_dtype(gradient.dtype))
+        bag = bags.bag_of[places]
+        term = gradient.index_select(0, bag).to(wide)
         if factors is not None:
-            term *= factors[place][:, None]
+            term *= factors[places][:, None]
         if mode == "max":
-            term.masked_fill_(extra.index_select(0, bag) != place[:, None], 0)
+            term.masked_fill_(extra.index_select(0, bag) != places[:, None], 0)
         return term
 
     out.zero_()
-    if len(present) and out.numel():
-        out.index_copy_(0, present, sum_segments(terms, starts, tile).to(out.dtype))
+    if out.numel():
+        present, sums = sum_groups(terms, torch.where(bags.counts, bags.ids, rows), rows, tile)
+        out.index_copy_(0, present, sums.to(out.dtype))
 
 
 def weights_backward(bags: Bags, gradient: Tensor, weight: Tensor, block: int, out: Tensor) -> None:

@@ -5,6 +5,7 @@ offsets. Offsets that are out of range or out of order are recorded and clipped,
 bounds.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +20,10 @@ from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.core.problem import wide_dtype
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
-from adjoint.device.grouping.kernels import Grouping
 from adjoint.ops.embedding.bag.plans import NEED_WEIGHT, NEED_WEIGHTS, WEIGHTS_BLOCK, forward_options
-from adjoint.ops.embedding.faults import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
-from adjoint.ops.embedding.kernels import (
-    ADJACENT,
-    ALIGNED,
-    STRIDED,
-    GroupSums,
-    by_access,
-    is_multiple,
-    terms_of,
-    tile_of,
-)
+from adjoint.ops.embedding.kernels import GroupSums, access_of, by_access, tile_of
 from adjoint.ops.embedding.plans import TILE, TILE_BITS
+from adjoint.ops.embedding.table import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDER
 
 _BAGS = Budget(registers=255, shared_bytes=65536)
 
@@ -252,17 +243,22 @@ class _Bags:
             "MODE": self.mode,
             "DOUBLE": element == torch.float64,
         }
-        copies = {
-            "ids": (ids, self.count),
-            "offsets": (offsets[0] if offsets else ids, self.bags + include_last_offset),
-            "per_sample_weights": (element, self.count),
-        }
-        names = problem.layout.split(", ")
-        setup.scratch(**{name: region for name, region in copies.items() if name in names})
+        setup.number(mode=self.mode, tile=TILE)
+        setup.copies(
+            ids=(ids, self.count),
+            offsets=(self.settings["offsets"], self.bags + include_last_offset),
+            per_sample_weights=(element, self.count),
+        )
 
-    def bounds(self, ids: Tensor, offsets: Tensor | None) -> tuple[int, int]:
-        """The number of offsets, and the width of the rows of a matrix."""
-        return (0, ids.shape[1]) if offsets is None else (offsets.numel(), 0)
+    def read(self, memory: Memory, ids: Tensor, offsets: Any, weights: Any, other: Tensor) -> dict[str, Any]:
+        """What kernels take of a call; `other` stands for weights that are not there."""
+        ids, offsets = memory.contiguous("ids", ids), memory.contiguous("offsets", offsets)
+        offset_count, width = (0, ids.shape[1]) if offsets is None else (offsets.numel(), 0)
+        return {
+            "ids": ids, "offsets": ids if offsets is None else offsets, "offset_count": offset_count, "width": width,
+            "per_sample_weights": other if weights is None else memory.contiguous("per_sample_weights", weights),
+            "bags": self.bags, "count": self.count, "rows": self.rows,
+        }  # fmt: skip
 
 
 def forward(setup: Setup) -> Execute:
@@ -270,38 +266,28 @@ def forward(setup: Setup) -> Execute:
     bags = _Bags(setup)
     columns, device = bags.columns, setup.device
     tile = tile_of(setup.schedule, "bags", columns)
-    settings = bags.settings | {"ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
 
     def bind(scaled: bool) -> dict[str, Launch]:
         # With as few warps as the others, sums of adjacent elements without weights spill.
         adjacent = {"num_warps": 2 * tile.warps} if bags.mode == "sum" and not scaled else {}
-        return by_access(setup, embedding_bag_forward, {**settings, "SCALED": scaled}, adjacent=adjacent)
+        settings = {**bags.settings, **tile.settings, "SCALED": scaled}
+        return by_access(setup, embedding_bag_forward, settings, adjacent=adjacent)
 
     kernels = {scaled: bind(scaled) for scaled in bags.scaled}
     grid = max(1, -(-bags.bags // tile.rows)), max(1, -(-columns // tile.block))
-    has_copies = bool(setup.problem.layout)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         ids, weight, offsets, per_sample_weights, _, padding, *_ = arguments
         out, extra = outputs
         if bags.bags == 0 and (offsets is None or offsets.numel() == 0):
             return
-        if has_copies:
-            memory = setup.memory(workspace)
-            ids, offsets = memory.contiguous("ids", ids), memory.contiguous("offsets", offsets)
-            per_sample_weights = memory.contiguous("per_sample_weights", per_sample_weights)
         row_stride, column_stride = weight.stride()
-        access = STRIDED if column_stride != 1 and columns > 1 else ADJACENT
-        if access == ADJACENT and columns and is_multiple(weight, out, extra, columns, row_stride):
-            access = ALIGNED
-        offset_count, width = bags.bounds(ids, offsets)
+        access = access_of(column_stride == 1 or columns <= 1, weight, out, extra, columns or 1, row_stride)
         kernels[per_sample_weights is not None][access].launch(
-            grid, ids=ids, weight=weight, offsets=ids if offsets is None else offsets,
-            per_sample_weights=weight if per_sample_weights is None else per_sample_weights, out=out, winners=extra,
-            entry_counts=extra, status_word=status_word(device), id_fault=BAG_ID_OUT_OF_RANGE.row,
-            offset_fault=OFFSETS_OUT_OF_ORDER.row, bags=bags.bags, offset_count=offset_count, width=width,
-            count=bags.count, rows=bags.rows, skipped=padding, columns=columns, row_stride=row_stride,
-            column_stride=column_stride,
+            grid, weight=weight, out=out, winners=extra, entry_counts=extra, status_word=status_word(device),
+            id_fault=BAG_ID_OUT_OF_RANGE.row, offset_fault=OFFSETS_OUT_OF_ORDER.row, skipped=padding, columns=columns,
+            row_stride=row_stride, column_stride=column_stride,
+            **bags.read(setup.memory(workspace), ids, offsets, per_sample_weights, weight),
         )  # fmt: skip
         if device.type == "cpu":
             check()
@@ -311,98 +297,64 @@ def forward(setup: Setup) -> Execute:
 
 def backward(setup: Setup) -> Execute:
     """The gradients of the table and of the per-sample weights, as far as they are needed."""
-    problem, bags = setup.problem, _Bags(setup)
-    count, rows, columns, need = bags.count, bags.rows, bags.columns, problem.options[-1]
-    element = problem.dtypes[0]
-    find_entries = _EntriesOfBags(setup, bags)
+    bags, need = _Bags(setup), setup.problem.options[-1]
+    find_entries = _find_entries(setup, bags)
     if need & NEED_WEIGHT:
-        grouping = Grouping(setup, torch.int32, count, rows)
         scaled = (True,) if bags.mode == "mean" else bags.scaled
-        sums = GroupSums(
-            setup, element, element, count, rows, columns, TILE, bagged=True, scaled=scaled, chosen=bags.mode == "max"
-        )
+        sums = GroupSums(setup, torch.int32, TILE, bagged=True, scaled=scaled, chosen=bags.mode == "max")
     if need & NEED_WEIGHTS:
-        sum_weights = _WeightSums(setup, bags)
+        sum_weights = _sum_weights(setup, bags)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dout, ids, weight, offsets, per_sample_weights, extra, _, _, padding, *_ = arguments
         dweight, dper_sample_weights = outputs
         memory = setup.memory(workspace)
-        ids, offsets = memory.contiguous("ids", ids), memory.contiguous("offsets", offsets)
-        per_sample_weights = memory.contiguous("per_sample_weights", per_sample_weights)
-        find_entries.launch(memory, ids, offsets, per_sample_weights, extra, padding)
+        if bags.count:
+            find_entries(memory, ids, offsets, per_sample_weights, extra, padding)
         if need & NEED_WEIGHT and dweight.numel():
-            keys, positions = grouping.sort(memory, memory.get("entry_keys", ids), count, rows)
-            grouping.mark_groups(memory, keys, count, rows)
-            terms = terms_of(dout, dweight, columns)._replace(
-                scaled=bags.mode == "mean" or per_sample_weights is not None,
-                bag_of=memory.get("bag_of"),
-                factors=memory.get("factors"),
-                winners=extra,
-            )
-            if terms.access == ALIGNED and not is_multiple(extra):
-                terms = terms._replace(access=ADJACENT)
-            sums.launch(terms, memory, positions, keys, dweight)
-        if need & NEED_WEIGHTS:
-            sum_weights.launch(memory, dout, weight, dper_sample_weights)
+            scaled = bags.mode == "mean" or per_sample_weights is not None
+            sums.launch(memory, memory.get("entry_keys", ids), -1, dout, dweight, extra, scaled)
+        if need & NEED_WEIGHTS and bags.count:
+            sum_weights(memory, dout, weight, dper_sample_weights)
 
     return execute
 
 
-class _EntriesOfBags:
+def _find_entries(setup: Setup, bags: _Bags) -> Callable[..., None]:
     """Finds the bag, the key and the factor of each entry: the regions "bag_of", "entry_keys" and "factors"."""
+    accumulator, block = wide_dtype(setup.problem.dtypes[0]), setup.schedule["entries_block"]
+    settings: dict[str, Any] = {"accumulator": accumulator, "BLOCK": block, **bags.settings}
+    settings["num_warps"] = setup.schedule["entries_warps"]
+    kernels = {scaled: setup.kernel(embedding_bag_entries, SCALED=scaled, **settings) for scaled in bags.scaled}
+    number = torch.int32, bags.count
+    setup.scratch(entry_keys=number, bag_of=number, factors=(accumulator, bags.count))
+    grid = (-(-bags.count // block),)
 
-    def __init__(self, setup: Setup, bags: _Bags) -> None:
-        self.bags, accumulator = bags, wide_dtype(setup.problem.dtypes[0])
-        settings = bags.settings | {"accumulator": accumulator, "BLOCK": setup.schedule["entries_block"]}
-        self.grid = (-(-bags.count // setup.schedule["entries_block"]),)
-        self.kernels = {
-            scaled: setup.kernel(
-                embedding_bag_entries, SCALED=scaled, num_warps=setup.schedule["entries_warps"], **settings
-            )
-            for scaled in bags.scaled
-        }
-        setup.scratch(
-            entry_keys=(torch.int32, bags.count), bag_of=(torch.int32, bags.count), factors=(accumulator, bags.count)
-        )
-
-    def launch(
-        self, memory: Memory, ids: Tensor, offsets: Any, per_sample_weights: Any, extra: Tensor, padding: int
-    ) -> None:
-        bags = self.bags
-        if bags.count == 0:
-            return
-        offset_count, width = bags.bounds(ids, offsets)
-        self.kernels[per_sample_weights is not None].launch(
-            self.grid, ids=ids, offsets=ids if offsets is None else offsets,
-            per_sample_weights=extra if per_sample_weights is None else per_sample_weights, entry_counts=extra,
-            keys=memory["entry_keys"], bag_of=memory["bag_of"], factors=memory["factors"], bags=bags.bags,
-            offset_count=offset_count, width=width, count=bags.count, rows=bags.rows, skipped=padding,
-            steps=offset_count.bit_length(),
+    def launch(memory: Memory, ids: Tensor, offsets: Any, weights: Any, extra: Tensor, padding: int) -> None:
+        read = bags.read(memory, ids, offsets, weights, extra)
+        kernels[weights is not None].launch(
+            grid, entry_counts=extra, keys=memory["entry_keys"], bag_of=memory["bag_of"], factors=memory["factors"],
+            skipped=padding, steps=read["offset_count"].bit_length(), **read,
         )  # fmt: skip
 
+    return launch
 
-class _WeightSums:
+
+def _sum_weights(setup: Setup, bags: _Bags) -> Callable[..., None]:
     """The gradient of per-sample weights: for each entry, the gradient of its bag times its row."""
+    element, columns = setup.problem.dtypes[0], bags.columns
+    tile = tile_of({**setup.schedule, "weights_block": WEIGHTS_BLOCK}, "weights", WEIGHTS_BLOCK)
+    settings = {"element": element, "DOUBLE": element == torch.float64, **tile.settings}
+    kernels = by_access(setup, embedding_bag_weights, settings)
+    grid = (-(-bags.count // tile.rows),)
 
-    def __init__(self, setup: Setup, bags: _Bags) -> None:
-        self.bags, element = bags, setup.problem.dtypes[0]
-        tile = tile_of({**setup.schedule, "weights_block": WEIGHTS_BLOCK}, "weights", WEIGHTS_BLOCK)
-        self.grid = (-(-bags.count // tile.rows),)
-        settings: dict[str, Any] = {"ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
-        settings |= {"element": element, "DOUBLE": element == torch.float64}
-        self.kernels = by_access(setup, embedding_bag_weights, settings)
-
-    def launch(self, memory: Memory, dout: Tensor, weight: Tensor, out: Tensor) -> None:
-        columns = self.bags.columns
-        if self.bags.count == 0:
-            return
+    def launch(memory: Memory, dout: Tensor, weight: Tensor, out: Tensor) -> None:
         (dout_row, dout_column), (row, column) = dout.stride(), weight.stride()
-        access = STRIDED if columns > 1 and (dout_column != 1 or column != 1) else ADJACENT
-        if access == ADJACENT and is_multiple(dout, weight, out, columns, dout_row, row):
-            access = ALIGNED
-        self.kernels[access].launch(
-            self.grid, gradient=dout, weight=weight, bag_of=memory["bag_of"], keys=memory["entry_keys"], out=out,
-            count=self.bags.count, rows=self.bags.rows, columns=columns, gradient_row_stride=dout_row,
+        is_adjacent = columns <= 1 or dout_column == column == 1
+        kernels[access_of(is_adjacent, dout, weight, out, columns, dout_row, row)].launch(
+            grid, gradient=dout, weight=weight, bag_of=memory["bag_of"], keys=memory["entry_keys"], out=out,
+            count=bags.count, rows=bags.rows, columns=columns, gradient_row_stride=dout_row,
             gradient_column_stride=dout_column, row_stride=row, column_stride=column,
         )  # fmt: skip
+
+    return launch

@@ -1,19 +1,20 @@
 """Which kernels serve which `embedding_bag` problem, and what they guarantee."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
+from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem, wide_dtype
+from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import additions, sum_bound
+from adjoint.device.sums import group_sums_bound, invariant_guarantee, sum_bound
 from adjoint.ops.embedding.bag import eager
 from adjoint.ops.embedding.plans import TILE, order_in_words, refuse_to_group
 
@@ -33,151 +34,97 @@ def forward_options(problem: Problem) -> tuple[str, int, bool]:
     return mode, padding, include_last_offset
 
 
-def mode_of(problem: Problem) -> str:
-    return forward_options(problem)[0]
-
-
 # ------------------------------------------------------------------------------------------- guarantee
 
 _OUT_OF_RANGE = (
     "an entry that counts for nothing, reported with position and value: at once on the CPU, by adjoint.check() "
     "on a GPU; offsets out of order are reported likewise, and bags are then what lies within bounds"
 )
-
-
-def _bags(ids: Tensor, weight: Tensor, offsets: Tensor | None, problem: Problem) -> eager.Bags:
-    _, padding, include_last_offset = forward_options(problem)
-    return eager.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=False)
-
-
-def _factors(bags: eager.Bags, problem: Problem, per_sample_weights: Tensor | None) -> Tensor | None:
-    if mode_of(problem) == "mean":
-        if len(bags.starts) == 0:
-            return torch.zeros(len(bags.ids), dtype=torch.float64, device=bags.ids.device)
-        return 1 / bags.used.clamp_min(1).double()[bags.bag_of]
-    return None if per_sample_weights is None else per_sample_weights.reshape(-1)
-
-
-def _forward_bound(problem: Problem) -> Callable[..., Tensor]:
-    def bound(
-        ids: Tensor, weight: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        bags = _bags(ids, weight, offsets, problem)
-        shape = (len(bags.starts), weight.shape[1])
-        if mode_of(problem) == "max":
-            return weight.new_zeros(shape)
-        terms = weight[torch.where(bags.counts, bags.ids, 0).long()] * bags.counts[:, None]
-        factors = _factors(bags, problem, per_sample_weights)
-        if factors is not None:
-            terms = terms * factors[:, None]
-        exact = terms.new_zeros(shape).index_add_(0, bags.bag_of, terms)
-        magnitude = terms.new_zeros(shape).index_add_(0, bags.bag_of, terms.abs())
-        count = (bags.ends - bags.starts)[:, None]
-        steps = additions(count, TILE) + 2  # a product or a division besides
-        return sum_bound(exact, magnitude, count + 2, steps, problem.dtypes[0])
-
-    return bound
-
-
-def _weight_bound(problem: Problem) -> Callable[..., Tensor]:
-    def bound(
-        dout: Tensor,
-        ids: Tensor,
-        weight: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Tensor:
-        bags = _bags(ids, weight, offsets, problem)
-        entries = bags.counts.nonzero()[:, 0]
-        rows = bags.ids[entries].long()
-        terms = dout[bags.bag_of[entries]]
-        factors = _factors(bags, problem, per_sample_weights)
-        if factors is not None:
-            terms = terms * factors[entries][:, None]
-        if mode_of(problem) == "max":
-            extra = torch.empty(len(bags.starts), weight.shape[1], dtype=torch.int32, device=ids.device)
-            eager.forward(bags, weight, None, "max", TILE, torch.empty_like(weight[:0].new_empty(extra.shape)), extra)
-            terms = terms.masked_fill(extra[bags.bag_of[entries]] != entries[:, None], 0)
-        exact = torch.zeros_like(weight).index_add_(0, rows, terms)
-        magnitude = torch.zeros_like(weight).index_add_(0, rows, terms.abs())
-        count = torch.bincount(rows, minlength=weight.shape[0])[:, None]
-        return sum_bound(exact, magnitude, count + 3, additions(count, TILE) + 3, problem.dtypes[0])
-
-    return bound
-
-
-def _weights_bound(problem: Problem) -> Callable[..., Tensor]:
-    def bound(
-        dout: Tensor,
-        ids: Tensor,
-        weight: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Tensor:
-        bags = _bags(ids, weight, offsets, problem)
-        rows = torch.where(bags.counts, bags.ids, 0).long()
-        products = dout[bags.bag_of] * weight[rows] * bags.counts[:, None]
-        columns = torch.tensor(weight.shape[1], device=ids.device)
-        steps = columns // WEIGHTS_BLOCK + 9
-        magnitude = products.abs().sum(1)
-        return sum_bound(products.sum(1), magnitude, columns, steps, problem.dtypes[0]).view(ids.shape)
-
-    return bound
-
-
-def _promise(problem: Problem, item: str, error: Derived, roundings: int = 1, **words: Any) -> Guarantee:
-    accumulator = str(wide_dtype(problem.dtypes[0])).removeprefix("torch.")
-    return Guarantee(
-        repeatable=True,
-        batch_invariant=item,
-        device_invariant=True,
-        accumulator=accumulator,
-        roundings=roundings,
-        error=error,
-        **words,
-    )
-
-
 _SUM = "½ ulp + γ·Σ|terms|, γ = n·u / (1 − n·u), n the roundings a term goes through"
 
 
+def _read(
+    problem: Problem, ids: Tensor, weight: Tensor, offsets: Tensor | None = None, samples: Tensor | None = None
+) -> tuple[str, eager.Bags, Tensor, Tensor]:
+    """The mode, the bags, which entries count, and the factors of those."""
+    mode, padding, include_last_offset = forward_options(problem)
+    bags = eager.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=False)
+    entries = bags.counts.nonzero()[:, 0]
+    if mode == "mean":
+        return mode, bags, entries, 1 / bags.used.double()[bags.bag_of[entries]]
+    factors = torch.ones_like(ids, dtype=torch.float64) if samples is None else samples
+    return mode, bags, entries, factors.reshape(-1)[entries]
+
+
+def _forward_bound(problem: Problem, ids: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    mode, bags, entries, factors = _read(problem, ids, weight, *others)
+    number = len(bags.starts)
+    if mode == "max":
+        return weight.new_zeros(number, weight.shape[1])
+    terms = weight[bags.ids[entries].long()] * factors[:, None]
+    # A product or a division besides.
+    return group_sums_bound(
+        terms, bags.bag_of[entries], number, TILE, problem.dtypes[0], roundings=2, count=bags.ends - bags.starts
+    )
+
+
+def _weight_bound(problem: Problem, dout: Tensor, ids: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    mode, bags, entries, factors = _read(problem, ids, weight, *others)
+    bag = bags.bag_of[entries]
+    terms = dout[bag] * factors[:, None]
+    if mode == "max":
+        winners = torch.empty(dout.shape, dtype=torch.int32, device=ids.device)
+        eager.forward(bags, weight, None, "max", TILE, torch.empty_like(dout), winners)
+        terms = terms.masked_fill(winners[bag] != entries[:, None], 0)
+    rows = bags.ids[entries].long()
+    return group_sums_bound(terms, rows, weight.shape[0], TILE, problem.dtypes[0], roundings=3)
+
+
+def _weights_bound(problem: Problem, dout: Tensor, ids: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    _, bags, entries, _ = _read(problem, ids, weight, *others)
+    products = dout.new_zeros(ids.numel(), weight.shape[1])
+    products[entries] = dout[bags.bag_of[entries]] * weight[bags.ids[entries].long()]
+    columns = torch.tensor(weight.shape[1], device=ids.device)
+    steps, magnitude = columns // WEIGHTS_BLOCK + 9, products.abs().sum(1)
+    return sum_bound(products.sum(1), magnitude, columns, steps, problem.dtypes[0]).view(ids.shape)
+
+
 def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    mode = mode_of(problem)
-    error = Derived("0: the largest row's value is copied" if mode == "max" else _SUM, _forward_bound(problem))
-    ties = "the first of equal entries; NaN above every number" if mode == "max" else ""
-    extra = Derived("0: integers", lambda *inputs: torch.zeros(()))
+    dtype, is_maximum = problem.dtypes[0], forward_options(problem)[0] == "max"
+    error = "0: the largest row's value is copied" if is_maximum else _SUM
+    integers = Derived("0: integers", lambda *inputs: torch.zeros(()))
     return {
-        "out": _promise(
-            problem,
+        "out": invariant_guarantee(
             "bag",
-            error,
-            0 if mode == "max" else 1,
+            Derived(error, partial(_forward_bound, problem)),
+            dtype,
+            roundings=int(not is_maximum),
             domain=f"every input; {order_in_words(TILE).replace('row', 'bag').replace('tokens', 'entries')}",
             special_values="as IEEE sums that begin with +0; an empty bag is +0",
             out_of_range=_OUT_OF_RANGE,
-            ties=ties,
+            ties="the first of equal entries; NaN above every number" if is_maximum else "",
         ),
-        "extra": _promise(problem, "bag", extra, 0, domain="what the backward needs to know"),
+        "extra": invariant_guarantee("bag", integers, dtype, roundings=0, domain="what the backward needs to know"),
     }
 
 
 def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    words: dict[str, Any] = {"special_values": "as IEEE sums that begin with +0", "out_of_range": "no gradient"}
+    orders = {
+        "dweight": ("row", _weight_bound, order_in_words(TILE).replace("tokens", "entries")),
+        "dper_sample_weights": (
+            "entry", _weights_bound, f"columns {WEIGHTS_BLOCK} apart are added in their order, then halves"
+        ),
+    }  # fmt: skip
     return {
-        "dweight": _promise(
-            problem,
-            "row",
-            Derived(_SUM, _weight_bound(problem)),
-            domain=f"every input; {order_in_words(TILE).replace('tokens', 'entries')}",
-            **words,
-        ),
-        "dper_sample_weights": _promise(
-            problem,
-            "entry",
-            Derived(_SUM, _weights_bound(problem)),
-            domain=f"every input; columns {WEIGHTS_BLOCK} apart are added in their order, then halves",
-            **words,
-        ),
+        name: invariant_guarantee(
+            item,
+            Derived(_SUM, partial(bound, problem)),
+            problem.dtypes[0],
+            domain=f"every input; {order}",
+            special_values="as IEEE sums that begin with +0",
+            out_of_range="no gradient",
+        )
+        for name, (item, bound, order) in orders.items()
     }
 
 
@@ -201,18 +148,13 @@ def _backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...
 
 def _numeric(problem: Problem) -> dict[str, Any]:
     sums_weights = problem.op == "embedding_bag_backward" and problem.options[-1] & NEED_WEIGHTS
-    return {"mode": mode_of(problem), "tile": TILE} | ({"weights_block": WEIGHTS_BLOCK} if sums_weights else {})
+    numbers = {"mode": forward_options(problem)[0], "tile": TILE}
+    return {**numbers, "weights_block": WEIGHTS_BLOCK} if sums_weights else numbers
 
 
 def _candidates(
-    direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], in_eager: Any
+    direction: str, guarantee: Callable[[Problem], dict[str, Guarantee]], in_eager: Compute
 ) -> tuple[Candidate, ...]:
-    def setup(setup: Setup) -> Execute:
-        from adjoint.ops.embedding.bag import kernels
-
-        setup.number(**_numeric(setup.problem))
-        return kernels.forward(setup) if direction == "forward" else kernels.backward(setup)
-
     return (
         Candidate(
             name="triton.bags",
@@ -221,7 +163,7 @@ def _candidates(
             revision=1,
             refuse=refuse_to_group,
             guarantee=guarantee,
-            setup=setup,
+            setup=imported(f"adjoint.ops.embedding.bag.kernels:{direction}"),
             schedules=_SCHEDULES,
         ),
         in_pytorch("eager.bags", guarantee, writing(in_eager), _numeric, waits=lambda problem: True),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids
 from adjoint.core.errors import ArgumentError, Unsupported
-from adjoint.core.layout import leading_axes, overlaps_itself
+from adjoint.core.layout import copied_layout, leading_axes, overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.embedding.embedding import plans
@@ -73,20 +73,16 @@ def _require_buffer(buffer: Tensor, device: torch.device, shape: tuple[int, ...]
 
 
 def _describe(ids: Tensor, weight: Tensor, padding: int, out_of_range: str) -> Facts:
-    columns = weight.shape[1]
-    copied = not ids.is_contiguous()
-    sizes = (ids.numel(), columns) if copied else (columns,)
+    columns, copied = weight.shape[1], not ids.is_contiguous()
     layout = "ids copied" if copied else ""
     if max(ids.numel(), weight.shape[0]) > plans.MAX_NUMBER:
         layout = "past 31 bits"
-    return Facts((weight.dtype, ids.dtype), layout, sizes)
+    return Facts((weight.dtype, ids.dtype), layout, (ids.numel(), columns) if copied else (columns,))
 
 
 def _describe_backward(dout: Tensor, ids: Tensor, rows: int, padding: int) -> Facts:
-    """Its layout names what kernels must copy before they can read it."""
-    copied = [] if dout.numel() == 0 or leading_axes(dout) is not None else ["gradient"]
-    copied += [] if ids.is_contiguous() else ["ids"]
-    layout = f"{' and '.join(copied)} copied" if copied else ""
+    is_readable = dout.numel() == 0 or leading_axes(dout) is not None  # its columns need not be adjacent
+    layout = copied_layout({}, {"gradient": None if is_readable else dout, "ids": ids})
     return Facts((dout.dtype, ids.dtype), layout, (ids.numel(), rows, dout.shape[-1]))
 
 

@@ -1,6 +1,8 @@
 """What `embedding` is tested, verified and timed on."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,13 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
-from adjoint.contract.batching import PIECE
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.contract.inputs import each
+from adjoint.contract.lookups import (
+    BUILT_UNALIGNED,
+    adjoint_of,
+    bad_options,
+    columns,
+    narrow_dtype,
+    normal_values,
+    zeros,
+)
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
+from adjoint.core.problem import short
 from adjoint.ops.embedding.embedding import embedding, reference
-from adjoint.ops.embedding.values import device_ids, device_values, hot_ids, normal_values
+from adjoint.ops.embedding.values import ROWS, device_lookup, few_ids, hot_ids, zero_table
 
 
 def _lookup(
@@ -65,30 +75,10 @@ def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator
             yield all_of_them[rows], some[rows]
 
     yield Rebatch("tokens of even rows alone", (flat[keep], weight), (gradient[keep],), pairs)
-    if weight.shape[0] > 1:
-        more = flat.new_full((70,), 1)
-        gradients = torch.cat((gradient[keep], torch.ones_like(gradient[:1]).expand(70, -1))) if len(flat) else None
-        if gradients is not None:
-            yield Rebatch("among other tokens", (torch.cat((flat[keep], more)), weight), (gradients,), pairs)
-
-
-def _columns(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
-    """Pieces of columns: every column is a problem of its own; ids belong to all of them."""
-    width = outputs[0].shape[-1]
-    largest = max(tensor.numel() for tensor in (*arguments, *outputs) if tensor is not None)
-    step = max(1, PIECE * width // max(1, largest))
-
-    for begin in range(0, width, step):
-
-        def part(tensor: Tensor, begin: int = begin) -> Tensor:
-            return tensor[..., begin : begin + step] if tensor.is_floating_point() else tensor
-
-        yield each(part, arguments), tuple(map(part, outputs))
-
-
-def _narrow_sums(dtype: torch.dtype) -> torch.dtype:
-    """A type too narrow to add values of a dtype in."""
-    return {torch.float64: torch.float32, torch.float16: torch.float16}.get(dtype, torch.bfloat16)
+    if weight.shape[0] > 1 and len(flat):
+        more = torch.cat((flat[keep], flat.new_full((70,), 1)))
+        gradients = torch.cat((gradient[keep], torch.ones_like(gradient[:1]).expand(70, -1)))
+        yield Rebatch("among other tokens", (more, weight), (gradients,), pairs)
 
 
 def _mistake(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Answers]:
@@ -103,25 +93,22 @@ def _mistake(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[...
 
 
 def _added_narrowly(gradient: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-    narrow = _narrow_sums(weight.dtype)
+    narrow = narrow_dtype(weight.dtype)
     total = torch.zeros(weight.shape, dtype=narrow, device=weight.device)
     for token in range(min(len(ids), 2000)):
         total[ids[token]] += gradient[token].to(narrow)
     return total
 
 
+def _added(gradient: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight).double().index_add(0, ids, gradient.double())
+
+
 _LOOKUP_MISTAKES = {
-    "zero output": lambda upstream, inputs: (
-        (torch.zeros_like(upstream[0]),),
-        (torch.zeros_like(inputs[1]),),
-    ),
+    "zero output": zeros,
     "repeated ids overwrite": _mistake(lambda g, ids, w: torch.zeros_like(w).index_copy(0, ids, g)),
-    "the last token dropped": _mistake(
-        lambda g, ids, w: torch.zeros_like(w).double().index_add(0, ids[:-1], g[:-1].double())
-    ),
-    "the next row": _mistake(
-        lambda g, ids, w: torch.zeros_like(w).double().index_add(0, (ids + 1) % w.shape[0], g.double())
-    ),
+    "the last token dropped": _mistake(lambda g, ids, w: _added(g[:-1], ids[:-1], w)),
+    "the next row": _mistake(lambda g, ids, w: _added(g, (ids + 1) % w.shape[0], w)),
     "sums in a narrow type": _mistake(_added_narrowly),
     "rows exchanged in the lookup": lambda upstream, inputs: (
         (reference.embedding(inputs[0], inputs[1].flip(0)),),
@@ -140,7 +127,7 @@ EMBEDDING = Subject(
     plans=("triton.gather+triton.sequential", "eager.gather+eager.sequential"),
     batched=("ids",),
     rebatched=_with_other_tokens,
-    pieces=_columns,
+    pieces=columns,
 )
 
 
@@ -151,84 +138,76 @@ def _some_wrong(dtype: torch.dtype, device: torch.device, generator: torch.Gener
     return ids.to(device), normal_values(generator, dtype, device, 9, 7)
 
 
-PADDED = Subject(
+PADDED = replace(
+    EMBEDDING,
     name="embedding[padding]",
-    function=embedding,
     keywords={"padding_idx": 4, "out_of_range": "zero"},
-    inputs=("ids", "weight"),
-    reference=lambda ids, weight: (reference.embedding(ids, weight),),
     reference_backward=lambda dout, ids, weight: (reference.embedding_backward(dout, ids, weight, padding=4),),
     cases=(Case("ids out of range", _some_wrong),),
     mistakes={"padding has a gradient": _mistake(lambda g, ids, w: reference.embedding_backward(g, ids, w))},
     dtypes=(torch.float32, torch.bfloat16),  # not float64: finite differences see what padding hides
-    batched=("ids",),
-    rebatched=_with_other_tokens,
-    pieces=_columns,
+    plans=(),
 )
 
 SUBJECTS = (EMBEDDING, PADDED)
 
 # ----------------------------------------------------------------------------------------- bad calls
 
-_ROWS, _COLUMNS = 6, 4
-
-
-def _zeros(device: torch.device | str, *shape: int) -> Tensor:
-    return torch.zeros(shape or (_ROWS, _COLUMNS), device=device)
-
-
-def _ids(device: torch.device | str, *values: int) -> Tensor:
-    return torch.tensor(values or (1, 5, 1), device=device)
-
 
 def _call(device: torch.device, **options: Any) -> Tensor:
-    return embedding(_ids(device), _zeros(device), **options)
+    return embedding(few_ids(device), zero_table(device), **options)
+
+
+def _into(change: Callable[[Tensor], Tensor] = lambda buffer: buffer, **options: Any) -> Callable[[torch.device], Any]:
+    """A lookup with a buffer that was changed."""
+    return lambda device: _call(device, accumulate_into=change(zero_table(device)), **options)
+
+
+def _differentiate(device: torch.device, **options: Any) -> None:
+    embedding(few_ids(device), zero_table(device).requires_grad_(), **options).sum().backward()
 
 
 def _with_id(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
     """A lookup of 300 ids, all right but one."""
 
     def call(device: torch.device) -> None:
-        ids = torch.arange(300, device=device).remainder(_ROWS).to(dtype)
+        ids = torch.arange(300, device=device).remainder(ROWS).to(dtype)
         ids[position] = value
-        embedding(ids, _zeros(device))
+        embedding(ids, zero_table(device))
         adjoint.check()
 
     return call
 
 
-def _adjoint(device: torch.device, **options: Any) -> adjoint.Plan:
-    plan = adjoint.plan(embedding, _ids(device), _zeros(device), **options).adjoint
-    assert plan is not None
-    return plan
+def _operator(device: torch.device, *shape: int, rows: int = ROWS) -> Tensor:
+    return torch.ops.adjoint.embedding_backward(torch.zeros(shape, device=device), few_ids(device), rows, -1, "")
 
 
-def _without_workspace(device: torch.device) -> None:
-    preference = adjoint.Preference(max_workspace_bytes=0)
-    embedding(_ids(device), _zeros(device).requires_grad_(), preference=preference).sum().backward()
+def _operator_into(device: torch.device) -> None:
+    buffer = torch.zeros((), device=device)
+    torch.ops.adjoint.embedding_backward_into(zero_table(device, 3, 4), few_ids(device), buffer, -1, "")
 
 
-_OPERATOR = torch.ops.adjoint
+def _plan(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, out: Any = None, **form: bool) -> Any:
+    """Runs the plan of the backward of three ids."""
+    return adjoint_of(embedding, few_ids(device), zero_table(device), **form).run(
+        zero_table(device, *shape).to(dtype), few_ids(device), out=None if out is None else zero_table(device, *out)
+    )
+
 
 BAD_CALLS = (
-    BadCall("boolean ids", lambda d: embedding(_ids(d).bool(), _zeros(d)), "ids", "int64", "bool"),
-    BadCall("narrow ids", lambda d: embedding(_ids(d).short(), _zeros(d)), "ids", "int16", ".long()"),
-    BadCall("ids elsewhere", lambda d: embedding(_ids("meta"), _zeros(d)), "ids", "weight", "meta"),
-    BadCall("a weight with one axis", lambda d: embedding(_ids(d), _zeros(d, 6)), "weight", "(6,)"),
-    BadCall("a weight with three axes", lambda d: embedding(_ids(d), _zeros(d, 6, 2, 2)), "weight", "(6, 2, 2)"),
+    BadCall("boolean ids", lambda d: embedding(few_ids(d).bool(), zero_table(d)), "ids", "int64", "bool"),
+    BadCall("narrow ids", lambda d: embedding(few_ids(d).short(), zero_table(d)), "ids", "int16", ".long()"),
+    BadCall("ids elsewhere", lambda d: embedding(few_ids("meta"), zero_table(d)), "ids", "weight", "meta"),
+    BadCall("a weight with one axis", lambda d: embedding(few_ids(d), zero_table(d, 6)), "weight", "(6,)"),
+    BadCall("a weight with three axes", lambda d: embedding(few_ids(d), zero_table(d, 6, 2, 2)), "weight", "(6, 2, 2)"),
     BadCall("padding_idx past the end", lambda d: _call(d, padding_idx=6), "padding_idx", "-6 to 5", "6"),
     BadCall("padding_idx before the beginning", lambda d: _call(d, padding_idx=-7), "padding_idx", "-7"),
     BadCall("boolean padding_idx", lambda d: _call(d, padding_idx=True), "padding_idx", "integer", "True"),
     BadCall("float padding_idx", lambda d: _call(d, padding_idx=1.0), "padding_idx", "integer", "1.0"),
-    BadCall(
-        "padding_idx of a weight with one axis",
-        lambda d: embedding(_ids(d), _zeros(d, 6), padding_idx=1),
-        "weight",
-        "(6,)",
-    ),
-    BadCall(
-        "unknown out_of_range", lambda d: _call(d, out_of_range="clamp"), "out_of_range", "'raise'", "'zero'", "'clamp'"
-    ),
+    BadCall("padding_idx of a weight with one axis", lambda d: embedding(few_ids(d), zero_table(d, 6), padding_idx=1),
+            "weight", "(6,)"),
+    *bad_options("embedding", _differentiate),
     BadCall("the first id too large", _with_id(0, 6), "embedding: ids", "got 6 at position 0 ", '"zero"'),
     BadCall("an id in the middle too large", _with_id(150, 1000), "got 1000 at position 150 "),
     BadCall("the last id too large", _with_id(-1, 7, torch.int32), "got 7 at position 299 "),
@@ -236,128 +215,32 @@ BAD_CALLS = (
     BadCall("a negative id in 32 bits", _with_id(3, -6, torch.int32), "got -6 at position 3 "),
     BadCall("an id that is a row modulo 2^32", _with_id(257, 2**32 + 2), "got 4294967298 at position 257 "),
     BadCall("the smallest id there is", _with_id(40, -(2**63)), f"got {-(2**63)} at position 40 "),
-    BadCall(
-        "a preference of another type",
-        lambda d: _call(d, preference="eager"),
-        "preference=",
-        "adjoint.Preference",
-        "str",
-    ),
-    BadCall(
-        "no workspace allowed",
-        _without_workspace,
-        "embedding",
-        "triton",
-        "eager",
-        "the preference allows 0",
-        error=Unsupported,
-    ),
     # Buffers.
-    BadCall(
-        "a buffer of another shape",
-        lambda d: _call(d, accumulate_into=_zeros(d, 6, 5)),
-        "accumulate_into",
-        "(6, 4)",
-        "(6, 5)",
-    ),
-    BadCall("an integer buffer", lambda d: _call(d, accumulate_into=_zeros(d).int()), "accumulate_into", "int32"),
-    BadCall("a buffer elsewhere", lambda d: _call(d, accumulate_into=_zeros("meta")), "accumulate_into", "meta"),
-    BadCall(
-        "a buffer that requires a gradient",
-        lambda d: _call(d, accumulate_into=_zeros(d).requires_grad_()),
-        "accumulate_into",
-        "gradient",
-        "detach",
-    ),
-    BadCall(
-        "a buffer that overlaps itself",
-        lambda d: _call(d, accumulate_into=_zeros(d, 1, _COLUMNS).expand(_ROWS, _COLUMNS)),
-        "accumulate_into",
-        "(0, 1)",
-        "overlap",
-    ),
-    BadCall(
-        "a buffer and a sparse gradient",
-        lambda d: _call(d, accumulate_into=_zeros(d), sparse=True),
-        "accumulate_into",
-        "sparse",
-    ),
-    BadCall(
-        "a buffer without axes, to the operator",
-        lambda d: _OPERATOR.embedding_backward_into(_zeros(d, 3, 4), _ids(d), torch.zeros((), device=d), -1, ""),
-        "accumulate_into",
-        "()",
-    ),
+    BadCall("a buffer of another shape", _into(lambda x: x.new_zeros(6, 5)), "accumulate_into", "(6, 4)", "(6, 5)"),
+    BadCall("an integer buffer", _into(Tensor.int), "accumulate_into", "int32"),
+    BadCall("a buffer elsewhere", _into(lambda x: x.to("meta")), "accumulate_into", "meta"),
+    BadCall("a buffer that requires a gradient", _into(Tensor.requires_grad_), "accumulate_into", "gradient", "detach"),
+    BadCall("a buffer that overlaps itself", _into(lambda x: x[:1].expand_as(x)),
+            "accumulate_into", "(0, 1)", "overlap"),
+    BadCall("a buffer and a sparse gradient", _into(sparse=True), "accumulate_into", "sparse"),
+    BadCall("a buffer without axes, to the operator", _operator_into, "accumulate_into", "()"),
     # Gradients.
-    BadCall(
-        "dout of the wrong shape, to the operator",
-        lambda d: _OPERATOR.embedding_backward(_zeros(d, 2, 4), _ids(d), _ROWS, -1, ""),
-        "embedding",
-        "dout",
-        "(3,)",
-        "(2, 4)",
-    ),
-    BadCall(
-        "dout without axes, to the operator",
-        lambda d: _OPERATOR.embedding_backward(torch.zeros((), device=d), _ids(d), _ROWS, -1, ""),
-        "dout",
-        "()",
-    ),
-    BadCall(
-        "fewer than no rows, to the operator",
-        lambda d: _OPERATOR.embedding_backward(_zeros(d, 3, 4), _ids(d), -1, -1, ""),
-        "rows",
-        "-1",
-    ),
-    BadCall(
-        "dout of the wrong shape, to the plan",
-        lambda d: _adjoint(d).run(_zeros(d, 4, 4), _ids(d)),
-        "dout",
-        "(3,)",
-        "(4, 4)",
-    ),
-    BadCall(
-        "dout of another width than the plan's",
-        lambda d: _adjoint(d).run(_zeros(d, 3, 5), _ids(d)),
-        "not made for",
-        "(3, 6, 5)",
-        "(3, 6, 4)",
-        error=Unsupported,
-    ),
-    BadCall(
-        "dout of another dtype than the plan's",
-        lambda d: _adjoint(d).run(_zeros(d, 3, 4).half(), _ids(d)),
-        "not made for",
-        "float16",
-        "float32",
-        error=Unsupported,
-    ),
-    BadCall(
-        "out= of the wrong shape, to the adjoint",
-        lambda d: _adjoint(d).run(_zeros(d, 3, 4), _ids(d), out=_zeros(d, 5, 4)),
-        "out=",
-        "dweight",
-        "(6, 4)",
-        "(5, 4)",
-    ),
-    BadCall(
-        "out= for a gradient whose size is data",
-        lambda d: _adjoint(d, sparse=True).run(_zeros(d, 3, 4), _ids(d), out=_zeros(d)),
-        "embedding",
-        "sparse",
-        "out=",
-        error=Unsupported,
-    ),
-)
+    BadCall("dout of the wrong shape, to the operator", lambda d: _operator(d, 2, 4),
+            "embedding", "dout", "(3,)", "(2, 4)"),
+    BadCall("dout without axes, to the operator", lambda d: _operator(d), "dout", "()"),
+    BadCall("fewer than no rows, to the operator", lambda d: _operator(d, 3, 4, rows=-1), "rows", "-1"),
+    BadCall("dout of the wrong shape, to the plan", lambda d: _plan(d, 4, 4), "dout", "(3,)", "(4, 4)"),
+    BadCall("dout of another width than the plan's", lambda d: _plan(d, 3, 5),
+            "not made for", "(3, 6, 5)", "(3, 6, 4)", error=Unsupported),
+    BadCall("dout of another dtype than the plan's", lambda d: _plan(d, 3, 4, dtype=torch.float16),
+            "not made for", "float16", "float32", error=Unsupported),
+    BadCall("out= of the wrong shape, to the adjoint", lambda d: _plan(d, 3, 4, out=(5, 4)),
+            "out=", "dweight", "(6, 4)", "(5, 4)"),
+    BadCall("out= for a gradient whose size is data", lambda d: _plan(d, 3, 4, out=(6, 4), sparse=True),
+            "embedding", "sparse", "out=", error=Unsupported),
+)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- workloads
-
-
-def _table(rows: int, columns: int, count: int, kind: str) -> Make:
-    return lambda dtype, device, generator: (
-        device_ids(kind, rows, count, device, generator),
-        device_values(dtype, device, generator, rows, columns),
-    )
 
 
 def _index_add(upstream: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -382,15 +265,16 @@ def _sparse_reference(dout: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor
     return (dout.new_zeros(len(rows), dout.shape[1]).index_add_(0, which, dout),)
 
 
-_SPARSE = Subject(
+_SPARSE = replace(
+    EMBEDDING,
     name="embedding[sparse]",
-    function=embedding,
     keywords={"sparse": True},
-    inputs=("ids", "weight"),
-    reference=EMBEDDING.reference,
     reference_backward=_sparse_reference,
     cases=(),
-    batched=("ids",),
+    mistakes={},
+    plans=(),
+    rebatched=None,
+    pieces=None,
 )
 
 
@@ -414,28 +298,30 @@ def _torch_into_a_buffer() -> Callable[[tuple[Tensor, ...], Inputs], tuple[Tenso
     return gradients
 
 
+def _workload(rows: int, columns: int, count: int, dtype: torch.dtype, kind: str, **details: Any) -> Workload:
+    size = columns * dtype.itemsize
+    return Workload(
+        f"embedding {rows}×{columns}, {count} tokens, {short(dtype)}, {kind}",
+        EMBEDDING,
+        partial(device_lookup, kind, rows, columns, count),
+        2 * count * size,
+        (count + rows) * size,
+        lambda ids, weight: F.embedding(ids, weight),
+        dtype=dtype,
+        compile=False,
+        **details,
+    )
+
+
 def _workloads() -> Iterable[Workload]:
-    for rows, columns, count, dtype, kind in _TABLES:
-        size = columns * dtype.itemsize
-        yield Workload(
-            f"embedding {rows}×{columns}, {count} tokens, {str(dtype).removeprefix('torch.')}, {kind}",
-            EMBEDDING,
-            _table(rows, columns, count, kind),
-            2 * count * size,
-            (count + rows) * size,
-            lambda ids, weight: F.embedding(ids, weight),
-            dtype=dtype,
-            compile=False,
-            deterministic=True,
-            others={"index_add_": _index_add},
-            devices=("cuda",),
-        )
+    for table in _TABLES:
+        yield _workload(*table, deterministic=True, others={"index_add_": _index_add}, devices=("cuda",))
     for rows in (100_000, 10_000_000):
         columns, count = 1024, 32768
         yield Workload(
             f"embedding[sparse] {rows}×{columns}, {count} tokens, uniform",
             _SPARSE,
-            _table(rows, columns, count, "uniform"),
+            partial(device_lookup, "uniform", rows, columns, count),
             2 * count * columns * 2,
             2 * count * columns * 2,
             None,
@@ -444,19 +330,8 @@ def _workloads() -> Iterable[Workload]:
             others={"torch, coalesced": _coalesced},
             devices=("cuda",),
         )
-    rows, columns, count = 151936, 1024, 8192
-    yield Workload(
-        f"embedding {rows}×{columns}, {count} tokens, float32, uniform",
-        EMBEDDING,
-        _table(rows, columns, count, "uniform"),
-        2 * count * columns * 4,
-        (count + rows) * columns * 4,
-        lambda ids, weight: F.embedding(ids, weight),
-        dtype=torch.float32,
-        compile=False,
-        others={"torch, into a buffer": _torch_into_a_buffer()},
-        devices=("cpu",),
-    )
+    others = {"torch, into a buffer": _torch_into_a_buffer()}
+    yield _workload(151936, 1024, 8192, torch.float32, "uniform", others=others, devices=("cpu",))
 
 
 WORKLOADS = tuple(_workloads())
@@ -465,7 +340,7 @@ WORKLOADS = tuple(_workloads())
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every dtype with ids of both types, and the three forms of the gradient."""
     for dtype in EMBEDDING.dtypes:
-        unaligned = dtype in (torch.float64, torch.bfloat16)
+        unaligned = dtype in BUILT_UNALIGNED
         weight = torch.empty(512, 4096, dtype=dtype, device="meta")
         for ids_dtype in (torch.int64, torch.int32):
             yield bind(embedding, torch.empty(256, dtype=ids_dtype, device="meta"), weight), "", unaligned

@@ -1,28 +1,11 @@
-"""`embedding` in plain PyTorch, on any device, with the bits of the kernels.
-
-A sum over a group of tokens runs in the same order as there: tiles of `TILE` tokens one after the other,
-tiles of tiles likewise. All tiles are summed at once, a token of each at a time.
-"""
+"""`embedding` in plain PyTorch, on any device, with the bits of the kernels: see `adjoint.device.sums`."""
 
 import torch
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
-from adjoint.device.sums import sum_segments
-from adjoint.ops.embedding.eager import group
-
-
-def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: int) -> tuple[Tensor, Tensor]:
-    """The rows that occur, ascending, and their gradients in the type sums run in."""
-    columns = gradient.shape[-1]
-    flat = gradient.reshape(ids.numel(), columns)
-    positions, starts, present = group(ids, rows, padding)
-    sums = sum_segments(lambda places: _widened(flat, positions[places]), starts, tile)
-    return present, sums.view(len(present), columns)
-
-
-def _widened(rows: Tensor, index: Tensor) -> Tensor:
-    return rows.index_select(0, index).to(wide_dtype(rows.dtype))
+from adjoint.device.sums import sum_groups
+from adjoint.ops.embedding.table import is_counted
 
 
 def gather(ids: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -36,8 +19,14 @@ def gather(ids: Tensor, weight: Tensor, out: Tensor) -> None:
     flat.masked_fill_(~valid.reshape(-1, 1), 0)
 
 
+def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: int) -> tuple[Tensor, Tensor]:
+    """The rows that occur, ascending, and their gradients in the type sums run in."""
+    flat = gradient.reshape(ids.numel(), gradient.shape[-1])
+    keys = torch.where(is_counted(ids, rows, padding), ids, rows)
+    return sum_groups(lambda places: flat.index_select(0, places).to(wide_dtype(flat.dtype)), keys, rows, tile)
+
+
 def sparse(gradient: Tensor, ids: Tensor, rows: int, padding: int, *, tile: int) -> tuple[Tensor, Tensor]:
-    """The rows that occur, ascending, and their gradients."""
     present, sums = gradient_rows(gradient, ids, rows, padding, tile)
     return present, sums.to(gradient.dtype)
 

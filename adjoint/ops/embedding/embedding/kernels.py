@@ -3,7 +3,6 @@
 The forward gathers rows. The backward groups the ids, sums tiles of hot rows level by level, and writes the rows.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,21 +15,9 @@ from adjoint.core.kernels import Int32, Int32If16, Int64, Int64If16, Pointer, Po
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
-from adjoint.device.grouping.kernels import Grouping
-from adjoint.ops.embedding.faults import ID_OUT_OF_RANGE
-from adjoint.ops.embedding.kernels import (
-    ADJACENT,
-    ALIGNED,
-    COPY,
-    STRIDED,
-    GroupSums,
-    by_access,
-    is_multiple,
-    terms_of,
-    tile_of,
-)
-
-# ------------------------------------------------------------------------------------------------ lookup
+from adjoint.ops.embedding.kernels import COPY, GroupSums, access_of, by_access, tile_of
+from adjoint.ops.embedding.plans import tile_in_words
+from adjoint.ops.embedding.table import ID_OUT_OF_RANGE
 
 
 @kernel(budget=COPY, schedule=("ROWS", "BLOCK"))
@@ -60,28 +47,23 @@ def gather(setup: Setup) -> Execute:
     problem = setup.problem
     (element, ids_dtype), columns, device = problem.dtypes, problem.sizes[-1], setup.device
     tile = tile_of(setup.schedule, "gather", columns)
-    settings: dict[str, Any] = {"ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
-    settings |= {"element": element, "ids": ids_dtype, "RAISE": problem.options[-1] == "raise"}
-    kernels = by_access(setup, embedding_gather, settings)
-    copied = "ids" in problem.layout
-    if copied:
-        setup.scratch(ids=(ids_dtype, problem.sizes[0]))
+    raises = problem.options[-1] == "raise"
+    kernels = by_access(
+        setup, embedding_gather, {"element": element, "ids": ids_dtype, "RAISE": raises, **tile.settings}
+    )
+    setup.copies(ids=(ids_dtype, problem.sizes[0]))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         ids, weight = arguments[:2]
         (out,), count = outputs, ids.numel()
         if count == 0 or columns == 0:
             return
-        if copied:
-            ids = setup.memory(workspace).contiguous("ids", ids)
+        memory = setup.memory(workspace)
         row_stride, column_stride = weight.stride()
-        access = STRIDED if column_stride != 1 and columns > 1 else ADJACENT
-        if access == ADJACENT and is_multiple(weight, out, columns, row_stride):
-            access = ALIGNED
-        kernels[access].launch(
-            tile.grid(count, columns), ids=ids, weight=weight, out=out, status_word=status_word(device),
-            fault=ID_OUT_OF_RANGE.row, count=count, rows=weight.shape[0], columns=columns, row_stride=row_stride,
-            column_stride=column_stride,
+        kernels[access_of(column_stride == 1 or columns == 1, weight, out, columns, row_stride)].launch(
+            tile.grid(count, columns), ids=memory.contiguous("ids", ids), weight=weight, out=out,
+            status_word=status_word(device), fault=ID_OUT_OF_RANGE.row, count=count, rows=weight.shape[0],
+            columns=columns, row_stride=row_stride, column_stride=column_stride,
         )  # fmt: skip
         if device.type == "cpu":
             check()
@@ -89,61 +71,42 @@ def gather(setup: Setup) -> Execute:
     return execute
 
 
-# ---------------------------------------------------------------------------------------------- gradient
+class _RowSums:
+    """Sums the rows of dout that each id has."""
 
+    def __init__(self, setup: Setup, tile: int, **form: Any) -> None:
+        (element, ids_dtype), (count, _, columns) = setup.problem.dtypes[:2], setup.problem.sizes
+        self.setup, self.sums = setup, GroupSums(setup, ids_dtype, tile, **form)
+        setup.number(tile=tile_in_words(tile))
+        setup.copies(ids=(ids_dtype, count), gradient=(element, count * columns))
 
-def _sum_rows(
-    setup: Setup, tile: int, *, listed: bool = False, into: bool = False
-) -> Callable[[Tensor, Tensor, int, Tensor, Tensor | None], Memory]:
-    """`(dout, ids, padding, out, workspace)`: writes the sums of the rows of dout to the rows that ids name.
-
-    With `listed`, the rows that occur are written one after the other, or added `into` those of a buffer.
-    """
-    problem = setup.problem
-    (element, ids_dtype), (count, rows, columns) = problem.dtypes[:2], problem.sizes
-    grouping = Grouping(setup, ids_dtype, count, rows, listed=listed)
-    sums = GroupSums(
-        setup, element, problem.dtypes[-1] if into else element, count, rows, columns, tile, listed=listed, into=into
-    )
-    copies = {"ids": (ids_dtype, count), "gradient": (element, count * columns)}
-    setup.scratch(**{name: region for name, region in copies.items() if name in problem.layout})
-
-    def run(dout: Tensor, ids: Tensor, padding: int, out: Tensor, workspace: Tensor | None) -> Memory:
-        memory = setup.memory(workspace)
+    def write(self, dout: Tensor, ids: Tensor, padding: int, out: Tensor, workspace: Tensor | None) -> Memory:
+        memory = self.setup.memory(workspace)
         ids, dout = memory.contiguous("ids", ids), memory.contiguous("gradient", dout)
-        keys, positions = grouping.sort(memory, ids, count, rows, padding)
-        if listed:
-            grouping.list_groups(memory, keys, count, rows)
-            keys = memory["segment_of"]
-        else:
-            grouping.mark_groups(memory, keys, count, rows)
-        if columns:
-            sums.launch(terms_of(dout, out, columns), memory, positions, keys, out)
+        self.sums.launch(memory, ids, padding, dout, out)
         return memory
-
-    return run
 
 
 def dense(setup: Setup, tile: int) -> Execute:
     """The gradient of the whole table."""
-    sum_rows = _sum_rows(setup, tile)
+    sums = _RowSums(setup, tile)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dout, ids, _, padding = arguments
         if outputs[0].numel():
-            sum_rows(dout, ids, padding, outputs[0], workspace)
+            sums.write(dout, ids, padding, outputs[0], workspace)
 
     return execute
 
 
 def into(setup: Setup, tile: int) -> Execute:
     """Adds the gradient to the rows of a buffer that occur, and touches no other."""
-    sum_rows = _sum_rows(setup, tile, listed=True, into=True)
+    sums = _RowSums(setup, tile, listed=True, into=True)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dout, ids, buffer, padding = arguments
         if dout.numel():
-            sum_rows(dout, ids, padding, buffer, workspace)
+            sums.write(dout, ids, padding, buffer, workspace)
             if not buffer.is_inference():
                 torch.autograd.graph.increment_version(buffer)
 
@@ -156,7 +119,7 @@ def sparse(setup: Setup, tile: int) -> Execute:
     Waits for the device once, at the end, where their number is read: until then there is room for as many
     rows as tokens, and what is returned is the beginning of it.
     """
-    sum_rows = _sum_rows(setup, tile, listed=True)
+    sums = _RowSums(setup, tile, listed=True)
     count, _, columns = setup.problem.sizes
 
     def execute(arguments: tuple[Any, ...], _: Any, workspace: Tensor | None) -> tuple[Tensor, ...]:
@@ -164,7 +127,7 @@ def sparse(setup: Setup, tile: int) -> Execute:
         values = dout.new_empty(count, columns)
         if count == 0:
             return ids.new_empty(0, dtype=torch.int64), values
-        memory = sum_rows(dout, ids, padding, values, workspace)
+        memory = sums.write(dout, ids, padding, values, workspace)
         number = int(memory.tensor("group_count"))
         return memory.tensor("group_keys")[:number].to(torch.int64), values[:number]
 

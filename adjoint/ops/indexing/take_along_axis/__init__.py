@@ -100,9 +100,7 @@ def _describe_backward(dout: Tensor, indices: Tensor, shape: Sequence[int], axis
     return Facts((dout.dtype, indices.dtype), lines.layout, (lines.line_count, lines.entry_count))
 
 
-def _options_of(
-    x: Tensor, indices: Tensor, axis: int, out_of_range: str, distinct: bool, verify: bool
-) -> tuple[Any, ...]:
+def _options_of(x: Tensor, indices: Tensor, axis: int, _: str, distinct: bool, verify: bool) -> tuple[Any, ...]:
     """The shape of x, the axis counted from the beginning, and whether an element is taken once at most.
 
     Where x is broadcast, several lines of indices take from one line of x, and distinct speaks of each alone.

@@ -1,6 +1,7 @@
 """What `take_along_axis` is tested, verified and timed on."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Subject, Workload
+from adjoint.contract.lookups import adjoint_of, bad_options, narrow_dtype, normal_values, on_device, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.ops.indexing.take_along_axis import reference, take_along_axis
@@ -16,10 +18,6 @@ Shape = tuple[int, ...]
 Lay = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # ---------------------------------------------------------------------------------------------- inputs
-
-
-def _values(generator: torch.Generator, dtype: torch.dtype, device: torch.device, shape: Shape) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
 def repeated_indices(generator: torch.Generator, shape: Shape, length: int, hot: float = 0.0) -> Tensor:
@@ -52,7 +50,7 @@ def _taken(
             indices = repeated_indices(generator, places, length, hot)
         if wrong:  # below the first, past the last, and past 2^31
             indices.view(-1)[[0, -2, -1]] = torch.tensor([-length - 1, length, 2**31 + 1])
-        return lay(_values(generator, dtype, device, shape), indices.to(index_type).to(device))
+        return lay(normal_values(generator, dtype, device, *shape), indices.to(index_type).to(device))
 
     return make
 
@@ -63,11 +61,6 @@ def _strided(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------------------------------- mistakes
-
-
-def _narrow_sums(dtype: torch.dtype) -> torch.dtype:
-    """A type too narrow to add values of a dtype in."""
-    return {torch.float64: torch.float32, torch.float16: torch.float16}.get(dtype, torch.bfloat16)
 
 
 def _mistaken(axis: int, gradient: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Answers]:
@@ -84,9 +77,6 @@ def _mistakes(axis: int) -> dict[str, Callable[..., Answers]]:
     def right(dout: Tensor, x: Tensor, indices: Tensor) -> Tensor:
         return reference.take_along_axis_backward(dout.double(), x.double(), indices, axis)
 
-    def zero(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-        return (torch.zeros_like(upstream[0]),), (torch.zeros_like(inputs[0]),)
-
     def lines_exchanged(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         x, indices = inputs
         out = reference.take_along_axis(x, indices.flip(0), axis)
@@ -97,7 +87,7 @@ def _mistakes(axis: int) -> dict[str, Callable[..., Answers]]:
         return right(dout.narrow(axis, 0, last), x, indices.narrow(axis, 0, last))
 
     return {
-        "zero output": zero,
+        "zero output": zeros,
         "lines exchanged": lines_exchanged,
         "the last entry dropped": _mistaken(axis, without_the_last),
         "the next element": _mistaken(axis, lambda dout, x, i: right(dout, x, i).roll(1, axis)),
@@ -109,7 +99,7 @@ def _overwritten(dout: Tensor, x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _added_narrowly(dout: Tensor, x: Tensor, indices: Tensor) -> Tensor:
-    narrow = _narrow_sums(x.dtype)
+    narrow = narrow_dtype(x.dtype)
     total = torch.zeros(x.shape, dtype=narrow, device=x.device)
     indices = indices.long() % x.shape[-1]
     for entry in range(min(dout.shape[-1], 2000)):
@@ -145,13 +135,10 @@ TAKE = Subject(
     plans=("triton.take+triton.sorted",),
 )
 
-DISTINCT = Subject(
+DISTINCT = replace(
+    TAKE,
     name="take_along_axis[distinct]",
-    function=take_along_axis,
     keywords={"distinct": True},
-    inputs=("x", "indices"),
-    reference=TAKE.reference,
-    reference_backward=TAKE.reference_backward,
     cases=(
         Case("a few of many", _taken((3, 5), (3, 3), distinct=True, index_type=torch.int32)),
         Case("some of many", _taken((2, 60), (2, 40), distinct=True)),
@@ -161,13 +148,13 @@ DISTINCT = Subject(
     ),
     mistakes=_mistakes(-1),
     dtypes=(torch.float64, torch.bfloat16),
+    plans=(),
 )
 
-INNER = Subject(
+INNER = replace(
+    DISTINCT,
     name="take_along_axis[axis=1]",
-    function=take_along_axis,
     keywords={"axis": 1, "out_of_range": "zero"},
-    inputs=("x", "indices"),
     reference=lambda x, indices: (reference.take_along_axis(x, indices, 1),),
     reference_backward=lambda dout, x, indices: (reference.take_along_axis_backward(dout, x, indices, 1),),
     cases=(
@@ -178,7 +165,6 @@ INNER = Subject(
         Case("many summed", _taken((33, 40, 1), (33, 9, 300), 1), heavy=True),
     ),
     mistakes=_mistakes(1),
-    dtypes=(torch.float64, torch.bfloat16),
 )
 
 SUBJECTS = (TAKE, DISTINCT, INNER)
@@ -231,80 +217,43 @@ def _broken_promise(*line: int) -> Callable[[torch.device], None]:
     return call
 
 
-def _without_workspace(device: torch.device) -> None:
+def _differentiate(device: torch.device, **options: Any) -> None:
     x, indices = _x(device).requires_grad_(), _indices(device, _LINES, 300)
-    take_along_axis(x, indices, preference=adjoint.Preference(max_workspace_bytes=0)).sum().backward()
+    take_along_axis(x, indices, **options).sum().backward()
 
 
 def _operator(dout: Tensor, indices: Tensor, distinct: bool = False) -> Tensor:
     return torch.ops.adjoint.take_along_axis_backward(dout, indices, [_LINES, _LENGTH], 1, distinct, "")
 
 
-def _adjoint(device: torch.device, **options: Any) -> adjoint.Plan:
-    plan = adjoint.plan(take_along_axis, _x(device), _indices(device), **options).adjoint
-    assert plan is not None
-    return plan
+def _plan(device: torch.device, lines: int = _LINES, dtype: torch.dtype = torch.float32, out: Any = None) -> Any:
+    """Runs the plan of the backward."""
+    plan = adjoint_of(take_along_axis, _x(device), _indices(device))
+    return plan.run(_x(device, lines, 2).to(dtype), _indices(device), out=out)
 
 
 BAD_CALLS = (
     BadCall("boolean indices", lambda d: take_along_axis(_x(d), _indices(d).bool()), "indices", "int64", "bool"),
     BadCall("narrow indices", lambda d: take_along_axis(_x(d), _indices(d).short()), "indices", "int16", ".long()"),
-    BadCall(
-        "fewer axes", lambda d: take_along_axis(_x(d), _indices(d, 2)), "indices", "as many axes", "(3, 6)", "(2,)"
-    ),
+    BadCall("fewer axes", lambda d: take_along_axis(_x(d), _indices(d, 2)),
+            "indices", "as many axes", "(3, 6)", "(2,)"),
     BadCall("no axes", lambda d: take_along_axis(_x(d)[0, 0], _indices(d)[0, 0]), "at least one"),
-    BadCall(
-        "sizes that do not broadcast",
-        lambda d: take_along_axis(_x(d), _indices(d, 2, 2)),
-        "axis -1",
-        "(2, 2)",
-        "(3, 6)",
-    ),
+    BadCall("sizes that do not broadcast", lambda d: take_along_axis(_x(d), _indices(d, 2, 2)),
+            "axis -1", "(2, 2)", "(3, 6)"),
     BadCall("axis past the last", lambda d: _take(d, axis=2), "axis", "-2 to 1", "got 2"),
     BadCall("axis before the first", lambda d: _take(d, axis=-3), "axis", "got -3"),
     BadCall("no axis", lambda d: _take(d, axis=None), "axis", "integer", "None", "flatten"),
     BadCall("boolean axis", lambda d: _take(d, axis=True), "axis", "integer", "True"),
     BadCall("distinct that is a number", lambda d: _take(d, distinct=1), "distinct", "True or False"),
-    BadCall(
-        "more distinct indices than elements",
-        lambda d: take_along_axis(_x(d), _indices(d, _LINES, 7), distinct=True),
-        "distinct",
-        "6 elements",
-        "7 indices",
-    ),
-    BadCall(
-        "more distinct indices than elements, along another axis",
-        lambda d: take_along_axis(_x(d), _indices(d, 4, _LENGTH), 0, distinct=True),
-        "distinct",
-        "3 elements",
-        "4 indices",
-    ),
-    BadCall(
-        "unknown out_of_range", lambda d: _take(d, out_of_range="clamp"), "out_of_range", "'raise'", "'zero'", "'clamp'"
-    ),
-    BadCall(
-        "a preference of another type",
-        lambda d: _take(d, preference="eager"),
-        "preference=",
-        "adjoint.Preference",
-        "str",
-    ),
-    BadCall(
-        "no workspace allowed",
-        _without_workspace,
-        "take_along_axis",
-        "triton",
-        "eager",
-        "the preference allows 0",
-        error=Unsupported,
-    ),
-    BadCall(
-        "the first index too large",
-        _with_index(0, _LENGTH),
-        "take_along_axis: indices",
-        "got 6 at position 0 ",
-        '"zero"',
-    ),
+    BadCall("more distinct indices than elements",
+            lambda d: take_along_axis(_x(d), _indices(d, _LINES, 7), distinct=True),
+            "distinct", "6 elements", "7 indices"),
+    BadCall("more distinct indices than elements, along another axis",
+            lambda d: take_along_axis(_x(d), _indices(d, 4, _LENGTH), 0, distinct=True),
+            "distinct", "3 elements", "4 indices"),
+    *bad_options("take_along_axis", _differentiate),
+    BadCall("the first index too large", _with_index(0, _LENGTH),
+            "take_along_axis: indices", "got 6 at position 0 ", '"zero"'),
     BadCall("an index in the middle too large", _with_index(150, 1000), "got 1000 at position 150 "),
     BadCall("the last index too large", _with_index(-1, 6, torch.int32), "got 6 at position 299 "),
     BadCall("an index before the first", _with_index(3, -7), "got -7 at position 3 "),
@@ -312,70 +261,34 @@ BAD_CALLS = (
     BadCall("an index that is right modulo 2^32", _with_index(257, 2**32 + 2), "got 4294967298 at position 257 "),
     BadCall("an index past 2^31", _with_index(9, 2**31), "got 2147483648 at position 9 "),
     BadCall("the smallest index there is", _with_index(40, -(2**63)), f"got {-(2**63)} at position 40 "),
-    BadCall(
-        "an index out of range, of indices that are broadcast",
-        _out_of_range_of_broadcast_indices,
-        "got 6 at position 2 ",
-    ),
-    BadCall(
-        "a promise that is broken", _broken_promise(4, 0, 4), "distinct=True", "4 at position 5 ", "leave distinct out"
-    ),
+    BadCall("an index out of range, of indices that are broadcast", _out_of_range_of_broadcast_indices,
+            "got 6 at position 2 "),
+    BadCall("a promise that is broken", _broken_promise(4, 0, 4),
+            "distinct=True", "4 at position 5 ", "leave distinct out"),
     BadCall("a promise that is broken from the end", _broken_promise(1, 5, -1), "-1 at position 5 "),
-    BadCall(
-        "dout of the wrong shape, to the operator",
-        lambda d: _operator(_x(d, _LINES, 3), _indices(d)),
-        "dout",
-        "(3, 2)",
-        "(3, 3)",
-    ),
-    BadCall(
-        "a promise that cannot be kept, to the operator",
-        lambda d: _operator(_x(d, _LINES, 7), _indices(d, _LINES, 7), True),
-        "distinct",
-        "6 elements",
-        "(3, 7)",
-    ),
-    BadCall(
-        "dout of the wrong shape, to the plan",
-        lambda d: _adjoint(d).run(_x(d, 4, 2), _indices(d)),
-        "dout",
-        "(3, 2)",
-        "(4, 2)",
-    ),
-    BadCall(
-        "dout of another dtype than the plan's",
-        lambda d: _adjoint(d).run(_x(d, 3, 2).half(), _indices(d)),
-        "not made for",
-        "float16",
-        "float32",
-        error=Unsupported,
-    ),
-    BadCall(
-        "out= of the wrong shape, to the adjoint",
-        lambda d: _adjoint(d).run(_x(d, 3, 2), _indices(d), out=_x(d, 5, 4)),
-        "out=",
-        "dx",
-        "(3, 6)",
-        "(5, 4)",
-    ),
-)
+    BadCall("dout of the wrong shape, to the operator", lambda d: _operator(_x(d, _LINES, 3), _indices(d)),
+            "dout", "(3, 2)", "(3, 3)"),
+    BadCall("a promise that cannot be kept, to the operator",
+            lambda d: _operator(_x(d, _LINES, 7), _indices(d, _LINES, 7), True), "distinct", "6 elements", "(3, 7)"),
+    BadCall("dout of the wrong shape, to the plan", lambda d: _plan(d, lines=4), "dout", "(3, 2)", "(4, 2)"),
+    BadCall("dout of another dtype than the plan's", lambda d: _plan(d, dtype=torch.float16),
+            "not made for", "float16", "float32", error=Unsupported),
+    BadCall("out= of the wrong shape, to the adjoint", lambda d: _plan(d, out=_x(d, 5, 4)),
+            "out=", "dx", "(3, 6)", "(5, 4)"),
+)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------- workloads
 
 
 def _on_device(rows: int, length: int, number: int, distinct: bool) -> Make:
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        of_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        of_device = on_device(device, generator)
         x = torch.randn(rows, length, dtype=dtype, device=device, generator=of_device)
         if distinct:
             return x, x.topk(number).indices
         return x, torch.randint(length, (rows, number), device=device, generator=of_device)
 
     return make
-
-
-def _torch(x: Tensor, indices: Tensor) -> Tensor:
-    return torch.take_along_dim(x, indices, -1)
 
 
 def _workloads() -> Iterable[Workload]:
@@ -390,7 +303,7 @@ def _workloads() -> Iterable[Workload]:
                 _on_device(rows, length, number, promised),
                 entries * (2 * size + index_size),
                 rows * length * size + entries * (size + index_size),
-                _torch,
+                lambda x, indices: torch.take_along_dim(x, indices, -1),
                 dtype=torch.float32,
                 directions=("backward",) if promised else ("forward", "backward"),
                 compile=False,

@@ -8,9 +8,11 @@ were taken from it, in the output's order: those along the axis and, where x was
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+Shape = tuple[int, ...]
 
 MAX_AXES = 4
 """Axes that a kernel can tell apart."""
@@ -32,17 +34,14 @@ class Axes(NamedTuple):
     def number(self) -> int:
         return len(self.sizes)
 
-    def numbers(self, size: str, *steps: str) -> dict[str, int]:
+    def numbers(self, sizes: str, *steps: str) -> dict[str, tuple[int, ...]]:
         """What kernels take, by parameter: the sizes of all axes but the outermost, and each tensor's steps.
 
         There are as many as for `MAX_AXES` axes, the missing ones first.
         """
         missing = MAX_AXES - self.number
-        sizes = (1,) * missing + self.sizes
-        named = {f"{size}_{axis}": sizes[axis] for axis in range(1, MAX_AXES)}
-        for name, row in zip(steps, self.steps, strict=True):
-            named |= {f"{name}_{axis}": step for axis, step in enumerate((0,) * missing + row)}
-        return named
+        named = {sizes: ((1,) * missing + self.sizes)[1:]}
+        return named | {name: (0,) * missing + row for name, row in zip(steps, self.steps, strict=True)}
 
 
 def merged(sizes: Sequence[int], *steps: Sequence[int]) -> Axes:
@@ -100,15 +99,14 @@ class Elements(NamedTuple):
     """The elements of the output, in order.
 
     Attributes:
-        axes: steps of x (none along the axis), of the indices, and of the indices' numbering.
         plain: whether the indices lie one after the other in the output's order.
-        numbers: the sizes and steps as `take_forward` takes them.
+        numbers: the sizes, and the steps of x (none along the axis), of the indices, and of the indices' numbering, as
+            `take_forward` takes them.
         layout: what the kernel must be made for.
     """
 
-    axes: Axes
     plain: bool
-    numbers: Mapping[str, int]
+    numbers: Mapping[str, Any]
     layout: str
 
 
@@ -118,21 +116,15 @@ def elements_of(x: Tensor, indices: Tensor, axis: int) -> Elements:
 
 
 @lru_cache(maxsize=4096)
-def _elements(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    indices: tuple[int, ...],
-    index_strides: tuple[int, ...],
-    axis: int,
-) -> Elements:
+def _elements(shape: Shape, strides: Shape, indices: Shape, index_strides: Shape, axis: int) -> Elements:
     axis %= len(shape)
     out = output_shape(shape, indices, axis)
     of_x = broadcast(shape, strides, out)
     spread = broadcast(indices, index_strides, out)
     axes = merged(out, (*of_x[:axis], 0, *of_x[axis + 1 :]), spread, broadcast(indices, contiguous(indices), out))
     plain = all(n == 1 or a == b for n, a, b in zip(out, spread, contiguous(out), strict=True))
-    numbers = axes.numbers("size", "x_step", "index_step", "number_step")
-    return Elements(axes, plain, numbers, _words(axes.number, 2, prod(axes.sizes), shape[axis]))
+    numbers = axes.numbers("sizes", "x_steps", "index_steps", "number_steps")
+    return Elements(plain, numbers, _words(axes.number, 2, prod(axes.sizes), shape[axis]))
 
 
 class Lines(NamedTuple):
@@ -143,7 +135,8 @@ class Lines(NamedTuple):
         entry_axes: steps of the indices and of dout from entry to entry.
         line_count, entry_count: how many lines there are, and entries of each.
         axis_step: the step of dx along the axis.
-        numbers: sizes and steps as kernels take them.
+        numbers: sizes and steps as kernels take them, with `entries`, the elements of a line as `length`, and
+            `axis_step`.
         layout: what kernels must be made for.
     """
 
@@ -152,10 +145,10 @@ class Lines(NamedTuple):
     line_count: int
     entry_count: int
     axis_step: int
-    numbers: Mapping[str, int]
+    numbers: Mapping[str, Any]
     layout: str
 
-    def select(self, parameters: Iterable[str]) -> dict[str, int]:
+    def select(self, parameters: Iterable[str]) -> dict[str, Any]:
         """The sizes and steps among a kernel's parameters."""
         return {name: self.numbers[name] for name in parameters if name in self.numbers}
 
@@ -166,13 +159,7 @@ def lines_of(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def _lines(
-    shape: tuple[int, ...],
-    indices: tuple[int, ...],
-    index_strides: tuple[int, ...],
-    dout_strides: tuple[int, ...],
-    axis: int,
-) -> Lines:
+def _lines(shape: Shape, indices: Shape, index_strides: Shape, dout_strides: Shape, axis: int) -> Lines:
     out = output_shape(shape, indices, axis)
     of_dx = contiguous(shape)
     spread = broadcast(indices, index_strides, out)
@@ -185,8 +172,9 @@ def _lines(
     line_count, entry_count = prod(only(across, out)), prod(only(summed, out))
     axes = merged(only(across, out), only(across, of_dx), only(across, spread), only(across, dout_strides))
     entry_axes = merged(only(summed, out), only(summed, spread), only(summed, dout_strides))
-    numbers = axes.numbers("line_size", "dx_step", "line_index_step", "line_dout_step")
-    numbers |= entry_axes.numbers("entry_size", "index_step", "dout_step")
+    numbers: dict[str, Any] = axes.numbers("line_sizes", "dx_steps", "line_index_steps", "line_dout_steps")
+    numbers |= entry_axes.numbers("entry_sizes", "index_steps", "dout_steps")
+    numbers |= {"entries": entry_count, "length": shape[axis], "axis_step": of_dx[axis]}
     few = 1 if of_dx[axis] == 1 else 2
     most = max(axes.number, few + 1 if entry_axes.number > 1 else 1, entry_axes.number)
     layout = _words(most, few, line_count * entry_count)

@@ -94,11 +94,9 @@ def test_axes_are_as_few_as_tensors_allow() -> None:
     assert merged((2, 3, 4), (12, 4, 1)).sizes == (24,)
     assert merged((2, 1, 4), (4, 9, 1), (8, 9, 1)) == Axes((2, 4), ((4, 1), (8, 1)))
     assert merged((1, 1), (5, 5)) == Axes((1,), ((0,),))
-    assert Axes((2, 4), ((4, 1),)).numbers("size", "x_step") == {
-        "size_1": 1, "size_2": 2, "size_3": 4, "x_step_0": 0, "x_step_1": 0, "x_step_2": 4, "x_step_3": 1
-    }  # fmt: skip
+    assert Axes((2, 4), ((4, 1),)).numbers("sizes", "x_steps") == {"sizes": (1, 2, 4), "x_steps": (0, 0, 4, 1)}
     lines = lines_of(torch.empty(3, 4, 6), torch.empty(3, 4, 6), (3, 5, 1), 1)
     assert (lines.line_count, lines.entry_count, lines.axis_step) == (3, 24, 1)
     assert lines.axes == Axes((3,), ((5,), (24,), (24,)))
     assert lines.entry_axes == Axes((24,), ((1,), (1,)))
-    assert lines.select(("dout", "dx_step_3", "dout_step_3")) == {"dx_step_3": 5, "dout_step_3": 1}
+    assert lines.select(("dout", "dx_steps", "length")) == {"dx_steps": (0, 0, 0, 5), "length": 5}

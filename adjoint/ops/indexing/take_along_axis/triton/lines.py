@@ -18,27 +18,27 @@ from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Ker
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.indexing.take_along_axis.layout import LARGE, Lines, lines_of
-from adjoint.ops.indexing.take_along_axis.plans import MAX_FILLED, TILE_BITS, lines_at_once
-from adjoint.ops.indexing.take_along_axis.triton.offsets import bind_for_axes, from_the_beginning, offset_of
-from adjoint.ops.indexing.take_along_axis.triton.take import COPY
+from adjoint.ops.indexing.take_along_axis.plans import MAX_FILLED, TILE, lines_at_once
+from adjoint.ops.indexing.take_along_axis.triton.take import (
+    COPY,
+    bind_for_axes,
+    from_the_beginning,
+    offset_of,
+    place_of,
+)
 
 _SUM = Budget(registers=192, shared_bytes=16384)
 
-_TILE = tl.constexpr(1 << TILE_BITS)
+_TILE = tl.constexpr(TILE)
 
 
 @kernel(budget=_SUM, schedule=("LINES", "BLOCK"))
 @triton.jit
 def take_backward_few(
     dout: Pointer.element, indices: Pointer.index, dx: PointerIf16.element, lines: Int64, entries: Int32,
-    length: Int32If16, axis_step: Int64, spans: Int32, span: Int32If16,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    dx_step_0: Int64If16, dx_step_1: Int64If16, dx_step_2: Int64If16, dx_step_3: Int64If16,
-    line_index_step_0: Int64, line_index_step_1: Int64, line_index_step_2: Int64, line_index_step_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    length: Int32If16, axis_step: Int64, spans: Int32, span: Int32If16, line_sizes: Int64 * 3,
+    dx_steps: Int64If16 * 4, line_index_steps: Int64 * 4, line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3,
+    index_steps: Int64 * 4, dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr, MANY: tl.constexpr, LINES: tl.constexpr,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,23 +56,12 @@ def take_backward_few(
     else:
         line, entry, element = line[None, :], tl.arange(0, ENTRIES)[:, None], tl.arange(0, BLOCK)[:, None]
     present = line < lines
-    target = dx + offset_of(
-        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, UNIT, MANY
-    )  # fmt: skip
-    line_indices = indices + offset_of(
-        line, line_size_1, line_size_2, line_size_3,
-        line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3, UNIT, MANY,
-    )  # fmt: skip
-    line_dout = dout + offset_of(
-        line, line_size_1, line_size_2, line_size_3,
-        line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, UNIT, MANY,
-    )  # fmt: skip
+    target = dx + offset_of(line, line_sizes, dx_steps, UNIT, MANY)
+    line_indices = indices + offset_of(line, line_sizes, line_index_steps, UNIT, MANY)
+    line_dout = dout + offset_of(line, line_sizes, line_dout_steps, UNIT, MANY)
 
     inside = present & (entry < entries)
-    place = offset_of(
-        entry, entry_size_1, entry_size_2, entry_size_3,
-        index_step_0, index_step_1, index_step_2, index_step_3, True, MANY,
-    )  # fmt: skip
+    place = offset_of(entry, entry_sizes, index_steps, True, MANY)
     chosen = from_the_beginning(tl.load(line_indices + place, inside, other=0), length)
     writes = inside & (chosen >= 0) & (chosen < length)
     # Zeros first: they are on their way to memory while the entries are compared.
@@ -83,24 +72,15 @@ def take_backward_few(
     if SUM:
         total = tl.zeros(chosen.shape, tl.float64 if DOUBLE else tl.float32)
         for other in range(0, entries):
-            other_place = offset_of(
-                other, entry_size_1, entry_size_2, entry_size_3,
-                index_step_0, index_step_1, index_step_2, index_step_3, True, MANY,
-            )  # fmt: skip
+            other_place = offset_of(other, entry_sizes, index_steps, True, MANY)
             other_chosen = from_the_beginning(tl.load(line_indices + other_place, present, other=0), length)
-            term_place = offset_of(
-                other, entry_size_1, entry_size_2, entry_size_3,
-                dout_step_0, dout_step_1, dout_step_2, dout_step_3, True, MANY,
-            )  # fmt: skip
+            term_place = offset_of(other, entry_sizes, dout_steps, True, MANY)
             term = tl.load(line_dout + term_place, present, other=0).to(total.dtype)
             same = other_chosen == chosen
             writes = writes & ((same == 0) | (entry <= other))
             total += tl.where(same, term, 0.0)
     else:
-        place = offset_of(
-            entry, entry_size_1, entry_size_2, entry_size_3,
-            dout_step_0, dout_step_1, dout_step_2, dout_step_3, True, MANY,
-        )  # fmt: skip
+        place = offset_of(entry, entry_sizes, dout_steps, True, MANY)
         total = tl.load(line_dout + place, writes, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
 
     tl.debug_barrier()  # a sum goes where another thread may have written zero
@@ -118,14 +98,8 @@ def larger(a, b):
 def take_backward_lines(
     dout: Pointer.element, indices: Pointer.index, dx: PointerIf16.element, order: Pointer.key,
     partials: Pointer.accumulator, lines: Int64, first_line: Int64, entries: Int32, length: Int32If16,
-    axis_step: Int64,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    dx_step_0: Int64If16, dx_step_1: Int64If16, dx_step_2: Int64If16, dx_step_3: Int64If16,
-    line_index_step_0: Int64, line_index_step_1: Int64, line_index_step_2: Int64, line_index_step_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    axis_step: Int64, line_sizes: Int64 * 3, dx_steps: Int64If16 * 4, line_index_steps: Int64 * 4,
+    line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3, index_steps: Int64 * 4, dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, SUM: tl.constexpr, FILL: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
     MANY: tl.constexpr, LINES: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -139,20 +113,9 @@ def take_backward_lines(
     entry = tl.arange(0, ENTRIES)[None, :]
     line = (local + first_line)[:, None]
     present = line < lines
-    target = dx + offset_of(
-        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, UNIT, MANY
-    )  # fmt: skip
-    line_dout = dout + offset_of(
-        line, line_size_1, line_size_2, line_size_3,
-        line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, UNIT, MANY,
-    )  # fmt: skip
-    place = offset_of(
-        line, line_size_1, line_size_2, line_size_3,
-        line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3, UNIT, MANY,
-    ) + offset_of(
-        entry, entry_size_1, entry_size_2, entry_size_3,
-        index_step_0, index_step_1, index_step_2, index_step_3, True, MANY,
-    )  # fmt: skip
+    target = dx + offset_of(line, line_sizes, dx_steps, UNIT, MANY)
+    line_dout = dout + offset_of(line, line_sizes, line_dout_steps, UNIT, MANY)
+    place = place_of(line, entry, line_sizes, line_index_steps, entry_sizes, index_steps, UNIT, MANY)
     inside = present & (entry < entries)
     chosen = from_the_beginning(tl.load(indices + place, inside, other=0), length)
     writes = inside & (chosen >= 0) & (chosen < length)
@@ -163,9 +126,7 @@ def take_backward_lines(
                 tl.store(target + element, 0.0, present & (element < length))
         else:  # threads along neighbouring lines
             side = (local + first_line)[None, :]
-            beside = dx + offset_of(
-                side, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, UNIT, MANY
-            )  # fmt: skip
+            beside = dx + offset_of(side, line_sizes, dx_steps, UNIT, MANY)
             for first in range(0, length, BLOCK):
                 element = first + tl.arange(0, BLOCK)[:, None]
                 tl.store(beside + element * axis_step, 0.0, (side < lines) & (element < length))
@@ -185,10 +146,7 @@ def take_backward_lines(
         for step in range(0, tl.max(tl.where(counts, rank % _TILE + 1, 0))):
             other = tl.load(places + step, begins & (entry + step < ENTRIES), other=-1)
             same = begins & (other // ENTRIES == chosen) & (other >= 0)
-            term = offset_of(
-                other % ENTRIES, entry_size_1, entry_size_2, entry_size_3,
-                dout_step_0, dout_step_1, dout_step_2, dout_step_3, True, MANY,
-            )  # fmt: skip
+            term = offset_of(other % ENTRIES, entry_sizes, dout_steps, True, MANY)
             total += tl.load(line_dout + term, same, other=0).to(total.dtype)
         writes = counts & leads
         if ENTRIES > _TILE:
@@ -202,10 +160,7 @@ def take_backward_lines(
                 same = near & (other // ENTRIES == chosen) & (other >= 0)
                 total += tl.load(tiles + step * _TILE, same, other=0)
     else:
-        term = offset_of(
-            entry, entry_size_1, entry_size_2, entry_size_3,
-            dout_step_0, dout_step_1, dout_step_2, dout_step_3, True, MANY,
-        )  # fmt: skip
+        term = offset_of(entry, entry_sizes, dout_steps, True, MANY)
         total = tl.load(line_dout + term, writes, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
     tl.debug_barrier()  # a sum goes where another thread may have written zero
     tl.store(target + chosen * axis_step, total.to(dx.dtype.element_ty), writes)
@@ -215,14 +170,8 @@ def take_backward_lines(
 @triton.jit
 def take_scatter(
     dout: Pointer.element, indices: Pointer.index, dx: Pointer.element, lines: Int64, entries: Int32, length: Int32,
-    axis_step: Int64,
-    line_size_1: Int64, line_size_2: Int64, line_size_3: Int64,
-    dx_step_0: Int64, dx_step_1: Int64, dx_step_2: Int64, dx_step_3: Int64,
-    line_index_step_0: Int64, line_index_step_1: Int64, line_index_step_2: Int64, line_index_step_3: Int64,
-    line_dout_step_0: Int64, line_dout_step_1: Int64, line_dout_step_2: Int64, line_dout_step_3: Int64,
-    entry_size_1: Int32, entry_size_2: Int32, entry_size_3: Int32,
-    index_step_0: Int64, index_step_1: Int64, index_step_2: Int64, index_step_3: Int64,
-    dout_step_0: Int64, dout_step_1: Int64, dout_step_2: Int64, dout_step_3: Int64,
+    axis_step: Int64, line_sizes: Int64 * 3, dx_steps: Int64 * 4, line_index_steps: Int64 * 4,
+    line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3, index_steps: Int64 * 4, dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, UNIT: tl.constexpr, LARGE: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every entry to its element of dx, which is zero before; for indices that do not repeat.
@@ -237,28 +186,14 @@ def take_scatter(
     else:
         line, entry = flat % lines, flat // lines
     inside = (line < lines) & (entry < entries)
-    place = offset_of(
-        line, line_size_1, line_size_2, line_size_3,
-        line_index_step_0, line_index_step_1, line_index_step_2, line_index_step_3, UNIT, MANY,
-    ) + offset_of(
-        entry, entry_size_1, entry_size_2, entry_size_3,
-        index_step_0, index_step_1, index_step_2, index_step_3, True, MANY,
-    )  # fmt: skip
+    place = place_of(line, entry, line_sizes, line_index_steps, entry_sizes, index_steps, UNIT, MANY)
     index = tl.load(indices + place, inside, other=0)
-    place = offset_of(
-        line, line_size_1, line_size_2, line_size_3,
-        line_dout_step_0, line_dout_step_1, line_dout_step_2, line_dout_step_3, UNIT, MANY,
-    ) + offset_of(
-        entry, entry_size_1, entry_size_2, entry_size_3,
-        dout_step_0, dout_step_1, dout_step_2, dout_step_3, True, MANY,
-    )  # fmt: skip
+    place = place_of(line, entry, line_sizes, line_dout_steps, entry_sizes, dout_steps, UNIT, MANY)
     # On its way before it is known whether its index is valid.
     value = tl.load(dout + place, inside, other=0).to(tl.float64 if DOUBLE else tl.float32) + 0.0
     chosen = from_the_beginning(index, length)
     valid = inside & (chosen >= 0) & (chosen < length)
-    place = offset_of(
-        line, line_size_1, line_size_2, line_size_3, dx_step_0, dx_step_1, dx_step_2, dx_step_3, UNIT, MANY
-    )  # fmt: skip
+    place = offset_of(line, line_sizes, dx_steps, UNIT, MANY)
     tl.store(dx + place + chosen * axis_step, value.to(dx.dtype.element_ty), valid)
 
 
@@ -288,6 +223,7 @@ def _by_access(
 ) -> dict[str, tuple[Tile, Launch]]:
     """A kernel for every access, with its tile; `tile_of(unit)` gives that of lines along the axis, or of others."""
     (element, index), (_, _, distinct) = setup.problem.dtypes, setup.problem.options
+    setup.number(tile=TILE)
 
     def bind(many: bool) -> dict[str, tuple[Tile, Launch]]:
         bound = {}
@@ -337,8 +273,7 @@ def by_comparing(setup: Setup) -> Execute:
         spans = -(-length // span)
         bound.launch(
             (-(-lines.line_count // tile.lines) * spans,), dout=dout, indices=indices, dx=dx, lines=lines.line_count,
-            entries=lines.entry_count, length=length, axis_step=lines.axis_step, spans=spans, span=span,
-            **lines.numbers,
+            spans=spans, span=span, **lines.numbers,
         )  # fmt: skip
 
     return execute
@@ -353,19 +288,12 @@ def by_lines(setup: Setup) -> Execute:
     key = torch.int64 if long else torch.int32
     count = max(1, schedule["lines_entries"] // entries)
     tile = Tile(count, entries, max(16, schedule["lines_elements"] // count), schedule["lines_warps"])
-    by_access = _by_access(
-        setup,
-        take_backward_lines,
-        lambda unit: tile,
-        key=key,
-        accumulator=accumulator,
-        FILL=length <= MAX_FILLED,
-        LONG=long,
-    )
+    settings = {"key": key, "accumulator": accumulator, "FILL": length <= MAX_FILLED, "LONG": long}
+    by_access = _by_access(setup, take_backward_lines, lambda unit: tile, **settings)
     at_once = lines_at_once(entries)
     if not distinct:
         room = min(line_count, at_once) * entries
-        setup.scratch(order=(key, room), partials=(accumulator, room if entries > 1 << TILE_BITS else 0))
+        setup.scratch(order=(key, room), partials=(accumulator, room if entries > TILE else 0))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dout, indices = arguments[:2]
@@ -383,8 +311,7 @@ def by_lines(setup: Setup) -> Execute:
             end = min(first + step, lines.line_count)
             bound.launch(
                 (-(-(end - first) // tile.lines),), dout=dout, indices=indices, dx=dx, order=order, partials=partials,
-                lines=end, first_line=first, entries=lines.entry_count, length=length, axis_step=lines.axis_step,
-                **lines.numbers,
+                lines=end, first_line=first, **lines.numbers,
             )  # fmt: skip
 
     return execute
@@ -394,6 +321,7 @@ def scatter(setup: Setup) -> Execute:
     """For many entries that do not repeat: zeros, then every entry to its element."""
     (element, index), (shape, axis, _) = setup.problem.dtypes, setup.problem.options
     block = setup.schedule["scatter_block"]
+    setup.number(tile=TILE)
 
     def bind(many: bool) -> dict[bool, Launch]:
         return {
@@ -415,8 +343,7 @@ def scatter(setup: Setup) -> Execute:
             return
         lines = lines_of(dout, indices, shape, axis)
         by_unit[lines.axis_step == 1].launch(
-            (-(-dout.numel() // block),), dout=dout, indices=indices, dx=dx, lines=lines.line_count,
-            entries=lines.entry_count, length=shape[axis], axis_step=lines.axis_step, **lines.numbers,
+            (-(-dout.numel() // block),), dout=dout, indices=indices, dx=dx, lines=lines.line_count, **lines.numbers
         )  # fmt: skip
 
     return execute
