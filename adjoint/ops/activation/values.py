@@ -1,11 +1,12 @@
 """The layouts and values on which the activations are tested: random ones, and every one of the 16-bit types."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Case, Make
+from adjoint.contract.cases import Case, Make, Subject, Workload, normal
 
 # --------------------------------------------------------------------------------------- layouts
 
@@ -56,9 +57,15 @@ def random_values(generator: torch.Generator, dtype: torch.dtype, device: torch.
     return fill
 
 
-def each(layout: Layout, count: int) -> Make:
-    """`count` tensors of a layout."""
-    return lambda dtype, device, generator: tuple(layout(random_values(generator, dtype, device)) for _ in range(count))
+def cases(layouts: dict[str, Layout], count: int) -> tuple[Case, ...]:
+    """A case of `count` tensors for each layout."""
+
+    def make(layout: Layout) -> Make:
+        return lambda dtype, device, generator: tuple(
+            layout(random_values(generator, dtype, device)) for _ in range(count)
+        )
+
+    return tuple(Case(name, make(layout)) for name, layout in layouts.items())
 
 
 def mixed_strides(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -107,7 +114,7 @@ def around_root(dtype: torch.dtype, gates: int, others: int) -> tuple[Tensor, Te
 
 
 def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[torch.dtype], Iterator[Case]]:
-    """For each factor, a case with every gate; the upstream gradient walks the spread at another pace.
+    """For each factor, a case with every gate; the upstream gradient goes through the spread at another pace.
 
     Then, where rounding errors weigh most, every significand of the factor, and of the upstream.
     """
@@ -139,5 +146,18 @@ def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Calla
 
 WORKLOAD_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))
 
-BUILT_LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, lambda x: x[:, ::2])
-"""A tensor as rows, and strided."""
+
+def workload(subject: Subject, shape: tuple[int, int], baseline: Callable[..., Tensor], **more: Any) -> Workload:
+    """A forward reads gate and up and writes y; a backward reads dy and both, and writes as many gradients."""
+    (rows, columns), is_packed = shape, "order" in subject.keywords
+    tensors, one = 2 if is_packed else len(subject.inputs), 2 * rows * columns
+    make = normal((rows, 2 * columns)) if is_packed else normal(*(shape,) * tensors)
+    name = f"{subject.name} {rows}×{'2·' * is_packed}{columns}"
+    return Workload(name, subject, make, (tensors + 1) * one, (2 * tensors + 1) * one, baseline, **more)
+
+
+def built_tensors(count: int) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors for calls that are built and not run: of every dtype, as rows and strided."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.empty(64, 64, dtype=dtype, device="meta")
+        yield from ((x,) * count for x in (tensor, tensor[:, ::2]))

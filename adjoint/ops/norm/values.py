@@ -1,14 +1,15 @@
 """What the norms are tested, verified and timed on: their cases, special values, bad calls and workloads."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf, nan
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.contract.batching import Answers, Rebatch
-from adjoint.contract.cases import BadCall, Case, Inputs, Special, Subject, Workload
+from adjoint.contract import batching
+from adjoint.contract.cases import BadCall, Case, Inputs, Special, Subject, Workload, normal
 from adjoint.contract.inputs import as_tuple
 from adjoint.contract.mistakes import zeros
 
@@ -83,28 +84,9 @@ def subject(
         cases=(*(case(x, x) for x in layouts), *wide, *cases),
         mistakes={"zero output": zeros, **mistakes},
         batched=rows if rows != inputs else None,
-        rebatched=_rebatched(tuple(x in rows for x in inputs)),
+        rebatched=partial(batching.rebatched, axis=0, batched=[x in rows for x in inputs]),
         **more,
     )
-
-
-def _rebatched(has_rows: tuple[bool, ...]) -> Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]]:
-    """Some rows alone, beside the same weight; all results but dweight keep their bits."""
-
-    def rebatch(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-        rows = inputs[0].shape[0]
-        for begin, end in ((0, 1), (rows // 2, rows)) if rows and inputs[0].dim() > 1 else ():
-            part = slice(begin, end)
-
-            def pairs(whole: Answers, alone: Answers, part: slice = part) -> Iterator[tuple[Tensor, Tensor]]:
-                yield from ((one, all_[part]) for one, all_ in zip(alone[0], whole[0], strict=True))
-                gradients = zip(alone[1], whole[1], has_rows, strict=False)
-                yield from ((one, all_[part]) for one, all_, is_row in gradients if is_row)
-
-            own = tuple(x[part] if is_row else x for x, is_row in zip(inputs, has_rows, strict=True))
-            yield Rebatch(f"rows {begin} to {end}", own, tuple(dy[part] for dy in upstream), pairs)
-
-    return rebatch
 
 
 def special_rows(*others: float) -> tuple[Special, ...]:
@@ -134,12 +116,7 @@ def bad_call(
 def workload(subject: Subject, rows: int, size: int, baseline: Callable[..., Tensor], **more: Any) -> Workload:
     """A forward reads its inputs and writes y; a backward reads dy and the inputs, and writes as many gradients."""
     count, one = len(subject.batched or subject.inputs), 2 * rows * size
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        shapes = [(size,) if x == "weight" else (rows, size) for x in subject.inputs]
-        return tuple(torch.randn(shape, dtype=dtype, device=device, generator=own) for shape in shapes)
-
+    make = normal(*((size,) if x == "weight" else (rows, size) for x in subject.inputs))
     forward, backward = (count + 1) * one, (2 * count + 1) * one
     return Workload(f"{subject.name} {rows}×{size}", subject, make, forward, backward, baseline, **more)
 
