@@ -307,9 +307,6 @@ def silu_backward_strided(
         tl.store(dup + i0 * dup_0 + i1 * dup_1 + i2 * dup_2 + i3 * dup_3, du.to(g.dtype), need_up)
 
 
-# ------------------------------------------------------------------------------------------------ launches
-
-
 def _constants(setup: Setup, **more: Any) -> dict[str, Any]:
     """What all kernels are compiled for. NVIDIA's GPUs have instructions of their own for 2^x and 1/x (NATIVE)."""
     (dtype,) = setup.problem.dtypes

@@ -21,9 +21,6 @@ from adjoint.ops.activation.packing import unpack
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 
-# ---------------------------------------------------------------------------------------------- layout
-
-
 def layout_of(tensors: list[Tensor]) -> str:
     """ "rows" when every tensor is rows of adjacent elements, "strided" otherwise."""
     if all(tensor.is_contiguous() for tensor in tensors):
@@ -60,8 +57,6 @@ def reuse(
     """The form of a backward that overwrites its inputs."""
     return {"reuse": Adjoint(candidates, describe, name="backward_reuse", overwrites=True)}
 
-
-# ------------------------------------------------------------------------------------------- guarantee
 
 ULP: Mapping[str, Mapping[torch.dtype, Mapping[str, float]]] = {
     "eager": {
@@ -189,8 +184,6 @@ def guarantee(of: Activation, backend: str, problem: Problem) -> dict[str, Guara
         for output, (kind, bound) in _kinds(of, problem.options).items()
     }
 
-
-# ------------------------------------------------------------------------------------------ candidates
 
 NEED_GATE, NEED_UP = 1, 2
 """Bits of the gradients a backward computes."""

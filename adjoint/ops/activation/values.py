@@ -8,8 +8,6 @@ from torch import Tensor
 
 from adjoint.contract.cases import Case, Make, Subject, Workload, normal
 
-# --------------------------------------------------------------------------------------- layouts
-
 Layout = Callable[[Callable[..., Tensor]], Tensor]
 """Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
 
@@ -79,9 +77,6 @@ def huge_up(dtype: torch.dtype, device: torch.device, generator: torch.Generator
     return gate, torch.full_like(gate, min(torch.finfo(dtype).max, 2.0**98))
 
 
-# ------------------------------------------------------------------------------------ exhaustive
-
-
 def every_value(dtype: torch.dtype) -> Tensor:
     """Every bit pattern of a 16-bit type, NaNs and infinities included."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -141,8 +136,6 @@ def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Calla
 
     return cases
 
-
-# --------------------------------------------------------------------------------- workloads and builds
 
 WORKLOAD_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))
 

@@ -57,9 +57,6 @@ class Norm:
 RMS, RESIDUAL, GATED, L2 = Norm(), Norm(residual=True), Norm(gate=True), Norm(weight=False)
 
 
-# ------------------------------------------------------------------------------------------------ checks
-
-
 def require_rows(op: str, x: Tensor, eps: float) -> None:
     """A floating tensor with a last axis, and an ε that is not negative."""
     require_floating(op, "x", x)

@@ -19,17 +19,14 @@ SILU = {True: (180, 260), False: (40, 80)}
 class Bounds:
     """The bounds of a problem's results, each a method of the result's name; x is the sum where there is a residual.
 
-    Args:
-        norm: what is computed.
-        problem: its dtypes and options count.
-        arithmetic: the type that everything is computed in.
-        levels: additions that a term of a sum over a row goes through.
-        chain: additions that a term of the sum over all rows goes through.
+    Everything is computed in the type `arithmetic`; a term of a sum over a row goes through `levels` additions, one of
+    the sum over all rows through `chain`.
     """
 
     def __init__(self, norm: Norm, problem: Problem, arithmetic: torch.dtype, levels: int, chain: int) -> None:
         info, (element, *_), (self.eps, *more) = torch.finfo(arithmetic), problem.dtypes, problem.options
-        self.offset, self.rounded = (0.0, more[0]) if norm.gate else (more[0] if norm.weight else 0.0, False)
+        self.offset: float = more[0] if norm.weight and not norm.gate else 0.0
+        self.rounded: bool = norm.gate and more[0]
         self.arithmetic, self.element, self.weight = arithmetic, element, problem.dtypes[-1]
         # The exact results of float64 are themselves computed in float64.
         self.u = info.eps / 2 * (2 if element == torch.float64 else 1)

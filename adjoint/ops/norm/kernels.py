@@ -42,9 +42,6 @@ _FORWARD = Budget(registers=136, shared_bytes=16_384)
 _BACKWARD = Budget(registers=255, shared_bytes=81_920)
 
 
-# ------------------------------------------------------------------------------------------- one element
-
-
 @triton.jit
 def load_weight(
     weight, offset, column, SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_GATE: tl.constexpr, COMPUTED: tl.constexpr
@@ -77,9 +74,6 @@ def silu_and_slope(gate, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     else:
         value, slope, d = silu_parts(gate, NARROW, NATIVE)
         return value * d, slope * d * d
-
-
-# ----------------------------------------------------------------------------------------------- kernels
 
 
 @kernel(budget=_FORWARD, numeric=LEVELS, schedule=("ROWS",))
@@ -221,9 +215,6 @@ def rms_norm_add_blocks(
         terms = tl.load(sums + block.to(tl.int64) * SIZE + column, (block < count) & (column < SIZE), other=0)
         total += halves(terms, 1, RUN_LEVELS, COLUMNS)
     tl.store(dweight + column, total.to(dweight.dtype.element_ty), column < SIZE)
-
-
-# ------------------------------------------------------------------------------------------------ launches
 
 
 def _constants(setup: Setup, norm: Norm, reader: RowReader) -> dict[str, Any]:

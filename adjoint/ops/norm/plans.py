@@ -23,8 +23,6 @@ WIDEST_BYTES, WIDEST_GATED_BYTES = 32_768, 8_192
 MAX_ROWS = 2**31 - 2**16
 """Rows that the kernels' integers count."""
 
-# ----------------------------------------------------------------------------- what fixes the order of dweight
-
 RUN_LEVELS = 9
 """Blocks of rows whose sums are added by halves: 512."""
 
@@ -55,8 +53,6 @@ def chain_of(size: int, rows: int) -> int:
     blocks, tiles = blocks_of(size, rows), -(-rows >> row_levels(size))
     return -(-tiles // blocks) + row_levels(size) + RUN_LEVELS + -(-blocks >> RUN_LEVELS)
 
-
-# ------------------------------------------------------------------------------------------- guarantees
 
 DOMAIN = (
     "rows whose mean of squares plus ε (of l2_norm, sum of squares plus ε) and products with dy stay within 2^±100 "
@@ -112,9 +108,6 @@ def _guarantee(norm: Norm, direction: str, on_kernels: bool, problem: Problem) -
         )
         for name in outputs
     }
-
-
-# ------------------------------------------------------------------------------------------ candidates
 
 
 def _candidates(norm: Norm, direction: str) -> tuple[Candidate, Candidate]:

@@ -48,16 +48,11 @@ _SPECIALS = (
     Special("x = NaN", (nan, 1.0, 2.0), 1.0, (nan,), (nan, nan, nan)),
 )
 
-_INPUTS = ("x", "gate", "weight")
+_NORM = (gated_rms_norm, ("x", "gate", "weight"), _forward, _backward)
 _CASES = (Case("gate in a slice", _gate_in_a_slice),)
 
-GATED = subject(
-    "gated_rms_norm", gated_rms_norm, _INPUTS, _forward, _backward, MOST, _MISTAKES, cases=_CASES, specials=_SPECIALS
-)
-ROUNDED = subject(
-    "gated_rms_norm[rounded]", gated_rms_norm, _INPUTS, _forward, _backward, FEW, _MISTAKES,
-    keywords={"round_before_gate": True},
-)  # fmt: skip
+GATED = subject("gated_rms_norm", *_NORM, MOST, _MISTAKES, cases=_CASES, specials=_SPECIALS)
+ROUNDED = subject("gated_rms_norm[rounded]", *_NORM, FEW, _MISTAKES, keywords={"round_before_gate": True})
 
 SUBJECTS = (GATED, ROUNDED)
 

@@ -75,9 +75,6 @@ def l2_norm_backward(
     tl.store(dx + at, (r * (upstream - value * along[None, :, None])).to(dx.dtype.element_ty), inside)
 
 
-# ------------------------------------------------------------------------------------------------ launches
-
-
 def _order(size: int, element: torch.dtype) -> dict[str, int]:
     return order(size, element) if size > HALVED else dict(zip(LEVELS, (0, 0, level(size), 0), strict=True))
 

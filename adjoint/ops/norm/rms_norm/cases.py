@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.contract.cases import BadCall, Special
+from adjoint.contract.cases import BadCall, Special, Subject
 from adjoint.contract.mistakes import answers, narrow_arithmetic
 from adjoint.core.plan import Call, bind
 from adjoint.ops.norm import reference
@@ -19,7 +19,7 @@ from adjoint.ops.norm.values import EPS, EVERY, FEW, MOST, bad_call, empty, spec
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def _mistakes(eps: float, offset: float) -> dict[str, Any]:
+def _subject(name: str, eps: float, offset: float, layouts: tuple[str, ...], **more: Any) -> Subject:
     forward = partial(reference.rms_norm, eps=eps, offset=offset)
     backward = partial(reference.rms_norm_backward, eps=eps, offset=offset)
 
@@ -29,20 +29,14 @@ def _mistakes(eps: float, offset: float) -> dict[str, Any]:
     def without_r(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return backward(dy, x, weight)[0], (dy * x).reshape(-1, x.shape[-1]).sum(0)
 
-    return {
+    mistakes = {
         "narrow arithmetic": narrow_arithmetic(forward, backward),
         "dx without the mean": answers(forward, without_mean),
         "dweight without r": answers(forward, without_r),
         "another offset": answers(partial(forward, offset=1 - offset), backward),
         "another ε": answers(partial(forward, eps=0.25), backward),
     }
-
-
-def _subject(name: str, eps: float, offset: float, layouts: tuple[str, ...], **more: Any) -> Any:
-    forward = partial(reference.rms_norm, eps=eps, offset=offset)
-    backward = partial(reference.rms_norm_backward, eps=eps, offset=offset)
-    inputs = ("x", "weight")
-    return subject(name, rms_norm, inputs, forward, backward, layouts, _mistakes(eps, offset), **more)
+    return subject(name, rms_norm, ("x", "weight"), forward, backward, layouts, mistakes, **more)
 
 
 _SPECIALS = (*special_rows(2.0), Special("weight = NaN", (1.0, nan), 0.0, (nan,), (nan, 0.0)))
@@ -53,21 +47,22 @@ WITH_OFFSET = _subject("rms_norm[offset]", 1e-2, 1.0, FEW, keywords={"offset": 1
 _residual = partial(reference.rms_norm_residual, eps=EPS)
 _residual_backward = partial(reference.rms_norm_residual_backward, eps=EPS)
 
+_MISTAKES = {
+    "the norm of x alone": answers(lambda x, w, residual: (_residual(x, w, x * 0)[0], x), _residual_backward),
+    "ds dropped": answers(_residual, lambda dy, ds, *inputs: _residual_backward(dy, ds * 0, *inputs)),
+}
+
 RESIDUAL = subject(
-    "rms_norm[residual]",
-    rms_norm,
-    ("x", "weight", "residual"),
-    _residual,
-    _residual_backward,
-    MOST,
-    {
-        "the norm of x alone": answers(lambda x, w, residual: (_residual(x, w, x * 0)[0], x), _residual_backward),
-        "ds dropped": answers(_residual, lambda dy, ds, *inputs: _residual_backward(dy, ds * 0, *inputs)),
-    },
+    "rms_norm[residual]", rms_norm, ("x", "weight", "residual"), _residual, _residual_backward, MOST, _MISTAKES,
     by_name=("residual",),
-)
+)  # fmt: skip
 
 SUBJECTS = (RMS_NORM, WITH_OFFSET, RESIDUAL)
+
+
+def _exchange_dtype(device: torch.device) -> Tensor:
+    return rms_norm(torch.zeros(4, 6, device=device).bfloat16(), torch.zeros(6, device=device).half())
+
 
 _bad = partial(bad_call, rms_norm)
 
@@ -78,13 +73,7 @@ BAD_CALLS = (
     _bad("eps that is text", ("eps", "number", "str"), (4, 6), (6,), eps="1e-6"),
     _bad("an offset that is a tensor", ("offset", "number", "Tensor"), (4, 6), (6,), offset=torch.ones(())),
     _bad("residual of another shape", ("residual", "(4, 6)", "(4, 5)"), (4, 6), (6,), residual=torch.zeros(4, 5)),
-    BadCall(
-        "weight of another 16-bit dtype",
-        lambda device: rms_norm(torch.zeros(4, 6, device=device).bfloat16(), torch.zeros(6, device=device).half()),
-        "weight",
-        "bfloat16",
-        "float16",
-    ),
+    BadCall("weight of another 16-bit dtype", _exchange_dtype, "weight", "bfloat16", "float16"),
 )
 
 
