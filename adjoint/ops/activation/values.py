@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Case, Make, Subject, Workload, normal
+from adjoint.contract.cases import Case, Subject, Workload, normal
 
 Layout = Callable[[Callable[..., Tensor]], Tensor]
 """Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
@@ -45,7 +45,7 @@ PACKED_LAYOUTS: dict[str, Layout] = {
 }
 
 
-def random_values(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+def random_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:
     """Random values whose sizes span what a model sees and far beyond: normal, times 1, 8 or 50."""
 
     def fill(*shape: int) -> Tensor:
@@ -58,16 +58,14 @@ def random_values(generator: torch.Generator, dtype: torch.dtype, device: torch.
 def cases(layouts: dict[str, Layout], count: int) -> tuple[Case, ...]:
     """A case of `count` tensors for each layout."""
 
-    def make(layout: Layout) -> Make:
-        return lambda dtype, device, generator: tuple(
-            layout(random_values(generator, dtype, device)) for _ in range(count)
-        )
+    def case(name: str, layout: Layout) -> Case:
+        return Case(name, lambda *where: tuple(layout(random_values(*where)) for _ in range(count)))
 
-    return tuple(Case(name, make(layout)) for name, layout in layouts.items())
+    return tuple(case(*named) for named in layouts.items())
 
 
-def mixed_strides(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-    fill = random_values(generator, dtype, device)
+def mixed_strides(*where: Any) -> tuple[Tensor, ...]:
+    fill = random_values(*where)
     return fill(70, 6).T, fill(6, 280)[:, ::4]
 
 
@@ -114,27 +112,25 @@ def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Calla
     Then, where rounding errors weigh most, every significand of the factor, and of the upstream.
     """
 
-    def made(gate: Tensor, factor: Tensor) -> Make:
-        return lambda dtype, device, generator: tuple(t.to(device) for t in arrange(gate, factor))
+    def case(name: str, gate: Tensor, factor: Tensor, dy: Tensor) -> Case:
+        return Case(
+            name,
+            lambda dtype, device, generator: tuple(t.to(device) for t in arrange(gate, factor)),
+            lambda output, generator: dy.to(output.device).view(output.shape),
+        )
 
-    def filled(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
-        return lambda output, generator: torch.full_like(output, value)
-
-    def laid(values: Tensor) -> Callable[[Tensor, torch.Generator], Tensor]:
-        return lambda output, generator: values.to(output.device).view(output.shape)
-
-    def cases(dtype: torch.dtype) -> Iterator[Case]:
-        factors = spread(dtype)
+    def every_case(dtype: torch.dtype) -> Iterator[Case]:
         gate = every_value(dtype)
-        for index, factor in enumerate(factors):
-            upstream = filled(factors[(4 * index + 1) % len(factors)])
-            yield Case(f"every gate, factor {factor:.3g}", made(gate, torch.full_like(gate, factor)), upstream)
+        filled = [torch.full_like(gate, factor) for factor in spread(dtype)]
+        for index, factor in enumerate(spread(dtype)):
+            dy = filled[(4 * index + 1) % len(filled)]
+            yield case(f"every gate, factor {factor:.3g}", gate, filled[index], dy)
         for name, gates, others in (("root, every significand", 64, 1), ("root, pairs of significands", 1, 64)):
             gate, first, second = around_root(dtype, gates, others)
-            yield Case(f"{name} of the factor", made(gate, first), laid(second))
-            yield Case(f"{name} of the upstream", made(gate, second), laid(first))
+            yield case(f"{name} of the factor", gate, first, second)
+            yield case(f"{name} of the upstream", gate, second, first)
 
-    return cases
+    return every_case
 
 
 WORKLOAD_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))

@@ -5,7 +5,7 @@ With w = offset + weight, z = x·r, r = 1 / sqrt(mean(x²) + ε), and u = dy, or
     y = z·w, times silu(gate); where there is a residual, x is s = x + residual, rounded
     dx = r·(u·w − z·m) + ds,  m = mean(u·w·x)·r        dgate = dy·z·w·silu'(gate)        dweight = Σ over rows of u·z
 
-r is computed again in the backward: that costs less than reading it. Means are products with the rounded 1/n.
+r is computed again in the backward: that costs less than reading it.
 
 dweight has one order for each number of rows: tile t, of 2^ROW_LEVELS rows, belongs to block t mod (number of blocks);
 a block adds its tiles one after the other, then the rows of what it has by halves; `rms_norm_add_blocks` adds the
@@ -59,6 +59,12 @@ def load_weight(
 
 
 @triton.jit
+def mean(total, COUNT: tl.constexpr):
+    """total / COUNT, as the product with the rounded 1 / COUNT."""
+    return total * (1.0 / COUNT)
+
+
+@triton.jit
 def silu_and_slope(gate, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     """silu(gate) and silu'(gate).
 
@@ -105,7 +111,7 @@ def rms_norm_forward(
         tl.store(s + at, value, inside)
     value = widen(value)
     squares = row_sums(value * value, ROWS, REPEAT_LEVELS, GROUP_LEVELS, LANE_LEVELS, VECTOR_LEVELS)
-    r = reciprocal_root(squares * (1.0 / SIZE) + epsilon, NATIVE)
+    r = reciprocal_root(mean(squares, SIZE) + epsilon, NATIVE)
     scaled = value * r[None, :, None]
     if ROUND:
         scaled = scaled.to(element).to(value.dtype)
@@ -164,9 +170,9 @@ def rms_norm_backward(
         squares, along = two_row_sums(
             value * value, gradient * value, ROWS, REPEAT_LEVELS, GROUP_LEVELS, LANE_LEVELS, VECTOR_LEVELS
         )
-        r = reciprocal_root(squares * (1.0 / SIZE) + epsilon, NATIVE)
+        r = reciprocal_root(mean(squares, SIZE) + epsilon, NATIVE)
         r = tl.where(row < rows, r, 0.0)  # rows past the end are zeros: with ε = 0 they would add NaN to dweight
-        m = (along * (1.0 / SIZE) * r)[None, :, None]
+        m = (mean(along, SIZE) * r)[None, :, None]
         r = r[None, :, None]
         if RELOAD:
             value = widen(tl.load(x_place, inside, other=0, eviction_policy="evict_first"))

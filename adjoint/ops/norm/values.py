@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Callable[[Fill], Tensor]] = {
 EVERY, MOST, FEW = tuple(LAYOUTS), tuple(LAYOUTS)[:-1], ("contiguous", "three axes", "wide")
 
 
-def random_rows(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Fill:
+def random_rows(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Fill:
     """Normal values, rows of which differ in size: by 1, 30 or 1/1000, where ε counts."""
 
     def fill(*shape: int) -> Tensor:
@@ -65,7 +65,7 @@ def subject(
 
     def case(layout: str, name: str, weight: torch.dtype | None = None) -> Case:
         def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-            fill = random_rows(generator, dtype, device)
+            fill = random_rows(dtype, device, generator)
             tensors = {x: LAYOUTS[layout](fill) for x in rows}
             if rows != inputs:
                 values = torch.randn(tensors["x"].shape[-1], generator=generator, dtype=torch.float64)

@@ -30,7 +30,7 @@ def _dweight_without_gate(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor) -
 
 def _gate_in_a_slice(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
     """x, a gate that is a part of a wider projection, and a weight."""
-    fill = random_rows(generator, dtype, device)
+    fill = random_rows(dtype, device, generator)
     return fill(19, 128), fill(19, 3 * 128)[:, 128:256], fill(128)
 
 
