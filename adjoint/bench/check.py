@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from adjoint.bench.contenders import Contender, Task
+from adjoint.contract.inputs import poison as fill_with_poison
 from adjoint.contract.inputs import widened
-from adjoint.contract.poison import poison as fill_with_poison
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
 
 OTHERS_LIMIT = 2e-2

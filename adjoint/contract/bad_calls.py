@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adjoint.contract import directions
 from adjoint.contract.cases import BadCall, Subject
-from adjoint.contract.inputs import Inputs, differentiable, leaves
+from adjoint.contract.inputs import Inputs, differentiable, is_differentiable, leaves
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.plan import plan
 from adjoint.core.preference import Preference
@@ -31,22 +31,16 @@ def _inputs(subject: Subject, device: torch.device) -> Inputs:
     return subject.cases[0].make(dtype, device, torch.Generator().manual_seed(SEED))
 
 
-# ---------------------------------------------------------------------------------------- wrong inputs
-
-
 def _wrong_input(subject: Subject, op: str, place: int, name: str, tensor: Tensor) -> Iterator[BadCall]:
     """One input exchanged for what it must not be."""
 
-    def exchanged(change: Callable[[Tensor], Any]) -> Callable[[torch.device], Any]:
+    def bad(words: str, change: Callable[[Tensor], Any], *expected: str) -> BadCall:
         def call(device: torch.device) -> Any:
             inputs = list(_inputs(subject, device))
             inputs[place] = change(inputs[place])
             return subject(*inputs)
 
-        return call
-
-    def bad(words: str, change: Callable[[Tensor], Any], *expected: str) -> BadCall:
-        return BadCall(f"{subject.name}: {words.format(name)}", exchanged(change), op, *expected)
+        return BadCall(f"{subject.name}: {words.format(name)}", call, op, *expected)
 
     yield bad("{} that is a list", lambda x: [1.0], name, "list")
     if tensor.dim():
@@ -60,9 +54,6 @@ def _wrong_input(subject: Subject, op: str, place: int, name: str, tensor: Tenso
         yield bad("{} elsewhere", lambda x: x.to("meta"), "meta")
 
 
-# ----------------------------------------------------------------------------------------- whole calls
-
-
 def _differentiate_twice(subject: Subject, inputs: Inputs) -> None:
     own = leaves(inputs)
     first = _first_output(subject(*own))
@@ -70,17 +61,10 @@ def _differentiate_twice(subject: Subject, inputs: Inputs) -> None:
     sum(gradient.sum() for gradient in gradients if gradient is not None).backward()  # type: ignore[union-attr]
 
 
-def _differentiate_forwards(subject: Subject, inputs: Inputs) -> Any:
-    place = next(i for i, x in enumerate(inputs) if x is not None and x.is_floating_point())
-    return torch.func.jvp(
-        lambda x: _first_output(subject(*inputs[:place], x, *inputs[place + 1 :])), (inputs[place],), (inputs[place],)
-    )
-
-
-def _vectorize(subject: Subject, inputs: Inputs) -> Any:
-    place = next(i for i, x in enumerate(inputs) if x is not None and x.is_floating_point())
-    several = torch.stack((inputs[place], inputs[place]))
-    return torch.vmap(lambda x: _first_output(subject(*inputs[:place], x, *inputs[place + 1 :])))(several)
+def _transform(subject: Subject, inputs: Inputs, transform: Callable[..., Any]) -> Any:
+    """Transforms the first output as a function of the first floating input, and calls that on this input."""
+    place = next(i for i, x in enumerate(inputs) if is_differentiable(x))
+    return transform(lambda x: _first_output(subject(*inputs[:place], x, *inputs[place + 1 :])), inputs[place])
 
 
 def _first_output(value: Any) -> Tensor:
@@ -95,10 +79,16 @@ def _whole_calls(subject: Subject, op: str) -> Iterator[BadCall]:
         return BadCall(whole, lambda device: call(_inputs(subject, device)), op, *words, error=error)
 
     def run(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Any:
-        """Runs the forward's plan into outputs that were changed."""
+        """The forward's plan, into outputs that were changed."""
         forward = directions.forward(subject.bind(inputs), "")
         first, *others = forward.plan.allocate(forward.arguments)
         return forward.run(out=(change(first), *others))
+
+    def jvp(function: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+        return torch.func.jvp(function, (x,), (x,))
+
+    def vmap(function: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+        return torch.vmap(function)(torch.stack((x, x)))
 
     def run_without_tensors(inputs: Inputs) -> Any:
         positional, named = subject.arguments(inputs)
@@ -107,8 +97,8 @@ def _whole_calls(subject: Subject, op: str) -> Iterator[BadCall]:
     fastest = Preference(plan="fastest")
     second = ("second derivative", "create_graph")
     yield bad("create_graph=True", lambda x: _differentiate_twice(subject, x), *second, error=Unsupported)
-    yield bad("a forward-mode gradient", lambda x: _differentiate_forwards(subject, x), "torch.func", error=Unsupported)
-    yield bad("vmap", lambda x: _vectorize(subject, x), "torch.func", "vmap", error=Unsupported)
+    yield bad("a forward-mode gradient", lambda x: _transform(subject, x, jvp), "torch.func", error=Unsupported)
+    yield bad("vmap", lambda x: _transform(subject, x, vmap), "torch.func", "vmap", error=Unsupported)
     yield bad("an unknown plan", lambda x: subject(*x, preference=fastest), "fastest", "eager", error=Unsupported)
     yield bad("too few tensors, to the plan", run_without_tensors, "the plan takes", "got 0")
     yield bad("out= of another shape", lambda x: run(x, lambda y: y.new_empty((*y.shape, 2))), "out=", "shape")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adjoint.contract.inputs import Inputs, each
+from adjoint.contract.inputs import Inputs, each, is_differentiable
 
 Answers = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Outputs and gradients."""
@@ -35,46 +35,54 @@ class Rebatch:
     pairs: Callable[[Answers, Answers], Iterable[tuple[Tensor, Tensor]]]
 
 
+def _change(change: Callable[[Tensor], Tensor], inputs: Inputs, batched: Sequence[bool]) -> Inputs:
+    """The inputs, those that have items changed."""
+    pairs = zip(inputs, batched, strict=True)
+    return tuple(change(x) if has_items and x is not None else x for x, has_items in pairs)
+
+
 def resized(
     inputs: Inputs, upstream: tuple[Tensor, ...], size: int, axis: int, batched: Sequence[bool]
 ) -> tuple[Inputs, tuple[Tensor, ...]]:
     """The same items, repeated or cut to `size` of them; inputs that are not batched stay as they are."""
 
-    def fitted(tensor: Tensor) -> Tensor:
+    def fit(tensor: Tensor) -> Tensor:
         copies = -(-size // tensor.shape[axis])
         return torch.cat([tensor] * copies, dim=axis).narrow(axis, 0, size).contiguous()
 
-    changed = each(fitted, tuple(t if has_items else None for t, has_items in zip(inputs, batched, strict=True)))
-    kept = tuple(old if new is None else new for old, new in zip(inputs, changed, strict=True))
-    return kept, tuple(map(fitted, upstream))
+    return _change(fit, inputs, batched), tuple(map(fit, upstream))
 
 
-def rebatched(inputs: Inputs, upstream: tuple[Tensor, ...], axis: int) -> Iterator[Rebatch]:
-    """The first item alone, the last alone, and the last half; nothing for tensors of fewer than two axes."""
-    first: Tensor = inputs[0]
-    if first.dim() < 2:
-        return
-    size = first.shape[axis]
-    for begin, length in ((0, 1), (size - 1, 1), (size // 2, size - size // 2)):
-        if length < 1 or begin < 0:
-            continue
+def rebatched(
+    inputs: Inputs, upstream: tuple[Tensor, ...], axis: int, batched: Sequence[bool] | None = None
+) -> Iterator[Rebatch]:
+    """The first item alone, the last alone, and the last half; nothing for tensors of fewer than two axes.
+
+    Inputs that are not batched stay as they are, and their gradients are not compared.
+    """
+    batched = [True] * len(inputs) if batched is None else batched
+    compared = [has_items for x, has_items in zip(inputs, batched, strict=True) if is_differentiable(x)]
+    size = inputs[0].shape[axis] if inputs[0].dim() > 1 else 0
+    for begin, length in ((0, 1), (size - 1, 1), (size // 2, size - size // 2)) if size else ():
 
         def part(tensor: Tensor, begin: int = begin, length: int = length) -> Tensor:
             return tensor.narrow(axis, begin, length)
 
         def pairs(
             whole: Answers, alone: Answers, part: Callable[[Tensor], Tensor] = part
-        ) -> Iterable[tuple[Tensor, Tensor]]:
-            return zip((*alone[0], *alone[1]), map(part, (*whole[0], *whole[1])), strict=True)
+        ) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from zip(alone[0], map(part, whole[0]), strict=True)
+            gradients = zip(zip(alone[1], whole[1], strict=True), compared, strict=False)
+            yield from ((one, part(among_all)) for (one, among_all), has_items in gradients if has_items)
 
-        yield Rebatch(f"items {begin}+{length}", each(part, inputs), tuple(map(part, upstream)), pairs)
+        yield Rebatch(f"items {begin}+{length}", _change(part, inputs, batched), tuple(map(part, upstream)), pairs)
 
 
 def pieces(arguments: Inputs, outputs: tuple[Tensor, ...], axis: int) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
     """Arguments and outputs, all cut at the same items."""
-    given = [tensor for tensor in (*arguments, *outputs) if tensor is not None]
-    items = given[0].shape[axis]
-    step = max(1, PIECE * items // max(1, *(tensor.numel() for tensor in given)))
+    tensors = [tensor for tensor in (*arguments, *outputs) if tensor is not None]
+    items = tensors[0].shape[axis]
+    step = max(1, PIECE * items // max(1, *(tensor.numel() for tensor in tensors)))
     for begin in range(0, items, step):
         index = (slice(None),) * axis + (slice(begin, begin + step),)
 

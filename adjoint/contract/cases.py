@@ -28,13 +28,12 @@ def random_upstream(output: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype).to(output.device)
 
 
-def normal(count: int, shape: tuple[int, ...]) -> Make:
-    """So many tensors of a shape, of normal values."""
+def normal(*shapes: tuple[int, ...]) -> Make:
+    """Tensors of normal values, made where they are used: for workloads."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-        seed = int(torch.randint(2**31, (), generator=generator))
-        own = torch.Generator(device).manual_seed(seed)
-        return tuple(torch.randn(shape, dtype=dtype, device=device, generator=own) for _ in range(count))
+        own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        return tuple(torch.randn(shape, dtype=dtype, device=device, generator=own) for shape in shapes)
 
     return make
 
@@ -43,8 +42,7 @@ def normal(count: int, shape: tuple[int, ...]) -> Make:
 class Case:
     """Inputs for a subject: `make` gives them for a dtype and device, `upstream` a gradient for an output.
 
-    The dtype is that of the floating inputs; an input that is no number to differentiate has its own. A
-    `heavy` case is for a GPU: too much for every check on a CPU.
+    The dtype is that of the floating inputs. A `heavy` case is for a GPU: too much for every check on a CPU.
     """
 
     name: str
@@ -72,32 +70,30 @@ class Special:
 class Subject:
     """One op, or one mode of it, under test.
 
-    Items follow each other along `batch_axis` of every input, unless `batched` names those that have
-    it; the others, a table of weights for example, are shared by all items. A family whose items lie
-    in yet another way says how they are resized, rebatched and cut into pieces.
+    Items follow each other along `batch_axis` of every input, unless `batched` names those that have it; the others, a
+    table of weights for example, are shared by all items. A family whose items lie in yet another way says how they are
+    resized, rebatched and cut into pieces.
 
     Attributes:
         name: as shown in tables.
         function: the public function.
         keywords: the keywords of the mode.
-        inputs: names of the tensor arguments, in order. Those of a floating dtype are differentiable,
-            and the adjoint's output for `x` is named `dx`; others keep their dtype and have no gradient.
+        inputs: names of the tensor arguments, in order. Those of a floating dtype are differentiable, and the adjoint's
+            output for `x` is named `dx`; others keep their dtype and have no gradient.
         reference: inputs, floating ones in float64 -> the public outputs.
-        reference_backward: upstream gradients, then inputs, in the same way -> a gradient per
-            floating input.
+        reference_backward: upstream gradients, then inputs, in the same way -> a gradient per floating input.
         cases: layouts, sizes and values.
         exhaustive: for 16-bit dtypes, cases that together hold every value; empty where that is out of reach.
-        mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the
-            inputs' dtype; each must fail the accuracy check, or the check proves nothing.
+        mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the inputs' dtype; each must fail
+            the accuracy check, or the check proves nothing.
         specials: elementwise special values.
         plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them.
         batch_axis: the axis along which items follow each other.
         batched: names of the inputs that have it; None for all.
         resized: `(inputs, upstream, size) -> (inputs, upstream)` with another number of items.
-        rebatched: `(inputs, upstream) -> Rebatch, ...`: other batches in which items keep their bits,
-            for batch invariance.
-        pieces: `(arguments, outputs) -> (arguments, outputs), ...`: what a reference takes and
-            gives, cut into pieces of about `batching.PIECE` elements that it maps one to one.
+        rebatched: `(inputs, upstream) -> Rebatch, ...`: other batches in which items keep their bits.
+        pieces: `(arguments, outputs) -> (arguments, outputs), ...`: what a reference takes and gives, cut into pieces
+            of about `batching.PIECE` elements that it maps one to one.
         autocast: names of the inputs that the op casts under autocast; the others keep their dtype.
         by_name: names of the inputs, the last ones, that the function takes by name.
     """
@@ -138,8 +134,7 @@ class Subject:
 
     def gradients(self, inputs: Inputs) -> tuple[str, ...]:
         """The names of the adjoint's outputs that are gradients of these inputs, in their order."""
-        named = zip(self.inputs, inputs, strict=True)
-        return tuple(f"d{name}" for name, tensor in named if is_differentiable(tensor))
+        return tuple(f"d{name}" for name, x in zip(self.inputs, inputs, strict=True) if is_differentiable(x))
 
     def has_items(self, name: str) -> bool:
         """Whether an input has the batch axis."""
@@ -148,25 +143,21 @@ class Subject:
     def items(self, inputs: Inputs) -> int:
         """The number of items in these inputs."""
         named = zip(self.inputs, inputs, strict=True)
-        batched = (tensor for name, tensor in named if tensor is not None and self.has_items(name))
-        return next(batched).shape[self.batch_axis]
+        return next(x.shape[self.batch_axis] for name, x in named if x is not None and self.has_items(name))  # type: ignore[no-any-return]
 
     def resize(self, inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
         """The same problem with `size` items."""
         if self.resized is not None:
             return self.resized(inputs, upstream, size)
-        batched = [self.has_items(name) for name in self.inputs]
-        return batching.resized(inputs, upstream, size, self.batch_axis, batched)
+        return batching.resized(inputs, upstream, size, self.batch_axis, [*map(self.has_items, self.inputs)])
 
     def rebatch(self, inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
         """Other batches in which items keep their bits."""
         if self.rebatched is not None:
             return self.rebatched(inputs, upstream)
         if self.batched is not None:
-            raise NotImplementedError(
-                f"{self.name}: not every input has the batch axis, so what keeps its bits in another batch is for "
-                f"the family to say: give the subject `rebatched`"
-            )
+            whose = "what keeps its bits in another batch is for the family to say: give the subject `rebatched`"
+            raise NotImplementedError(f"{self.name}: not every input has the batch axis, so {whose}")
         return batching.rebatched(inputs, upstream, self.batch_axis)
 
     def cut(self, arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterable[tuple[Inputs, tuple[Tensor, ...]]]:

@@ -44,12 +44,7 @@ def forward(call: Call, preference: str) -> Bound:
 
 
 def backward(call: Call, upstream: tuple[Tensor, ...], outputs: tuple[Tensor, ...], preference: str) -> Bound:
-    """The backward of a call for these upstream gradients, whatever their layout.
-
-    Args:
-        upstream: the gradients of the public outputs.
-        outputs: all outputs of the forward operator.
-    """
+    """The backward of a call, for gradients of its public outputs and all outputs of the forward operator."""
     assert call.adjoint is not None and call.adjoint_arguments is not None
     return _bound(call.adjoint, call.adjoint_arguments(upstream, outputs), preference)
 

@@ -7,6 +7,7 @@ everywhere. An optional one that is not given is None, and stays None.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Inputs = tuple[Any, ...]
@@ -35,3 +36,18 @@ def widened(inputs: Inputs) -> Inputs:
 def leaves(inputs: Inputs) -> Inputs:
     """The inputs as leaves of a graph of their own: those with a gradient require it."""
     return each(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), inputs)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """What a function returned, as a tuple whether it is one or not."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fills a tensor with NaN, or with the smallest value of a type that has none; returns it.
+
+    What is left unwritten, or read too early, is noticed then.
+    """
+    if tensor.is_floating_point():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)

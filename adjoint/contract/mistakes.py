@@ -7,37 +7,29 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.batching import Answers
+from adjoint.contract.inputs import as_tuple
+
+Formula = Callable[..., Any]
 
 
-def answers(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Answers]:
+def answers(
+    forward: Formula, backward: Formula, arithmetic: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float64
+) -> Callable[..., Answers]:
     """A wrong answer computed in float64 by formulas and rounded once: only the formula is wrong."""
 
     def answer(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
-        wide = [t.double() for t in inputs]
-        outputs = _as_tuple(forward(*wide))
-        gradients = _as_tuple(backward(*(t.double() for t in upstream), *wide))
         dtype = inputs[0].dtype
-        return tuple(t.to(dtype) for t in outputs), tuple(t.to(dtype) for t in gradients)
+        values, dy = ([t.to(arithmetic(dtype)) for t in tensors] for tensors in (inputs, upstream))
+        results = as_tuple(forward(*values)), as_tuple(backward(*dy, *values))
+        outputs, gradients = (tuple(t.to(dtype) for t in part) for part in results)
+        return outputs, gradients
 
     return answer
 
 
-def _as_tuple(value: Any) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def narrow_arithmetic(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Answers]:
+def narrow_arithmetic(forward: Formula, backward: Formula) -> Callable[..., Answers]:
     """Every operation rounded to bfloat16, or to float16 for float16 itself."""
-
-    def answer(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
-        dtype = inputs[0].dtype
-        narrow = torch.float16 if dtype == torch.float16 else torch.bfloat16
-        values = [t.to(narrow) for t in inputs]
-        outputs = _as_tuple(forward(*values))
-        gradients = _as_tuple(backward(*(t.to(narrow) for t in upstream), *values))
-        return tuple(t.to(dtype) for t in outputs), tuple(t.to(dtype) for t in gradients)
-
-    return answer
+    return answers(forward, backward, lambda dtype: torch.float16 if dtype == torch.float16 else torch.bfloat16)
 
 
 def zeros(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:

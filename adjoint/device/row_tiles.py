@@ -33,9 +33,6 @@ def order(size: int, dtype: torch.dtype) -> dict[str, int]:
     return dict(zip(LEVELS, (remaining, group, lane, vector), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------- sums
-
-
 @triton.jit
 def halves(values, BEFORE: tl.constexpr, LEVELS: tl.constexpr, AFTER: tl.constexpr):
     """[BEFORE, 2^LEVELS, AFTER] -> [BEFORE, AFTER], whatever the shape of the values: the first half plus the second.
@@ -112,9 +109,6 @@ def two_row_sums(
         return tl.split(tl.reshape(both, (ROWS, 2)))
 
 
-# ------------------------------------------------------------------------------------------ rows and columns
-
-
 @triton.jit
 def row_offsets(row, inner, outer, step, SIZE: tl.constexpr, LAYOUT: tl.constexpr):
     """Where rows begin: see `adjoint.device.rows.KINDS`."""
@@ -140,9 +134,6 @@ def tile_mask(row, rows, column, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
         return (row < rows)[None, :, None]
     else:
         return (row < rows)[None, :, None] & (column < SIZE)
-
-
-# ----------------------------------------------------------------------------------------------- one number
 
 
 @triton.jit

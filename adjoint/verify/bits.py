@@ -8,7 +8,7 @@ from torch import Tensor
 from adjoint.contract.cases import Answers, Subject
 from adjoint.contract.directions import Bound
 from adjoint.contract.inputs import each, is_differentiable
-from adjoint.contract.poison import poison as fill_with_poison
+from adjoint.contract.inputs import poison as fill_with_poison
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from adjoint import ops
-from adjoint.contract.constants import unexplained
 from adjoint.core.kernels import (
     Budget,
     Float32,
@@ -20,6 +19,7 @@ from adjoint.core.kernels import (
 )
 from adjoint.core.launch import Setup, is_aligned, setups
 from adjoint.core.problem import Problem
+from tests.constants import unexplained
 
 
 @kernel(budget=Budget(registers=64), numeric=("CHUNK", "precision"), schedule=("BLOCK",))

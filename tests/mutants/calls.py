@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 import adjoint
-from adjoint.contract.poison import poison
+from adjoint.contract.inputs import poison
 from adjoint.core.plan import Plan
 from adjoint.core.schedules import Schedules
 from adjoint.core.workspace import Regions

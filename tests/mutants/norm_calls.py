@@ -11,8 +11,8 @@ import adjoint
 from adjoint import Preference
 from adjoint.core.kernels import interpreting
 from adjoint.core.launch import Setup
+from adjoint.core.layout import Rows
 from adjoint.core.problem import Problem
-from adjoint.device.rows import Rows
 from adjoint.ops.norm import plans
 from adjoint.verify.bits import same_bits
 from tests.mutants import calls as edges
@@ -26,8 +26,8 @@ def shrink() -> None:
     """Few blocks and short runs, so that few rows fill several."""
     plans.most_blocks = lambda size: 5  # type: ignore[assignment]
     plans.RUN_LEVELS = 1
-    for module in ("adjoint.ops.norm.kernels",):
-        vars(import_module(module)).update(most_blocks=plans.most_blocks, RUN_LEVELS=plans.RUN_LEVELS)
+    kernels = import_module("adjoint.ops.norm.kernels")
+    vars(kernels).update(most_blocks=plans.most_blocks, RUN_LEVELS=plans.RUN_LEVELS)
 
 
 def _normal(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:

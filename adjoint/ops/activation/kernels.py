@@ -25,17 +25,16 @@ from torch import Tensor
 from adjoint.core.kernels import Budget, Int32, Int64, Int64If16, Kernel, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup, is_aligned
 from adjoint.core.layout import coalesce
-from adjoint.ops.activation.plans import NEED_GATE, Views
+from adjoint.ops.activation.plans import NEED_GATE, Activation
 
 MAX_AXES = 4
-"""Axes a strided kernel walks; the launcher loops over the ones outside."""
+"""Axes that a strided kernel visits; the launcher loops over the ones outside."""
 
 MAX_ELEMENTS = 2**30
 """Elements a strided launch visits: its linear index is an int32, blocks past the end included."""
 
 MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65_535
 """Programs along a grid's axes, on every GPU."""
-
 
 _ROWS = Budget(registers=168)
 _PAIRS = Budget(registers=168, shared_bytes=16384)  # gate and up change lanes through shared memory
@@ -308,17 +307,20 @@ def silu_backward_strided(
         tl.store(dup + i0 * dup_0 + i1 * dup_1 + i2 * dup_2 + i3 * dup_3, du.to(g.dtype), need_up)
 
 
-# ------------------------------------------------------------------------------------------------ launches
-
-
 def _constants(setup: Setup, **more: Any) -> dict[str, Any]:
     """What all kernels are compiled for. NVIDIA's GPUs have instructions of their own for 2^x and 1/x (NATIVE)."""
     (dtype,) = setup.problem.dtypes
     return {"element": dtype, "NARROW": dtype.itemsize == 2, "NATIVE": setup.nvidia, **more}
 
 
-def _has_up(setup: Setup) -> bool:
-    return not setup.problem.op.startswith("silu")
+def _by_parameter(views: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Views as a kernel's tensors and numbers; without an up, other tensors stand in its place."""
+    if len(views) == 3:
+        gate, up, y = views
+        return {"gate": gate, "up": y if up is None else up, "y": y}, {}
+    dy, gate, up, dgate, dup, need = views
+    up, dup = gate if up is None else up, dgate if dup is None else dup
+    return {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup}, {"need": need}
 
 
 class _Rows:
@@ -333,13 +335,13 @@ class _Rows:
         self.long_rows = setup.either(kernel, ONE_ROW=False, **wide)
         self.short_rows = setup.either(kernel, ONE_ROW=False, **narrow)
 
-    def launch(self, tensors: dict[str, Tensor], like: list[Tensor], **scalars: int) -> None:
+    def launch(self, tensors: dict[str, Tensor], like: list[Tensor], **numbers: int) -> None:
         """Launches the variant for the tensors' layout.
 
         Args:
             tensors: the kernel's tensors, by parameter; absent ones are empty.
             like: tensors of the output's shape that lie as those present, and the output last.
-            scalars: the kernel's remaining arguments.
+            numbers: the kernel's remaining arguments.
         """
         columns = like[-1].numel()
         if columns == 0:
@@ -353,33 +355,33 @@ class _Rows:
                 steps = iter(axes.strides)
                 strides = {f"{name}_stride": next(steps)[0] if x.numel() else 0 for name, x in tensors.items()}
         aligned = is_aligned(*tensors.values()) and not any([step % 16 for step in strides.values()])
-        scalars |= strides | {"columns": columns}
+        numbers |= strides | {"columns": columns}
         tiles = -(-columns // self.block)
 
         def from_row(row: int) -> dict[str, Tensor]:
             return {n: _shift(x, row * strides[f"{n}_stride"]) if x.numel() else x for n, x in tensors.items()}
 
         if rows == 1:
-            self.one_row[aligned].launch((tiles,), **tensors, **scalars)
+            self.one_row[aligned].launch((tiles,), **tensors, **numbers)
         elif rows > MAX_GRID_X:
             for first in range(0, rows, MAX_GRID_X):
                 grid = (min(MAX_GRID_X, rows - first), -(-columns // self.short_block))
-                self.short_rows[aligned].launch(grid, **from_row(first), **scalars)
+                self.short_rows[aligned].launch(grid, **from_row(first), **numbers)
         elif columns <= self.short_block:
-            self.short_rows[aligned].launch((rows,), **tensors, **scalars)
+            self.short_rows[aligned].launch((rows,), **tensors, **numbers)
         elif tiles <= MAX_GRID_Y:
-            self.long_rows[aligned].launch((rows, tiles), **tensors, **scalars)
+            self.long_rows[aligned].launch((rows, tiles), **tensors, **numbers)
         else:
             for row in range(rows):
-                self.one_row[aligned].launch((tiles,), **from_row(row), **scalars)
+                self.one_row[aligned].launch((tiles,), **from_row(row), **numbers)
 
 
-def forward_rows(setup: Setup, views: Views) -> Execute:
-    """y = silu(gate)·up, or silu(gate) without an up, of rows of adjacent elements."""
-    rows = _Rows(setup, silu_forward_rows, HAS_UP=_has_up(setup))
-    one_row, block = rows.one_row, rows.block
+def rows(setup: Setup, of: Activation) -> Execute:
+    """Rows of adjacent elements. Of a backward, a gradient that is not needed is empty."""
+    variants = _Rows(setup, silu_forward_rows if of.is_forward else silu_backward_rows, HAS_UP=of.has_up)
+    one_row, block, views = variants.one_row, variants.block, of.views
 
-    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+    def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         gate, up, y = views(arguments, outputs)
         up = y if up is None else up
         if gate.is_contiguous() and up.is_contiguous():  # written out: names that stand in the source cost least
@@ -388,102 +390,55 @@ def forward_rows(setup: Setup, views: Views) -> Execute:
                 (-(-columns // block),), gate=gate, up=up, y=y, gate_stride=0, up_stride=0, y_stride=0, columns=columns
             )
         else:
-            rows.launch({"gate": gate, "up": up, "y": y}, [gate, up, y])
+            variants.launch({"gate": gate, "up": up, "y": y}, [gate, up, y])
 
-    return execute
+    def backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        tensors, numbers = _by_parameter(views(arguments, outputs))
+        last = tensors["dgate"] if numbers["need"] & NEED_GATE else tensors["dup"]
+        variants.launch(tensors, [x for x in tensors.values() if x.numel()] + [last], **numbers)
 
-
-def backward_rows(setup: Setup, views: Views) -> Execute:
-    """dgate and dup, as far as needed, of rows of adjacent elements; one that is not needed is empty."""
-    rows = _Rows(setup, silu_backward_rows, HAS_UP=_has_up(setup))
-
-    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        tensors, need = _backward_tensors(*views(arguments, outputs))
-        last = tensors["dgate"] if need & NEED_GATE else tensors["dup"]
-        rows.launch(tensors, [x for x in tensors.values() if x.numel()] + [last], need=need)
-
-    return execute
+    return forward if of.is_forward else backward
 
 
-def _backward_tensors(
-    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, need: int
-) -> tuple[dict[str, Tensor], int]:
-    """A backward's tensors by parameter, and which gradients are needed; without an up, others stand in its place."""
-    up, dup = gate if up is None else up, dgate if dup is None else dup
-    return {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup}, need
-
-
-def forward_pairs(setup: Setup) -> Execute:
-    """y = silu(gate)·up, gate and up interleaved in one tensor."""
-    rows = _Rows(setup, swiglu_forward_pairs)
+def pairs(setup: Setup, of: Activation) -> Execute:
+    """Gate and up interleaved in one tensor, and their gradients in one that lies like it, or over it."""
+    variants = _Rows(setup, swiglu_forward_pairs if of.is_forward else swiglu_backward_pairs)
+    names = ("packed", "y") if of.is_forward else ("dy", "packed", "dpacked")
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        packed, (y,) = arguments[0], outputs
-        rows.launch({"packed": packed, "y": y}, [packed[..., 0::2], y])
+        inputs = arguments[:-1]  # the last one is the order
+        tensors = dict(zip(names, (*inputs, *(outputs or inputs[1:])), strict=True))
+        variants.launch(tensors, [x[..., 0::2] if "packed" in name else x for name, x in tensors.items()])
 
     return execute
 
 
-def backward_pairs(setup: Setup) -> Execute:
-    """The gradient of a tensor with gate and up interleaved, laid out like it, or written over it."""
-    rows = _Rows(setup, swiglu_backward_pairs)
+def strided(setup: Setup, of: Activation) -> Execute:
+    """Any layout, launched once for each index of the axes past those that a kernel visits."""
+    kernel = silu_forward_strided if of.is_forward else silu_backward_strided
+    views, block, num_warps = of.views, setup.schedule["block"], setup.schedule["num_warps"]
+    bound = setup.kernel(kernel, num_warps=num_warps, **_constants(setup, HAS_UP=of.has_up, BLOCK=block))
+    pointers = [name for name, parameter in kernel.types.items() if parameter.pointer]
+    stride_names = {name: [f"{name}_{axis}" for axis in range(MAX_AXES)] for name in pointers}
+    no_strides = dict.fromkeys([name for names in stride_names.values() for name in names], 0)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        dy, packed, dpacked = *arguments[:2], outputs[0] if outputs else arguments[1]
-        rows.launch({"dy": dy, "packed": packed, "dpacked": dpacked}, [dy, packed[..., 0::2], dpacked[..., 0::2]])
-
-    return execute
-
-
-class _Strided:
-    """A strided kernel, launched once for each index of the axes past those that it visits."""
-
-    def __init__(self, setup: Setup, kernel: Kernel) -> None:
-        schedule = setup.schedule
-        self.block = schedule["block"]
-        constants = _constants(setup, HAS_UP=_has_up(setup), BLOCK=self.block)
-        self.kernel = setup.kernel(kernel, num_warps=schedule["num_warps"], **constants)
-        pointers = [name for name, parameter in kernel.types.items() if parameter.pointer]
-        self.stride_names = {name: [f"{name}_{axis}" for axis in range(MAX_AXES)] for name in pointers}
-        self.no_strides = dict.fromkeys([name for names in self.stride_names.values() for name in names], 0)
-
-    def launch(self, tensors: dict[str, Tensor], **scalars: int) -> None:
+        tensors, numbers = _by_parameter(views(arguments, outputs))
         present = [name for name, tensor in tensors.items() if tensor.numel()]
         if not present:
             return
         axes = coalesce([tensors[name] for name in present])
         for offsets, sizes, inner in _windows(axes.sizes, axes.strides):
             total = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-            steps = dict(self.no_strides)
-            starts = dict(tensors)
+            steps, starts = dict(no_strides), dict(tensors)
             for name, offset, strides in zip(present, offsets, inner, strict=True):
                 if offset:
                     starts[name] = _shift(tensors[name], offset)
-                steps.update(zip(self.stride_names[name], strides, strict=True))
-            self.kernel.launch(
-                (-(-total // self.block),), total=total, size_1=sizes[1], size_2=sizes[2], size_3=sizes[3], **starts,
-                **steps, **scalars,
+                steps.update(zip(stride_names[name], strides, strict=True))
+            bound.launch(
+                (-(-total // block),), total=total, size_1=sizes[1], size_2=sizes[2], size_3=sizes[3], **starts,
+                **steps, **numbers,
             )  # fmt: skip
-
-
-def forward_strided(setup: Setup, views: Views) -> Execute:
-    """As `forward_rows`, of any layout."""
-    strided = _Strided(setup, silu_forward_strided)
-
-    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        gate, up, y = views(arguments, outputs)
-        strided.launch({"gate": gate, "up": y if up is None else up, "y": y})
-
-    return execute
-
-
-def backward_strided(setup: Setup, views: Views) -> Execute:
-    """As `backward_rows`, of any layout."""
-    strided = _Strided(setup, silu_backward_strided)
-
-    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        tensors, need = _backward_tensors(*views(arguments, outputs))
-        strided.launch(tensors, need=need)
 
     return execute
 
@@ -496,12 +451,8 @@ def _shift(tensor: Tensor, elements: int) -> Tensor:
 def _windows(
     sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
 ) -> Iterator[tuple[list[int], list[int], list[list[int]]]]:
-    """Cuts axes into pieces a strided kernel can walk.
-
-    Yields, for each piece, each tensor's offset, four sizes, and each tensor's four strides.
-    """
-    outer = len(sizes) - MAX_AXES
-    if outer > 0:
+    """Cuts axes into pieces that a strided kernel can visit: each tensor's offset, four sizes, four strides of each."""
+    if len(sizes) > MAX_AXES:
         for index in range(sizes[0]):
             for offsets, inner_sizes, inner in _windows(sizes[1:], tuple(row[1:] for row in strides)):
                 yield [o + index * row[0] for o, row in zip(offsets, strides, strict=True)], inner_sizes, inner
@@ -510,8 +461,7 @@ def _windows(
     sizes = (1,) * padding + sizes
     strides = tuple((0,) * padding + row for row in strides)
     longest = max(range(MAX_AXES), key=lambda axis: sizes[axis])
-    rest = sizes[0] * sizes[1] * sizes[2] * sizes[3] // sizes[longest]
-    step = max(1, MAX_ELEMENTS // rest)
+    step = max(1, MAX_ELEMENTS // (sizes[0] * sizes[1] * sizes[2] * sizes[3] // sizes[longest]))
     for begin in range(0, sizes[longest], step):
         piece = list(sizes)
         piece[longest] = min(step, sizes[longest] - begin)

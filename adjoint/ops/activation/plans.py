@@ -2,26 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.layout import coalesce
-from adjoint.core.op import Facts
+from adjoint.core.op import Adjoint, Facts
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.activation import eager, reference
 from adjoint.ops.activation.packing import unpack
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
-
-
-# ---------------------------------------------------------------------------------------------- layout
 
 
 def layout_of(tensors: list[Tensor]) -> str:
@@ -49,13 +46,17 @@ def packed_layout_of(tensors: list[Tensor], packed: list[Tensor], order: str) ->
     return "pairs" if len(axes.sizes) <= 2 and alternate else "strided"
 
 
-def describe_reuse(dy: Tensor, *arguments: Any) -> Facts:
-    """The facts of a backward that overwrites its inputs."""
+def _describe_reuse(*arguments: Any) -> Facts:
     tensors = [x for x in arguments if isinstance(x, Tensor)]
-    return Facts((dy.dtype,), layout_of([dy, *tensors]))
+    return Facts((tensors[0].dtype,), layout_of(tensors))
 
 
-# ------------------------------------------------------------------------------------------- guarantee
+def reuse(
+    candidates: Callable[[], tuple[Candidate, ...]], describe: Callable[..., Facts] = _describe_reuse
+) -> dict[str, Adjoint]:
+    """The form of a backward that overwrites its inputs."""
+    return {"reuse": Adjoint(candidates, describe, name="backward_reuse", overwrites=True)}
+
 
 ULP: Mapping[str, Mapping[torch.dtype, Mapping[str, float]]] = {
     "eager": {
@@ -98,11 +99,26 @@ DOMAIN = (
 )
 
 
+class Activation(NamedTuple):
+    """One direction of an activation, as kernels, plain PyTorch and bounds see it alike.
+
+    Attributes:
+        views: its tensors, from the arguments and outputs of the operator: of a forward gate, up and y; of a backward
+            dy, gate, up, dgate, dup and need. Without an up, up and dup are None.
+        has_up: whether there is an up.
+        packed: whether one tensor holds gate and up.
+    """
+
+    is_forward: bool
+    views: Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+    has_up: bool = True
+    packed: bool = False
+
+
 def _error(used: str, dtype: torch.dtype, kind: str, bound: Callable[..., Tensor]) -> ErrorStatement:
     """The statement for an output of a kind: "y", "dgate" (a slope) or "dup" (a value)."""
     if dtype in ULP[used]:
-        over = f"every {str(dtype).removeprefix('torch.')} gate × a spread of other factors"
-        return Enumerated(ULP[used][dtype][kind], over)
+        return Enumerated(ULP[used][dtype][kind], f"every {short(dtype)} gate × a spread of other factors")
     if used == "eager" and dtype == torch.float32:
         scale = 1 + 2**-20  # float64 arithmetic, one rounding
     else:
@@ -115,141 +131,58 @@ def _error(used: str, dtype: torch.dtype, kind: str, bound: Callable[..., Tensor
         "dup": "|dy·silu(gate)| + η·(2 + |gate| + |dy|)",
     }[kind]
     name = f"{scale:.3g}·{unit:.3g}·{formula}, η = {tiny:.3g}"
-    return Derived(name, lambda *inputs: bound(*inputs, scale * unit, tiny))
+    return Derived(name, lambda *inputs: bound(scale * unit, tiny, *inputs))
 
 
-def _value_bound(gate: Tensor, factor: Tensor, relative: float, tiny: float) -> Tensor:
+def _value_bound(relative: float, tiny: float, gate: Tensor, factor: Tensor) -> Tensor:
     """For silu(gate)·factor: every operation rounds once, products may underflow."""
     return relative * (reference.silu(gate) * factor).abs() + tiny * (2 + gate.abs() + factor.abs())
 
 
-def _slope_bound(dy: Tensor, gate: Tensor, up: Tensor, relative: float, tiny: float) -> Tensor:
+def _slope_bound(relative: float, tiny: float, dy: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """For dy·up·silu'(gate): silu' has a root, so the bound is relative to the sum of its terms' sizes."""
     s = reference.sigmoid(gate)
     terms = s + gate.abs() * s * reference.sigmoid(-gate)
     return relative * (dy * up).abs() * terms + tiny * (2 + 4 * dy.abs() + 4 * up.abs())
 
 
-def _kinds(operator: str, options: tuple[Any, ...]) -> dict[str, tuple[str, Callable[..., Tensor]]]:
-    """For each output of an operator: its kind, and its bound from the reference's tensors."""
-    if operator == "silu":
-        return {"y": ("y", lambda x, r, t: _value_bound(x, torch.ones_like(x), r, t))}
-    if operator == "silu_backward":
-        return {"dx": ("dgate", lambda dy, x, r, t: _slope_bound(dy, x, torch.ones_like(x), r, t))}
-    if operator == "swiglu":
-        return {"y": ("y", _value_bound)}
-    if operator == "swiglu_backward":
-        return {
-            "dgate": ("dgate", _slope_bound),
-            "dup": ("dup", lambda dy, gate, up, r, t: _value_bound(gate, dy, r, t)),
-        }
-    (order,) = options
-    if operator == "swiglu_packed":
-        return {"y": ("y", lambda packed, r, t: _value_bound(*reference.unpack(packed, order), r, t))}
+def _kinds(of: Activation, options: tuple[Any, ...]) -> dict[str, tuple[str, Callable[..., Tensor]]]:
+    """For each output: its kind, and its bound from two numbers and the reference's tensors."""
 
-    def packed_gradient(dy: Tensor, packed: Tensor, relative: float, tiny: float) -> Tensor:
-        gate, up = reference.unpack(packed, order)
-        to_gate = _slope_bound(dy, gate, up, relative, tiny)
-        return reference.pack(to_gate, _value_bound(gate, dy, relative, tiny), order)
+    def gate_and_up(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        if of.packed:
+            return reference.unpack(inputs[0], options[0])
+        return (inputs[0], inputs[1]) if of.has_up else (inputs[0], torch.ones_like(inputs[0]))
 
-    return {"dpacked": ("dgate", packed_gradient)}
+    def dgate(relative: float, tiny: float, dy: Tensor, *inputs: Tensor) -> Tensor:
+        return _slope_bound(relative, tiny, dy, *gate_and_up(*inputs))
+
+    def dup(relative: float, tiny: float, dy: Tensor, *inputs: Tensor) -> Tensor:
+        return _value_bound(relative, tiny, gate_and_up(*inputs)[0], dy)
+
+    if of.is_forward:
+        return {"y": ("y", lambda relative, tiny, *inputs: _value_bound(relative, tiny, *gate_and_up(*inputs)))}
+    if of.packed:
+        return {"dpacked": ("dgate", lambda *numbers: reference.pack(dgate(*numbers), dup(*numbers), options[0]))}
+    return {"dgate": ("dgate", dgate), "dup": ("dup", dup)} if of.has_up else {"dx": ("dgate", dgate)}
 
 
-def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
+def guarantee(of: Activation, backend: str, problem: Problem) -> dict[str, Guarantee]:
     """What each output of an operator promises."""
-    dtype = problem.dtypes[0]
-    used = arithmetic(backend, problem.device)
-    wide = "float64" if backend == "eager" or dtype == torch.float64 else "float32"
+    (dtype,) = problem.dtypes
     return {
         output: Guarantee(
             repeatable=True,
             batch_invariant="element" if backend == "triton" else "",
             device_invariant=False,
-            accumulator=wide,
+            accumulator=short(torch.float64 if backend == "eager" else wide_dtype(dtype)),
             roundings=1,
-            error=_error(used, dtype, kind, bound),
+            error=_error(arithmetic(backend, problem.device), dtype, kind, bound),
             domain=DOMAIN,
             special_values=SPECIAL_VALUES,
         )
-        for output, (kind, bound) in _kinds(problem.op.removesuffix("_reuse"), problem.options).items()
+        for output, (kind, bound) in _kinds(of, problem.options).items()
     }
-
-
-# ------------------------------------------------------------------------------------------ candidates
-
-Views = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
-"""The tensors of an operator from its arguments and outputs, as kernels and plain PyTorch take them alike.
-
-Of a forward gate, up and y; of a backward dy, gate, up, dgate, dup and need. Without an up, up and dup are None.
-"""
-
-
-def _on_kernels(layout: str, direction: str, bind: Callable[[Any], Callable[[Setup], Execute]]) -> Candidate:
-    """A plan on Triton for one layout; `bind` picks its setup from the kernel module, which imports Triton."""
-
-    def refuse(problem: Problem) -> str:
-        readable = problem.layout == layout
-        return "" if readable else f"reads tensors laid out as {layout}, these are {problem.layout}"
-
-    def setup(setup: Setup) -> Execute:
-        from adjoint.ops.activation import kernels
-
-        if "packed" in setup.problem.op:
-            setup.number(order=setup.problem.options[0])
-        return bind(kernels)(setup)
-
-    return Candidate(
-        name=f"triton.{layout}",
-        backend="triton",
-        kernel=f"{'swiglu' if layout == 'pairs' else 'silu'}_{direction}_{layout}",
-        revision=1,
-        refuse=refuse,
-        guarantee=lambda problem: guarantee("triton", problem),
-        setup=setup,
-        schedules=_SCHEDULES,
-    )
-
-
-def _in_pytorch(run: Any) -> Candidate:
-    return in_pytorch(
-        "eager",
-        lambda problem: guarantee("eager", problem),
-        run,
-        lambda problem: {"order": problem.options[0]} if "packed" in problem.op else {},
-    )
-
-
-def _forward(views: Views, pairs: bool = False) -> tuple[Candidate, ...]:
-    """The candidates of a forward, best first."""
-
-    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Any) -> tuple[Tensor, ...]:
-        """A contiguous result is rounded into its memory by the library itself."""
-        gate, up, _ = views(arguments, outputs or (arguments[0],))
-        if outputs is None and not gate.is_contiguous():
-            outputs = plan.allocate(arguments)
-        return (eager.forward(gate, up, None if outputs is None else outputs[0]),)
-
-    return (
-        _on_kernels("rows", "forward", lambda kernels: lambda setup: kernels.forward_rows(setup, views)),
-        *(_on_kernels("pairs", "forward", lambda kernels: kernels.forward_pairs),) * pairs,
-        _on_kernels("strided", "forward", lambda kernels: lambda setup: kernels.forward_strided(setup, views)),
-        _in_pytorch(run),
-    )
-
-
-def _backward(views: Views, pairs: bool = False) -> tuple[Candidate, ...]:
-    """The candidates of a backward, best first."""
-
-    def compute(_: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Any) -> None:
-        dy, gate, up, dgate, dup, need = views(arguments, outputs)
-        eager.backward(dy, gate, up, dgate if need & NEED_GATE else None, dup if need & NEED_UP else None)
-
-    return (
-        _on_kernels("rows", "backward", lambda kernels: lambda setup: kernels.backward_rows(setup, views)),
-        *(_on_kernels("pairs", "backward", lambda kernels: kernels.backward_pairs),) * pairs,
-        _on_kernels("strided", "backward", lambda kernels: lambda setup: kernels.backward_strided(setup, views)),
-        _in_pytorch(writing(compute)),
-    )
 
 
 NEED_GATE, NEED_UP = 1, 2
@@ -257,15 +190,64 @@ NEED_GATE, NEED_UP = 1, 2
 
 _BOTH = NEED_GATE | NEED_UP
 
-SILU = _forward(lambda a, out: (a[0], None, out[0]))
-SILU_BACKWARD = _backward(lambda a, out: (*a, None, out[0], None, _BOTH))
-SILU_REUSE = _backward(lambda a, out: (*a, None, a[1], None, _BOTH))
+
+def _candidates(of: Activation) -> tuple[Candidate, ...]:
+    """The candidates of an operator, best first."""
+
+    def on_kernels(layout: str) -> Candidate:
+        direction = "forward" if of.is_forward else "backward"
+        bind = imported(f"adjoint.ops.activation.kernels:{layout}", of=of)
+
+        def setup(setup: Setup) -> Execute:
+            setup.number(**numeric(setup.problem))
+            return bind(setup)
+
+        return Candidate(
+            name=f"triton.{layout}",
+            backend="triton",
+            kernel=f"{'swiglu' if layout == 'pairs' else 'silu'}_{direction}_{layout}",
+            revision=1,
+            refuse=lambda p: "" if p.layout == layout else f"reads tensors laid out as {layout}, these are {p.layout}",
+            guarantee=lambda problem: guarantee(of, "triton", problem),
+            setup=setup,
+            schedules=_SCHEDULES,
+        )
+
+    def numeric(problem: Problem) -> dict[str, Any]:
+        return {"order": problem.options[0]} if of.packed else {}
+
+    def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Any) -> Any:
+        """A contiguous result is rounded into its memory by the library itself."""
+        gate, up, _ = of.views(arguments, outputs or (arguments[0],))
+        if outputs is None and not gate.is_contiguous():
+            outputs = plan.allocate(arguments)
+        return (eager.forward(gate, up, None if outputs is None else outputs[0]),)
+
+    def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Any) -> None:
+        dy, gate, up, dgate, dup, need = of.views(arguments, outputs)
+        eager.backward(dy, gate, up, dgate if need & NEED_GATE else None, dup if need & NEED_UP else None)
+
+    layouts = ("rows", "pairs", "strided") if of.packed else ("rows", "strided")
+    run = forward if of.is_forward else writing(backward)
+    return *map(on_kernels, layouts), in_pytorch("eager", lambda problem: guarantee(of, "eager", problem), run, numeric)
+
+
+def _forward(views: Callable[..., Any], **of: bool) -> tuple[Candidate, ...]:
+    return _candidates(Activation(True, views, **of))
+
+
+def _backward(views: Callable[..., Any], **of: bool) -> tuple[Candidate, ...]:
+    return _candidates(Activation(False, views, **of))
+
+
+SILU = _forward(lambda a, out: (a[0], None, out[0]), has_up=False)
+SILU_BACKWARD = _backward(lambda a, out: (*a, None, out[0], None, _BOTH), has_up=False)
+SILU_REUSE = _backward(lambda a, out: (*a, None, a[1], None, _BOTH), has_up=False)
 SWIGLU = _forward(lambda a, out: (*a, out[0]))
 SWIGLU_BACKWARD = _backward(lambda a, out: (*a[:3], *out, a[3]))
 SWIGLU_REUSE = _backward(lambda a, out: (*a[:3], a[1], a[2], a[3]))
-SWIGLU_PACKED = _forward(lambda a, out: (*unpack(*a), out[0]), pairs=True)
+SWIGLU_PACKED = _forward(lambda a, out: (*unpack(*a), out[0]), packed=True)
 SWIGLU_PACKED_BACKWARD = _backward(
-    lambda a, out: (a[0], *unpack(*a[1:]), *unpack(out[0], a[2]), _BOTH),
-    pairs=True,
-)
-SWIGLU_PACKED_REUSE = _backward(lambda a, out: (a[0], *unpack(*a[1:]), *unpack(*a[1:]), _BOTH), pairs=True)
+    lambda a, out: (a[0], *unpack(*a[1:]), *unpack(out[0], a[2]), _BOTH), packed=True
+)  # fmt: skip
+SWIGLU_PACKED_REUSE = _backward(lambda a, out: (a[0], *unpack(*a[1:]), *unpack(*a[1:]), _BOTH), packed=True)

@@ -1,13 +1,12 @@
 """The layouts and values on which the activations are tested: random ones, and every one of the 16-bit types."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Case, Make
-
-# --------------------------------------------------------------------------------------- layouts
+from adjoint.contract.cases import Case, Subject, Workload, normal
 
 Layout = Callable[[Callable[..., Tensor]], Tensor]
 """Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
@@ -46,7 +45,7 @@ PACKED_LAYOUTS: dict[str, Layout] = {
 }
 
 
-def random_values(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+def random_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:
     """Random values whose sizes span what a model sees and far beyond: normal, times 1, 8 or 50."""
 
     def fill(*shape: int) -> Tensor:
@@ -56,13 +55,17 @@ def random_values(generator: torch.Generator, dtype: torch.dtype, device: torch.
     return fill
 
 
-def each(layout: Layout, count: int) -> Make:
-    """`count` tensors of a layout."""
-    return lambda dtype, device, generator: tuple(layout(random_values(generator, dtype, device)) for _ in range(count))
+def cases(layouts: dict[str, Layout], count: int) -> tuple[Case, ...]:
+    """A case of `count` tensors for each layout."""
+
+    def case(name: str, layout: Layout) -> Case:
+        return Case(name, lambda *where: tuple(layout(random_values(*where)) for _ in range(count)))
+
+    return tuple(case(*named) for named in layouts.items())
 
 
-def mixed_strides(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-    fill = random_values(generator, dtype, device)
+def mixed_strides(*where: Any) -> tuple[Tensor, ...]:
+    fill = random_values(*where)
     return fill(70, 6).T, fill(6, 280)[:, ::4]
 
 
@@ -70,9 +73,6 @@ def huge_up(dtype: torch.dtype, device: torch.device, generator: torch.Generator
     """Gates far into underflow, each with the largest up the domain of the stated error allows."""
     gate = torch.linspace(-500, 5, 1011, dtype=torch.float64).to(dtype).to(device)
     return gate, torch.full_like(gate, min(torch.finfo(dtype).max, 2.0**98))
-
-
-# ------------------------------------------------------------------------------------ exhaustive
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
@@ -107,37 +107,46 @@ def around_root(dtype: torch.dtype, gates: int, others: int) -> tuple[Tensor, Te
 
 
 def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[torch.dtype], Iterator[Case]]:
-    """For each factor, a case with every gate; the upstream gradient walks the spread at another pace.
+    """For each factor, a case with every gate; the upstream gradient goes through the spread at another pace.
 
     Then, where rounding errors weigh most, every significand of the factor, and of the upstream.
     """
 
-    def made(gate: Tensor, factor: Tensor) -> Make:
-        return lambda dtype, device, generator: tuple(t.to(device) for t in arrange(gate, factor))
+    def case(name: str, gate: Tensor, factor: Tensor, dy: Tensor) -> Case:
+        return Case(
+            name,
+            lambda dtype, device, generator: tuple(t.to(device) for t in arrange(gate, factor)),
+            lambda output, generator: dy.to(output.device).view(output.shape),
+        )
 
-    def filled(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
-        return lambda output, generator: torch.full_like(output, value)
-
-    def laid(values: Tensor) -> Callable[[Tensor, torch.Generator], Tensor]:
-        return lambda output, generator: values.to(output.device).view(output.shape)
-
-    def cases(dtype: torch.dtype) -> Iterator[Case]:
-        factors = spread(dtype)
+    def every_case(dtype: torch.dtype) -> Iterator[Case]:
         gate = every_value(dtype)
-        for index, factor in enumerate(factors):
-            upstream = filled(factors[(4 * index + 1) % len(factors)])
-            yield Case(f"every gate, factor {factor:.3g}", made(gate, torch.full_like(gate, factor)), upstream)
+        filled = [torch.full_like(gate, factor) for factor in spread(dtype)]
+        for index, factor in enumerate(spread(dtype)):
+            dy = filled[(4 * index + 1) % len(filled)]
+            yield case(f"every gate, factor {factor:.3g}", gate, filled[index], dy)
         for name, gates, others in (("root, every significand", 64, 1), ("root, pairs of significands", 1, 64)):
             gate, first, second = around_root(dtype, gates, others)
-            yield Case(f"{name} of the factor", made(gate, first), laid(second))
-            yield Case(f"{name} of the upstream", made(gate, second), laid(first))
+            yield case(f"{name} of the factor", gate, first, second)
+            yield case(f"{name} of the upstream", gate, second, first)
 
-    return cases
+    return every_case
 
-
-# --------------------------------------------------------------------------------- workloads and builds
 
 WORKLOAD_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))
 
-BUILT_LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, lambda x: x[:, ::2])
-"""A tensor as rows, and strided."""
+
+def workload(subject: Subject, shape: tuple[int, int], baseline: Callable[..., Tensor], **more: Any) -> Workload:
+    """A forward reads gate and up and writes y; a backward reads dy and both, and writes as many gradients."""
+    (rows, columns), is_packed = shape, "order" in subject.keywords
+    tensors, one = 2 if is_packed else len(subject.inputs), 2 * rows * columns
+    make = normal((rows, 2 * columns)) if is_packed else normal(*(shape,) * tensors)
+    name = f"{subject.name} {rows}×{'2·' * is_packed}{columns}"
+    return Workload(name, subject, make, (tensors + 1) * one, (2 * tensors + 1) * one, baseline, **more)
+
+
+def built_tensors(count: int) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors for calls that are built and not run: of every dtype, as rows and strided."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.empty(64, 64, dtype=dtype, device="meta")
+        yield from ((x,) * count for x in (tensor, tensor[:, ::2]))

@@ -1,9 +1,7 @@
-"""The arguments of the norms: how they are checked, and what they are called for kernels and plain PyTorch alike.
+"""The norms by what they take, one set of names for kernels, plain PyTorch and bounds, and checks of arguments."""
 
-The operators of `rms_norm`, of `rms_norm` with a residual and of `gated_rms_norm` take x, weight, residual or gate, ε,
-and the offset or whether z is rounded before the weight. Gradients come in the order of the tensors.
-"""
-
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import SymFloat, Tensor, float32
@@ -13,61 +11,50 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
 
 
-class Forward(NamedTuple):
-    """The arguments of a forward."""
+class Arguments(NamedTuple):
+    """The arguments of an operator by name; tensors that it does not take, or is not given, are None, its offset 0."""
 
     x: Tensor
     weight: Tensor
-    residual: Tensor | None
-    gate: Tensor | None
+    residual: Any
+    gate: Any
+    dy: Any
+    ds: Any
     eps: float
     offset: float
-    rounds: bool
-
-    @staticmethod
-    def of(op: str, arguments: tuple[Any, ...]) -> "Forward":
-        if op.startswith("gated"):
-            x, weight, gate, eps, rounds = arguments
-            return Forward(x, weight, None, gate, eps, 0.0, rounds)
-        x, weight, *residual, eps, offset = arguments
-        return Forward(x, weight, residual[0] if residual else None, None, eps, offset, False)
+    rounds: bool | None
 
 
-class Needs(NamedTuple):
-    """Which gradients a backward computes. A residual has the gradient of x."""
-
-    x: bool
-    weight: bool
-    gate: bool
-
-    @staticmethod
-    def of(op: str, mask: int) -> "Needs":
-        first = mask & 5 if "residual" in op else mask & 1
-        return Needs(bool(first), bool(mask & 2), op.startswith("gated") and bool(mask & 4))
+def by_name(*names: str) -> Callable[[tuple[Any, ...]], Arguments]:
+    """What gives a tuple that begins with arguments of these names as `Arguments`."""
+    pick = itemgetter(*(names.index(x) if x in names else -2 if x == "offset" else -1 for x in Arguments._fields))
+    return lambda arguments: Arguments._make(pick((*arguments, 0.0, None)))
 
 
-class Backward(NamedTuple):
-    """The arguments of a backward; x is the sum where there was a residual."""
+class Norm:
+    """A norm: whether it has a weight, normalises the sum with a residual, and is multiplied by a gate.
 
-    dy: Tensor | None
-    ds: Tensor | None
-    x: Tensor
-    weight: Tensor
-    gate: Tensor | None
-    eps: float
-    offset: float
-    rounds: bool
-    needs: Needs
+    Attributes:
+        inputs: what the public function takes, in its order.
+        forward, backward: give the arguments of the operators as `Arguments`; x of a backward is the sum where there
+            was a residual.
+    """
 
-    @staticmethod
-    def of(op: str, arguments: tuple[Any, ...]) -> "Backward":
-        dy, *rest, mask = arguments
-        ds = rest.pop(0) if "residual" in op else None
-        x, weight, _, gate, eps, offset, rounds = Forward.of(op, tuple(rest))
-        return Backward(dy, ds, x, weight, gate, eps, offset, rounds, Needs.of(op, mask))
+    def __init__(self, *, weight: bool = True, residual: bool = False, gate: bool = False) -> None:
+        self.weight, self.residual, self.gate = weight, residual, gate
+        weights, residuals, gates = ("weight",) * weight, ("residual",) * residual, ("gate",) * gate
+        self.inputs = ("x", *gates, *weights, *residuals)
+        self.upstream = ("dy", *("ds",) * residual)
+        options = ("eps", *("rounds" if gate else "offset",) * weight)
+        self.forward = by_name("x", *weights, *residuals, *gates, *options)
+        self.backward = by_name(*self.upstream, "x", *weights, *gates, *options)
+
+    def needs(self, mask: int) -> tuple[bool, bool, bool]:
+        """Whether a backward computes the gradients of x, which a residual shares, of the weight and of the gate."""
+        return bool(mask & (5 if self.residual else 1)), bool(mask & 2), self.gate and bool(mask & 4)
 
 
-# ------------------------------------------------------------------------------------------------ checks
+RMS, RESIDUAL, GATED, L2 = Norm(), Norm(residual=True), Norm(gate=True), Norm(weight=False)
 
 
 def require_rows(op: str, x: Tensor, eps: float) -> None:

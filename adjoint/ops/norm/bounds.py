@@ -4,39 +4,35 @@ With unit u of the arithmetic and L levels in the sum over a row, the relative e
 sum's terms are positive, and a root halves what is under it. Everything else counts the roundings behind it.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Derived, spacing
+from adjoint.core.guarantee import spacing
+from adjoint.core.problem import Problem
 from adjoint.ops.norm import reference
+from adjoint.ops.norm.arguments import Arguments, Norm
 
 SILU = {True: (180, 260), False: (40, 80)}
 """The error of silu and of its slope in units u, relative to their terms' sizes, for 16-bit types and for others."""
 
 
 class Bounds:
-    """The bounds of a problem's results.
+    """The bounds of a problem's results, each a method of the result's name; x is the sum where there is a residual.
 
-    Attributes:
-        element: the dtype of x, y, dx and dgate; `weight` that of dweight.
-        arithmetic: the type that everything is computed in.
-        levels: additions that a term of a sum over a row goes through; `chain`: of the sum over all rows.
-        rounded: whether z is rounded to the element's type before the weight; `residual`: whether x is such a sum.
+    Everything is computed in the type `arithmetic`; a term of a sum over a row goes through `levels` additions, one of
+    the sum over all rows through `chain`.
     """
 
-    def __init__(
-        self, element: torch.dtype, weight: torch.dtype, arithmetic: torch.dtype, eps: float, offset: float, *,
-        levels: int, chain: int, rounded: bool = False, residual: bool = False,
-    ) -> None:  # fmt: skip
-        info = torch.finfo(arithmetic)
-        self.element, self.weight, self.arithmetic, self.eps, self.offset = element, weight, arithmetic, eps, offset
+    def __init__(self, norm: Norm, problem: Problem, arithmetic: torch.dtype, levels: int, chain: int) -> None:
+        info, (element, *_), (self.eps, *more) = torch.finfo(arithmetic), problem.dtypes, problem.options
+        self.offset: float = more[0] if norm.weight and not norm.gate else 0.0
+        self.rounded: bool = norm.gate and more[0]
+        self.arithmetic, self.element, self.weight = arithmetic, element, problem.dtypes[-1]
         # The exact results of float64 are themselves computed in float64.
         self.u = info.eps / 2 * (2 if element == torch.float64 else 1)
-        self.levels, self.chain, self.residual = levels, chain, residual
-        self.rounded, self.u_residual = rounded, torch.finfo(element).eps / 2 * residual
-        self.silu, self.slope = SILU[element.itemsize == 2]
+        self.u_residual = torch.finfo(element).eps / 2 * norm.residual
+        self.levels, self.chain = levels, chain
+        self.silu, self.slope = SILU[element.itemsize == 2] if norm.gate else (0, 0)
         self.tiny = info.smallest_normal  # what products that underflow may cost
         self.tiny_silu = info.smallest_normal * 2**30  # silu below it counts as 0
 
@@ -57,76 +53,72 @@ class Bounds:
             return spacing(z, self.element) / 2 + 2.0**-24 * z
         return torch.zeros_like(z)
 
-    def _sizes(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _sizes(self, of: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         """r, |z|, and the size of w with that of its terms."""
-        r = reference.reciprocal(x, self.eps)
-        return r, (x * r).abs(), (self.offset + weight).abs() + abs(self.offset)
+        r = reference.reciprocal(of.x, self.eps)
+        return r, (of.x * r).abs(), (self.offset + of.weight).abs() + abs(self.offset)
 
-    def _size_of_silu(self, gate: Tensor) -> Tensor:
-        return reference.silu(gate).abs() + self.tiny_silu
+    def _gated(self, values: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+        """values·silu(gate), and the size of that."""
+        if gate is None:
+            return values, values.abs()
+        silu = reference.silu(gate)
+        return values * silu, values.abs() * (silu.abs() + self.tiny_silu)
 
-    def s(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        return self._stored(x + residual, self.u * (x + residual).abs(), self.element)
+    def s(self, of: Arguments) -> Tensor:
+        return self._stored(of.x, self.u * of.x.abs(), self.element)
 
-    def y(self, x: Tensor, weight: Tensor, residual: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
-        x = x if residual is None else x + residual
-        exact = reference.rms_norm(x, weight, self.eps, self.offset)
-        _, z, w = self._sizes(x, weight)
-        units = self.levels / 2 + 8
-        if gate is not None:
-            exact, w, units = exact * reference.silu(gate), w * self._size_of_silu(gate), units + self.silu
-        relative = units * self.u + 2.01 * self.u_residual
+    def y(self, of: Arguments) -> Tensor:
+        _, z, w = self._sizes(of)
+        exact, _ = self._gated(reference.rms_norm(of.x, of.weight, self.eps, self.offset), of.gate)
+        _, w = self._gated(w, of.gate)
+        relative = (self.levels / 2 + 8 + self.silu) * self.u + 2.01 * self.u_residual
         before = (relative * z + 1.01 * self._rounding(z)) * w + self.tiny * (1 + w)
         return self._stored(exact, before, self.element)
 
-    def dx(self, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+    def dx(self, of: Arguments) -> Tensor:
         """Relative to r·(|u·w| + |z|·mean|u·w·z|)."""
-        u = dy if gate is None else dy * reference.silu(gate)
-        exact, _ = reference.rms_norm_backward(u, x, weight, self.eps, self.offset)
-        r, z, w = self._sizes(x, weight)
-        a = (dy.abs() if gate is None else dy.abs() * self._size_of_silu(gate)) * w
-        units = 3 * self.levels + 26 + (0 if gate is None else 2 * self.silu)
+        u, a = self._gated(of.dy, of.gate)
+        exact, _ = reference.rms_norm_backward(u, of.x, of.weight, self.eps, self.offset)
+        r, z, w = self._sizes(of)
+        a = a * w
         size = r * (a + z * (a * z).mean(-1, keepdim=True))
-        before = (units * self.u + 5.01 * self.u_residual) * size + self.tiny * (1 + r) * (1 + z) * (1 + w)
-        if ds is not None:
-            exact, before = exact + ds, before + self.u * (exact.abs() + ds.abs())
+        relative = (3 * self.levels + 26 + 2 * self.silu) * self.u + 5.01 * self.u_residual
+        before = relative * size + self.tiny * (1 + r) * (1 + z) * (1 + w)
+        if of.ds is not None:
+            exact, before = exact + of.ds, before + self.u * (exact.abs() + of.ds.abs())
         return self._stored(exact, before, self.element)
 
-    def dweight(self, dy: Tensor, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    dresidual = dx
+
+    def dweight(self, of: Arguments) -> Tensor:
         """Relative to the sum of |u·z|, over a chain of additions that the number of rows fixes."""
-        z = x * reference.reciprocal(x, self.eps)
-        u = dy if gate is None else dy * reference.silu(gate)
-        size = dy.abs() * (1 if gate is None else self._size_of_silu(gate))
-        units = self.chain + self.levels / 2 + 8 + (0 if gate is None else self.silu)
-        relative = 1.01 * units * self.u + 2.01 * self.u_residual
+        (u, size), z = self._gated(of.dy, of.gate), of.x * reference.reciprocal(of.x, self.eps)
+        relative = 1.01 * (self.chain + self.levels / 2 + 8 + self.silu) * self.u + 2.01 * self.u_residual
         errors = size * (relative * z.abs() + 1.01 * self._rounding(z.abs()))
-        exact, before = (t.reshape(-1, x.shape[-1]).sum(0) for t in (u * z, errors))
+        exact, before = (t.reshape(-1, of.x.shape[-1]).sum(0) for t in (u * z, errors))
         return self._stored(exact, before + self.tiny * self.chain, self.weight)
 
-    def dgate(self, dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    def dgate(self, of: Arguments) -> Tensor:
         """Relative to |dy·z·w|·(σ + |gate|·σ·(1 − σ)), since silu' has a root."""
-        exact = dy * reference.rms_norm(x, weight, self.eps, 0.0) * reference.silu_slope(gate)
-        _, z, w = self._sizes(x, weight)
-        terms = torch.sigmoid(gate) * (1 + gate.abs() * torch.sigmoid(-gate)) + self.tiny_silu
-        units = self.levels / 2 + 10 + self.slope
-        error = units * self.u * z + 1.01 * self._rounding(z)
-        before = error * dy.abs() * w * terms + self.tiny * (1 + dy.abs()) * (1 + w)
-        return self._stored(exact, before, self.element)
+        exact = of.dy * reference.rms_norm(of.x, of.weight, self.eps, 0.0) * reference.silu_slope(of.gate)
+        (_, z, w), dy = self._sizes(of), of.dy.abs()
+        terms = torch.sigmoid(of.gate) * (1 + of.gate.abs() * torch.sigmoid(-of.gate)) + self.tiny_silu
+        error = (self.levels / 2 + 10 + self.slope) * self.u * z + 1.01 * self._rounding(z)
+        return self._stored(exact, error * dy * w * terms + self.tiny * (1 + dy) * (1 + w), self.element)
 
-    # l2_norm: z and r are those of the root of the sum, and there is no weight
 
-    def l2_y(self, x: Tensor) -> Tensor:
-        exact = reference.l2_norm(x, self.eps)
+class L2Bounds(Bounds):
+    """z and r are those of the root of the sum, and there is no weight."""
+
+    def y(self, of: Arguments) -> Tensor:
+        exact = reference.l2_norm(of.x, self.eps)
         return self._stored(exact, (self.levels / 2 + 10) * self.u * exact.abs() + self.tiny, self.element)
 
-    def l2_dx(self, dy: Tensor, x: Tensor) -> Tensor:
+    def dx(self, of: Arguments) -> Tensor:
         """Relative to r·(|dy| + |y|·Σ|y·dy|)."""
-        exact, y = reference.l2_norm_backward(dy, x, self.eps), reference.l2_norm(x, self.eps).abs()
-        r = 1 / torch.sqrt(x.square().sum(-1, keepdim=True) + self.eps)
-        size = r * (dy.abs() + y * (y * dy.abs()).sum(-1, keepdim=True))
-        before = (3 * self.levels + 32) * self.u * size + self.tiny * (1 + r) * (1 + x.shape[-1] * y)
+        exact, y = reference.l2_norm_backward(of.dy, of.x, self.eps), reference.l2_norm(of.x, self.eps).abs()
+        r, dy = 1 / torch.sqrt(of.x.square().sum(-1, keepdim=True) + self.eps), of.dy.abs()
+        size = r * (dy + y * (y * dy).sum(-1, keepdim=True))
+        before = (3 * self.levels + 32) * self.u * size + self.tiny * (1 + r) * (1 + of.x.shape[-1] * y)
         return self._stored(exact, before, self.element)
-
-
-def derived(words: str, bound: Callable[..., Tensor]) -> Derived:
-    return Derived(f"½ ulp + {words}: docs/norm.md", bound)

@@ -33,16 +33,13 @@ from adjoint.device.row_tiles import (
     tile_mask,
     two_row_sums,
 )
-from adjoint.device.rows import Reader
+from adjoint.device.rows import RowReader
 from adjoint.ops.activation.kernels import exponential_2, reciprocal, silu_parts, widen
-from adjoint.ops.norm.arguments import Backward, Forward, Needs
+from adjoint.ops.norm.arguments import Norm
 from adjoint.ops.norm.plans import RUN_LEVELS, blocks_of, most_blocks, padded, row_levels
 
 _FORWARD = Budget(registers=136, shared_bytes=16_384)
 _BACKWARD = Budget(registers=255, shared_bytes=81_920)
-
-
-# ------------------------------------------------------------------------------------------- one element
 
 
 @triton.jit
@@ -83,9 +80,6 @@ def silu_and_slope(gate, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     else:
         value, slope, d = silu_parts(gate, NARROW, NATIVE)
         return value * d, slope * d * d
-
-
-# ----------------------------------------------------------------------------------------------- kernels
 
 
 @kernel(budget=_FORWARD, numeric=LEVELS, schedule=("ROWS",))
@@ -229,37 +223,30 @@ def rms_norm_add_blocks(
     tl.store(dweight + column, total.to(dweight.dtype.element_ty), column < SIZE)
 
 
-# ------------------------------------------------------------------------------------------------ launches
-
-
-def _constants(setup: Setup, reader: Reader) -> dict[str, Any]:
+def _constants(setup: Setup, norm: Norm, reader: RowReader) -> dict[str, Any]:
     """What both directions are compiled for. NVIDIA's GPUs have instructions of their own (NATIVE)."""
-    element, weight = setup.problem.dtypes
-    gated = setup.problem.op.startswith("gated")
+    (element, weight), (size, _) = setup.problem.dtypes, setup.problem.sizes
     return {
-        "element": element, "weight": weight, "computed": wide_dtype(element), "SIZE": reader.size, "HAS_GATE": gated,
-        "ROUND": gated and setup.problem.options[1], "NARROW": element.itemsize == 2, "NATIVE": setup.nvidia,
-        "LAYOUT": reader.layout.kind, "num_warps": setup.schedule["warps"], **order(reader.size, element),
+        "element": element, "weight": weight, "computed": wide_dtype(element), "SIZE": size, "HAS_GATE": norm.gate,
+        "ROUND": norm.gate and setup.problem.options[1], "NARROW": element.itemsize == 2, "NATIVE": setup.nvidia,
+        "LAYOUT": reader.kind, "num_warps": setup.schedule["warps"], **order(size, element),
     }  # fmt: skip
 
 
-def forward(setup: Setup) -> Execute:
+def forward(setup: Setup, norm: Norm) -> Execute:
     """y, and s where there is a residual, of rows of which one program has all elements."""
-    reader, op, tile = Reader(setup), setup.problem.op, setup.schedule["rows"]
-    constants = _constants(setup, reader)
-    bound = setup.either(rms_norm_forward, HAS_RESIDUAL="residual" in op, ROWS=tile, **constants)
-    grid = (-(-reader.count // tile),)
+    reader, (_, count), tile = RowReader(setup), setup.problem.sizes, setup.schedule["rows"]
+    constants = _constants(setup, norm, reader)
+    bound = setup.either(rms_norm_forward, HAS_RESIDUAL=norm.residual, ROWS=tile, **constants)
+    grid = (-(-count // tile),)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        of, y, s = Forward.of(op, arguments), outputs[0], outputs[-1]
-        memory = reader.memory(workspace)
-        x = reader.rows("x", of.x, memory, y)
-        residual = reader.rows("residual", of.residual, memory, y)
-        gate = reader.rows("gate", of.gate, memory, y)
-        weight = reader.contiguous("weight", of.weight, memory)
+        of, y, s, memory = norm.forward(arguments), outputs[0], outputs[-1], setup.memory(workspace)
+        x, residual = reader.rows("x", of.x, memory, y), reader.rows("residual", of.residual, memory, y)
+        gate, weight = reader.rows("gate", of.gate, memory, y), reader.contiguous("weight", of.weight, memory)
         aligned = x.is_aligned and residual.is_aligned and gate.is_aligned and is_aligned(weight, y, s)
         bound[aligned].launch(
-            grid, x=x.tensor, residual=residual.tensor, gate=gate.tensor, weight=weight, s=s, y=y, rows=reader.count,
+            grid, x=x.tensor, residual=residual.tensor, gate=gate.tensor, weight=weight, s=s, y=y, rows=count,
             epsilon=of.eps, offset=of.offset, x_inner=x.inner, x_outer=x.outer, x_step=x.step,
             residual_inner=residual.inner, residual_outer=residual.outer, residual_step=residual.step,
             gate_inner=gate.inner, gate_outer=gate.outer, gate_step=gate.step,
@@ -268,44 +255,44 @@ def forward(setup: Setup) -> Execute:
     return execute
 
 
-def backward(setup: Setup) -> Execute:
+def backward(setup: Setup, norm: Norm) -> Execute:
     """dx, dweight and dgate, as far as they are needed."""
-    reader, schedule, op = Reader(setup), setup.schedule, setup.problem.op
-    (element, weight_type), size, count = setup.problem.dtypes, reader.size, reader.count
-    needs, blocks = Needs.of(op, setup.problem.options[-1]), blocks_of(size, count)
+    reader, problem, schedule = RowReader(setup), setup.problem, setup.schedule
+    (element, weight_type), (size, count) = problem.dtypes, problem.sizes
+    (need_x, need_weight, need_gate), blocks = norm.needs(problem.options[-1]), blocks_of(size, count)
+    has_ds = norm.residual and not problem.layout.endswith("ds absent")
     bound = setup.either(
-        rms_norm_backward, HAS_DS="residual" in op and "ds" not in reader.layout.absent, NEED_X=needs.x,
-        NEED_GATE=needs.gate, NEED_WEIGHT=needs.weight, ROW_LEVELS=row_levels(size), STAGES=schedule["stages"],
-        RELOAD=schedule["readings"] > 1, num_stages=schedule["stages"], **_constants(setup, reader),
+        rms_norm_backward, HAS_DS=has_ds, NEED_X=need_x, NEED_GATE=need_gate, NEED_WEIGHT=need_weight,
+        ROW_LEVELS=row_levels(size), STAGES=schedule["stages"], RELOAD=schedule["readings"] > 1,
+        num_stages=schedule["stages"], **_constants(setup, norm, reader),
     )  # fmt: skip
     columns = min(16, padded(size))
     add_blocks = setup.kernel(
         rms_norm_add_blocks, weight=weight_type, computed=wide_dtype(element), SIZE=size, COLUMNS=columns,
         RUN_LEVELS=RUN_LEVELS, num_warps=8,
     )  # fmt: skip
-    setup.scratch(sums=(wide_dtype(element), blocks * size if needs.weight and count else 0))
+    setup.scratch(sums=(wide_dtype(element), blocks * size if need_weight and count else 0))
     setup.number(most_blocks=most_blocks(size))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        of, dx, dweight, dgate = Backward.of(op, arguments), outputs[0], outputs[1], outputs[-1]
+        of, dx, dweight, dgate = norm.backward(arguments), outputs[0], outputs[1], outputs[-1]
         if count == 0 or of.dy is None:  # there are no rows, or nothing but s was used
             dweight.zero_()
-            if of.ds is not None and needs.x:
+            if of.ds is not None and need_x:
                 dx.copy_(of.ds)
             return
-        memory = reader.memory(workspace)
+        memory = setup.memory(workspace)
         x, dy = reader.rows("x", of.x, memory, dx), reader.rows("dy", of.dy, memory, dx)
         gate, ds = reader.rows("gate", of.gate, memory, dx), reader.rows("ds", of.ds, memory, dx)
-        weight = reader.contiguous("weight", of.weight, memory)
+        weight, sums = reader.contiguous("weight", of.weight, memory), memory["sums"] if need_weight else dx
         aligned = x.is_aligned and gate.is_aligned and dy.is_aligned and ds.is_aligned
-        sums = memory["sums"] if needs.weight else dx
         bound[aligned and is_aligned(weight, dx, dgate)].launch(
             (blocks,), x=x.tensor, gate=gate.tensor, weight=weight, dy=dy.tensor, ds=ds.tensor, dx=dx, dgate=dgate,
             sums=sums, rows=count, epsilon=of.eps, offset=of.offset, x_inner=x.inner, x_outer=x.outer, x_step=x.step,
             gate_inner=gate.inner, gate_outer=gate.outer, gate_step=gate.step, dy_inner=dy.inner, dy_outer=dy.outer,
             dy_step=dy.step, ds_inner=ds.inner, ds_outer=ds.outer, ds_step=ds.step,
         )  # fmt: skip
-        if needs.weight:
+        if need_weight:
             add_blocks.launch((-(-size // columns),), sums=sums, dweight=dweight, count=blocks)
 
     return execute

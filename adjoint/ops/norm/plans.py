@@ -1,22 +1,19 @@
 """Which kernel serves which norm, and what it guarantees."""
 
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjoint.core.candidates import in_pytorch, writing
-from adjoint.core.guarantee import Guarantee
-from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem, wide_dtype
+from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.launch import imported
+from adjoint.core.plan import Candidate
+from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.norm import eager
-from adjoint.ops.norm.arguments import Backward, Forward
-from adjoint.ops.norm.bounds import Bounds, derived
+from adjoint.ops.norm.arguments import GATED, L2, RESIDUAL, RMS, Norm, by_name
+from adjoint.ops.norm.bounds import Bounds, L2Bounds
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -25,8 +22,6 @@ WIDEST_BYTES, WIDEST_GATED_BYTES = 32_768, 8_192
 
 MAX_ROWS = 2**31 - 2**16
 """Rows that the kernels' integers count."""
-
-# ----------------------------------------------------------------------------- what fixes the order of dweight
 
 RUN_LEVELS = 9
 """Blocks of rows whose sums are added by halves: 512."""
@@ -55,12 +50,9 @@ def blocks_of(size: int, rows: int) -> int:
 
 def chain_of(size: int, rows: int) -> int:
     """The longest chain of additions that a term of dweight goes through."""
-    blocks = blocks_of(size, rows)
-    tiles = -(-rows >> row_levels(size))
+    blocks, tiles = blocks_of(size, rows), -(-rows >> row_levels(size))
     return -(-tiles // blocks) + row_levels(size) + RUN_LEVELS + -(-blocks >> RUN_LEVELS)
 
-
-# ------------------------------------------------------------------------------------------- guarantees
 
 DOMAIN = (
     "rows whose mean of squares plus ε (of l2_norm, sum of squares plus ε) and products with dy stay within 2^±100 "
@@ -73,128 +65,88 @@ SPECIAL_VALUES = (
 ORDER_OF_ROWS = (
     "; its order is fixed by the number of rows, the width and the dtype: other rows in the batch change its bits"
 )
+ERRORS = {
+    "s": "u·|s|",
+    "y": "(L/2 + 8 + silu)·u·|y|",
+    "dx": "(3L + 26 + 2·silu)·u·r·(|u·w| + |z|·mean|u·w·z|)",
+    "dweight": "(K + L/2 + 8 + silu)·u·Σ|u·z|",
+    "dgate": "(L/2 + 10 + slope)·u·|dy·z·w|·(σ + |gate|·σ·(1 − σ))",
+}
+L2_ERRORS = {"y": "(L/2 + 10)·u·|y|", "dx": "(3L + 32)·u·r·(|dy| + |y|·Σ|y·dy|)"}
 
 
-def _bounds(problem: Problem, on_kernels: bool) -> Bounds:
-    """The bounds of a problem; of torch's own sums, any order is allowed for."""
-    element, weight = (*problem.dtypes, problem.dtypes[0])[:2]
-    (size, rows), (eps, *more) = problem.sizes, problem.options
-    return Bounds(
-        element,
-        weight,
-        wide_dtype(element) if on_kernels else torch.float64,
-        eps,
-        more[0] if problem.op.startswith("rms") else 0.0,
-        levels=padded(size).bit_length() - 1 if on_kernels else size,
-        chain=chain_of(size, rows) if on_kernels else rows,
-        rounded=problem.op.startswith("gated") and more[0],
-        residual="residual" in problem.op,
-    )
+def _guarantee(norm: Norm, direction: str, on_kernels: bool, problem: Problem) -> dict[str, Guarantee]:
+    """What each output of an operator promises; of torch's own sums, any order is allowed for."""
+    (size, rows), arithmetic = problem.sizes, wide_dtype(problem.dtypes[0]) if on_kernels else torch.float64
+    levels, chain = (padded(size).bit_length() - 1, chain_of(size, rows)) if on_kernels else (size, rows)
+    bounds = (Bounds if norm.weight else L2Bounds)(norm, problem, arithmetic, levels, chain)
+    if direction == "forward":
+        outputs, read = ("y", *("s",) * norm.residual), by_name(*norm.inputs)
+    else:
+        outputs, read = tuple(f"d{x}" for x in norm.inputs), by_name(*norm.upstream, *norm.inputs)
 
+    def error(name: str) -> Derived:
+        def bound(*tensors: Tensor) -> Tensor:
+            of = read(tensors)
+            of = of if of.residual is None else of._replace(x=of.x + of.residual)
+            return getattr(bounds, name)(of)  # type: ignore[no-any-return]
 
-def guarantee(backend: str, problem: Problem) -> dict[str, Guarantee]:
-    """What each output of an operator promises."""
-    on_kernels = backend == "triton"
-    b = _bounds(problem, on_kernels)
-    y, dx = "(L/2 + 8 + silu)·u·|y|", "(3L + 26 + 2·silu)·u·r·(|u·w| + |z|·mean|u·w·z|)"
-    dweight, dgate = "(K + L/2 + 8 + silu)·u·Σ|u·z|", "(L/2 + 10 + slope)·u·|dy·z·w|·(σ + |gate|·σ·(1 − σ))"
-    by_operator: dict[str, dict[str, tuple[str, Callable[..., Tensor]]]] = {
-        "rms_norm": {"y": (y, lambda x, w: b.y(x, w))},
-        "rms_norm_residual": {"y": (f"{y}, s rounded", b.y), "s": ("u·|s|", b.s)},
-        "gated_rms_norm": {"y": (y, lambda x, gate, w: b.y(x, w, gate=gate))},
-        "l2_norm": {"y": ("(L/2 + 10)·u·|y|", b.l2_y)},
-        "rms_norm_backward": {
-            "dx": (dx, lambda dy, x, w: b.dx(dy, None, x, w)),
-            "dweight": (dweight, lambda dy, x, w: b.dweight(dy, x)),
-        },
-        "rms_norm_residual_backward": {
-            "dx": (f"{dx}, s rounded", lambda dy, ds, x, w, residual: b.dx(dy, ds, x + residual, w)),
-            "dweight": (f"{dweight}, s rounded", lambda dy, ds, x, w, residual: b.dweight(dy, x + residual)),
-            "dresidual": (f"{dx}, s rounded", lambda dy, ds, x, w, residual: b.dx(dy, ds, x + residual, w)),
-        },
-        "gated_rms_norm_backward": {
-            "dx": (dx, lambda dy, x, gate, w: b.dx(dy, None, x, w, gate)),
-            "dgate": (dgate, lambda dy, x, gate, w: b.dgate(dy, x, gate, w)),
-            "dweight": (dweight, lambda dy, x, gate, w: b.dweight(dy, x, gate)),
-        },
-        "l2_norm_backward": {"dx": ("(3L + 32)·u·r·(|dy| + |y|·Σ|y·dy|)", b.l2_dx)},
-    }
+        words = (ERRORS if norm.weight else L2_ERRORS)["dx" if name == "dresidual" else name]
+        rounded = ", s rounded" if norm.residual and name != "s" else ""
+        return Derived(f"½ ulp + {words}{rounded}: docs/norm.md", bound)
+
     return {
         name: Guarantee(
             repeatable=True,
             batch_invariant="row" if on_kernels and name != "dweight" else "",
             device_invariant=False,
-            accumulator=str(b.arithmetic).removeprefix("torch."),
-            roundings=1 + (name in ("y", "dweight", "dgate") and b.rounded) + (b.residual and name != "s"),
-            error=derived(words, bound),
+            accumulator=short(arithmetic),
+            roundings=1 + (bounds.rounded and name != "dx") + (norm.residual and name != "s"),
+            error=error(name),
             domain=DOMAIN + (ORDER_OF_ROWS if on_kernels and name == "dweight" else ""),
             special_values=SPECIAL_VALUES,
         )
-        for name, (words, bound) in by_operator[problem.op].items()
+        for name in outputs
     }
 
 
-# ------------------------------------------------------------------------------------------ candidates
-
-
-def _refuse(problem: Problem) -> str:
-    size, rows = problem.sizes
-    most = WIDEST_GATED_BYTES if problem.op.startswith("gated") else WIDEST_BYTES
-    needed = padded(size) * problem.dtypes[0].itemsize
-    if size == 0:
-        return "has rows of at least one column"
-    if needed > most:
-        return f"has rows of up to {most} bytes, padded to a power of two; these have {needed}"
-    return f"numbers up to {MAX_ROWS} rows, these are {rows}" if rows > MAX_ROWS else ""
-
-
-def _width(problem: Problem) -> str:
-    """What schedules are listed by."""
-    if problem.dtypes[0] == torch.float64:
-        return "float64"
-    return str(max(128, padded(problem.sizes[0])))
-
-
-def _candidates(
-    kernel: str, launch: Callable[[Setup], Execute], compute: Callable[[str, tuple[Any, ...], tuple[Tensor, ...]], None]
-) -> tuple[Candidate, ...]:
+def _candidates(norm: Norm, direction: str) -> tuple[Candidate, Candidate]:
     """The candidates of an operator, best first."""
+    kernel = f"{'rms' if norm.weight else 'l2'}_norm_{direction}"
+    module = "adjoint.ops.norm.kernels" if norm.weight else "adjoint.ops.norm.l2_norm.kernels"
+    keywords = {"norm": norm} if norm.weight else {}
+    compute = eager.forward if direction == "forward" else eager.backward
 
-    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Any) -> None:
-        compute(plan.operator.name, arguments, outputs)
+    def refuse(problem: Problem) -> str:
+        size, rows = problem.sizes
+        most = WIDEST_GATED_BYTES if norm.gate else WIDEST_BYTES
+        needed = padded(size) * problem.dtypes[0].itemsize
+        if size == 0:
+            return "has rows of at least one column"
+        if needed > most:
+            return f"has rows of up to {most} bytes, padded to a power of two; these have {needed}"
+        return f"numbers up to {MAX_ROWS} rows, these are {rows}" if rows > MAX_ROWS else ""
+
+    def entry(problem: Problem) -> str:
+        width = str(max(128, padded(problem.sizes[0])))
+        return f"{kernel} {'float64' if problem.dtypes[0] == torch.float64 else width}"
 
     on_kernels = Candidate(
         name="triton.rows",
         backend="triton",
         kernel=kernel,
         revision=1,
-        refuse=_refuse,
-        guarantee=lambda problem: guarantee("triton", problem),
-        setup=launch,
+        refuse=refuse,
+        guarantee=lambda problem: _guarantee(norm, direction, True, problem),
+        setup=imported(f"{module}:{direction}", **keywords),
         schedules=_SCHEDULES,
-        entry=lambda problem: f"{kernel} {_width(problem)}",
+        entry=entry,
     )
-    return on_kernels, in_pytorch("eager", lambda problem: guarantee("eager", problem), writing(run))
+    run = writing(lambda plan, arguments, outputs, workspace: compute(norm, arguments, outputs))
+    return on_kernels, in_pytorch("eager", lambda problem: _guarantee(norm, direction, False, problem), run)
 
 
-def _setup(module: str, direction: str) -> Callable[[Setup], Execute]:
-    """A direction's setup, from a module that imports Triton."""
-    return lambda setup: getattr(import_module(module), direction)(setup)
-
-
-def _backward_in_pytorch(op: str, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    eager.backward(Backward.of(op, arguments), outputs[0], outputs[1], outputs[-1])
-
-
-_RMS, _L2 = "adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels"
-
-RMS_NORM = _candidates(
-    "rms_norm_forward", _setup(_RMS, "forward"), lambda op, a, out: eager.forward(Forward.of(op, a), out)
-)
-RMS_NORM_BACKWARD = _candidates("rms_norm_backward", _setup(_RMS, "backward"), _backward_in_pytorch)
-"""With a residual and with a gate, too."""
-
-L2_NORM = _candidates("l2_norm_forward", _setup(_L2, "forward"), lambda op, a, out: eager.l2_forward(*a, *out))
-L2_NORM_BACKWARD = _candidates(
-    "l2_norm_backward", _setup(_L2, "backward"), lambda op, a, out: eager.l2_backward(*a, *out)
-)
+RMS_NORM, RMS_NORM_BACKWARD = _candidates(RMS, "forward"), _candidates(RMS, "backward")
+RESIDUAL_NORM, RESIDUAL_NORM_BACKWARD = _candidates(RESIDUAL, "forward"), _candidates(RESIDUAL, "backward")
+GATED_NORM, GATED_NORM_BACKWARD = _candidates(GATED, "forward"), _candidates(GATED, "backward")
+L2_NORM, L2_NORM_BACKWARD = _candidates(L2, "forward"), _candidates(L2, "backward")

@@ -22,41 +22,37 @@ def silu_slope(x: Tensor) -> Tensor:
     return torch.sigmoid(x) * (1 + x * torch.sigmoid(-x))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     return x * reciprocal(x, eps) * (offset + weight)
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """dx = r·(a − z·mean(a·z)) with a = dy·w, and dweight = Σ dy·z over all rows."""
     r = reciprocal(x, eps)
     z, a = x * r, dy * (offset + weight)
-    dx = r * (a - z * (a * z).mean(-1, keepdim=True))
-    return dx, (dy * z).reshape(-1, x.shape[-1]).sum(0)
+    return r * (a - z * (a * z).mean(-1, keepdim=True)), (dy * z).reshape(-1, x.shape[-1]).sum(0)
 
 
-def rms_norm_residual(x: Tensor, weight: Tensor, residual: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def rms_norm_residual(x: Tensor, weight: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of s = x + residual, and s."""
-    s = x + residual
-    return rms_norm(s, weight, eps, offset), s
+    return rms_norm(x + residual, weight, eps), x + residual
 
 
 def rms_norm_residual_backward(
-    dy: Tensor, ds: Tensor, x: Tensor, weight: Tensor, residual: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight = rms_norm_backward(dy, x + residual, weight, eps, offset)
+    dy: Tensor, ds: Tensor, x: Tensor, weight: Tensor, residual: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    dx, dweight = rms_norm_backward(dy, x + residual, weight, eps)
     return dx + ds, dweight, dx + ds
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm(x, weight, eps, 0.0) * silu(gate)
+    return rms_norm(x, weight, eps) * silu(gate)
 
 
-def gated_rms_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def gated_rms_norm_backward(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
     """The gradients to x and weight are those of the norm for dy·silu(gate); dgate = dy·z·weight·silu'(gate)."""
-    dx, dweight = rms_norm_backward(dy * silu(gate), x, weight, eps, 0.0)
-    return dx, dy * rms_norm(x, weight, eps, 0.0) * silu_slope(gate), dweight
+    dx, dweight = rms_norm_backward(dy * silu(gate), x, weight, eps)
+    return dx, dy * rms_norm(x, weight, eps) * silu_slope(gate), dweight
 
 
 def l2_norm(x: Tensor, eps: float) -> Tensor:

@@ -1,12 +1,19 @@
-"""The layouts and values that the norms are tested on, and how their rows are batched."""
+"""What the norms are tested, verified and timed on: their cases, special values, bad calls and workloads."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from math import inf, nan
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.contract.batching import Answers, Rebatch
-from adjoint.contract.cases import Case, Inputs, Make
+from adjoint.contract import batching
+from adjoint.contract.cases import BadCall, Case, Inputs, Special, Subject, Workload, normal
+from adjoint.contract.inputs import as_tuple
+from adjoint.contract.mistakes import zeros
+
+EPS = 1e-6
 
 Fill = Callable[..., Tensor]
 """`fill(*shape)` gives random values, contiguous."""
@@ -26,14 +33,14 @@ LAYOUTS: dict[str, Callable[[Fill], Tensor]] = {
     "transposed": lambda fill: fill(40, 6).T,
     "shifted by one": lambda fill: fill(6 * 40 + 1)[1:].view(6, 40),
     "expanded": lambda fill: fill(1, 40).expand(6, 40),
+    "2048 columns": lambda fill: fill(2, 2048),
 }
 """How x lies, and all that is like x."""
 
-FEW = ("contiguous", "three axes", "wide")
-WIDEST = Case("2048 columns", lambda *where: make(lambda fill: fill(2, 2048), 1, 1)(*where))
+EVERY, MOST, FEW = tuple(LAYOUTS), tuple(LAYOUTS)[:-1], ("contiguous", "three axes", "wide")
 
 
-def random_rows(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Fill:
+def random_rows(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Fill:
     """Normal values, rows of which differ in size: by 1, 30 or 1/1000, where ε counts."""
 
     def fill(*shape: int) -> Tensor:
@@ -43,67 +50,75 @@ def random_rows(generator: torch.Generator, dtype: torch.dtype, device: torch.de
     return fill
 
 
-def make(
-    layout: Callable[[Fill], Tensor], count: int, weight_at: int | None, weight: torch.dtype | None = None
-) -> Make:
-    """`count` tensors of a layout, and a weight at a place among them, of a dtype of its own if one is given."""
+def subject(
+    name: str, function: Callable[..., Any], inputs: tuple[str, ...], forward: Callable[..., Any],
+    backward: Callable[..., Any], layouts: Iterable[str], mistakes: dict[str, Any], *, cases: tuple[Case, ...] = (),
+    **more: Any,
+) -> Subject:  # fmt: skip
+    """A norm: `forward` and `backward` are its reference. Of its inputs, all but the weight are laid out alike.
 
-    def inputs(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-        fill = random_rows(generator, dtype, device)
-        tensors = [layout(fill) for _ in range(count)]
-        if weight_at is not None:
-            values = torch.randn(tensors[0].shape[-1], generator=generator, dtype=torch.float64)
-            tensors.insert(weight_at, values.to(weight or dtype).to(device))
-        return tuple(tensors)
+    Args:
+        layouts: names of `LAYOUTS`, each of which is a case; where there is a weight, another has it in float32.
+        cases: further ones.
+    """
+    rows = tuple(x for x in inputs if x != "weight")
 
-    return inputs
+    def case(layout: str, name: str, weight: torch.dtype | None = None) -> Case:
+        def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+            fill = random_rows(dtype, device, generator)
+            tensors = {x: LAYOUTS[layout](fill) for x in rows}
+            if rows != inputs:
+                values = torch.randn(tensors["x"].shape[-1], generator=generator, dtype=torch.float64)
+                tensors["weight"] = values.to(weight or dtype).to(device)
+            return tuple(tensors[x] for x in inputs)
 
+        return Case(name, make)
 
-def cases(count: int, weight_at: int | None, names: Iterable[str] = tuple(LAYOUTS)) -> tuple[Case, ...]:
-    """Layouts, each of all tensors alike; and a float32 weight."""
-    listed = [Case(name, make(LAYOUTS[name], count, weight_at)) for name in names]
-    if weight_at is not None:
-        listed.append(Case("weight in float32", make(LAYOUTS["three axes"], count, weight_at, torch.float32)))
-    return tuple(listed)
-
-
-def gate_in_a_slice(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """x, a gate that is a part of a wider projection, and a weight."""
-    fill = random_rows(generator, dtype, device)
-    return fill(19, 128), fill(19, 3 * 128)[:, 128:256], fill(128)
-
-
-def rebatched(weight_at: int | None) -> Callable[[Inputs, tuple[Tensor, ...]], Iterable[Rebatch]]:
-    """Some rows alone, beside the same weight; all results but dweight keep their bits."""
-
-    def rebatch(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
-        rows = inputs[0].shape[0]
-        for begin, end in ((0, 1), (rows // 2, rows)) if rows and inputs[0].dim() > 1 else ():
-
-            def part(tensors: Inputs, weight_at: int | None, begin: int = begin, end: int = end) -> Inputs:
-                return tuple(t if place == weight_at else t[begin:end] for place, t in enumerate(tensors))
-
-            def pairs(whole: Answers, alone: Answers, part: Callable[..., Inputs] = part) -> Iterable[Inputs]:
-                yield from zip(alone[0], part(whole[0], None), strict=True)
-                gradients = zip(alone[1], part(whole[1], weight_at), strict=True)
-                yield from (pair for place, pair in enumerate(gradients) if place != weight_at)
-
-            yield Rebatch(f"rows {begin} to {end}", part(inputs, weight_at), part(upstream, None), pairs)
-
-    return rebatch
+    wide = (case("three axes", "weight in float32", torch.float32),) * (rows != inputs)
+    return Subject(
+        name=name,
+        function=function,
+        inputs=inputs,
+        reference=lambda *tensors: as_tuple(forward(*tensors)),
+        reference_backward=lambda *tensors: as_tuple(backward(*tensors)),
+        cases=(*(case(x, x) for x in layouts), *wide, *cases),
+        mistakes={"zero output": zeros, **mistakes},
+        batched=rows if rows != inputs else None,
+        rebatched=partial(batching.rebatched, axis=0, batched=[x in rows for x in inputs]),
+        **more,
+    )
 
 
-def normal_rows(count: int, weight_at: int | None, rows: int, size: int) -> Make:
-    """Inputs of a workload."""
+def special_rows(*others: float) -> tuple[Special, ...]:
+    """What zeros, NaN and infinities in x give beside other inputs."""
+    return tuple(
+        Special(f"x = {name}", (x, *others), dy, (y,), (gradient,) * (1 + len(others)))
+        for name, x, dy, y, gradient in (
+            ("0", 0.0, 0.0, 0.0, 0.0),
+            ("-0", -0.0, 0.0, -0.0, 0.0),
+            ("NaN", nan, 1.0, nan, nan),
+            ("infinity", inf, 1.0, nan, nan),
+        )
+    )
 
-    def inputs(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-        source = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        shapes = [(rows, size)] * count
-        if weight_at is not None:
-            shapes.insert(weight_at, (size,))  # type: ignore[arg-type]
-        return tuple(torch.randn(shape, dtype=dtype, device=device, generator=source) for shape in shapes)
 
-    return inputs
+def bad_call(
+    function: Callable[..., Any], name: str, words: tuple[str, ...], *shapes: tuple[int, ...], **keywords: Any
+) -> BadCall:
+    """A call on zeros of these shapes."""
+
+    def call(device: torch.device) -> Any:
+        return function(*(torch.zeros(shape, device=device) for shape in shapes), **keywords)
+
+    return BadCall(name, call, function.__name__, *words)
+
+
+def workload(subject: Subject, rows: int, size: int, baseline: Callable[..., Tensor], **more: Any) -> Workload:
+    """A forward reads its inputs and writes y; a backward reads dy and the inputs, and writes as many gradients."""
+    count, one = len(subject.batched or subject.inputs), 2 * rows * size
+    make = normal(*((size,) if x == "weight" else (rows, size) for x in subject.inputs))
+    forward, backward = (count + 1) * one, (2 * count + 1) * one
+    return Workload(f"{subject.name} {rows}×{size}", subject, make, forward, backward, baseline, **more)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

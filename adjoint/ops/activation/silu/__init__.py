@@ -34,7 +34,7 @@ _silu = Op(
     describe=_describe,
     forward=lambda: plans.SILU,
     adjoint=Adjoint(lambda: plans.SILU_BACKWARD, _describe_backward),
-    others={"reuse": Adjoint(lambda: plans.SILU_REUSE, plans.describe_reuse, name="backward_reuse", overwrites=True)},
+    others=plans.reuse(lambda: plans.SILU_REUSE),
 )
 
 

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import adjoint
-from adjoint.contract.cases import BadCall, Case, Special, Subject, Workload, normal
+from adjoint.contract.cases import BadCall, Special, Subject
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.ops.activation import reference
 from adjoint.ops.activation.silu import silu
-from adjoint.ops.activation.values import BUILT_LAYOUTS, LAYOUTS, WORKLOAD_SHAPES, each, exhaustive
+from adjoint.ops.activation.values import LAYOUTS, WORKLOAD_SHAPES, built_tensors, cases, exhaustive, workload
 
-_SILU_SPECIALS = tuple(
+_SPECIALS = tuple(
     Special(f"x = {x}, dy = {dy}", (x,), dy, (y,), (dx,))
     for x, dy, y, dx in [
         (0.0, 1.0, 0.0, 0.5),
@@ -29,7 +29,7 @@ _SILU_SPECIALS = tuple(
     ]
 )
 
-_SILU_MISTAKES = {
+_MISTAKES = {
     "zero output": zeros,
     "narrow arithmetic": narrow_arithmetic(reference.silu, reference.silu_backward),
     "slope without its second term": answers(reference.silu, lambda dy, x: dy * reference.sigmoid(x)),
@@ -43,57 +43,34 @@ SILU = Subject(
     inputs=("x",),
     reference=lambda x: (reference.silu(x),),
     reference_backward=lambda dy, x: (reference.silu_backward(dy, x),),
-    cases=tuple(Case(name, each(layout, 1)) for name, layout in LAYOUTS.items()),
+    cases=cases(LAYOUTS, 1),
     exhaustive=exhaustive(lambda gate, factor: (gate,)),
-    mistakes=_SILU_MISTAKES,
-    specials=_SILU_SPECIALS,
+    mistakes=_MISTAKES,
+    specials=_SPECIALS,
 )
 
 SUBJECTS = (SILU,)
+
+
+def _run_over_input(device: torch.device) -> None:
+    x = torch.zeros(9, device=device)
+    adjoint.plan(silu, x[:-1]).run(x[:-1], out=x[1:])
+
 
 BAD_CALLS = (
     BadCall(
         "a preference nothing satisfies",
         lambda device: silu(torch.zeros(4, 6, device=device), preference=adjoint.Preference(device_invariant=True)),
-        "triton.rows",
-        "triton.strided",
-        "eager",
-        "device_invariant",
+        *("triton.rows", "triton.strided", "eager", "device_invariant"),
         error=Unsupported,
     ),
-    BadCall(
-        "an unknown backend",
-        lambda device: adjoint.Preference(backend="cuda"),
-        "backend",
-        "triton",
-        "cuda",
-        error=adjoint.ArgumentError,
-    ),
-    BadCall(
-        "out= over an input",
-        lambda device: (lambda x: adjoint.plan(silu, x[:-1]).run(x[:-1], out=x[1:]))(torch.zeros(9, device=device)),
-        "out=",
-        "shares memory",
-        "x",
-        error=adjoint.ArgumentError,
-    ),
+    BadCall("an unknown backend", lambda device: adjoint.Preference(backend="cuda"), "backend", "triton", "cuda"),
+    BadCall("out= over an input", _run_over_input, "out=", "shares memory", "x"),
 )
 
-WORKLOADS = tuple(
-    Workload(
-        f"silu {rows}×{columns}",
-        SILU,
-        normal(1, (rows, columns)),
-        2 * 2 * rows * columns,
-        3 * 2 * rows * columns,
-        F.silu,
-    )
-    for rows, columns in WORKLOAD_SHAPES
-)
+WORKLOADS = tuple(workload(SILU, shape, F.silu) for shape in WORKLOAD_SHAPES)
 
 
 def built_calls() -> Iterator[Call]:
     """Both layouts of every dtype."""
-    for dtype in SILU.dtypes:
-        for layout in BUILT_LAYOUTS:
-            yield bind(silu, layout(torch.empty(64, 64, dtype=dtype, device="meta")))
+    return (bind(silu, *tensors) for tensors in built_tensors(1))

@@ -23,9 +23,6 @@ from adjoint.ops.activation.packing import ORDERS
 Order = Literal["gate_up", "up_gate", "interleaved"]
 
 
-# ------------------------------------------------------------------------------------------- two tensors
-
-
 def _check(gate: Tensor, up: Tensor) -> None:
     if not alike(gate, up):
         require_floating("swiglu", "gate", gate)
@@ -53,11 +50,8 @@ _swiglu = Op(
     describe=_describe,
     forward=lambda: plans.SWIGLU,
     adjoint=Adjoint(lambda: plans.SWIGLU_BACKWARD, _describe_backward),
-    others={"reuse": Adjoint(lambda: plans.SWIGLU_REUSE, plans.describe_reuse, name="backward_reuse", overwrites=True)},
+    others=plans.reuse(lambda: plans.SWIGLU_REUSE),
 )
-
-
-# ------------------------------------------------------------------------------------- one packed tensor
 
 
 def _check_packed(packed: Tensor, order: str) -> None:
@@ -66,9 +60,8 @@ def _check_packed(packed: Tensor, order: str) -> None:
         raise ArgumentError(f"swiglu: order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
     if packed.dim() == 0 or packed.shape[-1] % 2:
         width = f"last axis of {packed.shape[-1]}" if packed.dim() else "no axes"
-        raise ArgumentError(
-            f"swiglu: packed must hold gate and up along a last axis of even length, got a tensor with {width}"
-        )
+        wanted = "gate and up along a last axis of even length"
+        raise ArgumentError(f"swiglu: packed must hold {wanted}, got a tensor with {width}")
 
 
 def _half(packed: Tensor, device: str | None = None) -> Tensor:
@@ -76,13 +69,8 @@ def _half(packed: Tensor, device: str | None = None) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2), device=device or packed.device)
 
 
-def _describe_packed(packed: Tensor, order: str) -> Facts:
-    return Facts((packed.dtype,), plans.packed_layout_of([_half(packed, "meta")], [packed], order))
-
-
-def _describe_packed_backward(dy: Tensor, packed: Tensor, order: str) -> Facts:
-    dpacked = torch.empty_like(packed, device="meta")
-    return Facts((packed.dtype,), plans.packed_layout_of([dy], [packed, dpacked], order))
+def _describe_packed(tensors: list[Tensor], packed: list[Tensor], order: str) -> Facts:
+    return Facts((packed[0].dtype,), plans.packed_layout_of(tensors, packed, order))
 
 
 _packed = Op(
@@ -94,29 +82,21 @@ _packed = Op(
     check=_check_packed,
     allocate=lambda packed, order: (_half(packed),),
     gradient=torch.empty_like,
-    describe=_describe_packed,
+    describe=lambda packed, order: _describe_packed([_half(packed, "meta")], [packed], order),
     forward=lambda: plans.SWIGLU_PACKED,
-    adjoint=Adjoint(lambda: plans.SWIGLU_PACKED_BACKWARD, _describe_packed_backward),
-    others={
-        "reuse": Adjoint(
-            lambda: plans.SWIGLU_PACKED_REUSE,
-            lambda dy, packed, order: Facts((packed.dtype,), plans.packed_layout_of([dy], [packed], order)),
-            name="backward_reuse",
-            overwrites=True,
-        )
-    },
+    adjoint=Adjoint(
+        lambda: plans.SWIGLU_PACKED_BACKWARD,
+        lambda dy, x, order: _describe_packed([dy], [x, torch.empty_like(x, device="meta")], order),
+    ),
+    others=plans.reuse(lambda: plans.SWIGLU_PACKED_REUSE, lambda dy, x, order: _describe_packed([dy], [x], order)),
 )
 
 
 @_swiglu.public
 def swiglu(
-    gate: Float[Tensor, "*shape"],
-    up: Float[Tensor, "*shape"] | None = None,
-    *,
-    order: Order | None = None,
-    reuse_inputs: bool = False,
-    preference: Preference | None = None,
-) -> Float[Tensor, "*shape"]:
+    gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"] | None = None, *, order: Order | None = None,
+    reuse_inputs: bool = False, preference: Preference | None = None,
+) -> Float[Tensor, "*shape"]:  # fmt: skip
     """y = silu(gate)·up, elementwise, from two tensors or from one that holds both.
 
     Args:

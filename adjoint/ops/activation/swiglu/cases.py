@@ -1,6 +1,7 @@
 """What `swiglu` is tested, verified and timed on."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
-from adjoint.contract.cases import BadCall, Case, Special, Subject, Workload, normal
+from adjoint.contract.cases import BadCall, Case, Special, Subject
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
@@ -17,17 +18,18 @@ from adjoint.ops.activation import reference
 from adjoint.ops.activation.packing import ORDERS, unpack
 from adjoint.ops.activation.swiglu import swiglu
 from adjoint.ops.activation.values import (
-    BUILT_LAYOUTS,
     LAYOUTS,
     PACKED_LAYOUTS,
     WORKLOAD_SHAPES,
-    each,
+    built_tensors,
+    cases,
     exhaustive,
     huge_up,
     mixed_strides,
+    workload,
 )
 
-_SWIGLU_SPECIALS = tuple(
+_SPECIALS = tuple(
     Special(f"gate = {gate}, up = {up}", (gate, up), 1.0, (y,), (dgate, dup))
     for gate, up, y, dgate, dup in [
         (0.0, 2.0, 0.0, 1.0, 0.0),
@@ -41,51 +43,42 @@ _SWIGLU_SPECIALS = tuple(
         (nan, 2.0, nan, nan, nan),
     ]
 )
+_LARGEST = Special(
+    "gate = -300, up the largest number", (-300.0, torch.finfo(torch.bfloat16).max), 1.0, (-0.0,), (-0.0, -0.0),
+    dtypes=(torch.float32, torch.bfloat16),
+)  # fmt: skip
 
-_SWIGLU_SPECIALS += (
-    Special(
-        "gate = -300, up the largest number",
-        (-300.0, torch.finfo(torch.bfloat16).max),
-        1.0,
-        (-0.0,),
-        (-0.0, -0.0),
-        dtypes=(torch.float32, torch.bfloat16),
-    ),
-)
 
-_SWIGLU_MISTAKES = {
+def _slope_cut(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return dy * up * reference.sigmoid(gate), dy * reference.silu(gate)
+
+
+def _without_up(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return dy * reference.silu_slope(gate), dy * reference.silu(gate)
+
+
+_swiglu, _backward = reference.swiglu, reference.swiglu_backward
+_MISTAKES = {
     "zero output": zeros,
-    "narrow arithmetic": narrow_arithmetic(reference.swiglu, reference.swiglu_backward),
-    "gate and up exchanged": answers(
-        lambda gate, up: reference.swiglu(up, gate), lambda dy, gate, up: reference.swiglu_backward(dy, up, gate)
-    ),
-    "gradients exchanged": answers(
-        reference.swiglu, lambda dy, gate, up: reference.swiglu_backward(dy, gate, up)[::-1]
-    ),
-    "slope without its second term": answers(
-        reference.swiglu,
-        lambda dy, gate, up: (dy * up * reference.sigmoid(gate), dy * reference.silu(gate)),
-    ),
-    "dgate without up": answers(
-        reference.swiglu, lambda dy, gate, up: (dy * reference.silu_slope(gate), dy * reference.silu(gate))
-    ),
+    "narrow arithmetic": narrow_arithmetic(_swiglu, _backward),
+    "gate and up exchanged": answers(lambda gate, up: _swiglu(up, gate), lambda dy, gate, up: _backward(dy, up, gate)),
+    "gradients exchanged": answers(_swiglu, lambda dy, gate, up: _backward(dy, gate, up)[::-1]),
+    "slope without its second term": answers(_swiglu, _slope_cut),
+    "dgate without up": answers(_swiglu, _without_up),
 }
 
 
 def _packed_mistakes(order: str) -> dict[str, Any]:
+    forward, backward = reference.swiglu_packed, reference.swiglu_packed_backward
     other = "up_gate" if order == "gate_up" else "gate_up"
+
+    def exchanged(dy: Tensor, packed: Tensor) -> Tensor:
+        return reference.pack(*_backward(dy, *reference.unpack(packed, order))[::-1], order)
+
     return {
         "zero output": zeros,
-        "another order": answers(
-            lambda packed: reference.swiglu_packed(packed, other),
-            lambda dy, packed: reference.swiglu_packed_backward(dy, packed, other),
-        ),
-        "gradients exchanged": answers(
-            lambda packed: reference.swiglu_packed(packed, order),
-            lambda dy, packed: reference.pack(
-                *reference.swiglu_backward(dy, *reference.unpack(packed, order))[::-1], order
-            ),
-        ),
+        "another order": answers(partial(forward, order=other), partial(backward, order=other)),
+        "gradients exchanged": answers(partial(forward, order=order), exchanged),
     }
 
 
@@ -95,14 +88,10 @@ SWIGLU = Subject(
     inputs=("gate", "up"),
     reference=lambda gate, up: (reference.swiglu(gate, up),),
     reference_backward=reference.swiglu_backward,
-    cases=(
-        *(Case(name, each(layout, 2)) for name, layout in LAYOUTS.items()),
-        Case("mixed strides", mixed_strides),
-        Case("huge up", huge_up),
-    ),
+    cases=(*cases(LAYOUTS, 2), Case("mixed strides", mixed_strides), Case("huge up", huge_up)),
     exhaustive=exhaustive(lambda gate, factor: (gate, factor)),
-    mistakes=_SWIGLU_MISTAKES,
-    specials=_SWIGLU_SPECIALS,
+    mistakes=_MISTAKES,
+    specials=(*_SPECIALS, _LARGEST),
 )
 
 PACKED = tuple(
@@ -113,7 +102,7 @@ PACKED = tuple(
         inputs=("packed",),
         reference=lambda packed, order=order: (reference.swiglu_packed(packed, order),),
         reference_backward=lambda dy, packed, order=order: (reference.swiglu_packed_backward(dy, packed, order),),
-        cases=tuple(Case(name, each(layout, 1)) for name, layout in PACKED_LAYOUTS.items()),
+        cases=cases(PACKED_LAYOUTS, 1),
         exhaustive=exhaustive(lambda gate, factor, order=order: (reference.pack(gate, factor, order),)),  # type: ignore[misc]
         mistakes=_packed_mistakes(order),
     )
@@ -123,51 +112,45 @@ PACKED = tuple(
 SUBJECTS = (SWIGLU, *PACKED)
 
 
-def _pair(device: torch.device, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+def _zeros(device: torch.device, shape: tuple[int, ...] = (4, 6)) -> Tensor:
+    return torch.zeros(shape, device=device)
 
 
 def _run_second_backward(device: torch.device) -> None:
-    gate, up = (_pair(device).requires_grad_() for _ in range(2))
+    gate, up = (_zeros(device).requires_grad_() for _ in range(2))
     y = swiglu(gate * 1, up * 1, reuse_inputs=True).sum()
     y.backward(retain_graph=True)
     y.backward()
 
 
-def _plan_for_float32(device: torch.device) -> adjoint.Plan:
-    return adjoint.plan(swiglu, _pair(device), _pair(device))
+def _run_another_problem(device: torch.device) -> None:
+    gate, up = (_zeros(device) for _ in range(2))
+    adjoint.plan(swiglu, gate, up).run(gate.half(), up.half())
+
+
+def _reuse_overlapping(device: torch.device) -> Tensor:
+    gate, up = _zeros(device, (4, 1)).requires_grad_(), _zeros(device).requires_grad_()
+    return swiglu(gate.expand(4, 6), up, reuse_inputs=True)
+
+
+def _reuse_twice(device: torch.device) -> Tensor:
+    x = _zeros(device).requires_grad_() * 1
+    return swiglu(x, x, reuse_inputs=True)
 
 
 BAD_CALLS = (
-    BadCall("shapes differ", lambda d: swiglu(_pair(d), _pair(d, (4, 5))), "swiglu", "up", "(4, 6)", "(4, 5)"),
-    BadCall("dtypes differ", lambda d: swiglu(_pair(d), _pair(d).half()), "up", "float32", "float16"),
-    BadCall("odd packed width", lambda d: swiglu(_pair(d, (4, 5))), "packed", "even", "5"),
-    BadCall("packed without axes", lambda d: swiglu(_pair(d, ())), "packed", "no axes"),
-    BadCall("unknown order", lambda d: swiglu(_pair(d), order="gateup"), "order", "gate_up", "gateup"),  # type: ignore[arg-type]
-    BadCall("order with two tensors", lambda d: swiglu(_pair(d), _pair(d), order="gate_up"), "order", "up is given"),
+    BadCall("shapes differ", lambda d: swiglu(_zeros(d), _zeros(d, (4, 5))), "swiglu", "up", "(4, 6)", "(4, 5)"),
+    BadCall("dtypes differ", lambda d: swiglu(_zeros(d), _zeros(d).half()), "up", "float32", "float16"),
+    BadCall("odd packed width", lambda d: swiglu(_zeros(d, (4, 5))), "packed", "even", "5"),
+    BadCall("packed without axes", lambda d: swiglu(_zeros(d, ())), "packed", "no axes"),
+    BadCall("unknown order", lambda d: swiglu(_zeros(d), order="gateup"), "order", "gate_up", "gateup"),  # type: ignore[arg-type]
+    BadCall("order with two tensors", lambda d: swiglu(_zeros(d), _zeros(d), order="gate_up"), "order", "up is given"),
     BadCall(
-        "another problem than the plan's",
-        lambda d: _plan_for_float32(d).run(_pair(d).half(), _pair(d).half()),
-        "not made for",
-        "float16",
-        "float32",
-        error=Unsupported,
+        "another problem than the plan's", _run_another_problem, "not made for", "float16", "float32", error=Unsupported
     ),
     BadCall("a second backward over reused memory", _run_second_backward, "swiglu", "reuse_inputs", error=Unsupported),
-    BadCall(
-        "reuse of overlapping memory",
-        lambda d: swiglu(_pair(d, (4, 1)).requires_grad_().expand(4, 6), _pair(d).requires_grad_(), reuse_inputs=True),
-        "reuse_inputs",
-        "gate",
-        "overlap",
-    ),
-    BadCall(
-        "reuse of one tensor twice",
-        lambda d: (lambda x: swiglu(x, x, reuse_inputs=True))(_pair(d).requires_grad_() * 1),
-        "reuse_inputs",
-        "gate and up",
-        "overlap",
-    ),
+    BadCall("reuse of overlapping memory", _reuse_overlapping, "reuse_inputs", "gate", "overlap"),
+    BadCall("reuse of one tensor twice", _reuse_twice, "reuse_inputs", "gate and up", "overlap"),
 )
 
 
@@ -176,31 +159,16 @@ def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _workloads() -> Iterable[Workload]:
-    for rows, columns in WORKLOAD_SHAPES:
-        size = rows * columns * 2  # bytes of one bfloat16 tensor
-        make = normal(2, (rows, columns))
-        peers = ("liger_swiglu",)
-        yield Workload(f"swiglu {rows}×{columns}", SWIGLU, make, 3 * size, 5 * size, _torch_swiglu, peers=peers)
-    rows, columns = WORKLOAD_SHAPES[0]
-    size = rows * columns * 2
-    for subject in PACKED:
-        yield Workload(
-            f"{subject.name} {rows}×2·{columns}",
-            subject,
-            normal(1, (rows, 2 * columns)),
-            3 * size,
-            5 * size,
-            lambda packed, order=subject.keywords["order"]: _torch_swiglu(*unpack(packed, order)),
-        )
-
-
-WORKLOADS = tuple(_workloads())
+WORKLOADS = (
+    *(workload(SWIGLU, shape, _torch_swiglu, peers=("liger_swiglu",)) for shape in WORKLOAD_SHAPES),
+    *(
+        workload(x, WORKLOAD_SHAPES[0], lambda packed, x=x: _torch_swiglu(*unpack(packed, x.keywords["order"])))
+        for x in PACKED
+    ),
+)
 
 
 def built_calls() -> Iterator[Call]:
     """Every layout of every dtype, from two tensors and from one that interleaves both."""
-    for dtype in SWIGLU.dtypes:
-        for layout in BUILT_LAYOUTS:
-            yield bind(swiglu, *(layout(torch.empty(64, 64, dtype=dtype, device="meta")) for _ in range(2)))
-        yield bind(swiglu, torch.empty(64, 64, dtype=dtype, device="meta"), order="interleaved")
+    yield from (bind(swiglu, *tensors) for tensors in built_tensors(2))
+    yield from (bind(swiglu, x, order="interleaved") for (x,) in built_tensors(1) if x.is_contiguous())

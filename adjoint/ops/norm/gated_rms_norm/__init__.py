@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adjoint.core.arguments import require_like
-from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
 from adjoint.ops.norm import plans
@@ -24,22 +24,18 @@ def _check(x: Tensor, weight: Tensor, gate: Tensor, eps: float, round_before_gat
     require_weight("gated_rms_norm", weight, x)
 
 
-def _describe_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, round_before_gate: bool, need: int
-) -> Facts:
-    return describe(x, weight, gate=gate, dy=dy)
-
-
 _gated_rms_norm = Op(
     "gated_rms_norm",
     inputs=("x", "weight", "gate"),
     options="float eps, bool round_before_gate",
     outputs=("y",),
     check=_check,
-    allocate=lambda x, weight, gate, eps, round_before_gate: (x.new_empty(x.shape),),
-    describe=lambda x, weight, gate, eps, round_before_gate: describe(x, weight, gate=gate),
-    forward=lambda: plans.RMS_NORM,
-    adjoint=Adjoint(lambda: plans.RMS_NORM_BACKWARD, _describe_backward),
+    allocate=lambda x, *others: (x.new_empty(x.shape),),
+    describe=lambda x, weight, gate, *options: describe(x, weight, gate=gate),
+    forward=lambda: plans.GATED_NORM,
+    adjoint=Adjoint(
+        lambda: plans.GATED_NORM_BACKWARD, lambda dy, x, weight, gate, *options: describe(x, weight, gate=gate, dy=dy)
+    ),
 )
 
 

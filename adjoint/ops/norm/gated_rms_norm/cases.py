@@ -1,42 +1,40 @@
 """What `gated_rms_norm` is tested, verified and timed on."""
 
 from collections.abc import Iterator
+from functools import partial
 from math import inf, nan
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.contract.cases import BadCall, Case, Special, Subject, Workload
-from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
+from adjoint.contract.cases import Case, Special
+from adjoint.contract.mistakes import answers, narrow_arithmetic
 from adjoint.core.plan import Call, bind
 from adjoint.ops.norm import reference
 from adjoint.ops.norm.gated_rms_norm import gated_rms_norm
-from adjoint.ops.norm.values import FEW, cases, empty, gate_in_a_slice, normal_rows, rebatched
+from adjoint.ops.norm.values import EPS, FEW, MOST, bad_call, empty, random_rows, subject, workload
 
-EPS = 1e-6
-
-
-def _forward(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    return reference.gated_rms_norm(x, gate, weight, EPS)
-
-
-def _backward(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.gated_rms_norm_backward(dy, x, gate, weight, EPS)
+_forward = partial(reference.gated_rms_norm, eps=EPS)
+_backward = partial(reference.gated_rms_norm_backward, eps=EPS)
 
 
 def _slope_of_the_sigmoid(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     dx, _, dweight = _backward(dy, x, gate, weight)
-    return dx, dy * reference.rms_norm(x, weight, EPS, 0.0) * torch.sigmoid(gate), dweight
+    return dx, dy * reference.rms_norm(x, weight, EPS) * torch.sigmoid(gate), dweight
 
 
 def _dweight_without_gate(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return *_backward(dy, x, gate, weight)[:2], reference.rms_norm_backward(dy, x, weight, EPS, 0.0)[1]
+    return *_backward(dy, x, gate, weight)[:2], reference.rms_norm_backward(dy, x, weight, EPS)[1]
+
+
+def _gate_in_a_slice(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """x, a gate that is a part of a wider projection, and a weight."""
+    fill = random_rows(dtype, device, generator)
+    return fill(19, 128), fill(19, 3 * 128)[:, 128:256], fill(128)
 
 
 _MISTAKES = {
-    "zero output": zeros,
     "narrow arithmetic": narrow_arithmetic(_forward, _backward),
     "slope without its second term": answers(_forward, _slope_of_the_sigmoid),
     "dweight without the gate": answers(_forward, _dweight_without_gate),
@@ -50,39 +48,20 @@ _SPECIALS = (
     Special("x = NaN", (nan, 1.0, 2.0), 1.0, (nan,), (nan, nan, nan)),
 )
 
+_NORM = (gated_rms_norm, ("x", "gate", "weight"), _forward, _backward)
+_CASES = (Case("gate in a slice", _gate_in_a_slice),)
 
-def _subject(name: str, **more: Any) -> Subject:
-    return Subject(
-        name=name,
-        function=gated_rms_norm,
-        inputs=("x", "gate", "weight"),
-        reference=lambda x, gate, weight: (_forward(x, gate, weight),),
-        reference_backward=_backward,
-        mistakes=_MISTAKES,
-        batched=("x", "gate"),
-        rebatched=rebatched(weight_at=2),
-        **more,
-    )
-
-
-GATED = _subject("gated_rms_norm", cases=(*cases(2, 2), Case("gate in a slice", gate_in_a_slice)), specials=_SPECIALS)
-ROUNDED = _subject("gated_rms_norm[rounded]", cases=cases(2, 2, FEW), keywords={"round_before_gate": True})
+GATED = subject("gated_rms_norm", *_NORM, MOST, _MISTAKES, cases=_CASES, specials=_SPECIALS)
+ROUNDED = subject("gated_rms_norm[rounded]", *_NORM, FEW, _MISTAKES, keywords={"round_before_gate": True})
 
 SUBJECTS = (GATED, ROUNDED)
 
-
-def _bad(name: str, words: tuple[str, ...], gate: int, weight: int, eps: float = EPS) -> BadCall:
-    def call(device: torch.device) -> Any:
-        x, second = torch.zeros(4, 6, device=device), torch.zeros(4, gate, device=device)
-        return gated_rms_norm(x, second, torch.zeros(weight, device=device), eps=eps)
-
-    return BadCall(name, call, "gated_rms_norm", *words)
-
+_bad = partial(bad_call, gated_rms_norm)
 
 BAD_CALLS = (
-    _bad("gate of another shape", ("gate", "(4, 6)", "(4, 5)"), 5, 6),
-    _bad("weight of another size", ("weight", "6 columns", "(4,)"), 6, 4),
-    _bad("negative eps", ("eps",), 6, 6, -1e-6),
+    _bad("gate of another shape", ("gate", "(4, 6)", "(4, 5)"), (4, 6), (4, 5), (6,)),
+    _bad("weight of another size", ("weight", "6 columns", "(4,)"), (4, 6), (4, 6), (4,)),
+    _bad("negative eps", ("eps",), (4, 6), (4, 6), (6,), eps=-1e-6),
 )
 
 
@@ -91,17 +70,8 @@ def _torch_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 WORKLOADS = (
-    Workload(
-        "gated_rms_norm 1048576×128",
-        GATED,
-        normal_rows(2, 2, 2**20, 128),
-        3 * 2 * 2**20 * 128,
-        5 * 2 * 2**20 * 128,
-        _torch_gated_rms_norm,
-        peers=("fla_gated_rms_norm",),
-        devices=("cuda",),
-    ),
-)
+    workload(GATED, 2**20, 128, _torch_gated_rms_norm, peers=("fla_gated_rms_norm",), devices=("cuda",)),
+)  # fmt: skip
 
 
 def built_calls() -> Iterator[Call]:

@@ -1,74 +1,43 @@
 """What `l2_norm` is tested, verified and timed on."""
 
 from collections.abc import Iterator
-from math import inf, nan
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.contract.cases import BadCall, Special, Subject, Workload
-from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
+from adjoint.contract.mistakes import answers, narrow_arithmetic
 from adjoint.core.plan import Call, bind
 from adjoint.ops.norm import reference
 from adjoint.ops.norm.l2_norm import l2_norm
-from adjoint.ops.norm.values import cases, empty, normal_rows, rebatched
+from adjoint.ops.norm.values import EPS, MOST, bad_call, empty, special_rows, subject, workload
 
-EPS = 1e-6
-
-
-def _forward(x: Tensor) -> Tensor:
-    return reference.l2_norm(x, EPS)
-
-
-def _backward(dy: Tensor, x: Tensor) -> Tensor:
-    return reference.l2_norm_backward(dy, x, EPS)
+_forward, _backward = partial(reference.l2_norm, eps=EPS), partial(reference.l2_norm_backward, eps=EPS)
 
 
 def _without_second_term(dy: Tensor, x: Tensor) -> Tensor:
     return dy / torch.sqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
-L2_NORM = Subject(
-    name="l2_norm",
-    function=l2_norm,
-    inputs=("x",),
-    reference=lambda x: (_forward(x),),
-    reference_backward=lambda dy, x: (_backward(dy, x),),
-    cases=cases(1, None),
-    mistakes={
-        "zero output": zeros,
-        "narrow arithmetic": narrow_arithmetic(_forward, _backward),
-        "the mean instead of the sum": answers(lambda x: x * reference.reciprocal(x, EPS), _backward),
-        "dx without its second term": answers(_forward, _without_second_term),
-    },
-    specials=(
-        Special("x = 0", (0.0,), 0.0, (0.0,), (0.0,)),
-        Special("x = -0", (-0.0,), 0.0, (-0.0,), (0.0,)),
-        Special("x = NaN", (nan,), 1.0, (nan,), (nan,)),
-        Special("x = infinity", (inf,), 1.0, (nan,), (nan,)),
-    ),
-    rebatched=rebatched(None),
-)
+_MISTAKES = {
+    "narrow arithmetic": narrow_arithmetic(_forward, _backward),
+    "the mean instead of the sum": answers(lambda x: x * reference.reciprocal(x, EPS), _backward),
+    "dx without its second term": answers(_forward, _without_second_term),
+}
+
+L2_NORM = subject("l2_norm", l2_norm, ("x",), _forward, _backward, MOST, _MISTAKES, specials=special_rows())
 
 SUBJECTS = (L2_NORM,)
 
 BAD_CALLS = (
-    BadCall("x without axes", lambda d: l2_norm(torch.zeros((), device=d)), "l2_norm", "x", "axis"),
-    BadCall("negative eps", lambda d: l2_norm(torch.zeros(4, device=d), eps=-1.0), "l2_norm", "eps"),
+    bad_call(l2_norm, "x without axes", ("x", "axis"), ()),
+    bad_call(l2_norm, "negative eps", ("eps",), (4,), eps=-1.0),
 )
 
 WORKLOADS = (
-    Workload(
-        "l2_norm 524288×128",
-        L2_NORM,
-        normal_rows(1, None, 2**19, 128),
-        2 * 2 * 2**19 * 128,
-        3 * 2 * 2**19 * 128,
-        lambda x: F.normalize(x, dim=-1, eps=EPS),
-        peers=("fla_l2_norm",),
-    ),
-)
+    workload(L2_NORM, 2**19, 128, lambda x: F.normalize(x, dim=-1, eps=EPS), peers=("fla_l2_norm",)),
+)  # fmt: skip
 
 
 def built_calls() -> Iterator[Call]:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Float, Int32, Int64If16, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup, is_aligned
+from adjoint.core.layout import Rows
 from adjoint.core.problem import wide_dtype
 from adjoint.device.row_tiles import LEVELS, level, order, row_offsets, row_sums, tile_columns, tile_mask
-from adjoint.device.rows import Reader, Rows
+from adjoint.device.rows import RowReader
 from adjoint.ops.activation.kernels import widen
 
 HALVED = 1024
@@ -74,9 +75,6 @@ def l2_norm_backward(
     tl.store(dx + at, (r * (upstream - value * along[None, :, None])).to(dx.dtype.element_ty), inside)
 
 
-# ------------------------------------------------------------------------------------------------ launches
-
-
 def _order(size: int, element: torch.dtype) -> dict[str, int]:
     return order(size, element) if size > HALVED else dict(zip(LEVELS, (0, 0, level(size), 0), strict=True))
 
@@ -91,7 +89,7 @@ def bind_l2(
         setup: of the plan that launches it.
         element: the dtype of x and y.
         size: the columns of a row.
-        layout: how rows of x follow each other, one of `layout.KINDS`.
+        layout: how rows of x follow each other, one of `adjoint.device.rows.KINDS`.
         tile: rows of a program.
         num_warps: warps of a program.
         y_step: elements from one row of y to the next; by default y is contiguous.
@@ -132,27 +130,29 @@ def bind_l2_backward(
 
 def forward(setup: Setup) -> Execute:
     """y, of rows of which one program has all elements."""
-    reader, (element,), schedule = Reader(setup), setup.problem.dtypes, setup.schedule
-    launch = bind_l2(
-        setup, element, reader.size, reader.layout.kind, tile=schedule["rows"], num_warps=schedule["warps"]
-    )
+    reader, launch = _bind(setup, bind_l2)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         (x, eps), (y,) = arguments, outputs
-        launch(reader.rows("x", x, reader.memory(workspace), y), y, reader.count, eps)
+        launch(reader.rows("x", x, setup.memory(workspace), y), y, setup.problem.sizes[1], eps)
 
     return execute
 
 
 def backward(setup: Setup) -> Execute:
     """dx, of the same rows."""
-    reader, (element,), schedule = Reader(setup), setup.problem.dtypes, setup.schedule
-    launch = bind_l2_backward(
-        setup, element, reader.size, reader.layout.kind, tile=schedule["rows"], num_warps=schedule["warps"]
-    )
+    reader, launch = _bind(setup, bind_l2_backward)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        (dy, x, eps), (dx,), memory = arguments, outputs, reader.memory(workspace)
-        launch(reader.rows("dy", dy, memory, dx), reader.rows("x", x, memory, dx), dx, reader.count, eps)
+        (dy, x, eps), (dx,), memory = arguments, outputs, setup.memory(workspace)
+        rows = reader.rows("dy", dy, memory, dx), reader.rows("x", x, memory, dx)
+        launch(*rows, dx, setup.problem.sizes[1], eps)
 
     return execute
+
+
+def _bind(setup: Setup, bind: Callable[..., Callable[..., None]]) -> tuple[RowReader, Callable[..., None]]:
+    """What reads the rows of a problem of this op, and what launches its kernel."""
+    reader, (element,), schedule = RowReader(setup), setup.problem.dtypes, setup.schedule
+    size, _ = setup.problem.sizes
+    return reader, bind(setup, element, size, reader.kind, tile=schedule["rows"], num_warps=schedule["warps"])

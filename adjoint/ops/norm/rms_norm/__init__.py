@@ -14,13 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_like
-from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
 from adjoint.ops.norm import plans
-from adjoint.ops.norm.arguments import Needs, require_number, require_rows, require_weight
-
-# --------------------------------------------------------------------------------------------- x alone
+from adjoint.ops.norm.arguments import RESIDUAL, require_number, require_rows, require_weight
 
 
 def _check(x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
@@ -35,15 +33,11 @@ _rms_norm = Op(
     options="float eps, float offset",
     outputs=("y",),
     check=_check,
-    allocate=lambda x, weight, eps, offset: (x.new_empty(x.shape),),
-    describe=lambda x, weight, eps, offset: describe(x, weight),
+    allocate=lambda x, *others: (x.new_empty(x.shape),),
+    describe=lambda x, weight, *options: describe(x, weight),
     forward=lambda: plans.RMS_NORM,
-    adjoint=Adjoint(
-        lambda: plans.RMS_NORM_BACKWARD, lambda dy, x, weight, eps, offset, need: describe(x, weight, dy=dy)
-    ),
+    adjoint=Adjoint(lambda: plans.RMS_NORM_BACKWARD, lambda dy, x, weight, *options: describe(x, weight, dy=dy)),
 )
-
-# -------------------------------------------------------------------------------------- with a residual
 
 
 def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, eps: float, offset: float) -> None:
@@ -59,18 +53,10 @@ def _check_residual_backward(dy: Tensor | None, ds: Tensor | None, s: Tensor, *a
             require_like("rms_norm", name, gradient, "x", s)
 
 
-def _describe_residual_backward(
-    dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor, eps: float, offset: float, need: int
-) -> Facts:
-    return describe(s, weight, dy=dy, ds=ds)
-
-
-def _allocate_residual_backward(
-    dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor, eps: float, offset: float, need: int
-) -> tuple[Tensor, ...]:
+def _allocate_residual_backward(dy: Any, ds: Any, s: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     """dx, dweight, and nothing for the residual, whose gradient is dx."""
-    needs = Needs.of("rms_norm_residual", need)
-    return s.new_empty(s.shape if needs.x else 0), weight.new_empty(weight.shape if needs.weight else 0), s.new_empty(0)
+    need_x, need_weight, _ = RESIDUAL.needs(options[-1])
+    return s.new_empty(s.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0), s.new_empty(0)
 
 
 _residual = Op(
@@ -80,12 +66,12 @@ _residual = Op(
     options="float eps, float offset",
     outputs=("y", "s"),
     check=_check_residual,
-    allocate=lambda x, weight, residual, eps, offset: (x.new_empty(x.shape), x.new_empty(x.shape)),
-    describe=lambda x, weight, residual, eps, offset: describe(x, weight, residual=residual),
-    forward=lambda: plans.RMS_NORM,
+    allocate=lambda x, *others: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    describe=lambda x, weight, residual, *options: describe(x, weight, residual=residual),
+    forward=lambda: plans.RESIDUAL_NORM,
     adjoint=Adjoint(
-        lambda: plans.RMS_NORM_BACKWARD,
-        _describe_residual_backward,
+        lambda: plans.RESIDUAL_NORM_BACKWARD,
+        lambda dy, ds, s, weight, *options: describe(s, weight, dy=dy, ds=ds),
         saves=("s", "weight"),
         check=_check_residual_backward,
         allocate=_allocate_residual_backward,
