@@ -85,6 +85,7 @@ MODULES = {
     ),
     "moe": (
         "adjoint.ops.moe.layout.kernels",
+        "adjoint.ops.moe.token_rows.kernels",
         "adjoint.ops.moe.dispatch.kernels",
         "adjoint.ops.moe.combine.kernels",
         *route_calls.MODULES,

@@ -11,13 +11,13 @@ from torch import Tensor
 from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem, wide_dtype
+from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.experts import eager, grouped_mm
 from adjoint.ops.moe.experts.eager import PER_EXPERT, Products
-from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, Layout
+from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, REPORTED, Layout
 from adjoint.ops.moe.layout.eager import write as write_layout
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -36,6 +36,9 @@ HIDDEN_COLUMNS = {torch.float64: 32, torch.float32: 64, torch.bfloat16: 128, tor
 EDGE = {torch.float64: 32, torch.float32: 64}
 """Rows, and columns, of a tile of the types without matrix instructions. Their sums within a row follow the layout
 of a tile, so they have one tile, whatever the schedule."""
+
+NEED_X, NEED_GATE_UP, NEED_DOWN, NEED_WEIGHTS = 1, 2, 4, 8
+"""Bits of the gradients that a backward computes."""
 
 MAX_WIDTH = 2**15
 """The largest D or 2·I: offsets inside one expert's weights are 32 bits."""
@@ -87,13 +90,12 @@ def guarantee(problem: Problem, ours: bool, rounds_dh: bool = False) -> dict[str
             repeatable=ours,
             batch_invariant=_ITEM[name] if ours else "",
             device_invariant=False,
-            accumulator=str(wide_dtype(element)).removeprefix("torch."),
+            accumulator=short(wide_dtype(element)),
             roundings=_ROUNDINGS[name] + (rounds_dh and name in _FROM_DH),
             error=Empirical(CEILINGS[element], _CASES[element]),
             domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),
             special_values="as the products and sums give them, in the tokens and experts they reach",
-            out_of_range="an index out of range adds nothing and has no gradient, and is reported with position and "
-            "value: at once on the CPU, by adjoint.check() on a GPU",
+            out_of_range=f"an index out of range adds nothing and has no gradient, and is {REPORTED}",
         )
         for name in names
     }
@@ -121,9 +123,9 @@ def _forward(products: Products) -> Compute:
 
 def _backward(products: Products) -> Compute:
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        dy, x, gate_up, down, weights, gu, *layout, need = arguments
+        dy, x, gate_up, down, weights, gu, *layout, _need = arguments
         with torch.autocast(x.device.type, enabled=False):
-            eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs, products)
+            eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), outputs, products)
 
     return run
 
@@ -132,9 +134,7 @@ def _set_up(setup: Setup) -> Execute:
     """A plan on kernels. Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero."""
     is_forward, (option,) = setup.problem.op == "moe_experts", setup.problem.options
     if 0 not in setup.problem.sizes and (is_forward or option):
-        from adjoint.ops.moe.experts.triton import layer
-
-        return layer.forward(setup) if is_forward else layer.backward(setup)
+        return imported(f"adjoint.ops.moe.experts.triton.layer:{'forward' if is_forward else 'backward'}")(setup)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if is_forward:

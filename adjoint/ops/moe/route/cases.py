@@ -9,8 +9,8 @@ from torch import Tensor
 from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.core.plan import Call, bind
+from adjoint.ops.moe.logits import MAX_EXPERTS
 from adjoint.ops.moe.route import plans, reference, route
-from adjoint.ops.moe.rows import MAX_EXPERTS
 
 K = 3
 

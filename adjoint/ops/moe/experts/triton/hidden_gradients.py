@@ -12,10 +12,10 @@ from adjoint.core.problem import wide_dtype
 from adjoint.core.workspace import Memory
 from adjoint.ops.activation.kernels import silu_parts
 from adjoint.ops.moe.combine.kernels import sum_neighbours
-from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
-from adjoint.ops.moe.experts.plans import HIDDEN_COLUMNS
-from adjoint.ops.moe.experts.triton.products import halves, tile_of_program
+from adjoint.ops.moe.experts.plans import HIDDEN_COLUMNS, NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
+from adjoint.ops.moe.experts.triton.products import tile_of_program
 from adjoint.ops.moe.experts.triton.tiles import PRODUCT, SMALL, Tiles, bind_over_rows
+from adjoint.ops.moe.kernels import halves
 from adjoint.ops.moe.layout import Layout
 
 

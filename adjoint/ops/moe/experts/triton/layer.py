@@ -10,8 +10,7 @@ from torch import Tensor
 
 from adjoint.core.errors import check
 from adjoint.core.launch import Execute, Setup, is_aligned
-from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_X
-from adjoint.ops.moe.experts.plans import EDGE, INDEX_OUT_OF_RANGE
+from adjoint.ops.moe.experts.plans import EDGE, INDEX_OUT_OF_RANGE, NEED_DOWN, NEED_GATE_UP, NEED_X
 from adjoint.ops.moe.experts.triton.hidden_gradients import HiddenGradients
 from adjoint.ops.moe.experts.triton.products import bind_outer, bind_up
 from adjoint.ops.moe.experts.triton.tiles import RowTiles
@@ -24,16 +23,11 @@ def _settle_common(setup: Setup) -> None:
     """Adds room for the arguments that are copied first, and names the edge of tiles where it changes bits."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, second = setup.problem.dtypes[:2]
-    regions = {
-        "x": (element, tokens * hidden),
-        "dy": (element, tokens * hidden),
-        "gate_up": (element, experts * 2 * inner * hidden),
-        "down": (element, experts * hidden * inner),
-        "gu": (element, tokens * slots * 2 * inner),
-        "indices": (second, tokens * slots),
-    }
-    copies = setup.problem.layout.removesuffix("copied").split()
-    setup.scratch(**{name: regions[name] for name in copies})
+    setup.copies(
+        x=(element, tokens * hidden), dy=(element, tokens * hidden), indices=(second, tokens * slots),
+        gate_up=(element, experts * 2 * inner * hidden), down=(element, experts * hidden * inner),
+        gu=(element, tokens * slots * 2 * inner),
+    )  # fmt: skip
     if element in EDGE and not setup.interpreted:
         setup.number(edge=EDGE[element])
 

@@ -7,6 +7,7 @@ from adjoint.core.kernels import Pointer, PointerIf16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.activation.kernels import silu_parts
 from adjoint.ops.moe.experts.triton.tiles import PRODUCT, ByAlignment, bind_over_rows, bind_products
+from adjoint.ops.moe.kernels import halves
 
 
 @triton.jit
@@ -16,14 +17,6 @@ def tile_of_program(column_tiles, GROUP: tl.constexpr):
     group = program // (GROUP * column_tiles)
     within = program % (GROUP * column_tiles)
     return group * GROUP + within % GROUP, within // GROUP
-
-
-@triton.jit
-def halves(both):
-    """The left and the right half of the columns."""
-    rows: tl.constexpr = both.shape[0]
-    columns: tl.constexpr = both.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(both, (rows, 2, columns)), (0, 2, 1)))
 
 
 @kernel(budget=PRODUCT, numeric=("DEPTH",), schedule=("ROWS", "COLUMNS", "GROUP"))
