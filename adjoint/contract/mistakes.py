@@ -7,19 +7,23 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.batching import Answers
+from adjoint.contract.inputs import Inputs, differentiable, widened
 
 
 def answers(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Answers]:
     """A wrong answer computed in float64 by formulas and rounded once: only the formula is wrong."""
 
-    def answer(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
-        wide = [t.double() for t in inputs]
+    def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+        wide = widened(inputs)
         outputs = _as_tuple(forward(*wide))
         gradients = _as_tuple(backward(*(t.double() for t in upstream), *wide))
-        dtype = inputs[0].dtype
-        return tuple(t.to(dtype) for t in outputs), tuple(t.to(dtype) for t in gradients)
+        return _like(outputs, upstream), _like(gradients, differentiable(inputs))
 
     return answer
+
+
+def _like(values: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(value.to(other.dtype) for value, other in zip(values, others, strict=True))
 
 
 def _as_tuple(value: Any) -> tuple[Tensor, ...]:
@@ -40,5 +44,5 @@ def narrow_arithmetic(forward: Callable[..., Any], backward: Callable[..., Any])
     return answer
 
 
-def zeros(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
-    return tuple(torch.zeros_like(t) for t in upstream), tuple(torch.zeros_like(t) for t in inputs)
+def zeros(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+    return tuple(map(torch.zeros_like, upstream)), tuple(map(torch.zeros_like, differentiable(inputs)))
