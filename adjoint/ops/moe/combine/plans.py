@@ -1,5 +1,6 @@
 """Which kernels serve which combine, and what they guarantee."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ NEED_ROWS, NEED_WEIGHTS = 1, 2
 
 
 def guarantee(problem: Problem) -> dict[str, Guarantee]:
-    error = Derived(SUM_ERROR, lambda *inputs: bound_of_sums(*inputs, problem.dtypes[0]))
+    error = Derived(SUM_ERROR, partial(bound_of_sums, problem.dtypes[0]))
     out_of_range = (
         "an entry whose row is past the last offset counts for nothing; "
         "a row that is none of rows too, reported with its position"

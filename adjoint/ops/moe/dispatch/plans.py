@@ -42,7 +42,7 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     def bound(drows: Tensor, x: Tensor, indices: Tensor) -> Tensor:
         layout = allocate(indices, problem.sizes[2])
         write_layout(indices, problem.sizes[2], layout, None)
-        return bound_of_sums(drows, None, layout.inverse, layout.offsets, problem.dtypes[0])
+        return bound_of_sums(problem.dtypes[0], drows, None, layout.inverse, layout.offsets)
 
     error = Derived(SUM_ERROR, bound)
     return {"dx": promise(error, problem, domain=SLOT_ORDER, special_values=IEEE_SUMS, out_of_range="no gradient")}

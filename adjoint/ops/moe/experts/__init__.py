@@ -59,9 +59,8 @@ def _check_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> N
         raise ArgumentError(
             f"{_OP}: down must have as many experts as gate_up, {gate_up.shape[0]}, got {down.shape[0]}"
         )
-    for name, weight in (("gate_up", gate_up), ("down", down)):
-        shape = gate_up.shape if name == "gate_up" else (gate_up.shape[0], columns, gate_up.shape[1] // 2)
-        require_like(_OP, name, weight, "x", x, tuple(shape))
+    require_like(_OP, "gate_up", gate_up, "x", x, tuple(gate_up.shape))
+    require_like(_OP, "down", down, "x", x, (gate_up.shape[0], columns, gate_up.shape[1] // 2))
     require_floating(_OP, "weights", weights)
     if weights.device != x.device:
         raise ArgumentError(f"{_OP}: weights must be on the device of x, {x.device}, got {weights.device}")

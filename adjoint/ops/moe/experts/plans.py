@@ -68,53 +68,54 @@ _CASES = {
     torch.float16: "normal inputs, D up to 2048, I up to 768",
 }
 
-_ORDER = {
-    "y": "a product's terms in the order of its columns; then slots in their order",
-    "dx": "a product's terms in the order of its columns; then slots in their order",
-    "dgate_up": "an expert's rows in the order of their tokens",
-    "ddown": "an expert's rows in the order of their tokens",
-    "dweights": "columns in fixed blocks, blocks in their order",
+_BY_SLOT = "a product's terms in the order of its columns; then slots in their order"
+_BY_TOKEN = "an expert's rows in the order of their tokens"
+_PROMISES = {
+    "y": ("token", 4, False, _BY_SLOT),
+    "dx": ("token", 4, True, _BY_SLOT),
+    "dgate_up": ("expert", 3, True, _BY_TOKEN),
+    "ddown": ("expert", 3, False, _BY_TOKEN),
+    "dweights": ("token", 2, True, "columns in fixed blocks, blocks in their order"),
 }
-_ITEM = {"y": "token", "dx": "token", "dgate_up": "expert", "ddown": "expert", "dweights": "token"}
-_ROUNDINGS = {"y": 4, "dx": 4, "dgate_up": 3, "ddown": 3, "dweights": 2}
-"""To the storage type: g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
-_FROM_DH = ("dx", "dgate_up", "dweights")
+"""The item of each output; its roundings to the storage type; whether it is made of dh; the order of its sums.
+
+The roundings are g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
 
 
 def guarantee(problem: Problem, ours: bool, rounds_dh: bool = False) -> dict[str, Guarantee]:
     """What each output promises: of our kernels, or of the matrix products of a library, which may round dh."""
-    element = problem.dtypes[0]
-    names = ("y",) if problem.op == "moe_experts" else ("dx", "dgate_up", "ddown", "dweights")
+    element, is_forward = problem.dtypes[0], problem.op == "moe_experts"
     return {
         name: Guarantee(
             repeatable=ours,
-            batch_invariant=_ITEM[name] if ours else "",
+            batch_invariant=item if ours else "",
             device_invariant=False,
             accumulator=short(wide_dtype(element)),
-            roundings=_ROUNDINGS[name] + (rounds_dh and name in _FROM_DH),
+            roundings=roundings + (rounds_dh and has_dh),
             error=Empirical(CEILINGS[element], _CASES[element]),
-            domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),
+            domain="finite inputs whose products do not overflow" + (f"; {order}" if ours else ""),
             special_values="as the products and sums give them, in the tokens and experts they reach",
             out_of_range=f"an index out of range adds nothing and has no gradient, and is {REPORTED}",
         )
-        for name in names
+        for name, (item, roundings, has_dh, order) in _PROMISES.items()
+        if is_forward == (name == "y")
     }
 
 
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def _write_layout(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Layout:
+def _write_layout(down: Tensor, indices: Tensor, outputs: tuple[Tensor, ...]) -> Layout:
     """The layout of a forward, written by PyTorch."""
     layout = Layout(*outputs[2:])
-    write_layout(arguments[3], arguments[2].shape[0], layout, INDEX_OUT_OF_RANGE)
+    write_layout(indices, down.shape[0], layout, INDEX_OUT_OF_RANGE)
     return layout
 
 
 def _forward(products: Products) -> Compute:
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        x, gate_up, down, _indices, weights, keep = arguments
-        layout = _write_layout(arguments, outputs)
+        x, gate_up, down, indices, weights, keep = arguments
+        layout = _write_layout(down, indices, outputs)
         with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
             eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None, products)
 
@@ -138,7 +139,7 @@ def _set_up(setup: Setup) -> Execute:
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if is_forward:
-            _write_layout(arguments, outputs)
+            _write_layout(arguments[2], arguments[3], outputs)
         for output in outputs[:2] if is_forward else outputs:
             output.zero_()
 

@@ -63,14 +63,7 @@ class RowKernel:
         self._columns = setup.problem.sizes[-1]
 
     def choose(self, outer: int, steps: int, is_adjacent: bool, *tensors: Tensor) -> Launch:
-        """The variant for some tensors.
-
-        Args:
-            outer: the distance of runs of tokens; 0 where one run has all of them.
-            steps: the distance of tokens or rows; where there are several, their bitwise or.
-            is_adjacent: whether the elements of a row are adjacent.
-            tensors: what is read or written.
-        """
+        """The variant for tensors whose rows lie like `Rows`; `steps` is the bitwise or of the distances of rows."""
         if outer or (self._columns > 1 and not is_adjacent):
             return self._strided
         return self._adjacent[(steps | self._columns) % 16 == 0 and is_aligned(*tensors)]
@@ -89,12 +82,7 @@ class TiledKernel(RowKernel):
 
 
 class RowSum:
-    """out[t, :] = Σ over j of rows[inverse[t, j], :], or of weights[t, j] times it, in the order of j.
-
-    Args:
-        weight: the dtype of the weights; None without weights.
-        fault: what an entry without a row is reported as; None where it is not reported.
-    """
+    """`moe_sum` with weights of a dtype, or none; an entry without a row is reported as `fault`, where there is one."""
 
     def __init__(self, setup: Setup, weight: torch.dtype | None, fault: Fault | None) -> None:
         self._tokens, self._slots, self._experts, self._columns = setup.problem.sizes

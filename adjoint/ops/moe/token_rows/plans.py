@@ -1,6 +1,6 @@
 """What the plans of dispatch and combine have in common."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def terms_of(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Ten
     return terms if weights is None else terms * weights[..., None]
 
 
-def bound_of_sums(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+def bound_of_sums(dtype: torch.dtype, rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
     terms, slots = terms_of(rows, weights, inverse, offsets), inverse.shape[-1]
     steps = slots + (weights is not None)
     return bound_of_products(terms.sum(-2), terms.abs().sum(-2), slots, steps, dtype, dtype)
@@ -71,7 +71,7 @@ def _refuse(problem: Problem) -> str:
 
 
 def candidates(
-    op: str, guarantee: Callable[[Problem], Mapping[str, Guarantee]], in_torch: Compute, **numeric: Any
+    op: str, guarantee: Callable[[Problem], dict[str, Guarantee]], in_torch: Compute, **numeric: Any
 ) -> tuple[Candidate, ...]:
     """The candidates of an operator: that of its kernels, and the same in PyTorch with numeric parameters."""
     direction = op.removeprefix("moe_")

@@ -14,15 +14,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int64, Kernel, Pointer, kernel
 from adjoint.core.launch import Execute, Setup
-from adjoint.ops.moe.kernels import (
-    LANES,
-    exponential_sum,
-    load_slices,
-    row_maximum,
-    row_start,
-    sum_by_halves,
-    warp_sum,
-)
+from adjoint.ops.moe.kernels import LANES, exponential_sum, load_slices, row_maximum, row_start, sum_by_halves, warp_sum
 from adjoint.ops.moe.route.triton.selection import (
     NO_EXPERT_32,
     NO_EXPERT_64,
