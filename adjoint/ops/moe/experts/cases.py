@@ -125,24 +125,17 @@ def _unweighted(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weigh
     return x, gate_up, down, indices, torch.ones_like(weights)
 
 
-def _last_token_dropped(
-    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor
-) -> tuple[Tensor, ...]:
+def _last_token_dropped(dy: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
     """Weight gradients over all tokens but the last of the batch."""
-    dx, _, _, dweights = reference.experts_backward(dy, x, gate_up, down, indices, weights)
+    x, gate_up, down, indices, weights = layer
+    dx, _, _, dweights = reference.experts_backward(dy, *layer)
     few = reference.experts_backward(dy[:-1], x[:-1], gate_up, down, indices[:-1], weights[:-1])
     return dx, *few[1:3], dweights
 
 
-def _by_expert(
-    product: Callable[[Tensor, Tensor], Tensor],
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-) -> Tensor:
+def _by_expert(product: Callable[[Tensor, Tensor], Tensor], *layer: Tensor) -> Tensor:
     """The layer, expert by expert, with left · rightᵀ as `product` computes it."""
+    x, gate_up, down, indices, weights = layer
     y, inner = torch.zeros_like(x), down.shape[2]
     for e in range(down.shape[0]):
         t, j = (indices == e).nonzero(as_tuple=True)

@@ -69,16 +69,10 @@ def _hidden(both: Tensor, inner: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    layout: Layout,
-    y: Tensor,
-    gu: Tensor | None,
-    products: Products = PER_EXPERT,
+    layer: tuple[Tensor, ...], layout: Layout, y: Tensor, gu: Tensor | None, products: Products = PER_EXPERT
 ) -> None:
     """The layer's output, and g and u of each row where there is room for them."""
+    x, gate_up, down, weights = layer
     token = layout.permutation.long() // layout.inverse.shape[1]
     both = products.product(x[token], gate_up.transpose(1, 2), layout.offsets)
     if gu is not None:
@@ -89,17 +83,10 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    gu: Tensor,
-    layout: Layout,
-    outputs: tuple[Tensor, ...],
-    products: Products = PER_EXPERT,
+    saved: tuple[Tensor, ...], layout: Layout, outputs: tuple[Tensor, ...], products: Products = PER_EXPERT
 ) -> None:
     """The gradients, into dx, dgate_up, ddown and dweights: those that have elements, as no other is needed."""
+    dy, x, gate_up, down, weights, gu = saved
     dx, dgate_up, ddown, dweights = outputs
     kind, inner = wide_dtype(x.dtype), down.shape[2]
     token = layout.permutation.long() // layout.inverse.shape[1]

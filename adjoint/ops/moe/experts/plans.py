@@ -117,16 +117,16 @@ def _forward(products: Products) -> Compute:
         x, gate_up, down, indices, weights, keep = arguments
         layout = _write_layout(down, indices, outputs)
         with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
-            eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None, products)
+            layer = x, gate_up, down, weights
+            eager.forward(layer, layout, outputs[0], outputs[1] if keep else None, products)
 
     return run
 
 
 def _backward(products: Products) -> Compute:
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        dy, x, gate_up, down, weights, gu, *layout, _need = arguments
-        with torch.autocast(x.device.type, enabled=False):
-            eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), outputs, products)
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            eager.backward(arguments[:6], Layout(*arguments[6:9]), outputs, products)
 
     return run
 
