@@ -65,7 +65,7 @@ def moe_place_entries(
 ):  # fmt: skip
     """The row of each entry, the entry of each row, and where the rows of each expert begin.
 
-    A span is sorted by expert and entry first: the entries of one expert then stand together, in order, behind those of
+    A span is sorted by expert and entry first: the entries of one expert are then neighbours, in order, behind those of
     the spans before.
 
     With ORDER, `order` lists the rows in the order to fill them in, each in the upper half of a number whose lower half

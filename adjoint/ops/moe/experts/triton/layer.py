@@ -12,8 +12,8 @@ from adjoint.core.errors import check
 from adjoint.core.launch import Execute, Setup, is_aligned
 from adjoint.ops.moe.experts.plans import EDGE, INDEX_OUT_OF_RANGE, NEED_DOWN, NEED_GATE_UP, NEED_X
 from adjoint.ops.moe.experts.triton.hidden_gradients import HiddenGradients
-from adjoint.ops.moe.experts.triton.products import bind_outer, bind_up
-from adjoint.ops.moe.experts.triton.tiles import RowTiles
+from adjoint.ops.moe.experts.triton.products import bind_outer, moe_experts_up
+from adjoint.ops.moe.experts.triton.tiles import RowTiles, bind_over_rows
 from adjoint.ops.moe.experts.triton.token_sums import TokenSums
 from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout.kernels import LayoutSort
@@ -34,11 +34,11 @@ def _settle_common(setup: Setup) -> None:
 
 def forward(setup: Setup) -> Execute:
     """y, and what the backward needs: g and u of each row, and the layout."""
-    tokens, _, experts, inner, slots = setup.problem.sizes
+    tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, index, _ = setup.problem.dtypes
     (keep,) = setup.problem.options
     sort = LayoutSort(setup, index, tokens * slots, experts, INDEX_OUT_OF_RANGE)
-    ups = bind_up(setup, bool(keep))
+    ups = bind_over_rows(setup, moe_experts_up, "up", inner, D=hidden, INNER=inner, KEEP=bool(keep))
     sums = TokenSums(setup, "down", terms=inner, by_column=True, weighted=True)
     row_tiles = RowTiles(setup, False, ups, sums.products)
     setup.scratch(h=(element, tokens * slots * inner), rows=(element, tokens * slots * sums.width))

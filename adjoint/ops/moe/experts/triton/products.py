@@ -6,7 +6,7 @@ import triton.language as tl
 from adjoint.core.kernels import Pointer, PointerIf16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.activation.kernels import silu_parts
-from adjoint.ops.moe.experts.triton.tiles import PRODUCT, ByAlignment, bind_over_rows, bind_products
+from adjoint.ops.moe.experts.triton.tiles import PRODUCT, ByAlignment, bind_products
 from adjoint.ops.moe.kernels import halves
 
 
@@ -114,12 +114,6 @@ def moe_experts_outer(
 
 
 # ------------------------------------------------------------------------------------------------ launches
-
-
-def bind_up(setup: Setup, keep: bool) -> ByAlignment:
-    """The product into the experts; with `keep`, g and u are stored."""
-    _, hidden, _, inner, _ = setup.problem.sizes
-    return bind_over_rows(setup, moe_experts_up, "up", inner, D=hidden, INNER=inner, KEEP=keep)
 
 
 def bind_outer(setup: Setup, m: int, n: int, left_by_token: bool) -> ByAlignment:
