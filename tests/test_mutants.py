@@ -83,6 +83,7 @@ MODULES = {
     "indexing": tuple(f"adjoint.ops.indexing.take_along_axis.triton.{part}" for part in ("take", "lines", "sorting")),
     "moe": (
         "adjoint.ops.moe.layout.kernels",
+        "adjoint.ops.moe.token_rows.kernels",
         "adjoint.ops.moe.dispatch.kernels",
         "adjoint.ops.moe.combine.kernels",
         *route_calls.MODULES,

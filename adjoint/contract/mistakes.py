@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.batching import Answers
-from adjoint.contract.inputs import as_tuple
+from adjoint.contract.inputs import Inputs, as_tuple, differentiable, each
 
 Formula = Callable[..., Any]
 
@@ -17,14 +17,19 @@ def answers(
 ) -> Callable[..., Answers]:
     """A wrong answer computed in float64 by formulas and rounded once: only the formula is wrong."""
 
-    def answer(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
-        dtype = inputs[0].dtype
-        values, dy = ([t.to(arithmetic(dtype)) for t in tensors] for tensors in (inputs, upstream))
-        results = as_tuple(forward(*values)), as_tuple(backward(*dy, *values))
-        outputs, gradients = (tuple(t.to(dtype) for t in part) for part in results)
-        return outputs, gradients
+    def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+        slopes = differentiable(inputs)
+        computed = arithmetic(slopes[0].dtype)
+        values = each(lambda x: x.to(computed) if x.is_floating_point() else x, inputs)
+        outputs = as_tuple(forward(*values))
+        gradients = as_tuple(backward(*(dy.to(computed) for dy in upstream), *values))
+        return _like(outputs, upstream), _like(gradients, slopes)
 
     return answer
+
+
+def _like(values: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(value.to(other.dtype) for value, other in zip(values, others, strict=True))
 
 
 def narrow_arithmetic(forward: Formula, backward: Formula) -> Callable[..., Answers]:
@@ -32,5 +37,5 @@ def narrow_arithmetic(forward: Formula, backward: Formula) -> Callable[..., Answ
     return answers(forward, backward, lambda dtype: torch.float16 if dtype == torch.float16 else torch.bfloat16)
 
 
-def zeros(upstream: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> Answers:
-    return tuple(torch.zeros_like(t) for t in upstream), tuple(torch.zeros_like(t) for t in inputs)
+def zeros(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+    return tuple(map(torch.zeros_like, upstream)), tuple(map(torch.zeros_like, differentiable(inputs)))

@@ -11,9 +11,9 @@ import adjoint
 from adjoint import Preference, moe
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.combine import combine_tensors
-from adjoint.ops.moe.dispatch.eager import scatter
 from adjoint.ops.moe.layout import allocate
 from adjoint.ops.moe.layout.eager import write as write_layout
+from adjoint.ops.moe.token_rows.eager import scatter
 from tests.mutants.calls import LAYOUTS, Call
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64

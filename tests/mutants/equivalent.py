@@ -158,7 +158,7 @@ EQUIVALENT = {
     },
     **{
         (function, "value > best -> value >= best"): "the larger of two equal numbers is either"
-        for function in ("row_maximum", "largest_chosen", "softmax_parts")
+        for function in ("row_maximum", "largest_chosen")
     },
     (
         "warp_sum",

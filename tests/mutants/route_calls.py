@@ -17,7 +17,7 @@ from tests.mutants.calls import at_the_edge
 from tests.ops.moe.routing import HALF, SINGLE, adversarial, wrongs
 
 MODULES = (
-    "adjoint.ops.moe.warp_rows",
+    "adjoint.ops.moe.kernels",
     "adjoint.ops.moe.route.triton.selection",
     "adjoint.ops.moe.route.triton.forward",
     "adjoint.ops.moe.route.triton.backward",

@@ -19,8 +19,8 @@ from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.ops.moe.combine import plans
 from adjoint.ops.moe.combine.plans import NEED_ROWS, NEED_WEIGHTS
-from adjoint.ops.moe.dispatch import check_layout, check_rows, copied
 from adjoint.ops.moe.layout import Layout
+from adjoint.ops.moe.token_rows import check_layout, check_rows, facts
 
 _OP = "moe.combine"
 
@@ -70,10 +70,12 @@ def _check_backward(
 # --------------------------------------------------------------------------------------- the operator
 
 
-def _facts(rows: dict[str, Tensor], like: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Facts:
+def _describe(
+    tokens: dict[str, Tensor], like: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor
+) -> Facts:
     dtypes = (like.dtype,) if weights is None else (like.dtype, weights.dtype)
-    sizes = inverse.shape[:-1].numel(), inverse.shape[-1], offsets.shape[0] - 1, like.shape[-1]
-    return Facts(dtypes, copied(rows, {"weights": weights, "inverse": inverse, "offsets": offsets}), sizes)
+    others = {"weights": weights, "inverse": inverse, "offsets": offsets}
+    return facts(dtypes, inverse, offsets.shape[0] - 1, like.shape[-1], tokens, others)
 
 
 def _allocate_backward(
@@ -94,11 +96,11 @@ _combine = Op(
     differentiable=("rows", "weights"),
     check=_check,
     allocate=lambda rows, weights, inverse, offsets: (rows.new_empty((*inverse.shape[:-1], rows.shape[1])),),
-    describe=lambda rows, *others: _facts({}, rows, *others),
+    describe=lambda rows, *others: _describe({}, rows, *others),
     forward=lambda: plans.COMBINE,
     adjoint=Adjoint(
         lambda: plans.COMBINE_BACKWARD,
-        lambda dy, rows, weights, inverse, offsets, need: _facts({"dy": dy}, dy, weights, inverse, offsets),
+        lambda dy, rows, weights, inverse, offsets, need: _describe({"dy": dy}, dy, weights, inverse, offsets),
         saves=("rows?", "weights?", "inverse", "offsets"),
         omits=lambda needs, *arguments: () if needs["weights"] else ("rows",),
         check=_check_backward,

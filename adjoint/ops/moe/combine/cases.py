@@ -9,13 +9,24 @@ from torch import Tensor
 import adjoint
 from adjoint.contract.batching import PIECE
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.mistakes import answers, zeros
 from adjoint.core.plan import Call, bind
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.moe.combine import combine, combine_tensors, reference
 from adjoint.ops.moe.dispatch import dispatch
-from adjoint.ops.moe.dispatch.cases import EXPERTS, SHAPES, distinct_experts, example, indices_of, random_values, values
 from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout.reference import layout as reference_layout
+from adjoint.ops.moe.values import (
+    EXPERTS,
+    SHAPES,
+    changing,
+    distinct_experts,
+    indices_of,
+    laid_across,
+    random_values,
+    shaped,
+    values,
+)
 
 
 def _places(indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,16 +35,8 @@ def _places(indices: Tensor) -> tuple[Tensor, Tensor]:
     return inverse, offsets
 
 
-def _grouped(
-    tokens: tuple[int, ...],
-    slots: int,
-    columns: int,
-    weighted: bool,
-    *,
-    same_dtype: bool = False,
-    strided: bool = False,
-) -> Make:
-    """Rows of a layout in which an entry or two belong to no expert, and weights, float32 unless `same_dtype`."""
+def _grouped(tokens: tuple[int, ...], slots: int, columns: int, weighted: bool, strided: bool = False) -> Make:
+    """Rows of a layout in which an entry or two belong to no expert, and weights, of their dtype where `strided`."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         indices = indices_of(generator, tokens, slots, hot=True)
@@ -41,10 +44,10 @@ def _grouped(
             indices.view(-1)[[1, -2]] = EXPERTS
         inverse, offsets = _places(indices)
         rows = values(generator, dtype, device, indices.numel(), columns)
-        kind = dtype if same_dtype or dtype == torch.float64 else torch.float32
+        kind = dtype if strided or dtype == torch.float64 else torch.float32
         weights = values(generator, kind, device, *indices.shape) if weighted else None
         if strided:
-            rows = rows.T.contiguous().T
+            rows = laid_across(rows, 1, 0)
             weights = None if weights is None else torch.stack((weights, weights), -1)[..., 0]
         return rows, weights, inverse.to(device), offsets.to(device)
 
@@ -53,7 +56,7 @@ def _grouped(
 
 def _cases(weighted: bool) -> tuple[Case, ...]:
     few = Case("few tokens", _grouped((3,), 2, 2, weighted))
-    strided = Case("strided", _grouped((3, 2), 3, 19, weighted, same_dtype=True, strided=True))
+    strided = Case("strided", _grouped((3, 2), 3, 19, weighted, strided=True))
     # The layout by hand, as the reference has it, is slow for more.
     many = Case("many tokens", _grouped((1024,), 8, 2048, weighted), heavy=True)
     if not weighted:
@@ -62,17 +65,13 @@ def _cases(weighted: bool) -> tuple[Case, ...]:
     return few, strided, wide, Case("no tokens", _grouped((0,), 2, 5, weighted)), many
 
 
-def _experts_of(inverse: Tensor, offsets: Tensor) -> Tensor:
-    """The indices a layout was made from; those of no expert are past the last."""
-    return torch.searchsorted(offsets, inverse.contiguous(), right=True) - 1
-
-
 def _part(inputs: Inputs, upstream: tuple[Tensor, ...], tokens: Tensor) -> tuple[Inputs, tuple[Tensor, ...], Tensor]:
     """Some tokens of a problem as one of their own, and the row that each of its rows had."""
     rows, weights, inverse, offsets = inputs
     slots = inverse.shape[-1]
     old = inverse.reshape(-1, slots)[tokens]
-    new_inverse, new_offsets = _places(_experts_of(old, offsets))
+    indices = torch.searchsorted(offsets, old, right=True) - 1  # past the last for those of no expert
+    new_inverse, new_offsets = _places(indices)
     source = torch.empty_like(new_inverse.reshape(-1)).long()
     source[new_inverse.reshape(-1).long()] = old.reshape(-1).long()
     part = None if weights is None else weights.reshape(-1, slots)[tokens].contiguous()
@@ -118,17 +117,6 @@ def _token_pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tu
         yield inputs, (outputs[0][places], *(o[part] for o in outputs[1:])) if upstream else (outputs[0][part],)
 
 
-def _answer(y: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Answers]:
-    def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-        rows, weights, inverse, offsets = inputs
-        doubled = (rows.double(), None if weights is None else weights.double(), inverse, offsets)
-        dtypes = [t.dtype for t in (rows, weights) if t is not None]
-        exact = gradients(upstream[0].double(), *doubled)
-        return (y(*doubled).to(rows.dtype),), tuple(g.to(d) for g, d in zip(exact, dtypes, strict=True))
-
-    return answer
-
-
 def _combined_narrowly(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
     """The sum in bfloat16, for whatever type: too narrow even for what is rounded to it afterwards."""
     total = torch.zeros(*inverse.shape[:-1], rows.shape[1], dtype=torch.bfloat16, device=rows.device)
@@ -139,35 +127,30 @@ def _combined_narrowly(rows: Tensor, weights: Tensor | None, inverse: Tensor, of
     return total
 
 
-def _weights_flipped(dy: Tensor, rows: Tensor, weights: Tensor | None, *layout: Tensor) -> tuple[Tensor, ...]:
-    return reference.combine_backward(dy, rows, None if weights is None else weights.flip(-1), *layout)
-
-
 def _mistakes(weighted: bool) -> dict[str, Callable[..., Answers]]:
-    right, right_gradients = reference.combine, reference.combine_backward
+    right, gradients = reference.combine, reference.combine_backward
     listed = {
-        "zero output": lambda upstream, inputs: (
-            tuple(torch.zeros_like(t) for t in upstream),
-            tuple(torch.zeros_like(t) for t in inputs[:2] if t is not None),
+        "zero output": zeros,
+        "entries of no expert count": answers(
+            lambda rows, weights, inverse, offsets: right(rows, weights, inverse, offsets + 2), gradients
         ),
-        "entries of no expert count": _answer(
-            lambda rows, weights, inverse, offsets: right(rows, weights, inverse, offsets + 2), right_gradients
-        ),
-        "sums in a narrow type": _answer(_combined_narrowly, right_gradients),
-        "rows of another token": _answer(
-            lambda rows, weights, inverse, offsets: right(rows, weights, inverse.flip(0), offsets), right_gradients
+        "sums in a narrow type": answers(_combined_narrowly, gradients),
+        "rows of another token": answers(
+            lambda rows, weights, inverse, offsets: right(rows, weights, inverse.flip(0), offsets), gradients
         ),
     }
     if weighted:
         listed |= {
-            "weights ignored": _answer(lambda rows, w, *layout: right(rows, None, *layout), right_gradients),
-            "slots exchanged": _answer(lambda rows, w, *layout: right(rows, w.flip(-1), *layout), right_gradients),
-            "drows with another slot's weight": _answer(right, _weights_flipped),
-            "dweights without the last column": _answer(
+            "weights ignored": answers(lambda rows, w, *layout: right(rows, None, *layout), gradients),
+            "slots exchanged": answers(lambda rows, w, *layout: right(rows, w.flip(-1), *layout), gradients),
+            "drows with another slot's weight": answers(
+                right, lambda dy, rows, weights, *layout: gradients(dy, rows, weights.flip(-1), *layout)
+            ),
+            "dweights without the last column": answers(
                 right,
                 lambda dy, rows, *rest: (
-                    right_gradients(dy, rows, *rest)[0],
-                    right_gradients(dy[..., :-1], rows[:, :-1], *rest)[1],
+                    gradients(dy, rows, *rest)[0],
+                    gradients(dy[..., :-1], rows[:, :-1], *rest)[1],
                 ),
             ),
         }
@@ -199,94 +182,48 @@ SUBJECTS = (COMBINE, PLAIN)
 # ------------------------------------------------------------------------------------------ bad calls
 
 
-def _changed(
-    change: Callable[[Tensor, Tensor, Layout], tuple[Any, Any, Any]], **options: Any
-) -> Callable[[torch.device], None]:
-    def call(device: torch.device) -> None:
-        combine(*change(*example(device)), **options)
-        adjoint.check()
-
-    return call
+def _inputs(device: torch.device) -> dict[str, Any]:
+    indices = torch.tensor(((0, 1), (4, 1), (2, 2)), device=device)
+    rows, layout = dispatch(torch.zeros(3, 4, device=device), indices, 5)
+    return {"rows": rows, "weights": torch.ones(3, 2, device=device), "layout": layout}
 
 
-def _named_twice(rows: Tensor, weights: Tensor, layout: Layout) -> None:
+_changed = changing(combine, _inputs)
+
+
+def _with_layout(change: Callable[[Layout], dict[str, Tensor]]) -> Callable[[torch.device], None]:
+    return _changed(layout=lambda layout: layout._replace(**change(layout)))
+
+
+def _named_twice(device: torch.device) -> None:
     with adjoint.checked():
-        combine(rows, weights, layout._replace(inverse=layout.inverse.clamp_min(1)))
+        _with_layout(lambda layout: {"inverse": layout.inverse.clamp_min(1)})(device)
 
 
 def _backward(device: torch.device, tokens: int, need: int) -> Any:
     """The backward operator, without rows and weights."""
-    layout, dy = example(device)[2], torch.zeros(tokens, 4, device=device)
+    layout, dy = _inputs(device)["layout"], torch.zeros(tokens, 4, device=device)
     return torch.ops.adjoint.moe_combine_backward(dy, None, None, layout.inverse, layout.offsets, need, "")
 
 
 BAD_CALLS = (
-    BadCall(
-        "rows with one axis",
-        _changed(lambda rows, weights, layout: (rows[:, 0], weights, layout)),
-        "moe.combine",
-        "rows",
-        "(6,)",
-    ),
-    BadCall(
-        "too few rows",
-        _changed(lambda rows, weights, layout: (rows[:5], weights, layout)),
-        "rows",
-        "6 entries",
-        "5 rows",
-    ),
-    BadCall(
-        "weights of the wrong shape",
-        _changed(lambda rows, weights, layout: (rows, weights.T, layout)),
-        "weights",
-        "(3, 2)",
-        "(2, 3)",
-    ),
-    BadCall(
-        "weights of the wrong dtype",
-        _changed(lambda rows, weights, layout: (rows, weights.half(), layout)),
-        "weights",
-        "float32",
-        "float16",
-    ),
-    BadCall(
-        "a layout that is a tensor",
-        _changed(lambda rows, weights, layout: (rows, weights, layout.inverse)),
-        "layout",
-        "Layout",
-        "Tensor",
-    ),
-    BadCall(
-        "a layout in 64 bits",
-        _changed(lambda rows, weights, layout: (rows, weights, Layout(*(t.long() for t in layout)))),
-        "layout.inverse",
-        "int32",
-        "int64",
-    ),
-    BadCall(
-        "a layout without offsets",
-        _changed(lambda rows, weights, layout: (rows, weights, layout._replace(offsets=layout.offsets[:0]))),
-        "layout.offsets",
-        "(0,)",
-    ),
-    BadCall(
-        "a layout that names a row past the end",
-        _changed(lambda rows, weights, layout: (rows, weights, layout._replace(inverse=layout.inverse + 1))),
-        "moe.combine: layout.inverse",
-        "got 6 at position 2 ",
-    ),
-    BadCall(
-        "a layout that names a row before the beginning",
-        _changed(lambda rows, weights, layout: (rows, weights, layout._replace(inverse=layout.inverse - 1))),
-        "layout.inverse",
-        "got -1 at position 0 ",
-    ),
-    BadCall(
-        "a layout that names a row twice", lambda d: _named_twice(*example(d)), "layout.inverse", "row 1 more than once"
-    ),
+    BadCall("rows with one axis", _changed(rows=lambda rows: rows[:, 0]), "moe.combine", "rows", "(6,)"),
+    BadCall("too few rows", _changed(rows=lambda rows: rows[:5]), "rows", "6 entries", "5 rows"),
+    BadCall("weights of the wrong shape", _changed(weights=shaped(2, 3)), "weights", "(3, 2)", "(2, 3)"),
+    BadCall("weights of the wrong dtype", _changed(weights=Tensor.half), "weights", "float32", "float16"),
+    BadCall("a layout that is a tensor", _changed(layout=lambda layout: layout.inverse), "layout", "Layout", "Tensor"),
+    BadCall("a layout in 64 bits", _changed(layout=lambda layout: Layout(*(t.long() for t in layout))),
+            "layout.inverse", "int32", "int64"),
+    BadCall("a layout without offsets", _with_layout(lambda layout: {"offsets": layout.offsets[:0]}),
+            "layout.offsets", "(0,)"),
+    BadCall("a layout that names a row past the end", _with_layout(lambda layout: {"inverse": layout.inverse + 1}),
+            "moe.combine: layout.inverse", "got 6 at position 2 "),
+    BadCall("a layout that names a row before the beginning",
+            _with_layout(lambda layout: {"inverse": layout.inverse - 1}), "layout.inverse", "got -1 at position 0 "),
+    BadCall("a layout that names a row twice", _named_twice, "layout.inverse", "row 1 more than once"),
     BadCall("dy of the wrong shape, to the operator", lambda d: _backward(d, 2, 1), "dy", "(3,)", "(2, 4)"),
     BadCall("no rows for the gradient of weights, to the operator", lambda d: _backward(d, 3, 2), "weights", "rows"),
-)
+)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- workloads
 

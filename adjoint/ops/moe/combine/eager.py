@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.moe.dispatch.eager import entries_of
+from adjoint.ops.moe.token_rows.eager import entries_of
 
 
 def dots(gradient: Tensor, rows: Tensor, inverse: Tensor, offsets: Tensor, width: int, out: Tensor) -> None:

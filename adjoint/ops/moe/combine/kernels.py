@@ -1,9 +1,7 @@
-"""Triton kernels of combine's backward; forward, it has the sum of dispatch's backward, with weights.
+"""Triton kernels of combine's backward; forward, it is the sum that it shares with dispatch.
 
-    moe_scatter   one token's row to the rows of its entries, as it is or times each entry's weight
-    moe_dots      one number for each entry: its token's gradient times its row
-
-Entries and rows are numbered as in `adjoint.ops.moe.dispatch.kernels`.
+moe_scatter   one token's row to the rows of its entries, as it is or times each entry's weight
+moe_dots      one number for each entry: its token's gradient times its row
 """
 
 from typing import Any
@@ -17,15 +15,8 @@ from adjoint.core.errors import check
 from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup
 from adjoint.ops.moe.combine.plans import DOT_WIDTH, NEED_ROWS, NEED_WEIGHTS, ROW_OUT_OF_RANGE
-from adjoint.ops.moe.dispatch.kernels import (
-    MOVE,
-    RowKernel,
-    RowSum,
-    TiledKernel,
-    scratch_for_copies,
-    token_lines,
-    token_start,
-)
+from adjoint.ops.moe.kernels import row_start
+from adjoint.ops.moe.token_rows.kernels import MOVE, RowKernel, RowSum, TiledKernel, add_copies, token_rows
 
 
 @kernel(budget=MOVE, schedule=("ROWS", "BLOCK"))
@@ -33,16 +24,16 @@ from adjoint.ops.moe.dispatch.kernels import (
 def moe_scatter(
     source: PointerIf16.element, weights: Pointer.weight, inverse: Pointer.int32, offsets: Pointer.int32,
     out: PointerIf16.element, tokens: Int32, slots: Int32, experts: Int32, columns: Int32If16,
-    inner: Int32, outer_stride: Int64, inner_stride: Int64If16, column_stride: Int64,
+    inner: Int32, outer: Int64, step: Int64If16, column_stride: Int64,
     WEIGHTED: tl.constexpr, DOUBLE: tl.constexpr, STRIDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[inverse[t, j], :] = source[t, :], or weights[t, j] times it."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = (column < columns)[None, :]
-    start = token_start(token, inner, outer_stride, inner_stride, STRIDED)
-    step = column * column_stride if STRIDED else column
-    value = tl.load(source + start[:, None] + step[None, :], (token < tokens)[:, None] & in_row, other=0)
+    start = row_start(token, inner, outer, step, STRIDED)
+    distance = column * column_stride if STRIDED else column
+    value = tl.load(source + start[:, None] + distance[None, :], (token < tokens)[:, None] & in_row, other=0)
     if WEIGHTED:
         value = value.to(tl.float64 if DOUBLE else tl.float32)
     last = tl.load(offsets + experts)
@@ -78,7 +69,7 @@ def sum_neighbours(values):
 def moe_dots(
     gradient: PointerIf16.element, rows: PointerIf16.element, inverse: Pointer.int32, offsets: Pointer.int32,
     out: PointerIf16.weight, tokens: Int32, slots: Int32, experts: Int32, columns: Int32If16,
-    inner: Int32, outer_stride: Int64, inner_stride: Int64If16, column_stride: Int64, row_stride: Int64If16,
+    inner: Int32, outer: Int64, step: Int64If16, column_stride: Int64, row_stride: Int64If16,
     row_column_stride: Int64,
     DOUBLE: tl.constexpr, STRIDED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +79,7 @@ def moe_dots(
     row = tl.load(inverse + entry, entry < count, other=-1)
     counts = (row >= 0) & (row < tl.minimum(tl.load(offsets + experts), count))
     token = tl.where(counts, entry // slots, 0)
-    left_start = token_start(token, inner, outer_stride, inner_stride, STRIDED)
+    left_start = row_start(token, inner, outer, step, STRIDED)
     right_start = row.to(tl.int64) * row_stride
     total = tl.zeros([ROWS, WIDTH], tl.float64 if DOUBLE else tl.float32)
     for first in range(0, columns, WIDTH):
@@ -112,16 +103,13 @@ def _weight(setup: Setup) -> torch.dtype | None:
 
 def combine(setup: Setup) -> Execute:
     """Each token's sum of its rows."""
-    row_sum, has_copies = RowSum(setup, _weight(setup), ROW_OUT_OF_RANGE), scratch_for_copies(setup)
-    on_cpu = setup.device.type == "cpu"
+    row_sum, on_cpu = RowSum(setup, _weight(setup), ROW_OUT_OF_RANGE), setup.device.type == "cpu"
+    add_copies(setup)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        rows, weights, inverse, offsets = arguments
-        if has_copies:
-            memory = setup.memory(workspace)
-            weights, inverse = memory.contiguous("weights", weights), memory.contiguous("inverse", inverse)
-            offsets = memory.contiguous("offsets", offsets)
-        row_sum.launch(rows, weights, inverse, offsets, outputs[0])
+        memory, (rows, weights, inverse, offsets) = setup.memory(workspace), arguments
+        weights, inverse = memory.contiguous("weights", weights), memory.contiguous("inverse", inverse)
+        row_sum.launch(rows, weights, inverse, memory.contiguous("offsets", offsets), *outputs)
         if on_cpu:
             check()
 
@@ -133,8 +121,7 @@ def combine_backward(setup: Setup) -> Execute:
     tokens, slots, experts, columns = setup.problem.sizes
     element, weight = setup.problem.dtypes[0], _weight(setup)
     (need,) = setup.problem.options
-    facts: dict[str, Any] = {"element": element, "DOUBLE": element == torch.float64}
-    facts["weight"] = weight or torch.float32
+    facts: dict[str, Any] = {"element": element, "weight": weight or torch.float32, "DOUBLE": element == torch.float64}
     if need & NEED_ROWS:
         scatter = TiledKernel(setup, moe_scatter, "scatter", tokens, WEIGHTED=weight is not None, **facts)
     if need & NEED_WEIGHTS:
@@ -142,30 +129,27 @@ def combine_backward(setup: Setup) -> Execute:
         warps = min(setup.schedule["dots_warps"], max(1, DOT_WIDTH * entries // 256))  # none without work
         dots = RowKernel(setup, moe_dots, ROWS=entries, WIDTH=DOT_WIDTH, num_warps=warps, **facts)
         dots_grid = (-(-tokens * slots // entries),)
-    has_copies = scratch_for_copies(setup)
+    add_copies(setup)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        dy, rows, weights, inverse, offsets, _ = arguments
-        if has_copies:
-            memory = setup.memory(workspace)
-            dy, weights = memory.contiguous("dy", dy), memory.contiguous("weights", weights)
-            inverse, offsets = memory.contiguous("inverse", inverse), memory.contiguous("offsets", offsets)
-        drows, dweights = outputs
-        inner, outer_stride, inner_stride, column_stride = token_lines(dy)
+        memory, (dy, rows, weights, inverse, offsets, _) = setup.memory(workspace), arguments
+        inverse, offsets = memory.contiguous("inverse", inverse), memory.contiguous("offsets", offsets)
+        dy, inner, outer, step = token_rows(memory.contiguous("dy", dy))
+        column_stride, (drows, dweights) = dy.stride(-1), outputs
         if need & NEED_ROWS:
-            scatter.choose(outer_stride, inner_stride, column_stride == 1, dy, drows).launch(
-                scatter.grid, source=dy, weights=inverse if weights is None else weights, inverse=inverse,
-                offsets=offsets, out=drows, tokens=tokens, slots=slots, experts=experts, columns=columns, inner=inner,
-                outer_stride=outer_stride, inner_stride=inner_stride, column_stride=column_stride,
+            weights = inverse if weights is None else memory.contiguous("weights", weights)
+            scatter.choose(outer, step, column_stride == 1, dy, drows).launch(
+                scatter.grid, source=dy, weights=weights, inverse=inverse, offsets=offsets, out=drows, tokens=tokens,
+                slots=slots, experts=experts, columns=columns, inner=inner, outer=outer, step=step,
+                column_stride=column_stride,
             )  # fmt: skip
         if need & NEED_WEIGHTS:
             row_stride, row_column_stride = rows.stride()
-            adjacent = column_stride == row_column_stride == 1
-            dots.choose(outer_stride, inner_stride | row_stride, adjacent, dy, rows, dweights).launch(
+            is_adjacent = column_stride == row_column_stride == 1
+            dots.choose(outer, step | row_stride, is_adjacent, dy, rows, dweights).launch(
                 dots_grid, gradient=dy, rows=rows, inverse=inverse, offsets=offsets, out=dweights, tokens=tokens,
-                slots=slots, experts=experts, columns=columns, inner=inner, outer_stride=outer_stride,
-                inner_stride=inner_stride, column_stride=column_stride, row_stride=row_stride,
-                row_column_stride=row_column_stride,
+                slots=slots, experts=experts, columns=columns, inner=inner, outer=outer, step=step,
+                column_stride=column_stride, row_stride=row_stride, row_column_stride=row_column_stride,
             )  # fmt: skip
 
     return execute

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids
 from adjoint.core.errors import ArgumentError
-from adjoint.core.layout import leading_axes
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.moe.dispatch import plans
 from adjoint.ops.moe.layout import Layout, allocate
+from adjoint.ops.moe.token_rows import check_rows, facts
 
 _OP = "moe.dispatch"
 
@@ -38,54 +38,16 @@ def _check(x: Tensor, indices: Tensor, num_experts: int) -> None:
         raise ArgumentError(f"{_OP}: num_experts must be an integer of at least 1, got {num_experts!r}")
 
 
-def check_rows(op: str, rows_name: str, rows: Tensor, inverse: Tensor, offsets: Tensor) -> None:
-    """rows are a floating matrix with one row for each entry of inverse, and a layout's tensors are what they were."""
-    require_floating(op, rows_name, rows)
-    if rows.dim() != 2:
-        raise ArgumentError(f"{op}: {rows_name} must have two axes, rows and columns, got shape {tuple(rows.shape)}")
-    check_layout(op, rows_name, rows, inverse, offsets)
-    if inverse.numel() != rows.shape[0]:
-        raise ArgumentError(
-            f"{op}: {rows_name} must have one row for each of the {inverse.numel()} entries of layout.inverse, "
-            f"{tuple(inverse.shape)}, got {rows.shape[0]} rows"
-        )
-
-
-def check_layout(op: str, like_name: str, like: Tensor, inverse: Tensor, offsets: Tensor) -> None:
-    """The tensors of a layout, on the device of another."""
-    for name, tensor in (("inverse", inverse), ("offsets", offsets)):
-        require_ids(op, f"layout.{name}", tensor, like_name, like)
-        if tensor.dtype != torch.int32:
-            raise ArgumentError(
-                f"{op}: layout.{name} must be int32, as moe.dispatch gives it, got {tensor.dtype}; "
-                f"convert it with .int()"
-            )
-    if inverse.dim() == 0:
-        raise ArgumentError(f"{op}: layout.inverse must have the axes of indices, slots the last, got none")
-    if offsets.dim() != 1 or offsets.shape[0] == 0:
-        raise ArgumentError(
-            f"{op}: layout.offsets must have one axis, of one more than the experts, got shape {tuple(offsets.shape)}"
-        )
-
-
 # --------------------------------------------------------------------------------------- the operator
 
 
-def copied(rows: dict[str, Tensor], others: dict[str, Tensor | None]) -> str:
-    """The arguments that kernels must copy first: `rows` are [..., columns], the others must be contiguous."""
-    names = [name for name, t in rows.items() if t.numel() and leading_axes(t) is None]
-    names += [name for name, t in others.items() if t is not None and not t.is_contiguous()]
-    return ", ".join(names)
-
-
 def _describe(x: Tensor, indices: Tensor, num_experts: int) -> Facts:
-    sizes = indices.shape[:-1].numel(), indices.shape[-1], num_experts, x.shape[-1]
-    return Facts((x.dtype, indices.dtype), copied({"x": x}, {"indices": indices}), sizes)
+    return facts((x.dtype, indices.dtype), indices, num_experts, x.shape[-1], {"x": x}, {"indices": indices})
 
 
 def _describe_backward(drows: Tensor, inverse: Tensor, offsets: Tensor) -> Facts:
-    sizes = inverse.shape[:-1].numel(), inverse.shape[-1], offsets.shape[0] - 1, drows.shape[1]
-    return Facts((drows.dtype,), copied({}, {"inverse": inverse, "offsets": offsets}), sizes)
+    layout: dict[str, Tensor | None] = {"inverse": inverse, "offsets": offsets}
+    return facts((drows.dtype,), inverse, offsets.shape[0] - 1, drows.shape[1], {}, layout)
 
 
 _dispatch = Op(

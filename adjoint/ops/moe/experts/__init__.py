@@ -25,10 +25,12 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids, require_like
 from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.ops.moe.experts import plans
+from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout import allocate as allocate_layout
 
 _OP = "moe.experts"
@@ -57,9 +59,8 @@ def _check_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> N
         raise ArgumentError(
             f"{_OP}: down must have as many experts as gate_up, {gate_up.shape[0]}, got {down.shape[0]}"
         )
-    for name, weight in (("gate_up", gate_up), ("down", down)):
-        shape = gate_up.shape if name == "gate_up" else (gate_up.shape[0], columns, gate_up.shape[1] // 2)
-        require_like(_OP, name, weight, "x", x, tuple(shape))
+    require_like(_OP, "gate_up", gate_up, "x", x, tuple(gate_up.shape))
+    require_like(_OP, "down", down, "x", x, (gate_up.shape[0], columns, gate_up.shape[1] // 2))
     require_floating(_OP, "weights", weights)
     if weights.device != x.device:
         raise ArgumentError(f"{_OP}: weights must be on the device of x, {x.device}, got {weights.device}")
@@ -86,27 +87,14 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: T
 
 
 def _check_backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    gu: Tensor,
-    offsets: Tensor,
-    permutation: Tensor,
-    inverse: Tensor,
-    need: int,
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, gu: Tensor, *rest: Any
 ) -> None:
     _check_layer(x, gate_up, down, weights)
     require_like(_OP, "dy", dy, "x", x)
     rows = weights.shape[0] * weights.shape[1]
     require_like(_OP, "gu", gu, "x", x, (rows, gate_up.shape[1]))
-    layout = (
-        ("offsets", offsets, (gate_up.shape[0] + 1,)),
-        ("permutation", permutation, (rows,)),
-        ("inverse", inverse, tuple(weights.shape)),
-    )
-    for name, tensor, shape in layout:
+    shapes = (gate_up.shape[0] + 1,), (rows,), tuple(weights.shape)
+    for name, tensor, shape in zip(Layout._fields, rest[:3], shapes, strict=True):
         require_ids(_OP, name, tensor, "x", x)
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
             raise ArgumentError(
@@ -123,9 +111,8 @@ def _check_backward(
 def _facts(dtypes: tuple[torch.dtype, ...], weights: Tensor, **tensors: Tensor) -> Facts:
     """`tensors` are those that kernels read contiguous, x and down among them; weights may lie in any order."""
     x, down = tensors["x"], tensors["down"]
-    copied = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
     sizes = (x.shape[0], x.shape[1], down.shape[0], down.shape[2], weights.shape[1])
-    return Facts(dtypes, " ".join((*copied, "copied")) if copied else "", sizes)
+    return Facts(dtypes, copied_layout({}, tensors), sizes)
 
 
 def _describe(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, keep: bool) -> Facts:
@@ -152,7 +139,7 @@ _experts = Op(
     label=_OP,
     inputs=("x", "gate_up", "down", "indices", "weights"),
     outputs=("y",),
-    kept=("gu", "offsets", "permutation", "inverse"),
+    kept=("gu", *Layout._fields),
     differentiable=("x", "gate_up", "down", "weights"),
     autocast=("x", "gate_up", "down"),
     check=_check,
@@ -162,7 +149,7 @@ _experts = Op(
     adjoint=Adjoint(
         lambda: plans.EXPERTS_BACKWARD,
         _describe_backward,
-        saves=("x", "gate_up", "down", "weights", "gu", "offsets", "permutation", "inverse"),
+        saves=("x", "gate_up", "down", "weights", "gu", *Layout._fields),
         check=_check_backward,
     ),
 )

@@ -1,6 +1,8 @@
 """What the expert layer is tested, verified and timed on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +11,11 @@ from torch import Tensor
 
 import adjoint
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.mistakes import answers, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.ops.moe.experts import experts, reference
+from adjoint.ops.moe.values import changing, laid_across, of_device, shaped, values, with_index
 
 Lay = Callable[..., Inputs]
 
@@ -29,21 +33,18 @@ def _layer(
     """Normal inputs, weight matrices that keep their size, distinct random experts; `unused` is nobody's."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        def values(*shape: int, scale: float = 1.0) -> Tensor:
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
-            return drawn.to(dtype).to(device)
-
+        draw = partial(values, generator, dtype, device)
         scores = torch.rand(tokens, number, generator=generator)
         scores[:, 0] *= 2  # the first expert is busier than the others
         if unused >= 0:
             scores[:, unused] = -1
         indices = scores.topk(slots, dim=1).indices if tokens else torch.zeros(0, slots, dtype=torch.int64)
         return lay(
-            values(tokens, columns),
-            values(number, 2 * inner, columns, scale=columns**-0.5),
-            values(number, columns, inner, scale=inner**-0.5),
+            draw(tokens, columns),
+            draw(number, 2 * inner, columns, scale=columns**-0.5),
+            draw(number, columns, inner, scale=inner**-0.5),
             indices.to(kind).to(device),
-            values(tokens, slots),
+            draw(tokens, slots),
         )
 
     return make
@@ -52,10 +53,10 @@ def _layer(
 def _strided(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> Inputs:
     """Every input transposed in memory, or with other elements between its own."""
     return (
-        x.T.contiguous().T,
-        gate_up.transpose(1, 2).contiguous().transpose(1, 2),
+        laid_across(x, 1, 0),
+        laid_across(gate_up, 0, 2, 1),
         torch.stack((down, down), -1)[..., 0],
-        indices.T.contiguous().T,
+        laid_across(indices, 1, 0),
         torch.cat((weights, weights), 1)[:, : weights.shape[1]],
     )
 
@@ -103,27 +104,17 @@ def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator
 
 
 def _mistake(
-    forward: Callable[..., Inputs] = lambda *inputs: inputs,
-    backward: Callable[..., Inputs] = lambda *inputs: inputs,
-    spoil: Callable[[Tensor, Inputs, list[Tensor]], Any] = lambda dy, inputs, gradients: None,
-) -> Callable[[tuple[Tensor, ...], Inputs], Answers]:
-    """The reference on inputs that were changed, or with gradients that were."""
-
-    def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-        dtypes = [t.dtype for t in inputs if t.is_floating_point()]
-        wide = tuple(t.double() if t.is_floating_point() else t for t in inputs)
-        dy = upstream[0].double()
-        y = reference.experts(*forward(*wide))
-        gradients = list(reference.experts_backward(dy, *backward(*wide)))
-        spoil(dy, wide, gradients)
-        return (y.to(upstream[0].dtype),), tuple(g.to(d) for g, d in zip(gradients, dtypes, strict=True))
-
-    return answer
+    forward: Callable[..., Inputs] = lambda *inputs: inputs, backward: Callable[..., Inputs] = lambda *inputs: inputs
+) -> Callable[..., Answers]:
+    """The reference on inputs that were changed."""
+    return answers(
+        lambda *inputs: reference.experts(*forward(*inputs)),
+        lambda dy, *inputs: reference.experts_backward(dy, *backward(*inputs)),
+    )
 
 
 def _exchanged(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> Inputs:
-    inner = down.shape[2]
-    return x, torch.cat((gate_up[:, inner:], gate_up[:, :inner]), 1), down, indices, weights
+    return x, gate_up.roll(down.shape[2], 1), down, indices, weights
 
 
 def _next_expert(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> Inputs:
@@ -134,45 +125,46 @@ def _unweighted(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weigh
     return x, gate_up, down, indices, torch.ones_like(weights)
 
 
-def _last_token_dropped(dy: Tensor, inputs: Inputs, gradients: list[Tensor]) -> None:
+def _last_token_dropped(dy: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
     """Weight gradients over all tokens but the last of the batch."""
-    x, gate_up, down, indices, weights = inputs
-    gradients[1:3] = reference.experts_backward(dy[:-1], x[:-1], gate_up, down, indices[:-1], weights[:-1])[1:3]
+    x, gate_up, down, indices, weights = layer
+    dx, _, _, dweights = reference.experts_backward(dy, *layer)
+    few = reference.experts_backward(dy[:-1], x[:-1], gate_up, down, indices[:-1], weights[:-1])
+    return dx, *few[1:3], dweights
 
 
-def _added_narrowly(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
-    """left · rightᵀ, every sum rounded to a dtype."""
-    total = torch.zeros(left.shape[0], right.shape[0], dtype=dtype, device=left.device)
-    for column in range(left.shape[1]):
-        total = (total.double() + left[:, column, None] * right[None, :, column]).to(dtype)
-    return total.double()
-
-
-def _narrow_sums(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-    """Products whose sums run in a type too narrow for them."""
-    x, gate_up, down, indices, weights = (t.double() if t.is_floating_point() else t for t in inputs)
-    narrow = torch.float32 if inputs[0].dtype == torch.float64 else torch.bfloat16
+def _by_expert(product: Callable[[Tensor, Tensor], Tensor], *layer: Tensor) -> Tensor:
+    """The layer, expert by expert, with left · rightᵀ as `product` computes it."""
+    x, gate_up, down, indices, weights = layer
     y, inner = torch.zeros_like(x), down.shape[2]
     for e in range(down.shape[0]):
         t, j = (indices == e).nonzero(as_tuple=True)
-        both = _added_narrowly(narrow, x[t], gate_up[e])
+        both = product(x[t], gate_up[e])
         h = F.silu(both[:, :inner]) * both[:, inner:]
-        y.index_add_(0, t, weights[t, j][:, None] * _added_narrowly(narrow, h, down[e]))
-    gradients = reference.experts_backward(upstream[0].double(), x, gate_up, down, indices, weights)
-    return (y.to(inputs[0].dtype),), tuple(g.to(inputs[0].dtype) for g in gradients)
+        y.index_add_(0, t, weights[t, j][:, None] * product(h, down[e]))
+    return y
 
 
-def _zeros(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-    return (torch.zeros_like(upstream[0]),), tuple(torch.zeros_like(t) for t in inputs if t.is_floating_point())
+def _narrow_sums(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
+    """Products every sum of which is rounded to a type too narrow for it."""
+    narrow = torch.float32 if inputs[0].dtype == torch.float64 else torch.bfloat16
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        total = torch.zeros(left.shape[0], right.shape[0], dtype=narrow, device=left.device)
+        for column in range(left.shape[1]):
+            total = (total.double() + left[:, column, None] * right[None, :, column]).to(narrow)
+        return total.double()
+
+    return answers(partial(_by_expert, product), reference.experts_backward)(upstream, inputs)
 
 
 _MISTAKES = {
-    "zero output": _zeros,
+    "zero output": zeros,
     "gate and up exchanged": _mistake(_exchanged, _exchanged),
     "the next expert": _mistake(_next_expert, _next_expert),
     "routing weights ignored": _mistake(_unweighted),
     "gradients without the routing weight": _mistake(backward=_unweighted),
-    "a token missing from the weights' gradients": _mistake(spoil=_last_token_dropped),
+    "a token missing from the weights' gradients": answers(reference.experts, _last_token_dropped),
     "sums in a narrow type": _narrow_sums,
 }
 
@@ -193,44 +185,19 @@ SUBJECTS = (EXPERTS,)
 
 # ------------------------------------------------------------------------------------------ bad calls
 
-_TOKENS, _COLUMNS, _EXPERTS, _INNER, _SLOTS = 5, 6, 4, 3, 2
-
 
 def _inputs(device: torch.device) -> dict[str, Any]:
-    return {
-        "x": torch.ones(_TOKENS, _COLUMNS, device=device),
-        "gate_up": torch.ones(_EXPERTS, 2 * _INNER, _COLUMNS, device=device),
-        "down": torch.ones(_EXPERTS, _COLUMNS, _INNER, device=device),
-        "indices": torch.zeros(_TOKENS, _SLOTS, dtype=torch.int64, device=device),
-        "weights": torch.ones(_TOKENS, _SLOTS, device=device),
-    }
+    """5 tokens of 6 columns, two slots, and 4 experts with I = 3."""
+    shapes = {"x": (5, 6), "gate_up": (4, 6, 6), "down": (4, 6, 3), "indices": (5, 2), "weights": (5, 2)}
+    inputs = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
+    return inputs | {"indices": torch.zeros(5, 2, dtype=torch.int64, device=device)}
 
 
-def _changed(preference: Any = None, **changes: Callable[[Tensor], Any]) -> Callable[[torch.device], Tensor]:
-    """A layer that would be right, but for what is changed."""
-
-    def call(device: torch.device) -> Tensor:
-        inputs = _inputs(device)
-        for name, change in changes.items():
-            inputs[name] = change(inputs[name])
-        return experts(**inputs, preference=preference)
-
-    return call
+_changed = changing(experts, _inputs)
 
 
-def _shaped(*shape: int) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.new_ones(shape)
-
-
-def _with_index(token: int, slot: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
-    def call(device: torch.device) -> None:
-        inputs = _inputs(device)
-        inputs["indices"] = inputs["indices"].to(dtype)
-        inputs["indices"][token, slot] = value
-        experts(**inputs)
-        adjoint.check()
-
-    return call
+def _with_index(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
+    return _changed(indices=with_index(5, 4, position, value, dtype))
 
 
 def _other_gradient(device: torch.device) -> None:
@@ -238,47 +205,34 @@ def _other_gradient(device: torch.device) -> None:
     plan = adjoint.plan(experts, *inputs.values())
     _, *saved = plan.run(*inputs.values())
     assert plan.adjoint is not None
-    layer = (inputs["x"], inputs["gate_up"], inputs["down"], inputs["weights"])
-    plan.adjoint.run(torch.ones(_TOKENS, _COLUMNS + 1, device=device), *layer, *saved)
+    del inputs["indices"]
+    plan.adjoint.run(torch.ones(5, 7, device=device), *inputs.values(), *saved)
 
 
 BAD_CALLS = (
-    BadCall("x with three axes", _changed(x=_shaped(5, 1, 6)), "moe.experts", "x", "(5, 1, 6)"),
-    BadCall(
-        "gate_up of an odd number of rows",
-        _changed(gate_up=_shaped(_EXPERTS, 5, _COLUMNS)),
-        "gate_up",
-        "2·I",
-        "(4, 5, 6)",
-    ),
-    BadCall("gate_up of other columns", _changed(gate_up=_shaped(_EXPERTS, 6, 7)), "gate_up", "6 columns", "(4, 6, 7)"),
-    BadCall("gate_up of one expert alone", _changed(gate_up=_shaped(6, 6)), "gate_up", "(6, 6)"),
+    BadCall("x with three axes", _changed(x=shaped(5, 1, 6)), "moe.experts", "x", "(5, 1, 6)"),
+    BadCall("gate_up of an odd number of rows", _changed(gate_up=shaped(4, 5, 6)), "gate_up", "2·I", "(4, 5, 6)"),
+    BadCall("gate_up of other columns", _changed(gate_up=shaped(4, 6, 7)), "gate_up", "6 columns", "(4, 6, 7)"),
+    BadCall("gate_up of one expert alone", _changed(gate_up=shaped(6, 6)), "gate_up", "(6, 6)"),
     BadCall("gate_up in another type", _changed(gate_up=Tensor.half), "gate_up", "float32", "float16"),
     BadCall("down in another type", _changed(down=Tensor.double), "down", "float32", "float64"),
-    BadCall("down of other experts", _changed(down=_shaped(5, 6, 3)), "down", "gate_up, 4", "got 5"),
-    BadCall("down of another I", _changed(down=_shaped(4, 6, 4)), "down", "(4, 6, 3)", "(4, 6, 4)"),
-    BadCall("down transposed", _changed(down=_shaped(4, 3, 6)), "down", "(4, 6, 3)", "(4, 3, 6)"),
+    BadCall("down of other experts", _changed(down=shaped(5, 6, 3)), "down", "gate_up, 4", "got 5"),
+    BadCall("down of another I", _changed(down=shaped(4, 6, 4)), "down", "(4, 6, 3)", "(4, 6, 4)"),
+    BadCall("down transposed", _changed(down=shaped(4, 3, 6)), "down", "(4, 6, 3)", "(4, 3, 6)"),
     BadCall("narrow indices", _changed(indices=Tensor.short), "indices", "int16", ".long()"),
-    BadCall("indices with one axis", _changed(indices=_shaped(5)), "indices", "[tokens, k]", "(5,)"),
-    BadCall("indices of other tokens", _changed(indices=_shaped(4, 2)), "indices", "(5, 6)", "(4, 2)"),
-    BadCall("no slots", _changed(indices=lambda t: t[:, :0], weights=lambda t: t[:, :0]), "indices", "k ≥ 1", "(5, 0)"),
-    BadCall("weights of other slots", _changed(weights=_shaped(5, 3)), "weights", "(5, 2)", "(5, 3)"),
-    BadCall("weights of other tokens", _changed(weights=_shaped(4, 2)), "weights", "[5, k]", "(4, 2)"),
-    BadCall("an index too large", _with_index(3, 1, 4), "moe.experts: indices", "got 4 at position 7 "),
-    BadCall("a negative index", _with_index(0, 0, -1, torch.int32), "got -1 at position 0 "),
-    BadCall("an index that is an expert modulo 2^32", _with_index(4, 1, 2**32 + 1), "got 4294967297 at position 9 "),
+    BadCall("indices with one axis", _changed(indices=shaped(5)), "indices", "[tokens, k]", "(5,)"),
+    BadCall("indices of other tokens", _changed(indices=shaped(4, 2)), "indices", "(5, 6)", "(4, 2)"),
+    BadCall("no slots", _changed(indices=shaped(5, 0), weights=shaped(5, 0)), "indices", "k ≥ 1", "(5, 0)"),
+    BadCall("weights of other slots", _changed(weights=shaped(5, 3)), "weights", "(5, 2)", "(5, 3)"),
+    BadCall("weights of other tokens", _changed(weights=shaped(4, 2)), "weights", "[5, k]", "(4, 2)"),
+    BadCall("an index too large", _with_index(7, 4), "moe.experts: indices", "got 4 at position 7 "),
+    BadCall("a negative index", _with_index(0, -1, torch.int32), "got -1 at position 0 "),
+    BadCall("an index that is an expert modulo 2^32", _with_index(9, 2**32 + 1), "got 4294967297 at position 9 "),
     BadCall("a gradient of another shape", _other_gradient, "dy", "(5, 6)", "(5, 7)"),
-    BadCall("a preference of another type", _changed("eager"), "preference=", "str"),
-    BadCall(
-        "no workspace allowed",
-        _changed(adjoint.Preference(max_workspace_bytes=0)),
-        "experts",
-        "triton",
-        "eager",
-        "the preference allows 0",
-        error=Unsupported,
-    ),
-)
+    BadCall("a preference of another type", _changed(preference="eager"), "preference=", "str"),
+    BadCall("no workspace allowed", _changed(preference=adjoint.Preference(max_workspace_bytes=0)), "experts", "triton",
+            "eager", "the preference allows 0", error=Unsupported),
+)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ workloads
 
@@ -287,9 +241,9 @@ def _routed(tokens: int, columns: int, number: int, inner: int, slots: int, skew
     """A layer on a device, routed uniformly, or with experts chosen as often as 1 / rank."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        on_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        on_device = of_device(device, generator)
 
-        def values(*shape: int, scale: float = 1.0) -> Tensor:
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, dtype=dtype, device=device, generator=on_device).mul_(scale)
 
         times = torch.rand(tokens, number, device=device, generator=on_device).log_().neg_()
@@ -297,9 +251,9 @@ def _routed(tokens: int, columns: int, number: int, inner: int, slots: int, skew
             times *= 1 + torch.randperm(number, device=device, generator=on_device)
         shares = torch.rand(tokens, slots, device=device, generator=on_device)
         return (
-            values(tokens, columns),
-            values(number, 2 * inner, columns, scale=columns**-0.5),
-            values(number, columns, inner, scale=inner**-0.5),
+            draw(tokens, columns),
+            draw(number, 2 * inner, columns, scale=columns**-0.5),
+            draw(number, columns, inner, scale=inner**-0.5),
             times.topk(slots, dim=1, largest=False).indices,
             (shares / shares.sum(1, keepdim=True)).to(dtype),
         )
@@ -319,48 +273,36 @@ def composed(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights:
     return torch.zeros_like(x).index_add_(0, token, rows)
 
 
-def _grouped_reference(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor]:
-    """The definition, expert by expert: the layer of a workload has too many rows to take one by one."""
-    y, inner = torch.zeros_like(x), down.shape[2]
-    for e in range(down.shape[0]):
-        t, j = (indices == e).nonzero(as_tuple=True)
-        both = x[t] @ gate_up[e].T
-        h = F.silu(both[:, :inner]) * both[:, inner:]
-        y.index_add_(0, t, weights[t, j][:, None] * (h @ down[e].T))
-    return (y,)
-
-
-TIMED = Subject(
-    name="moe.experts",
-    function=experts,
-    inputs=EXPERTS.inputs,
-    reference=_grouped_reference,
-    reference_backward=reference.experts_backward,
+TIMED = replace(
+    EXPERTS,
+    reference=lambda *inputs: (_by_expert(lambda left, right: left @ right.T, *inputs),),
     cases=(),
-    batched=EXPERTS.batched,
+    mistakes={},
+    rebatched=None,
 )
+"""Its layers have too many rows to take one by one."""
 
 
-def _workloads() -> Iterable[Workload]:
-    for tokens, columns, number, inner, slots in ((16384, 2048, 512, 512, 10), (16384, 2048, 128, 768, 8)):
-        for skewed in (False, True):
-            routing = "skewed" if skewed else "uniform"
-            matrices, lines = 3 * number * inner * columns * 2, tokens * columns * 2
-            yield Workload(
-                f"moe.experts {tokens}×{columns}, {number} of {inner}, k = {slots}, {routing}",
-                TIMED,
-                _routed(tokens, columns, number, inner, slots, skewed),
-                matrices + 2 * lines,
-                2 * matrices + 3 * lines,
-                composed,
-                compile=False,
-                devices=("cuda",),
-                directions=("forward", "forward + backward"),
-                operations=6 * tokens * slots * columns * inner,
-            )
+def _workload(tokens: int, columns: int, number: int, inner: int, slots: int, skewed: bool) -> Workload:
+    matrices, lines = 3 * number * inner * columns * 2, tokens * columns * 2
+    routing = "skewed" if skewed else "uniform"
+    return Workload(
+        f"moe.experts {tokens}×{columns}, {number} of {inner}, k = {slots}, {routing}",
+        TIMED,
+        _routed(tokens, columns, number, inner, slots, skewed),
+        matrices + 2 * lines,
+        2 * matrices + 3 * lines,
+        composed,
+        compile=False,
+        devices=("cuda",),
+        directions=("forward", "forward + backward"),
+        operations=6 * tokens * slots * columns * inner,
+    )
 
 
-WORKLOADS = tuple(_workloads())
+WORKLOADS = tuple(
+    _workload(16384, 2048, *sizes, skewed) for sizes in ((512, 512, 10), (128, 768, 8)) for skewed in (False, True)
+)
 
 # -------------------------------------------------------------------------------------------- builds
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
 from adjoint.ops.moe.layout import Layout
+from adjoint.ops.moe.token_rows.eager import sum_rows
 
 
 def _segments(offsets: Tensor, rows: int) -> list[tuple[int, Tensor | slice]]:
@@ -60,18 +60,6 @@ class Products(NamedTuple):
 PER_EXPERT = Products(_product, _outer)
 
 
-def _sum_slots(rows: Tensor, weights: Tensor | None, layout: Layout, out: Tensor) -> None:
-    """out[t] = Σ_j weights[t, j] · rows[inverse[t, j]], slot after slot; a row of no expert adds nothing."""
-    total = torch.zeros(out.shape, dtype=wide_dtype(out.dtype), device=out.device)
-    for slot in range(layout.inverse.shape[1]):
-        row = layout.inverse[:, slot].long()
-        term = rows[row].to(total.dtype)
-        if weights is not None:
-            term = weights[:, slot, None].to(total.dtype) * term
-        total += torch.where((row < layout.offsets[-1])[:, None], term, 0)
-    out.copy_(total)
-
-
 def _hidden(both: Tensor, inner: int) -> tuple[Tensor, Tensor, Tensor]:
     """silu(g)·u, silu(g) and u, wide."""
     kind = wide_dtype(both.dtype)
@@ -81,57 +69,44 @@ def _hidden(both: Tensor, inner: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    layout: Layout,
-    y: Tensor,
-    gu: Tensor | None,
-    products: Products = PER_EXPERT,
+    layer: tuple[Tensor, ...], layout: Layout, y: Tensor, gu: Tensor | None, products: Products = PER_EXPERT
 ) -> None:
     """The layer's output, and g and u of each row where there is room for them."""
+    x, gate_up, down, weights = layer
     token = layout.permutation.long() // layout.inverse.shape[1]
     both = products.product(x[token], gate_up.transpose(1, 2), layout.offsets)
     if gu is not None:
         gu.copy_(both)
     h, _, _ = _hidden(both, down.shape[2])
     rows = products.product(h.to(x.dtype), down.transpose(1, 2), layout.offsets)
-    _sum_slots(rows, weights, layout, y)
+    sum_rows(rows, weights, layout.inverse, layout.offsets, y)
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    gu: Tensor,
-    layout: Layout,
-    need: int,
-    outputs: tuple[Tensor, ...],
-    products: Products = PER_EXPERT,
+    saved: tuple[Tensor, ...], layout: Layout, outputs: tuple[Tensor, ...], products: Products = PER_EXPERT
 ) -> None:
-    """The gradients that are needed, into dx, dgate_up, ddown and dweights."""
+    """The gradients, into dx, dgate_up, ddown and dweights: those that have elements, as no other is needed."""
+    dy, x, gate_up, down, weights, gu = saved
     dx, dgate_up, ddown, dweights = outputs
     kind, inner = wide_dtype(x.dtype), down.shape[2]
     token = layout.permutation.long() // layout.inverse.shape[1]
     weight = weights.reshape(-1)[layout.permutation.long()].to(kind)[:, None]
     upstream = dy[token]
     h, silu, u = _hidden(gu, inner)
-    if need & NEED_DOWN:
+    if ddown.numel():
         products.outer(upstream, (weight * h).to(x.dtype), layout.offsets, ddown)
-    if need & ~NEED_DOWN:
-        dh = products.product(upstream.to(kind), down, layout.offsets)
-        if need & NEED_WEIGHTS:
-            valid = layout.inverse.view(-1) < layout.offsets[-1]
-            sums = (h * dh).sum(1)[layout.inverse.view(-1).long()]
-            dweights.copy_(torch.where(valid, sums, 0).view(dweights.shape))
-        g = gu[:, :inner].to(kind)
-        sigma = torch.sigmoid(g)
-        dh = weight * dh
-        dboth = torch.cat((dh * u * (sigma * (1 + g * (1 - sigma))), dh * silu), 1).to(x.dtype)
-        if need & NEED_X:
-            _sum_slots(products.product(dboth, gate_up, layout.offsets), None, layout, dx)
-        if need & NEED_GATE_UP:
-            products.outer(dboth, x[token], layout.offsets, dgate_up)
+    if not (dx.numel() or dgate_up.numel() or dweights.numel()):
+        return
+    dh = products.product(upstream.to(kind), down, layout.offsets)
+    if dweights.numel():
+        valid = layout.inverse.view(-1) < layout.offsets[-1]
+        sums = (h * dh).sum(1)[layout.inverse.view(-1).long()]
+        dweights.copy_(torch.where(valid, sums, 0).view(dweights.shape))
+    g = gu[:, :inner].to(kind)
+    sigma = torch.sigmoid(g)
+    dh = weight * dh
+    dboth = torch.cat((dh * u * (sigma * (1 + g * (1 - sigma))), dh * silu), 1).to(x.dtype)
+    if dx.numel():
+        sum_rows(products.product(dboth, gate_up, layout.offsets), None, layout.inverse, layout.offsets, dx)
+    if dgate_up.numel():
+        products.outer(dboth, x[token], layout.offsets, dgate_up)

@@ -11,13 +11,13 @@ from torch import Tensor
 from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.plan import Candidate, Plan
-from adjoint.core.problem import Problem, wide_dtype
+from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.experts import eager, grouped_mm
 from adjoint.ops.moe.experts.eager import PER_EXPERT, Products
-from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, Layout
+from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, REPORTED, Layout
 from adjoint.ops.moe.layout.eager import write as write_layout
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -36,6 +36,9 @@ HIDDEN_COLUMNS = {torch.float64: 32, torch.float32: 64, torch.bfloat16: 128, tor
 EDGE = {torch.float64: 32, torch.float32: 64}
 """Rows, and columns, of a tile of the types without matrix instructions. Their sums within a row follow the layout
 of a tile, so they have one tile, whatever the schedule."""
+
+NEED_X, NEED_GATE_UP, NEED_DOWN, NEED_WEIGHTS = 1, 2, 4, 8
+"""Bits of the gradients that a backward computes."""
 
 MAX_WIDTH = 2**15
 """The largest D or 2·I: offsets inside one expert's weights are 32 bits."""
@@ -65,65 +68,65 @@ _CASES = {
     torch.float16: "normal inputs, D up to 2048, I up to 768",
 }
 
-_ORDER = {
-    "y": "a product's terms in the order of its columns; then slots in their order",
-    "dx": "a product's terms in the order of its columns; then slots in their order",
-    "dgate_up": "an expert's rows in the order of their tokens",
-    "ddown": "an expert's rows in the order of their tokens",
-    "dweights": "columns in fixed blocks, blocks in their order",
+_BY_SLOT = "a product's terms in the order of its columns; then slots in their order"
+_BY_TOKEN = "an expert's rows in the order of their tokens"
+_PROMISES = {
+    "y": ("token", 4, False, _BY_SLOT),
+    "dx": ("token", 4, True, _BY_SLOT),
+    "dgate_up": ("expert", 3, True, _BY_TOKEN),
+    "ddown": ("expert", 3, False, _BY_TOKEN),
+    "dweights": ("token", 2, True, "columns in fixed blocks, blocks in their order"),
 }
-_ITEM = {"y": "token", "dx": "token", "dgate_up": "expert", "ddown": "expert", "dweights": "token"}
-_ROUNDINGS = {"y": 4, "dx": 4, "dgate_up": 3, "ddown": 3, "dweights": 2}
-"""To the storage type: g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
-_FROM_DH = ("dx", "dgate_up", "dweights")
+"""The item of each output; its roundings to the storage type; whether it is made of dh; the order of its sums.
+
+The roundings are g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
 
 
 def guarantee(problem: Problem, ours: bool, rounds_dh: bool = False) -> dict[str, Guarantee]:
     """What each output promises: of our kernels, or of the matrix products of a library, which may round dh."""
-    element = problem.dtypes[0]
-    names = ("y",) if problem.op == "moe_experts" else ("dx", "dgate_up", "ddown", "dweights")
+    element, is_forward = problem.dtypes[0], problem.op == "moe_experts"
     return {
         name: Guarantee(
             repeatable=ours,
-            batch_invariant=_ITEM[name] if ours else "",
+            batch_invariant=item if ours else "",
             device_invariant=False,
-            accumulator=str(wide_dtype(element)).removeprefix("torch."),
-            roundings=_ROUNDINGS[name] + (rounds_dh and name in _FROM_DH),
+            accumulator=short(wide_dtype(element)),
+            roundings=roundings + (rounds_dh and has_dh),
             error=Empirical(CEILINGS[element], _CASES[element]),
-            domain="finite inputs whose products do not overflow" + (f"; {_ORDER[name]}" if ours else ""),
+            domain="finite inputs whose products do not overflow" + (f"; {order}" if ours else ""),
             special_values="as the products and sums give them, in the tokens and experts they reach",
-            out_of_range="an index out of range adds nothing and has no gradient, and is reported with position and "
-            "value: at once on the CPU, by adjoint.check() on a GPU",
+            out_of_range=f"an index out of range adds nothing and has no gradient, and is {REPORTED}",
         )
-        for name in names
+        for name, (item, roundings, has_dh, order) in _PROMISES.items()
+        if is_forward == (name == "y")
     }
 
 
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def _write_layout(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Layout:
+def _write_layout(down: Tensor, indices: Tensor, outputs: tuple[Tensor, ...]) -> Layout:
     """The layout of a forward, written by PyTorch."""
     layout = Layout(*outputs[2:])
-    write_layout(arguments[3], arguments[2].shape[0], layout, INDEX_OUT_OF_RANGE)
+    write_layout(indices, down.shape[0], layout, INDEX_OUT_OF_RANGE)
     return layout
 
 
 def _forward(products: Products) -> Compute:
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        x, gate_up, down, _indices, weights, keep = arguments
-        layout = _write_layout(arguments, outputs)
+        x, gate_up, down, indices, weights, keep = arguments
+        layout = _write_layout(down, indices, outputs)
         with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
-            eager.forward(x, gate_up, down, weights, layout, outputs[0], outputs[1] if keep else None, products)
+            layer = x, gate_up, down, weights
+            eager.forward(layer, layout, outputs[0], outputs[1] if keep else None, products)
 
     return run
 
 
 def _backward(products: Products) -> Compute:
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        dy, x, gate_up, down, weights, gu, *layout, need = arguments
-        with torch.autocast(x.device.type, enabled=False):
-            eager.backward(dy, x, gate_up, down, weights, gu, Layout(*layout), need, outputs, products)
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            eager.backward(arguments[:6], Layout(*arguments[6:9]), outputs, products)
 
     return run
 
@@ -132,13 +135,11 @@ def _set_up(setup: Setup) -> Execute:
     """A plan on kernels. Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero."""
     is_forward, (option,) = setup.problem.op == "moe_experts", setup.problem.options
     if 0 not in setup.problem.sizes and (is_forward or option):
-        from adjoint.ops.moe.experts.triton import layer
-
-        return layer.forward(setup) if is_forward else layer.backward(setup)
+        return imported(f"adjoint.ops.moe.experts.triton.layer:{'forward' if is_forward else 'backward'}")(setup)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if is_forward:
-            _write_layout(arguments, outputs)
+            _write_layout(arguments[2], arguments[3], outputs)
         for output in outputs[:2] if is_forward else outputs:
             output.zero_()
 

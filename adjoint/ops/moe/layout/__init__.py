@@ -24,6 +24,10 @@ MAX_EXPERTS = 2048
 """Experts whose entries one counting sort tells apart on a GPU."""
 
 
+REPORTED = "reported with position and value: at once on the CPU, by adjoint.check() on a GPU"
+"""What becomes of an index out of range, in the words of guarantees."""
+
+
 class Layout(NamedTuple):
     """Where the rows of a dispatch are. All three are int32, contiguous, and carry no gradient.
 

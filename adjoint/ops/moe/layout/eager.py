@@ -8,7 +8,7 @@ from adjoint.ops.moe.layout import Layout
 
 
 def write(indices: Tensor, num_experts: int, layout: Layout, fault: Fault | None) -> None:
-    """Fills a layout. An expert out of range is reported as `fault`, where one is given."""
+    """Fills a layout. An expert out of range is reported as `fault`, where there is one."""
     out_of_range = (indices < 0) | (indices >= num_experts)
     if fault is not None:
         report(fault, indices, out_of_range)

@@ -65,7 +65,7 @@ def moe_place_entries(
 ):  # fmt: skip
     """The row of each entry, the entry of each row, and where the rows of each expert begin.
 
-    A span is sorted by expert and entry first: the entries of one expert then stand together, in order, behind those of
+    A span is sorted by expert and entry first: the entries of one expert are then neighbours, in order, behind those of
     the spans before.
 
     With ORDER, `order` lists the rows in the order to fill them in, each in the upper half of a number whose lower half
@@ -111,15 +111,9 @@ def moe_place_entries(
 
 
 class LayoutSort:
-    """Computes layouts, in scratch memory that it adds to the plan's workspace.
+    """Computes layouts of `count` entries, in scratch memory that it adds to the plan's workspace.
 
-    Args:
-        setup: binds the kernels; the workspace gets the regions "expert_counts", "expert_begins" and "expert_totals".
-        indices: the dtype of the indices.
-        count: the entries.
-        experts: the experts.
-        fault: what an index out of range is reported as.
-        ordered: whether the order to fill rows in is written too, into the region "order".
+    With `ordered`, it writes the order to fill rows in, too, into the region "order".
     """
 
     def __init__(

@@ -12,17 +12,20 @@ Both save the logits and the mask, and one small tensor that the forward gives b
 number of tokens (`load`), or that number (`tokens`).
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_ids
 from adjoint.core.errors import ArgumentError
-from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.layout import copied_layout
+from adjoint.core.op import Adjoint, Candidates, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
+from adjoint.ops.moe.logits import check_logits
 from adjoint.ops.moe.losses import plans
-from adjoint.ops.moe.rows import check_logits, layout_of
 
 # -------------------------------------------------------------------------------------------- checks
 
@@ -87,59 +90,56 @@ def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None,
 # --------------------------------------------------------------------------------------- declarations
 
 
-def _describe(logits: Tensor, indices: Tensor | None, mask: Tensor | None) -> Facts:
-    layout = layout_of({"logits": logits}, {"indices": indices, "mask": mask})
+def _describe(logits: Tensor, mask: Tensor | None, indices: Tensor | None = None) -> Facts:
+    layout = copied_layout({"logits": logits}, {"indices": indices, "mask": mask})
     dtypes = tuple(tensor.dtype for tensor in (logits, indices, mask) if tensor is not None)
     experts = logits.shape[-1]
     return Facts(dtypes, layout, (experts, logits.numel() // experts, 1 if indices is None else indices.shape[-1]))
 
 
-def _describe_backward(dloss: Tensor, logits: Tensor, mask: Tensor | None, saved: Tensor) -> Facts:
-    return _describe(logits, None, mask)
+def _loss(
+    name: str,
+    inputs: tuple[str, ...],
+    saved: str,
+    check: Callable[..., None],
+    describe: Callable[..., Facts],
+    forward: Candidates,
+    backward: Candidates,
+) -> Op:
+    """Either loss: a scalar, and what it saves, the number of tokens or each expert's fraction before it."""
+    return Op(
+        f"moe_{name}",
+        label=f"moe.{name}",
+        inputs=inputs,
+        differentiable=("logits",),
+        outputs=("loss", saved),
+        constant=(saved,),
+        check=check,
+        allocate=lambda logits, *rest: (
+            logits.new_empty((), dtype=torch.float32),
+            logits.new_empty(logits.shape[-1] + 1 if saved == "load" else 1, dtype=torch.float32),
+        ),
+        describe=describe,
+        forward=forward,
+        adjoint=Adjoint(
+            backward,
+            lambda dloss, logits, mask, saved: _describe(logits, mask),
+            saves=("logits", "mask?", saved),
+            check=lambda *arguments: _check_backward(f"moe.{name}", *arguments),
+        ),
+    )
 
 
-_balance = Op(
-    "moe_load_balancing_loss",
-    label="moe.load_balancing_loss",
-    inputs=("logits", "indices", "mask?"),
-    differentiable=("logits",),
-    outputs=("loss", "load"),
-    constant=("load",),
-    check=_check_balance,
-    allocate=lambda logits, indices, mask: (
-        logits.new_empty((), dtype=torch.float32),
-        logits.new_empty(logits.shape[-1] + 1, dtype=torch.float32),
-    ),
-    describe=_describe,
-    forward=lambda: plans.BALANCE,
-    adjoint=Adjoint(
-        lambda: plans.BALANCE_BACKWARD,
-        _describe_backward,
-        saves=("logits", "mask?", "load"),
-        check=lambda *arguments: _check_backward("moe.load_balancing_loss", *arguments),
-    ),
+_balance = _loss(
+    "load_balancing_loss",
+    ("logits", "indices", "mask?"),
+    "load",
+    _check_balance,
+    lambda logits, indices, mask: _describe(logits, mask, indices),
+    lambda: plans.BALANCE,
+    lambda: plans.BALANCE_BACKWARD,
 )
-_z = Op(
-    "moe_z_loss",
-    label="moe.z_loss",
-    inputs=("logits", "mask?"),
-    differentiable=("logits",),
-    outputs=("loss", "tokens"),
-    constant=("tokens",),
-    check=_check_z,
-    allocate=lambda logits, mask: (
-        logits.new_empty((), dtype=torch.float32),
-        logits.new_empty(1, dtype=torch.float32),
-    ),
-    describe=lambda logits, mask: _describe(logits, None, mask),
-    forward=lambda: plans.Z,
-    adjoint=Adjoint(
-        lambda: plans.Z_BACKWARD,
-        _describe_backward,
-        saves=("logits", "mask?", "tokens"),
-        check=lambda *arguments: _check_backward("moe.z_loss", *arguments),
-    ),
-)
+_z = _loss("z_loss", ("logits", "mask?"), "tokens", _check_z, _describe, lambda: plans.Z, lambda: plans.Z_BACKWARD)
 
 
 @_balance.public

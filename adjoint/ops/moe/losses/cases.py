@@ -1,23 +1,24 @@
 """What the router's losses are tested and verified on."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-import adjoint
+from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Subject, Workload
+from adjoint.contract.mistakes import answers, zeros
 from adjoint.core.plan import Call, bind
 from adjoint.ops.moe.losses import load_balancing_loss, reference, z_loss
-from adjoint.ops.moe.route.cases import logits_of
+from adjoint.ops.moe.values import changing, laid_across, shaped, values, with_index
 
 
 def _choices(tokens: tuple[int, ...], experts: int, k: int, masked: bool, hot: bool = False) -> Make:
     """Logits, choices and a mask; a token that does not count has NaN logits."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        logits = logits_of(generator, dtype, device, *tokens, experts)
+        logits = values(generator, dtype, device, *tokens, experts, scale=2)
         indices = torch.randint(1 if hot else experts, (*tokens, k), generator=generator).to(device)
         mask = (torch.rand(tokens, generator=generator) < 0.7).to(device) if masked else None
         if mask is not None and mask.numel():
@@ -29,92 +30,67 @@ def _choices(tokens: tuple[int, ...], experts: int, k: int, masked: bool, hot: b
 
 def _strided(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     logits, indices, mask = _choices((3, 2, 2), 33, 2, True)(dtype, device, generator)
-    turned = logits.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
-    return turned, indices.transpose(0, 1).contiguous().transpose(0, 1).int(), torch.stack((mask, mask), -1)[..., 0]
+    return (
+        laid_across(logits, 2, 1, 0, 3),
+        laid_across(indices, 1, 0, 2, 3).int(),
+        torch.stack((mask, mask), -1)[..., 0],
+    )
 
 
-def _without_indices(make: Make) -> Make:
-    def without(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        logits, _, mask = make(dtype, device, generator)
-        return logits, mask
-
-    return without
-
-
-_MAKES: dict[str, Make] = {
-    "few tokens": _choices((5,), 12, 3, False),
-    "a mask": _choices((35,), 40, 2, True),
-    "strided": _strided,
-    "one expert": _choices((4,), 1, 1, False),
-    "no tokens": _choices((0,), 8, 2, True),
-}
-_HEAVY: dict[str, Make] = {
-    "all on one expert": _choices((20000,), 512, 8, True, hot=True),
-    "1024 experts": _choices((3000,), 1024, 4, True),
-}
+_CASES = (
+    Case("few tokens", _choices((5,), 12, 3, False)),
+    Case("a mask", _choices((35,), 40, 2, True)),
+    Case("strided", _strided),
+    Case("one expert", _choices((4,), 1, 1, False)),
+    Case("no tokens", _choices((0,), 8, 2, True)),
+    Case("all on one expert", _choices((20000,), 512, 8, True, hot=True), heavy=True),
+    Case("1024 experts", _choices((3000,), 1024, 4, True), heavy=True),
+)
+_WITHOUT_INDICES = tuple(replace(case, make=lambda *of, make=case.make: make(*of)[::2]) for case in _CASES)
 
 
-def _cases(change: Callable[[Make], Make]) -> tuple[Case, ...]:
-    light = (Case(name, change(make)) for name, make in _MAKES.items())
-    return (*light, *(Case(name, change(make), heavy=True) for name, make in _HEAVY.items()))
-
-
-def _mistakes(
-    forward: Callable[..., Tensor], backward: Callable[..., Tensor]
-) -> dict[str, Callable[[tuple[Tensor, ...], Inputs], Answers]]:
-    def wrong(scale: float, of_gradient: float, counted: bool = True) -> Callable[..., Answers]:
-        def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-            logits, *rest = inputs
-            if not counted:
-                rest[-1] = None
-                logits = logits.nan_to_num()
-            exact = forward(logits.double(), *rest)
-            gradient = backward(upstream[0].double(), logits.double(), *rest)
-            return ((exact * scale).float(),), ((gradient * of_gradient).to(logits.dtype),)
-
-        return answer
+def _mistakes(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> dict[str, Callable[..., Answers]]:
+    def scaled(loss: float, gradient: float) -> Callable[..., Answers]:
+        return answers(lambda *inputs: loss * forward(*inputs), lambda *inputs: gradient * backward(*inputs))
 
     return {
-        "zero output": wrong(0, 0),
-        "a sum instead of a mean": wrong(35, 35),
-        "half the gradient": wrong(1, 0.5),
-        "the sign exchanged": wrong(1, -1),
-        "the mask ignored": wrong(1, 1, counted=False),
+        "zero output": zeros,
+        "a sum instead of a mean": scaled(35, 35),
+        "half the gradient": scaled(1, 0.5),
+        "the sign exchanged": scaled(1, -1),
+        "the mask ignored": answers(
+            lambda logits, *rest: forward(logits.nan_to_num(), *rest[:-1], None),
+            lambda dloss, logits, *rest: backward(dloss, logits.nan_to_num(), *rest[:-1], None),
+        ),
     }
 
 
 def _resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
     """`size` tokens: the same ones over again."""
+    return batching.resized(inputs, (), size, 0, (True,) * len(inputs))[0], upstream
 
-    def fitted(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor] * -(-size // len(tensor)))[:size].contiguous()
 
-    return tuple(None if tensor is None else fitted(tensor) for tensor in inputs), upstream
+def _subject(
+    function: Callable[..., Tensor], inputs: tuple[str, ...], cases: tuple[Case, ...], *dtypes: torch.dtype
+) -> Subject:
+    name = function.__name__
+    forward, backward = getattr(reference, name), getattr(reference, f"{name}_backward")
+    return Subject(
+        name=f"moe.{name}",
+        function=function,
+        inputs=inputs,
+        reference=lambda *tensors: (forward(*tensors),),
+        reference_backward=lambda *tensors: (backward(*tensors),),
+        cases=cases,
+        mistakes=_mistakes(forward, backward),
+        dtypes=dtypes,
+        resized=_resized,
+    )
 
 
 SUBJECTS = (
-    Subject(
-        name="moe.load_balancing_loss",
-        function=load_balancing_loss,
-        inputs=("logits", "indices", "mask"),
-        reference=lambda logits, indices, mask: (reference.load_balancing_loss(logits, indices, mask),),
-        reference_backward=lambda dloss, *inputs: (reference.load_balancing_loss_backward(dloss, *inputs),),
-        cases=_cases(lambda make: make),
-        mistakes=_mistakes(reference.load_balancing_loss, reference.load_balancing_loss_backward),
-        dtypes=(torch.float32, torch.bfloat16),
-        resized=_resized,
-    ),
-    Subject(
-        name="moe.z_loss",
-        function=z_loss,
-        inputs=("logits", "mask"),
-        reference=lambda logits, mask: (reference.z_loss(logits, mask),),
-        reference_backward=lambda dloss, *inputs: (reference.z_loss_backward(dloss, *inputs),),
-        cases=_cases(_without_indices),
-        mistakes=_mistakes(reference.z_loss, reference.z_loss_backward),
-        dtypes=(torch.float16, torch.bfloat16),
-        resized=_resized,
-    ),
+    _subject(load_balancing_loss, ("logits", "indices", "mask"), _CASES, torch.float32, torch.bfloat16),
+    _subject(z_loss, ("logits", "mask"), _WITHOUT_INDICES, torch.float16, torch.bfloat16),
 )
 
 WORKLOADS: tuple[Workload, ...] = ()
@@ -122,53 +98,35 @@ WORKLOADS: tuple[Workload, ...] = ()
 
 # ----------------------------------------------------------------------------------------- bad calls
 
-TOKENS, EXPERTS = 4, 12
+
+def _mask(device: torch.device) -> Tensor:
+    return torch.ones(4, dtype=torch.bool, device=device)
 
 
-def _logits(device: torch.device, *shape: int) -> Tensor:
-    return torch.zeros(shape or (TOKENS, EXPERTS), device=device)
-
-
-def _indices(device: torch.device, *shape: int) -> Tensor:
-    return torch.zeros(shape or (TOKENS, 2), dtype=torch.int64, device=device)
-
-
-def _mask(device: torch.device | str, *shape: int) -> Tensor:
-    return torch.ones(shape or (TOKENS,), dtype=torch.bool, device=device)
-
-
-def _balance(device: torch.device, **changes: Any) -> Any:
-    arguments = {"logits": _logits(device), "indices": _indices(device), "mask": None} | changes
-    return load_balancing_loss(**arguments)
+_balance = changing(
+    load_balancing_loss,
+    lambda device: {
+        "logits": torch.zeros(4, 12, device=device),
+        "indices": torch.zeros(4, 2, dtype=torch.int64, device=device),
+        "mask": _mask(device),
+    },
+)
+_z = changing(z_loss, lambda device: {"logits": torch.zeros(4, 12, device=device), "mask": _mask(device)})
 
 
 def _with_index(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
-    """Choices of 40 tokens, all right but one."""
-
-    def call(device: torch.device) -> None:
-        indices = torch.arange(80, device=device).remainder(EXPERTS).to(dtype)
-        indices[position] = value
-        load_balancing_loss(_logits(device, 40, EXPERTS), indices.view(40, 2))
-        adjoint.check()
-
-    return call
+    return _balance(logits=shaped(40, 12), indices=with_index(40, 12, position, value, dtype), mask=None)
 
 
 BAD_CALLS = (
-    BadCall("indices for other tokens", lambda d: _balance(d, indices=_indices(d, 3, 2)), "indices", "(3, 2)"),
-    BadCall("indices without a slot", lambda d: _balance(d, indices=_indices(d, TOKENS)), "indices", "(4,)"),
-    BadCall(
-        "more choices than experts",
-        lambda d: _balance(d, indices=_indices(d, TOKENS, 13)),
-        "indices",
-        "from 1 to 12",
-        "got 13",
-    ),
-    BadCall("a mask of integers", lambda d: z_loss(_logits(d), _mask(d).long()), "mask", "bool", "int64"),
-    BadCall("a mask too long", lambda d: z_loss(_logits(d), _mask(d, 5)), "z_loss: mask", "(4,)", "(5,)"),
-    BadCall("a mask elsewhere", lambda d: _balance(d, mask=_mask("meta")), "mask", "logits", "meta"),
-    BadCall("a mask that is a list", lambda d: z_loss(_logits(d), [True]), "mask", "list"),  # type: ignore[arg-type]
-    BadCall("the first index too large", _with_index(0, EXPERTS), "indices[0]", "is 12", "no expert"),
+    BadCall("indices for other tokens", _balance(indices=shaped(3, 2)), "indices", "(3, 2)"),
+    BadCall("indices without a slot", _balance(indices=shaped(4)), "indices", "(4,)"),
+    BadCall("more choices than experts", _balance(indices=shaped(4, 13)), "indices", "from 1 to 12", "got 13"),
+    BadCall("a mask of integers", _z(mask=Tensor.long), "mask", "bool", "int64"),
+    BadCall("a mask too long", _z(mask=shaped(5)), "z_loss: mask", "(4,)", "(5,)"),
+    BadCall("a mask elsewhere", _balance(mask=lambda mask: mask.to("meta")), "mask", "logits", "meta"),
+    BadCall("a mask that is a list", _z(mask=[True]), "mask", "list"),
+    BadCall("the first index too large", _with_index(0, 12), "indices[0]", "is 12", "no expert"),
     BadCall("a negative index", _with_index(33, -1), "indices[33]", "is -1"),
     BadCall("the last index too large", _with_index(79, 99, torch.int32), "indices[79]", "is 99"),
     BadCall("an index that is an expert modulo 2^32", _with_index(40, 2**32 + 2), "indices[40]", "4294967298"),

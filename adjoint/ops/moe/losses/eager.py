@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from adjoint.core.errors import report
-from adjoint.ops.moe.losses.faults import INDEX_OUT_OF_RANGE
+from adjoint.core.errors import Fault, report
 
 
 def _counted(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -14,12 +13,13 @@ def _counted(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     return rows, counted, counted.sum().double()
 
 
-def balance(logits: Tensor, indices: Tensor, mask: Tensor | None, loss: Tensor, load: Tensor) -> None:
+def balance(fault: Fault, logits: Tensor, indices: Tensor, mask: Tensor | None, loss: Tensor, load: Tensor) -> None:
+    """The load balancing loss; an index of a token that counts is reported as `fault` where it is no expert."""
     rows, counted, tokens = _counted(logits, mask)
     experts = rows.shape[1]
     flat = indices.reshape(-1, indices.shape[-1])
     wrong = ((flat < 0) | (flat >= experts)) & counted[:, None]
-    report(INDEX_OUT_OF_RANGE, flat, wrong)
+    report(fault, flat, wrong)
     counts = (counted[:, None] & ~wrong).long()
     chosen = counts.new_zeros(experts).index_add_(0, flat.clamp(0, experts - 1).long().reshape(-1), counts.reshape(-1))
     shares = torch.softmax(rows, -1)

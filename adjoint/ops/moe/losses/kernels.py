@@ -6,7 +6,6 @@ tokens one after the other, a run a warp, then RUNS runs one after the other, an
 
 # ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,20 +18,14 @@ from adjoint.core.kernels import Budget, Int32, Int64, Kernel, Pointer, kernel
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
-from adjoint.ops.moe.losses.faults import INDEX_OUT_OF_RANGE
-from adjoint.ops.moe.losses.plans import RUN, RUNS, levels
-from adjoint.ops.moe.rows import Copies
-from adjoint.ops.moe.warp_rows import LANES, load_slices, row_start, warp_sum
+from adjoint.ops.moe.kernels import LANES, load_slices, row_maximum, row_start, warp_sum
+from adjoint.ops.moe.losses.plans import INDEX_OUT_OF_RANGE, RUN, RUNS, levels
 
 
 @triton.jit
 def softmax_parts(slices, SLICES: tl.constexpr):
     """Each row's shift (its maximum, 0 where that is infinite) and Σ e^(logit − shift); NaN stays NaN."""
-    best = tl.full(slices[0].shape, float("-inf"), tl.float32)
-    for s in tl.static_range(SLICES):
-        value = slices[s].to(tl.float32)
-        best = tl.where(value > best, value, best)
-    shift = tl.max(best, 1)
+    shift = row_maximum(slices, SLICES)
     shift = tl.where(tl.abs(shift) == float("inf"), 0.0, shift)
     total = tl.zeros(slices[0].shape, tl.float32)
     for s in tl.static_range(SLICES):
@@ -41,11 +34,23 @@ def softmax_parts(slices, SLICES: tl.constexpr):
 
 
 @triton.jit
-def tokens_that_count(mask, row, rows, MASKED: tl.constexpr):
-    inside = row < rows
+def share_of(logits, shift, total):
+    """The softmax of a slice."""
+    return tl.exp(logits.to(tl.float32) - shift[:, None]) / total
+
+
+@triton.jit
+def load_tokens(
+    logits, mask, row, rows, inner, outer, step,
+    EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Which tokens count, and of those that do the logits and the parts of their softmax."""
+    counted = row < rows
     if MASKED:
-        inside = inside & (tl.load(mask + row, inside, other=0) != 0)
-    return inside
+        counted = counted & (tl.load(mask + row, counted, other=0) != 0)
+    slices = load_slices(logits + row_start(row, inner, outer, step, SPLIT), counted, EXPERTS, SLICES)
+    shift, total = softmax_parts(slices, SLICES)
+    return counted, slices, shift, total
 
 
 # ------------------------------------------------------------------------------------- sums over tokens
@@ -56,7 +61,7 @@ def tokens_that_count(mask, row, rows, MASKED: tl.constexpr):
 def moe_balance_runs(
     logits: Pointer.element, indices: Pointer.index, mask: Pointer.uint8, sums: Pointer.float32, counts: Pointer.int32,
     status_word: Pointer.int64, fault: Int32, rows: Int32, runs: Int32,
-    inner: Int32, outer_stride: Int64, inner_stride: Int64,
+    inner: Int32, outer: Int64, step: Int64,
     EXPERTS: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
     RUN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -74,13 +79,12 @@ def moe_balance_runs(
     tokens = tl.zeros([ROWS], tl.int32)
     for n in range(0, tl.minimum(rows - tl.program_id(0) * ROWS * RUN, RUN)):  # its first run is the longest
         row = run * RUN + n
-        counted = tokens_that_count(mask, row, rows, MASKED)
-        start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-        slices = load_slices(start, counted, EXPERTS, SLICES)
-        shift, total = softmax_parts(slices, SLICES)
+        counted, slices, shift, total = load_tokens(
+            logits, mask, row, rows, inner, outer, step, EXPERTS, MASKED, SPLIT, SLICES
+        )
         new_shares = ()
         for s in tl.static_range(SLICES):
-            share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total
+            share = share_of(slices[s], shift, total)
             new_shares = new_shares + (shares[s] + tl.where(counted[:, None], share, 0.0),)
         shares = new_shares
         for first in range(0, K, LANES):
@@ -111,7 +115,7 @@ def moe_balance_runs(
 @triton.jit
 def moe_z_runs(
     logits: Pointer.element, mask: Pointer.uint8, sums: Pointer.float32, counts: Pointer.int32, rows: Int32,
-    runs: Int32, inner: Int32, outer_stride: Int64, inner_stride: Int64,
+    runs: Int32, inner: Int32, outer: Int64, step: Int64,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -121,10 +125,9 @@ def moe_z_runs(
     tokens = tl.zeros([ROWS], tl.int32)
     for n in range(0, tl.minimum(rows - tl.program_id(0) * ROWS * RUN, RUN)):  # its first run is the longest
         row = run * RUN + n
-        counted = tokens_that_count(mask, row, rows, MASKED)
-        start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-        slices = load_slices(start, counted, EXPERTS, SLICES)
-        shift, exponentials = softmax_parts(slices, SLICES)
+        counted, _, shift, exponentials = load_tokens(
+            logits, mask, row, rows, inner, outer, step, EXPERTS, MASKED, SPLIT, SLICES
+        )
         size = shift + tl.log(tl.max(exponentials, 1))  # which is one value in all places
         total += tl.where(counted, size * size, 0.0)
         tokens += counted.to(tl.int32)
@@ -190,20 +193,26 @@ def moe_z_finish(sums: Pointer.float32, counts: Pointer.int32, loss: Pointer.flo
 # -------------------------------------------------------------------------------------------- gradients
 
 
+@triton.jit
+def store_slope(dlogits, slope, counted, row, rows, expert, EXPERTS: tl.constexpr):
+    """The gradient of some experts; 0 for tokens that do not count."""
+    slope = tl.where(counted[:, None], slope, 0.0).to(dlogits.dtype.element_ty)
+    tl.store(dlogits + row[:, None] * EXPERTS + expert, slope, (row < rows)[:, None] & (expert < EXPERTS))
+
+
 @kernel(budget=Budget(registers=128, shared_bytes=4096), schedule=("ROWS",))
 @triton.jit
 def moe_balance_backward(
     dloss: Pointer.float32, logits: Pointer.element, mask: Pointer.uint8, saved: Pointer.float32,
-    dlogits: Pointer.element, rows: Int32, inner: Int32, outer_stride: Int64, inner_stride: Int64,
+    dlogits: Pointer.element, rows: Int32, inner: Int32, outer: Int64, step: Int64,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx = dloss·E/tokens·p·(f − Σ p·f), and 0 for tokens that do not count; `saved` are f and the number of tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
-    counted = tokens_that_count(mask, row, rows, MASKED)
-    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-    slices = load_slices(start, counted, EXPERTS, SLICES)
-    shift, total = softmax_parts(slices, SLICES)
+    counted, slices, shift, total = load_tokens(
+        logits, mask, row, rows, inner, outer, step, EXPERTS, MASKED, SPLIT, SLICES
+    )
     one = tl.arange(0, 1)
     tokens = tl.load(saved + EXPERTS + one)
     scale = tl.load(dloss + one) * (EXPERTS / tl.where(tokens == 0, 1.0, tokens))
@@ -211,115 +220,84 @@ def moe_balance_backward(
     for s in tl.static_range(SLICES):
         expert = lane + s * LANES
         fraction = tl.load(saved + expert, expert < EXPERTS, other=0.0)
-        products += fraction * (tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total)
+        products += fraction * share_of(slices[s], shift, total)
     mean = warp_sum(products)
     for s in tl.static_range(SLICES):
         expert = lane + s * LANES
         fraction = tl.load(saved + expert, expert < EXPERTS, other=0.0)
-        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total
+        share = share_of(slices[s], shift, total)
         slope = scale[:, None] * (share * (fraction - mean))
-        slope = tl.where(counted[:, None], slope, 0.0).to(dlogits.dtype.element_ty)
-        tl.store(dlogits + row[:, None] * EXPERTS + expert, slope, (row < rows)[:, None] & (expert < EXPERTS))
+        store_slope(dlogits, slope, counted, row, rows, expert, EXPERTS)
 
 
 @kernel(budget=Budget(registers=128, shared_bytes=4096), schedule=("ROWS",))
 @triton.jit
 def moe_z_backward(
     dloss: Pointer.float32, logits: Pointer.element, mask: Pointer.uint8, saved: Pointer.float32,
-    dlogits: Pointer.element, rows: Int32, inner: Int32, outer_stride: Int64, inner_stride: Int64,
+    dlogits: Pointer.element, rows: Int32, inner: Int32, outer: Int64, step: Int64,
     EXPERTS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx = 2·dloss/tokens·logsumexp·p, and 0 for tokens that do not count; `saved` is the number of tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
-    counted = tokens_that_count(mask, row, rows, MASKED)
-    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
-    slices = load_slices(start, counted, EXPERTS, SLICES)
-    shift, total = softmax_parts(slices, SLICES)
+    counted, slices, shift, total = load_tokens(
+        logits, mask, row, rows, inner, outer, step, EXPERTS, MASKED, SPLIT, SLICES
+    )
     one = tl.arange(0, 1)
     number = tl.load(saved + one)
     scale = tl.load(dloss + one) * (2.0 / tl.where(number == 0, 1.0, number)) * (shift + tl.log(tl.max(total, 1)))
     for s in tl.static_range(SLICES):
-        expert = lane + s * LANES
-        share = tl.exp(slices[s].to(tl.float32) - shift[:, None]) / total
-        slope = tl.where(counted[:, None], scale[:, None] * share, 0.0).to(dlogits.dtype.element_ty)
-        tl.store(dlogits + row[:, None] * EXPERTS + expert, slope, (row < rows)[:, None] & (expert < EXPERTS))
+        slope = scale[:, None] * share_of(slices[s], shift, total)
+        store_slope(dlogits, slope, counted, row, rows, lane + s * LANES, EXPERTS)
 
 
 # ----------------------------------------------------------------------------------------------- launches
 
 
-def _either_layout(setup: Setup, kernel: Kernel, **constants: Any) -> list[Launch]:
-    """A kernel for logits along one axis, and for logits along two."""
+def _bind(setup: Setup, kernel: Kernel, **settings: Any) -> list[Launch]:
+    """A kernel for logits along one axis, and for logits along two; and room for what is copied before it reads."""
     problem, warps = setup.problem, setup.schedule["warps"]
-    experts = problem.sizes[0]
+    experts, count, k = problem.sizes
+    indices = settings.get("index", torch.int64), count * k
+    setup.copies(logits=(problem.dtypes[0], count * experts), mask=(torch.uint8, count), indices=indices)
     return [
         setup.kernel(
             kernel, element=problem.dtypes[0], EXPERTS=experts, MASKED=torch.bool in problem.dtypes, SPLIT=split,
-            SLICES=-(-experts // LANES.value), ROWS=warps, num_warps=warps, **constants,
+            SLICES=-(-experts // LANES.value), ROWS=warps, num_warps=warps, **settings,
         )
         for split in (False, True)
     ]  # fmt: skip
 
 
-def _copies(setup: Setup, **others: tuple[torch.dtype, int]) -> Copies:
-    experts, count, _ = setup.problem.sizes
-    return Copies(setup, logits=(setup.problem.dtypes[0], count * experts), mask=(torch.uint8, count), **others)
-
-
-def _mask_bytes(mask: Tensor | None, absent: Tensor, copies: Copies, memory: Memory | None) -> Tensor:
+def _mask_bytes(memory: Memory, mask: Tensor | None, absent: Tensor) -> Tensor:
     """The mask as bytes, one after the other; or what stands for it where there is none."""
-    return absent if mask is None else copies.contiguous("mask", mask.view(torch.uint8), memory)
+    return absent if mask is None else memory.contiguous("mask", mask.view(torch.uint8))
 
 
-def _sum_tree(setup: Setup, width: int, counts_width: int) -> Callable[[Memory], tuple[Any, Any]]:
-    """Memory for `width` sums and `counts_width` counts of each run; gives what adds them, level by level."""
-    sizes = levels(setup.problem.sizes[1])
+def balance(setup: Setup) -> Execute:
+    """The load balancing loss."""
+    experts, _, k = setup.problem.sizes
+    launches = _bind(setup, moe_balance_runs, index=setup.problem.dtypes[1], K=k, RUN=RUN)
+    finish = setup.kernel(moe_balance_finish, EXPERTS=experts, SLICES=-(-experts // LANES.value), num_warps=1)
+    return _mean(setup, launches, finish, experts, experts + 1)
+
+
+def z(setup: Setup) -> Execute:
+    """The z loss."""
+    return _mean(setup, _bind(setup, moe_z_runs, RUN=RUN), setup.kernel(moe_z_finish, num_warps=1), 1, 1)
+
+
+def _mean(setup: Setup, launches: list[Launch], finish: Launch, width: int, counts_width: int) -> Execute:
+    """A loss: `width` sums and `counts_width` counts of each run, their sums level by level, and what follows."""
+    count, device = setup.problem.sizes[1], setup.device
+    sizes = levels(count)
+    programs = -(-sizes[0] // setup.schedule["warps"])
     for level, size in enumerate(sizes):
         setup.scratch(**{f"sums_{level}": (torch.float32, size * width)})
         setup.scratch(**{f"counts_{level}": (torch.int32, size * counts_width)})
     block = setup.schedule["add_columns"]
     add_runs = setup.kernel(moe_add_runs, RUNS=RUNS, BLOCK=block, num_warps=setup.schedule["add_warps"])
     columns = -(-counts_width // block)
-
-    def add(memory: Memory) -> tuple[Any, Any]:
-        sums, counts = memory["sums_0"], memory["counts_0"]
-        for level in range(1, len(sizes)):
-            sums_above, counts_above = memory[f"sums_{level}"], memory[f"counts_{level}"]
-            add_runs.launch(
-                (sizes[level], columns), sums=sums, counts=counts, sums_above=sums_above, counts_above=counts_above,
-                count=sizes[level - 1], width=width, counts_width=counts_width,
-            )  # fmt: skip
-            sums, counts = sums_above, counts_above
-        return sums, counts
-
-    return add
-
-
-def balance(setup: Setup) -> Execute:
-    """The load balancing loss."""
-    experts, count, k = setup.problem.sizes
-    index = setup.problem.dtypes[1]
-    launches = _either_layout(setup, moe_balance_runs, index=index, K=k, RUN=RUN)
-    add = _sum_tree(setup, experts, experts + 1)
-    finish = setup.kernel(moe_balance_finish, EXPERTS=experts, SLICES=-(-experts // LANES.value), num_warps=1)
-    return _mean(setup, launches, add, finish, _copies(setup, indices=(index, count * k)))
-
-
-def z(setup: Setup) -> Execute:
-    """The z loss."""
-    launches = _either_layout(setup, moe_z_runs, RUN=RUN)
-    add = _sum_tree(setup, 1, 1)
-    return _mean(setup, launches, add, setup.kernel(moe_z_finish, num_warps=1), _copies(setup))
-
-
-def _mean(
-    setup: Setup, launches: list[Launch], add: Callable[[Memory], tuple[Any, Any]], finish: Launch, copies: Copies
-) -> Execute:
-    """A loss: the sums of runs, their sum, and what follows from it."""
-    count, device = setup.problem.sizes[1], setup.device
-    runs = levels(count)[0]
-    programs = -(-runs // setup.schedule["warps"])
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         logits, *indices, mask = arguments
@@ -331,37 +309,42 @@ def _mean(
         memory = setup.memory(workspace)
         choices: dict[str, Any] = {}
         if indices:
-            choices["indices"] = copies.contiguous("indices", indices[0], memory)
+            choices["indices"] = memory.contiguous("indices", indices[0])
             choices |= {"status_word": status_word(device), "fault": INDEX_OUT_OF_RANGE.row}
-        x = copies.rows("logits", logits, memory)
-        launches[x.inner < count].launch(
-            (programs,), logits=x.tensor, mask=_mask_bytes(mask, saved, copies, memory), sums=memory["sums_0"],
-            counts=memory["counts_0"], rows=count, runs=runs, inner=x.inner, outer_stride=x.outer_stride,
-            inner_stride=x.inner_stride, **choices,
+        x, sums, counts = memory.rows("logits", logits), memory["sums_0"], memory["counts_0"]
+        launches[x.outer != 0].launch(
+            (programs,), logits=x.tensor, mask=_mask_bytes(memory, mask, saved), sums=sums, counts=counts, rows=count,
+            runs=sizes[0], inner=x.inner, outer=x.outer, step=x.step, **choices,
         )  # fmt: skip
-        sums, counts = add(memory)
+        for level in range(1, len(sizes)):
+            sums_above, counts_above = memory[f"sums_{level}"], memory[f"counts_{level}"]
+            add_runs.launch(
+                (sizes[level], columns), sums=sums, counts=counts, sums_above=sums_above, counts_above=counts_above,
+                count=sizes[level - 1], width=width, counts_width=counts_width,
+            )  # fmt: skip
+            sums, counts = sums_above, counts_above
         finish.launch((1,), sums=sums, counts=counts, loss=loss, saved=saved)
-        if choices and device.type == "cpu":
+        if indices and device.type == "cpu":
             check()
 
     return execute
 
 
-def backward(setup: Setup, kernel: Kernel) -> Execute:
-    """The gradient of a loss, by its kernel."""
+def backward(setup: Setup) -> Execute:
+    """The gradient of either loss."""
     count = setup.problem.sizes[1]
-    launches, copies = _either_layout(setup, kernel), _copies(setup)
+    launches = _bind(setup, moe_z_backward if setup.problem.op == "moe_z_loss_backward" else moe_balance_backward)
     programs = -(-count // setup.schedule["warps"])
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dloss, logits, mask, saved = arguments
         if count == 0:
             return
-        memory = copies.memory(workspace)
-        x = copies.rows("logits", logits, memory)
-        launches[x.inner < count].launch(
-            (programs,), dloss=dloss, logits=x.tensor, mask=_mask_bytes(mask, saved, copies, memory), saved=saved,
-            dlogits=outputs[0], rows=count, inner=x.inner, outer_stride=x.outer_stride, inner_stride=x.inner_stride,
+        memory = setup.memory(workspace)
+        x = memory.rows("logits", logits)
+        launches[x.outer != 0].launch(
+            (programs,), dloss=dloss, logits=x.tensor, mask=_mask_bytes(memory, mask, saved), saved=saved,
+            dlogits=outputs[0], rows=count, inner=x.inner, outer=x.outer, step=x.step,
         )  # fmt: skip
 
     return execute

@@ -1,18 +1,20 @@
 """Which kernels serve which loss of the router, and what they guarantee."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
+from adjoint.core.candidates import in_pytorch, writing
+from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Derived, Guarantee, spacing
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
+from adjoint.ops.moe.layout import REPORTED
 from adjoint.ops.moe.losses import eager, reference
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -24,6 +26,11 @@ MAX_CHOICES = 2**31 - 2**16
 """Choices of all tokens that fit the kernels' integers."""
 
 U = 2.0**-24
+
+INDEX_OUT_OF_RANGE = register_fault(
+    "moe.load_balancing_loss: indices[{position}] (of all indices, row by row) is {value}, which is no expert: experts "
+    "are numbered from 0 to the last axis of logits"
+)
 
 
 def levels(rows: int) -> list[int]:
@@ -119,9 +126,8 @@ def _backward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]
     return balance if "balancing" in problem.op else z
 
 
-def _guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
-    in_float64, backward = backend == "eager", problem.op.endswith("_backward")
-    bound = (_backward_bound if backward else _forward_bound)(problem, in_float64)
+def _guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
+    balancing, backward = "balancing" in problem.op, problem.op.endswith("_backward")
     formula = (
         "½ ulp + c·u·Σ|terms|, c the roundings a term goes through"
         if backward
@@ -133,17 +139,12 @@ def _guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
         device_invariant=False,
         accumulator="float64" if in_float64 else "float32",
         roundings=1,
-        error=Derived(f"{formula}, u = 2⁻²⁴", bound),
+        error=Derived(f"{formula}, u = 2⁻²⁴", (_backward_bound if backward else _forward_bound)(problem, in_float64)),
         domain="every input" if backward or in_float64 else _ORDER,
         special_values=_SPECIAL,
-        out_of_range="an index counts for no expert, reported with position and value: at once on the CPU, by "
-        "adjoint.check() on a GPU"
-        if "balancing" in problem.op and not backward
-        else "",
+        out_of_range=f"an index counts for no expert, {REPORTED}" if balancing and not backward else "",
     )
-    if backward:
-        return {"dlogits": stated}
-    return {"loss": stated, "load" if "balancing" in problem.op else "tokens": stated}
+    return dict.fromkeys(("dlogits",) if backward else ("loss", "load" if balancing else "tokens"), stated)
 
 
 # ------------------------------------------------------------------------------------------ candidates
@@ -154,42 +155,22 @@ def _refuse(problem: Problem) -> str:
     return f"counts up to {MAX_CHOICES} choices, there are {choices}" if choices > MAX_CHOICES else ""
 
 
-def _candidates(
-    kernel: str, bind: Callable[[Any], Callable[[Setup], Execute]], compute: Compute
-) -> tuple[Candidate, ...]:
-    """`bind` picks the setup from the kernel module, which imports Triton."""
-
-    def setup(setup: Setup) -> Execute:
-        from adjoint.ops.moe.losses import kernels
-
-        return bind(kernels)(setup)
-
-    return (
-        Candidate(
-            name="triton.runs",
-            backend="triton",
-            kernel=kernel,
-            revision=1,
-            refuse=_refuse,
-            guarantee=lambda problem: _guarantee(problem, "triton"),
-            setup=setup,
-            schedules=_SCHEDULES,
-        ),
-        in_pytorch("eager", lambda problem: _guarantee(problem, "eager"), writing(compute)),
+def _candidates(kernel: str, launch: str, compute: Callable[..., None]) -> tuple[Candidate, ...]:
+    on_kernels = Candidate(
+        name="triton.runs",
+        backend="triton",
+        kernel=kernel,
+        revision=1,
+        refuse=_refuse,
+        guarantee=lambda problem: _guarantee(problem, False),
+        setup=imported(f"adjoint.ops.moe.losses.kernels:{launch}"),
+        schedules=_SCHEDULES,
     )
+    run = writing(lambda plan, arguments, outputs, _: compute(*arguments, *outputs))
+    return on_kernels, in_pytorch("eager", lambda problem: _guarantee(problem, True), run)
 
 
-BALANCE = _candidates(
-    "moe_balance_runs", lambda kernels: kernels.balance, lambda plan, a, out, _: eager.balance(*a, *out)
-)
-BALANCE_BACKWARD = _candidates(
-    "moe_balance_backward",
-    lambda kernels: lambda setup: kernels.backward(setup, kernels.moe_balance_backward),
-    lambda plan, a, out, _: eager.balance_backward(*a, *out),
-)
-Z = _candidates("moe_z_runs", lambda kernels: kernels.z, lambda plan, a, out, _: eager.z(*a, *out))
-Z_BACKWARD = _candidates(
-    "moe_z_backward",
-    lambda kernels: lambda setup: kernels.backward(setup, kernels.moe_z_backward),
-    lambda plan, a, out, _: eager.z_backward(*a, *out),
-)
+BALANCE = _candidates("moe_balance_runs", "balance", partial(eager.balance, INDEX_OUT_OF_RANGE))
+BALANCE_BACKWARD = _candidates("moe_balance_backward", "backward", eager.balance_backward)
+Z = _candidates("moe_z_runs", "z", eager.z)
+Z_BACKWARD = _candidates("moe_z_backward", "backward", eager.z_backward)

@@ -15,7 +15,7 @@ A renormalised softmax weight is the softmax over the chosen logits alone, so no
 and its backward needs the weights and indices, [tokens, k] each, and not the logits. The other modes keep the logits.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -23,95 +23,84 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
+from adjoint.ops.moe.logits import check_logits
 from adjoint.ops.moe.route import plans
-from adjoint.ops.moe.rows import check_logits, layout_of
+
+_OP = "moe.route"
 
 Score = Literal["softmax", "sigmoid"]
-SCORES = ("softmax", "sigmoid")
-
+SCORES = get_args(Score)
 
 # -------------------------------------------------------------------------------------------- checks
-
-
-def _require_integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentError(f"moe.route: {name} must be an integer, got {value!r}")
 
 
 def _check(
     logits: Tensor, bias: Tensor | None, k: int, score: str, num_groups: int, groups_kept: int, renormalize: bool
 ) -> None:
-    check_logits("moe.route", logits)
+    check_logits(_OP, logits)
     experts = logits.shape[-1]
     for name, value in (("k", k), ("num_groups", num_groups), ("groups_kept", groups_kept)):
-        _require_integer(name, value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentError(f"{_OP}: {name} must be an integer, got {value!r}")
     if not isinstance(renormalize, bool):
-        raise ArgumentError(f"moe.route: renormalize must be True or False, got {renormalize!r}")
+        raise ArgumentError(f"{_OP}: renormalize must be True or False, got {renormalize!r}")
     if not 1 <= k <= min(experts, plans.MAX_K):
         raise ArgumentError(
-            f"moe.route: k must be from 1 to {min(experts, plans.MAX_K)}, the number of experts and at most "
+            f"{_OP}: k must be from 1 to {min(experts, plans.MAX_K)}, the number of experts and at most "
             f"{plans.MAX_K}, got {k} for {experts} experts"
         )
     if score not in SCORES:
-        raise ArgumentError(f"moe.route: score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
+        raise ArgumentError(f"{_OP}: score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
     if num_groups < 1 or experts % num_groups:
         raise ArgumentError(
-            f"moe.route: num_groups must divide the {experts} experts into groups of one size, got {num_groups}"
+            f"{_OP}: num_groups must divide the {experts} experts into groups of one size, got {num_groups}"
         )
     if not 1 <= groups_kept <= num_groups:
-        raise ArgumentError(f"moe.route: groups_kept must be from 1 to num_groups, {num_groups}, got {groups_kept}")
-    if groups_kept * (experts // num_groups) < k:
+        raise ArgumentError(f"{_OP}: groups_kept must be from 1 to num_groups, {num_groups}, got {groups_kept}")
+    size = experts // num_groups
+    if groups_kept * size < k:
         raise ArgumentError(
-            f"moe.route: {groups_kept} of {num_groups} groups of {experts // num_groups} experts hold "
-            f"{groups_kept * (experts // num_groups)} experts, fewer than k = {k}; keep more groups or choose fewer"
+            f"{_OP}: {groups_kept} of {num_groups} groups of {size} experts hold {groups_kept * size} experts, "
+            f"fewer than k = {k}; keep more groups or choose fewer"
         )
     if bias is not None:
         _check_bias(bias, logits)
 
 
 def _check_bias(bias: Tensor, logits: Tensor) -> None:
-    require_floating("moe.route", "bias", bias)
+    require_floating(_OP, "bias", bias)
     if bias.dtype != torch.float32:
-        raise ArgumentError(f"moe.route: bias must be float32, in which it is added, got {short(bias.dtype)}")
+        raise ArgumentError(f"{_OP}: bias must be float32, in which it is added, got {short(bias.dtype)}")
     if tuple(bias.shape) != (logits.shape[-1],):
         raise ArgumentError(
-            f"moe.route: bias must have one value for each of the {logits.shape[-1]} experts, got shape "
-            f"{tuple(bias.shape)}"
+            f"{_OP}: bias must have one value for each of the {logits.shape[-1]} experts, got shape {tuple(bias.shape)}"
         )
     if bias.device != logits.device:
-        raise ArgumentError(f"moe.route: bias must be on the device of logits, {logits.device}, got {bias.device}")
+        raise ArgumentError(f"{_OP}: bias must be on the device of logits, {logits.device}, got {bias.device}")
 
 
-def _check_backward(
-    dweights: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    logits: Tensor | None,
-    experts: int,
-    k: int,
-    dtype: torch.dtype,
-    score: str,
-    renormalize: bool,
-) -> None:
-    for name, tensor, kind in (
-        ("dweights", dweights, torch.float32), ("weights", weights, torch.float32), ("indices", indices, torch.int64)
-    ):  # fmt: skip
+def _check_backward(dweights: Tensor, weights: Tensor, indices: Tensor, logits: Tensor | None, *options: Any) -> None:
+    experts, k, _, score, renormalize = options
+    tensors = {"dweights": dweights, "weights": weights, "indices": indices}
+    for name, tensor in tensors.items():
+        kind = torch.int64 if name == "indices" else torch.float32
         if tensor.dtype != kind:
-            raise ArgumentError(f"moe.route: {name} must be {short(kind)}, got {short(tensor.dtype)}")
+            raise ArgumentError(f"{_OP}: {name} must be {short(kind)}, got {short(tensor.dtype)}")
         if tensor.dim() == 0 or tensor.shape[-1] != k or tensor.shape != weights.shape:
             raise ArgumentError(
-                f"moe.route: {name} must have the shape of weights, {tuple(weights.shape)}, got {tuple(tensor.shape)}"
+                f"{_OP}: {name} must have the shape of weights, {tuple(weights.shape)}, got {tuple(tensor.shape)}"
             )
         if tensor.device != weights.device:
-            raise ArgumentError(f"moe.route: {name} must be on {weights.device}, got {tensor.device}")
+            raise ArgumentError(f"{_OP}: {name} must be on {weights.device}, got {tensor.device}")
     if logits is None and _reads_logits(score, renormalize):
-        raise ArgumentError("moe.route: the gradient of this mode needs the logits, got None")
+        raise ArgumentError(f"{_OP}: the gradient of this mode needs the logits, got None")
     if logits is not None and tuple(logits.shape) != (*weights.shape[:-1], experts):
         raise ArgumentError(
-            f"moe.route: logits must have shape {(*weights.shape[:-1], experts)}, got {tuple(logits.shape)}"
+            f"{_OP}: logits must have shape {(*weights.shape[:-1], experts)}, got {tuple(logits.shape)}"
         )
 
 
@@ -129,22 +118,16 @@ def _sizes(experts: int, rows: int, layout: str) -> tuple[int, ...]:
 
 
 def _describe(logits: Tensor, bias: Tensor | None, *options: Any) -> Facts:
-    layout, experts = layout_of({"logits": logits}, {}), logits.shape[-1]
+    layout, experts = copied_layout({"logits": logits}), logits.shape[-1]
     dtypes = (logits.dtype,) if bias is None else (logits.dtype, bias.dtype)
     return Facts(dtypes, layout, _sizes(experts, logits.numel() // experts, layout))
 
 
 def _describe_backward(
-    dweights: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    logits: Tensor | None,
-    experts: int,
-    k: int,
-    dtype: torch.dtype,
-    *options: Any,
+    dweights: Tensor, weights: Tensor, indices: Tensor, logits: Tensor | None, *options: Any
 ) -> Facts:
-    layout = layout_of({"dweights": dweights, "logits": logits}, {"weights": weights, "indices": indices})
+    experts, k, dtype, _, _ = options
+    layout = copied_layout({"dweights": dweights, "logits": logits}, {"weights": weights, "indices": indices})
     return Facts((dtype,), layout, _sizes(experts, weights.numel() // k, layout))
 
 
@@ -155,7 +138,7 @@ def _allocate(logits: Tensor, bias: Tensor | None, k: int, *options: Any) -> tup
 
 _route = Op(
     "moe_route",
-    label="moe.route",
+    label=_OP,
     inputs=("logits", "bias?"),
     differentiable=("logits",),
     options="int k, str score, int num_groups, int groups_kept, bool renormalize",

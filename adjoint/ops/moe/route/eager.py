@@ -1,50 +1,29 @@
 """The router in plain PyTorch: the definition itself, in float64, rounded once."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from adjoint.ops.moe.route import reference
 
 
-def forward(
-    logits: Tensor,
-    bias: Tensor | None,
-    k: int,
-    score: str,
-    num_groups: int,
-    groups_kept: int,
-    renormalize: bool,
-    weights: Tensor,
-    indices: Tensor,
-) -> None:
-    exact, experts = reference.route(logits.double(), k, score, bias, num_groups, groups_kept, renormalize)
-    weights.copy_(exact)
-    indices.copy_(experts)
+def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    logits, bias, k, score, *options = arguments
+    for output, exact in zip(outputs, reference.route(logits.double(), k, score, bias, *options), strict=True):
+        output.copy_(exact)
 
 
-def backward(
-    dweights: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    logits: Tensor | None,
-    experts: int,
-    k: int,
-    dtype: torch.dtype,
-    score: str,
-    renormalize: bool,
-    dlogits: Tensor,
-) -> None:
+def backward(arguments: tuple[Any, ...], dlogits: Tensor) -> None:
     """From the saved weights: the logits are read only where a slope or the other experts' shares need them."""
-    w, chosen = weights.reshape(-1, k).double(), indices.reshape(-1, k)
-    dw = dweights.reshape(-1, k).double()
+    dweights, weights, indices, logits, experts, k, _, score, renormalize = arguments
+    w, dw, chosen = weights.reshape(-1, k).double(), dweights.reshape(-1, k).double(), indices.reshape(-1, k)
     dot = (w * dw).sum(-1, keepdim=True)
     slope = w * (dw - dot) if renormalize or score == "softmax" else w * dw
     dense = w.new_zeros(len(w), experts)
-    if logits is not None:
+    if score == "sigmoid":
+        slope = slope * torch.sigmoid(-logits.reshape(-1, experts).double().gather(1, chosen))
+    elif not renormalize:
         x = logits.reshape(-1, experts).double()
-        if score == "sigmoid":
-            slope = slope * torch.sigmoid(-x.gather(1, chosen))
-        else:
-            absent = x.isnan()
-            dense = -torch.softmax(x.masked_fill(absent, float("-inf")), -1) * dot
+        dense = -torch.softmax(x.masked_fill(x.isnan(), float("-inf")), -1) * dot
     dlogits.copy_(dense.scatter(1, chosen, slope).view(dlogits.shape))

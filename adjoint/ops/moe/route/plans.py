@@ -1,7 +1,6 @@
 """Which kernels serve which routing problem, and what they guarantee."""
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
@@ -37,25 +36,25 @@ _SPECIAL_GRADIENT = (
 )
 
 
+def _compares_logits(problem: Problem) -> bool:
+    """Whether experts are compared by their logits as they are."""
+    return problem.options[1] == "softmax" and len(problem.dtypes) == 1
+
+
 def _ties(problem: Problem) -> str:
     _, score, groups, groups_kept, _ = problem.options
-    as_given = score == "softmax" and len(problem.dtypes) == 1
+    as_given = _compares_logits(problem)
     what = "the logits as given" if as_given else f"the {score} in float64, rounded once to float32"
     plus = " plus the bias, added in float32" if len(problem.dtypes) > 1 else ""
     near = "" if as_given else "; scores that round to one float32 are equal, however they differ before"
-    first = (
-        f"; the {groups_kept} of {groups} groups with the largest sum, in float32, of their two best, "
-        "others are never chosen"
-        if groups_kept < groups
-        else ""
-    )
+    best = f"; the {groups_kept} of {groups} groups with the largest sum, in float32, of their two best, "
+    first = f"{best}others are never chosen" if groups_kept < groups else ""
     return f"compares {what}{plus}, largest first, equal ones by the lower expert, +0 = −0, NaN below −∞{near}{first}"
 
 
-def forward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
+def forward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
     k, score, groups, groups_kept, renormalize = problem.options
-    in_float64 = backend == "eager"
-    ties = _ties(problem)
+    as_given, ties = _compares_logits(problem), _ties(problem)
 
     def bound(logits: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1])
@@ -79,8 +78,8 @@ def forward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
         "indices": Guarantee(
             repeatable=True,
             batch_invariant=item,
-            device_invariant=score == "softmax" and len(problem.dtypes) == 1,
-            accumulator="none" if score == "softmax" and len(problem.dtypes) == 1 else "float64",
+            device_invariant=as_given,
+            accumulator="none" if as_given else "float64",
             roundings=0,
             error=Derived("0: the experts the order below names", lambda *inputs: torch.zeros(())),
             ties=ties,
@@ -88,18 +87,16 @@ def forward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
     }
 
 
-def backward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
+def backward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
     _, k, dtype, score, renormalize = problem.options
-    in_float64 = backend == "eager"
 
     def bound(dweights: Tensor, logits: Tensor, indices: Tensor | None = None) -> Tensor:
-        """`indices` are given where a bias or groups had a part in the selection."""
+        """`indices` are there where a bias or groups had a part in the selection."""
         flat = logits.reshape(-1, logits.shape[-1])
         if indices is None:
             indices = reference.select(flat, k, score, None)
-        limit = bounds.gradient_bound(
-            dweights.reshape(-1, k), flat, indices.reshape(-1, k), score, renormalize, dtype, in_float64
-        )
+        upstream, chosen = dweights.reshape(-1, k), indices.reshape(-1, k)
+        limit = bounds.gradient_bound(upstream, flat, chosen, score, renormalize, dtype, in_float64)
         return limit.view(logits.shape)
 
     return {
@@ -109,16 +106,36 @@ def backward_guarantee(problem: Problem, backend: str) -> dict[str, Guarantee]:
             device_invariant=False,
             accumulator="float64" if in_float64 else "float32",
             roundings=1,
-            error=Derived("½ ulp + (2·ε + 32·u)·w·(|dw| + Σ w·|dw|), ε the largest error of the row's weights", bound),
-            domain="every input; experts that were not chosen have exactly 0"
-            if renormalize or score == "sigmoid"
-            else "every input",
+            error=Derived(_gradient_formula(problem, in_float64), bound),
+            domain="every input" if _is_dense(problem) else "every input; experts that were not chosen have exactly 0",
             special_values=_SPECIAL_GRADIENT,
         )
     }
 
 
+def _gradient_formula(problem: Problem, in_float64: bool) -> str:
+    """What `bounds.gradient_bound` computes, in words."""
+    *_, score, renormalize = problem.options
+    term = "w·(|dw| + Σ w·|dw|)" if score == "softmax" or renormalize else "w·|dw|"
+    term += "·(1 − σ(x))" if score == "sigmoid" else ""
+    slack = "2·u" if in_float64 else "20·u" if score == "softmax" else "(3·max(x, 0) + 32)·u"
+    others = f"; of others (2·ε + ε_p + {slack})·p·Σ w·|dw|, ε_p that of p" if _is_dense(problem) else ""
+    where = "ε the largest relative error of the row's weights, u = 2⁻²⁴, η what underflows"
+    return f"½ ulp + (2·ε + {slack})·{term} + η{others}; {where}"
+
+
 # ------------------------------------------------------------------------------------------ candidates
+
+
+def _is_dense(problem: Problem) -> bool:
+    """Whether every expert has a gradient."""
+    *_, score, renormalize = problem.options
+    return score == "softmax" and not renormalize
+
+
+def _is_grouped(problem: Problem) -> bool:
+    _, _, groups, groups_kept, _ = problem.options
+    return bool(groups_kept < groups)
 
 
 def _numeric(problem: Problem) -> dict[str, Any]:
@@ -131,34 +148,25 @@ def _numeric(problem: Problem) -> dict[str, Any]:
     return {"score": score, "renormalize": renormalize} | grouped
 
 
-def _is_grouped(problem: Problem) -> bool:
-    _, _, groups, groups_kept, _ = problem.options
-    return bool(groups_kept < groups)
-
-
-def _is_dense(problem: Problem) -> bool:
-    *_, score, renormalize = problem.options
-    return score == "softmax" and not renormalize
-
-
 def _by_experts(problem: Problem) -> str:
     """The more experts a row has, the more warps share it."""
     experts = problem.sizes[0]
     return "moe_route_grouped" + ("_768" if experts >= 768 else "_512" if experts >= 512 else "")
 
 
-_GUARANTEES = {"forward": forward_guarantee, "backward": backward_guarantee}
+Promises = Callable[[Problem, bool], dict[str, Guarantee]]
 
 
 def _on_kernels(
-    direction: str,
     name: str,
     kernel: str,
-    bind: Callable[[Any], Callable[[Setup], Execute]],
+    launch: str,
     accepts: Callable[[Problem], bool],
+    promises: Promises,
     entry: Callable[[Problem], str] | None = None,
 ) -> Candidate:
-    """A plan on Triton for some modes; `bind` picks its setup from the direction's module, which imports Triton."""
+    """A plan on Triton for some modes; `launch` is the module and the function of its setup."""
+    bind = imported(f"adjoint.ops.moe.route.triton.{launch}")
 
     def refuse(problem: Problem) -> str:
         if not accepts(problem):
@@ -169,7 +177,7 @@ def _on_kernels(
 
     def setup(setup: Setup) -> Execute:
         setup.number(**_numeric(setup.problem))
-        return bind(import_module(f"adjoint.ops.moe.route.triton.{direction}"))(setup)
+        return bind(setup)
 
     return Candidate(
         name=f"triton.{name}",
@@ -177,28 +185,24 @@ def _on_kernels(
         kernel=kernel,
         revision=1,
         refuse=refuse,
-        guarantee=lambda problem: _GUARANTEES[direction](problem, "triton"),
+        guarantee=lambda problem: promises(problem, False),
         setup=setup,
         schedules=_SCHEDULES,
         entry=entry,
     )
 
 
-def _eager(direction: str, compute: Compute) -> Candidate:
-    return in_pytorch("eager", lambda problem: _GUARANTEES[direction](problem, "eager"), writing(compute), _numeric)
+def _eager(compute: Compute, promises: Promises) -> Candidate:
+    return in_pytorch("eager", lambda problem: promises(problem, True), writing(compute), _numeric)
 
 
 ROUTE = (
-    _on_kernels("forward", "rows", "moe_route_forward", lambda kernels: kernels.route, lambda p: not _is_grouped(p)),
-    _on_kernels(
-        "forward", "groups", "moe_route_grouped", lambda kernels: kernels.route_in_groups, _is_grouped, _by_experts
-    ),
-    _eager("forward", lambda plan, arguments, outputs, _: eager.forward(*arguments, *outputs)),
+    _on_kernels("rows", "moe_route_forward", "forward:route", lambda p: not _is_grouped(p), forward_guarantee),
+    _on_kernels("groups", "moe_route_grouped", "forward:route_in_groups", _is_grouped, forward_guarantee, _by_experts),
+    _eager(lambda plan, arguments, outputs, _: eager.forward(arguments, outputs), forward_guarantee),
 )
 ROUTE_BACKWARD = (
-    _on_kernels(
-        "backward", "rows", "moe_route_backward", lambda kernels: kernels.chosen_alone, lambda p: not _is_dense(p)
-    ),
-    _on_kernels("backward", "dense", "moe_route_backward_dense", lambda kernels: kernels.every_expert, _is_dense),
-    _eager("backward", lambda plan, arguments, outputs, _: eager.backward(*arguments, *outputs)),
+    _on_kernels("rows", "moe_route_backward", "backward:chosen_alone", lambda p: not _is_dense(p), backward_guarantee),
+    _on_kernels("dense", "moe_route_backward_dense", "backward:every_expert", _is_dense, backward_guarantee),
+    _eager(lambda plan, arguments, outputs, _: eager.backward(arguments, *outputs), backward_guarantee),
 )

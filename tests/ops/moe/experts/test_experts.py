@@ -197,10 +197,10 @@ def test_an_index_out_of_range_adds_nothing_eagerly() -> None:
     x, gate_up, down, indices, weights = _out_of_range(torch.device("cpu"))
     layout = allocate_layout(indices, 4)
     write_layout(indices, 4, layout, None)
-    y, gu = torch.empty_like(x), x.new_empty(26, 16)
-    eager.forward(x, gate_up, down, weights, layout, y, gu)
-    gradients = tuple(torch.empty_like(t) for t in (x, gate_up, down, weights))
-    eager.backward(_upstream(x), x, gate_up, down, weights, gu, layout, 15, gradients)
+    layer, y, gu = (x, gate_up, down, weights), torch.empty_like(x), x.new_empty(26, 16)
+    eager.forward(layer, layout, y, gu)
+    gradients = tuple(map(torch.empty_like, layer))
+    eager.backward((_upstream(x), *layer, gu), layout, gradients)
     _agree((y, *gradients), _exact([x, gate_up, down, indices, weights]), torch.float32)
     assert gradients[3][2, 1] == gradients[3][5, 0] == gradients[3][12, 1] == 0
 

@@ -86,11 +86,10 @@ def test_unwritten_rows_reach_nobody(device: torch.device, monkeypatch: pytest.M
     indices[2, 1], indices[5, 0] = -1, 4
     layout = allocate_layout(indices, 4)
     write_layout(indices, 4, layout, None)
-    y, gu = torch.empty_like(x), x.new_empty(26, 32)
-    eager.forward(x, gate_up, down, weights, layout, y, gu, grouped_mm.GROUPED_MM)
-    gradients = tuple(torch.empty_like(t) for t in (x, gate_up, down, weights))
-    everything = (_upstream(x), x, gate_up, down, weights, gu, layout, 15, gradients)
-    eager.backward(*everything, grouped_mm.GROUPED_MM)
+    layer, y, gu = (x, gate_up, down, weights), torch.empty_like(x), x.new_empty(26, 32)
+    eager.forward(layer, layout, y, gu, grouped_mm.GROUPED_MM)
+    gradients = tuple(map(torch.empty_like, layer))
+    eager.backward((_upstream(x), *layer, gu), layout, gradients, grouped_mm.GROUPED_MM)
     assert len(spoilt) == 6 and all(spoilt)
     _assert_right((y, *gradients), [x, gate_up, down, indices, weights])
     assert gradients[3][2, 1] == gradients[3][5, 0] == 0

@@ -184,6 +184,17 @@ def test_a_softmax_over_the_chosen_keeps_no_logits(backend: str, device: torch.d
 
 
 @backends
+def test_a_softmax_over_the_chosen_reads_no_logits(backend: str, device: torch.device) -> None:
+    """The operator takes them in every mode, and its gradient is the same with them."""
+    logits, text = torch.randn(5, 9, device=device), Preference(backend=backend).text
+    weights, indices = moe.route(logits, 2)
+    options = (9, 2, SINGLE, "softmax", True, text)
+    saved = torch.randn_like(weights), weights, indices
+    without, with_logits = (torch.ops.adjoint.moe_route_backward(*saved, x, *options) for x in (None, logits))
+    assert same_bits(with_logits, without)
+
+
+@backends
 def test_a_backward_runs_one_operator(backend: str, device: torch.device) -> None:
     """Nothing is computed for the indices, which have no gradient."""
     calls = []

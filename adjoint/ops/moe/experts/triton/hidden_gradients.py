@@ -12,10 +12,10 @@ from adjoint.core.problem import wide_dtype
 from adjoint.core.workspace import Memory
 from adjoint.ops.activation.kernels import silu_parts
 from adjoint.ops.moe.combine.kernels import sum_neighbours
-from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
-from adjoint.ops.moe.experts.plans import HIDDEN_COLUMNS
-from adjoint.ops.moe.experts.triton.products import halves, tile_of_program
+from adjoint.ops.moe.experts.plans import HIDDEN_COLUMNS, NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
+from adjoint.ops.moe.experts.triton.products import tile_of_program
 from adjoint.ops.moe.experts.triton.tiles import PRODUCT, SMALL, Tiles, bind_over_rows
+from adjoint.ops.moe.kernels import halves
 from adjoint.ops.moe.layout import Layout
 
 
@@ -85,20 +85,16 @@ def moe_experts_down_adjoint(
             dh = tl.dot(a, b, dh, input_precision="ieee", out_dtype=dh.dtype)
             left += DEPTH
             right += DEPTH * INNER
-    # A quarter of the columns at a time: together, g, u and what follows from them would not fit in registers.
+    # A quarter of the columns at a time: all of g, u and what follows from them would not fit in registers.
     QUARTER: tl.constexpr = COLUMNS // 4
-    first_column = column_tile * COLUMNS
     weight = tl.load(row_weights + row, row < end, other=0)[:, None]
     low, high = halves(dh)
-    first, second = halves(low)
-    third, fourth = halves(high)
-    total = gate_adjoint(first, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
-    first_column += QUARTER
-    total += gate_adjoint(second, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
-    first_column += QUARTER
-    total += gate_adjoint(third, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
-    first_column += QUARTER
-    total += gate_adjoint(fourth, gu, weight, row, end, first_column, dgu, scaled, INNER, HIDDEN, SCALED)
+    quarters = halves(low) + halves(high)
+    first = column_tile * COLUMNS
+    total = gate_adjoint(quarters[0], gu, weight, row, end, first, dgu, scaled, INNER, HIDDEN, SCALED)
+    for number in tl.static_range(1, 4):
+        first += QUARTER
+        total += gate_adjoint(quarters[number], gu, weight, row, end, first, dgu, scaled, INNER, HIDDEN, SCALED)
     if WEIGHTS:
         tl.store(partials + column_tile.to(tl.int64) * count + row, sum_neighbours(total), row < end)
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from adjoint.core.errors import check
 from adjoint.core.launch import Execute, Setup, is_aligned
-from adjoint.ops.moe.experts.needs import NEED_DOWN, NEED_GATE_UP, NEED_X
-from adjoint.ops.moe.experts.plans import EDGE, INDEX_OUT_OF_RANGE
+from adjoint.ops.moe.experts.plans import EDGE, INDEX_OUT_OF_RANGE, NEED_DOWN, NEED_GATE_UP, NEED_X
 from adjoint.ops.moe.experts.triton.hidden_gradients import HiddenGradients
-from adjoint.ops.moe.experts.triton.products import bind_outer, bind_up
-from adjoint.ops.moe.experts.triton.tiles import RowTiles
+from adjoint.ops.moe.experts.triton.products import bind_outer, moe_experts_up
+from adjoint.ops.moe.experts.triton.tiles import RowTiles, bind_over_rows
 from adjoint.ops.moe.experts.triton.token_sums import TokenSums
 from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout.kernels import LayoutSort
@@ -24,27 +23,22 @@ def _settle_common(setup: Setup) -> None:
     """Adds room for the arguments that are copied first, and names the edge of tiles where it changes bits."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, second = setup.problem.dtypes[:2]
-    regions = {
-        "x": (element, tokens * hidden),
-        "dy": (element, tokens * hidden),
-        "gate_up": (element, experts * 2 * inner * hidden),
-        "down": (element, experts * hidden * inner),
-        "gu": (element, tokens * slots * 2 * inner),
-        "indices": (second, tokens * slots),
-    }
-    copies = setup.problem.layout.removesuffix("copied").split()
-    setup.scratch(**{name: regions[name] for name in copies})
+    setup.copies(
+        x=(element, tokens * hidden), dy=(element, tokens * hidden), indices=(second, tokens * slots),
+        gate_up=(element, experts * 2 * inner * hidden), down=(element, experts * hidden * inner),
+        gu=(element, tokens * slots * 2 * inner),
+    )  # fmt: skip
     if element in EDGE and not setup.interpreted:
         setup.number(edge=EDGE[element])
 
 
 def forward(setup: Setup) -> Execute:
     """y, and what the backward needs: g and u of each row, and the layout."""
-    tokens, _, experts, inner, slots = setup.problem.sizes
+    tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, index, _ = setup.problem.dtypes
     (keep,) = setup.problem.options
     sort = LayoutSort(setup, index, tokens * slots, experts, INDEX_OUT_OF_RANGE)
-    ups = bind_up(setup, bool(keep))
+    ups = bind_over_rows(setup, moe_experts_up, "up", inner, D=hidden, INNER=inner, KEEP=bool(keep))
     sums = TokenSums(setup, "down", terms=inner, by_column=True, weighted=True)
     row_tiles = RowTiles(setup, False, ups, sums.products)
     setup.scratch(h=(element, tokens * slots * inner), rows=(element, tokens * slots * sums.width))

@@ -6,7 +6,8 @@ import triton.language as tl
 from adjoint.core.kernels import Pointer, PointerIf16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.activation.kernels import silu_parts
-from adjoint.ops.moe.experts.triton.tiles import PRODUCT, ByAlignment, bind_over_rows, bind_products
+from adjoint.ops.moe.experts.triton.tiles import PRODUCT, ByAlignment, bind_products
+from adjoint.ops.moe.kernels import halves
 
 
 @triton.jit
@@ -16,14 +17,6 @@ def tile_of_program(column_tiles, GROUP: tl.constexpr):
     group = program // (GROUP * column_tiles)
     within = program % (GROUP * column_tiles)
     return group * GROUP + within % GROUP, within // GROUP
-
-
-@triton.jit
-def halves(both):
-    """The left and the right half of the columns."""
-    rows: tl.constexpr = both.shape[0]
-    columns: tl.constexpr = both.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(both, (rows, 2, columns)), (0, 2, 1)))
 
 
 @kernel(budget=PRODUCT, numeric=("DEPTH",), schedule=("ROWS", "COLUMNS", "GROUP"))
@@ -121,12 +114,6 @@ def moe_experts_outer(
 
 
 # ------------------------------------------------------------------------------------------------ launches
-
-
-def bind_up(setup: Setup, keep: bool) -> ByAlignment:
-    """The product into the experts; with `keep`, g and u are stored."""
-    _, hidden, _, inner, _ = setup.problem.sizes
-    return bind_over_rows(setup, moe_experts_up, "up", inner, D=hidden, INNER=inner, KEEP=keep)
 
 
 def bind_outer(setup: Setup, m: int, n: int, left_by_token: bool) -> ByAlignment:

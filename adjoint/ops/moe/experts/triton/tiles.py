@@ -87,13 +87,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(setup: Setup, part: str, aligned: bool) -> Tile:
-    """The tile of a product, as near to the schedule as a GPU allows.
-
-    Args:
-        setup: has the schedule.
-        part: of the layer: "up", "down", "hidden", "dx" or "outer", as the schedule names it.
-        aligned: whether operands can be copied 16 bytes at a time; others go through registers.
-    """
+    """The tile of a part of the layer, as near to the schedule as a GPU allows; `aligned` is what 16 bytes copy."""
     schedule, element = setup.schedule, setup.problem.dtypes[0]
     depth, group = DEPTH[element], min(schedule[f"{part}_group"], MAX_GROUP)
     sides = 2 if part == "up" else 1  # gate and up side by side
@@ -180,13 +174,9 @@ class Tiles(NamedTuple):
 
 
 class RowTiles:
-    """Finds the token of each row, and cuts rows into tiles, in scratch memory that it adds to the workspace.
+    """Finds the token of each row, with `weighted` its routing weight too, and cuts rows into the tiles of products.
 
-    Args:
-        setup: binds the kernels; the workspace gets the regions "tokens", with `weighted` "row_weights", and room for
-            two cuts into tiles.
-        weighted: whether the routing weight of each row is needed too.
-        products: the products that rows are cut into tiles for.
+    The workspace gets the regions "tokens" and "row_weights", and room for two cuts into tiles.
     """
 
     def __init__(self, setup: Setup, weighted: bool, *products: ByAlignment) -> None:

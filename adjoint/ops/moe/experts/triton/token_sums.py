@@ -105,17 +105,11 @@ def moe_experts_sum_slots(
 
 
 class TokenSums:
-    """out[t] = Σ over slots of a product over rows, some columns at a time, which share the region "rows".
+    """out[t] = Σ over slots of a product over rows, some columns at a time, which share the memory of a product.
 
-    These are D columns wide and have a line for each row: more than anything else. Which columns go together changes
-    no bit.
-
-    Args:
-        setup: binds the kernels.
-        part: of the layer, as the schedule names it.
-        terms: of the product.
-        by_column: whether the weight of an expert is [D, terms], or the other way round.
-        weighted: whether rows are multiplied by their routing weights.
+    These are D columns wide and have a line for each row: more than anything else. Which columns share a launch
+    changes no bit. The weight of an expert is [D, terms] `by_column`, else the other way round; rows are multiplied by
+    their routing weights where they are `weighted`.
     """
 
     def __init__(self, setup: Setup, part: str, terms: int, by_column: bool, weighted: bool) -> None:

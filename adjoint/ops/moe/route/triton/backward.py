@@ -11,17 +11,16 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int64, Kernel, Pointer, PointerIf16, kernel
 from adjoint.core.launch import Execute, Setup, is_aligned
+from adjoint.core.layout import Rows
+from adjoint.ops.moe.kernels import LANES, exponential_sum, load_slices, row_maximum, row_start, warp_sum
 from adjoint.ops.moe.route.triton.selection import SOFTMAX
-from adjoint.ops.moe.rows import Copies, Rows
-from adjoint.ops.moe.warp_rows import LANES, exponential_sum, load_slices, row_maximum, row_start, warp_sum
 
 # -------------------------------------------------------------------------------------- of chosen experts
 
 
 @triton.jit
 def chosen_gradient(
-    weights, indices, dweights, row, inside, start,
-    inner, outer_stride, inner_stride,
+    weights, indices, dweights, row, inside, start, inner, outer, step,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
     SLOT_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +35,7 @@ def chosen_gradient(
         used = inside[:, None] & (slot < K)
         weight = tl.load(weights + row[:, None] * K + slot, used, other=0.0)
         expert = tl.load(indices + row[:, None] * K + slot, used, other=0)
-        place = row_start(row, inner, outer_stride, inner_stride, SPLIT)[:, None] + slot
+        place = row_start(row, inner, outer, step, SPLIT)[:, None] + slot
         upstream = tl.load(dweights + place, used, other=0.0)
         products += weight * upstream
         slots = slots + ((weight, expert, upstream, used & (expert >= 0) & (expert < EXPERTS)),)
@@ -72,8 +71,8 @@ def store_chosen(dlogits, slopes, row, EXPERTS: tl.constexpr, SLOT_GROUPS: tl.co
 @triton.jit
 def moe_route_backward(
     weights: Pointer.float32, indices: Pointer.int64, dweights: Pointer.float32, logits: Pointer.element,
-    dlogits: PointerIf16.element, rows: Int32, inner: Int32, outer_stride: Int64, inner_stride: Int64,
-    logits_inner: Int32, logits_outer_stride: Int64, logits_inner_stride: Int64,
+    dlogits: PointerIf16.element, rows: Int32, inner: Int32, outer: Int64, step: Int64,
+    logits_inner: Int32, logits_outer: Int64, logits_step: Int64,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
     SLOT_GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -83,11 +82,10 @@ def moe_route_backward(
     column = tl.arange(0, BLOCK)[None, :]
     zero = tl.zeros([ROWS, BLOCK], dlogits.dtype.element_ty)
     tl.store(dlogits + row[:, None] * EXPERTS + column, zero, inside[:, None] & (column < EXPERTS))
-    start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
+    start = logits + row_start(row, logits_inner, logits_outer, logits_step, SPLIT)
     slopes, _ = chosen_gradient(
-        weights, indices, dweights, row, inside, start,
-        inner, outer_stride, inner_stride,
-        EXPERTS, K, SCORE, RENORMALIZE, SPLIT, SLOT_GROUPS,
+        weights, indices, dweights, row, inside, start, inner, outer, step, EXPERTS, K, SCORE, RENORMALIZE, SPLIT,
+        SLOT_GROUPS,
     )  # fmt: skip
     store_chosen(dlogits, slopes, row, EXPERTS, SLOT_GROUPS)
 
@@ -96,19 +94,18 @@ def moe_route_backward(
 @triton.jit
 def moe_route_backward_dense(
     weights: Pointer.float32, indices: Pointer.int64, dweights: Pointer.float32, logits: Pointer.element,
-    dlogits: PointerIf16.element, rows: Int32, inner: Int32, outer_stride: Int64, inner_stride: Int64,
-    logits_inner: Int32, logits_outer_stride: Int64, logits_inner_stride: Int64,
+    dlogits: PointerIf16.element, rows: Int32, inner: Int32, outer: Int64, step: Int64,
+    logits_inner: Int32, logits_outer: Int64, logits_step: Int64,
     EXPERTS: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr,
     SLICES: tl.constexpr, SLOT_GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a softmax over all experts: −p·Σ w·dw, and the chosen ones over it."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    start = logits + row_start(row, logits_inner, logits_outer_stride, logits_inner_stride, SPLIT)
+    start = logits + row_start(row, logits_inner, logits_outer, logits_step, SPLIT)
     slopes, dot = chosen_gradient(
-        weights, indices, dweights, row, inside, start,
-        inner, outer_stride, inner_stride,
-        EXPERTS, K, SOFTMAX, False, SPLIT, SLOT_GROUPS,
+        weights, indices, dweights, row, inside, start, inner, outer, step, EXPERTS, K, SOFTMAX, False, SPLIT,
+        SLOT_GROUPS,
     )  # fmt: skip
     slices = load_slices(start, inside, EXPERTS, SLICES)
     maximum = row_maximum(slices, SLICES)
@@ -130,18 +127,14 @@ def chosen_alone(setup: Setup) -> Execute:
     """The gradient of a mode in which only chosen experts have one."""
     experts, _, _, score, renormalize = setup.problem.options
     return _backward(
-        setup,
-        moe_route_backward,
-        SCORE=SOFTMAX.value if score == "softmax" else 1,
-        RENORMALIZE=renormalize,
+        setup, moe_route_backward, SCORE=SOFTMAX.value if score == "softmax" else 1, RENORMALIZE=renormalize,
         BLOCK=max(16, triton.next_power_of_2(experts)),
-    )
+    )  # fmt: skip
 
 
 def every_expert(setup: Setup) -> Execute:
     """The gradient of a softmax over all experts."""
-    experts = setup.problem.options[0]
-    return _backward(setup, moe_route_backward_dense, SLICES=-(-experts // LANES.value))
+    return _backward(setup, moe_route_backward_dense, SLICES=-(-setup.problem.options[0] // LANES.value))
 
 
 def _backward(setup: Setup, kernel: Kernel, **constants: Any) -> Execute:
@@ -153,13 +146,8 @@ def _backward(setup: Setup, kernel: Kernel, **constants: Any) -> Execute:
         setup.either(kernel, element=element, SPLIT=split, num_warps=warps, **constants) for split in (False, True)
     ]
     count = sum(setup.problem.sizes[1:])  # of rows: part of a problem where there is something to copy
-    copies = Copies(
-        setup,
-        dweights=(torch.float32, count * k),
-        weights=(torch.float32, count * k),
-        indices=(torch.int64, count * k),
-        logits=(element, count * experts),
-    )
+    values = torch.float32, count * k
+    setup.copies(dweights=values, weights=values, indices=(torch.int64, count * k), logits=(element, count * experts))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dweights, weights, indices, logits, *_ = arguments
@@ -167,14 +155,14 @@ def _backward(setup: Setup, kernel: Kernel, **constants: Any) -> Execute:
         count = dlogits.numel() // experts
         if count == 0:
             return
-        memory = copies.memory(workspace)
-        dw = copies.rows("dweights", dweights, memory)
-        x = Rows(dlogits, count, 0, 0) if logits is None else copies.rows("logits", logits, memory)
-        launches[min(dw.inner, x.inner) < count][is_aligned(dlogits)].launch(
-            (-(-count // rows_per_program),), weights=copies.contiguous("weights", weights, memory),
-            indices=copies.contiguous("indices", indices, memory), dweights=dw.tensor, logits=x.tensor,
-            dlogits=dlogits, rows=count, inner=dw.inner, outer_stride=dw.outer_stride, inner_stride=dw.inner_stride,
-            logits_inner=x.inner, logits_outer_stride=x.outer_stride, logits_inner_stride=x.inner_stride,
+        memory = setup.memory(workspace)
+        dw = memory.rows("dweights", dweights)
+        x = Rows(dlogits) if logits is None else memory.rows("logits", logits)
+        launches[bool(dw.outer or x.outer)][is_aligned(dlogits)].launch(
+            (-(-count // rows_per_program),), weights=memory.contiguous("weights", weights),
+            indices=memory.contiguous("indices", indices), dweights=dw.tensor, logits=x.tensor, dlogits=dlogits,
+            rows=count, inner=dw.inner, outer=dw.outer, step=dw.step, logits_inner=x.inner, logits_outer=x.outer,
+            logits_step=x.step,
         )  # fmt: skip
 
     return execute

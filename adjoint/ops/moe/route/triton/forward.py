@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adjoint.core.kernels import Budget, Int32, Int64, Pointer, kernel
+from adjoint.core.kernels import Budget, Int32, Int64, Kernel, Pointer, kernel
 from adjoint.core.launch import Execute, Setup
+from adjoint.ops.moe.kernels import LANES, exponential_sum, load_slices, row_maximum, row_start, sum_by_halves, warp_sum
 from adjoint.ops.moe.route.triton.selection import (
     NO_EXPERT_32,
     NO_EXPERT_64,
@@ -29,8 +30,6 @@ from adjoint.ops.moe.route.triton.selection import (
     sort_lists,
     take_best,
 )
-from adjoint.ops.moe.rows import Copies
-from adjoint.ops.moe.warp_rows import LANES, exponential_sum, load_slices, row_maximum, row_start, warp_sum
 
 # ------------------------------------------------------------------------------------------------ weights
 
@@ -115,7 +114,7 @@ def store_rows(weights, indices, values, experts, row, inside, K: tl.constexpr, 
 @triton.jit
 def moe_route_forward(
     logits: Pointer.element, bias: Pointer.float32, weights: Pointer.float32, indices: Pointer.int64, rows: Int32,
-    inner: Int32, outer_stride: Int64, inner_stride: Int64, bias_stride: Int64,
+    inner: Int32, outer: Int64, step: Int64, bias_stride: Int64,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr, SLICES: tl.constexpr, LEVELS: tl.constexpr, SLOT_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -123,7 +122,7 @@ def moe_route_forward(
     """The K best experts of each row and their weights; a row a warp."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+    start = logits + row_start(row, inner, outer, step, SPLIT)
     slices = load_slices(start, inside, EXPERTS, SLICES)
     AS_GIVEN: tl.constexpr = SCORE == SOFTMAX and not BIASED
     if AS_GIVEN:
@@ -150,65 +149,30 @@ def moe_route_forward(
 
 def route(setup: Setup) -> Execute:
     """Chooses among all experts."""
-    experts = setup.problem.sizes[0]
-    slices = -(-experts // LANES.value)
+    slices = -(-setup.problem.sizes[0] // LANES.value)
     warps = setup.schedule["warps"]
-    rows_per_program = setup.schedule["rows_per_warp"] * warps
-    launches = [
-        setup.kernel(
-            moe_route_forward, **_constants(setup), SPLIT=split, SLICES=slices, LEVELS=(slices - 1).bit_length(),
-            ROWS=rows_per_program, num_warps=warps,
-        )
-        for split in (False, True)
-    ]  # fmt: skip
-    copies = _copies(setup)
-
-    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        logits, bias, k, *_ = arguments
-        weights, indices = outputs
-        count = weights.numel() // k
-        if count == 0:
-            return
-        x = copies.rows("logits", logits, copies.memory(workspace))
-        launches[x.inner < count].launch(
-            (-(-count // rows_per_program),), logits=x.tensor, bias=weights if bias is None else bias, weights=weights,
-            indices=indices, rows=count, inner=x.inner, outer_stride=x.outer_stride, inner_stride=x.inner_stride,
-            bias_stride=1 if bias is None else bias.stride(0),
-        )  # fmt: skip
-
-    return execute
+    rows = setup.schedule["rows_per_warp"] * warps
+    return _route(setup, moe_route_forward, rows, SLICES=slices, LEVELS=(slices - 1).bit_length(), ROWS=rows)
 
 
 # ------------------------------------------------------------------------------------- in the best groups
 
 
-@triton.jit
-def halve(values, WIDTH: tl.constexpr):
-    """[1, WIDTH] -> [1, WIDTH / 2]: the first half plus the second, whatever the layout of threads."""
-    first, second = tl.split(tl.permute(tl.reshape(values, [1, 2, WIDTH // 2]), [0, 2, 1]))
-    return first + second
-
-
-@triton.jit
-def sum_by_halves(values, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
-    """[1, WIDTH] -> [1, 1], WIDTH = 2^LEVELS."""
-    for level in tl.static_range(LEVELS):
-        values = halve(values, WIDTH // 2**level)
-    return values
-
-
 @kernel(budget=Budget(registers=128, shared_bytes=4096))
 @triton.jit
 def moe_route_grouped(
-    logits: Pointer.element, bias: Pointer.float32, weights: Pointer.float32, indices: Pointer.int64,
-    inner: Int32, outer_stride: Int64, inner_stride: Int64, bias_stride: Int64,
+    logits: Pointer.element, bias: Pointer.float32, weights: Pointer.float32, indices: Pointer.int64, rows: Int32,
+    inner: Int32, outer: Int64, step: Int64, bias_stride: Int64,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     MEMBER_BLOCK: tl.constexpr, LEVELS: tl.constexpr, SLOT_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The K best experts of the best groups, a row a program; a group scores the sum of its two best."""
+    """The K best experts of the best groups, a row a program; a group scores the sum of its two best.
+
+    `rows` is there to launch both kernels alike: no program is past the last row.
+    """
     row = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64)
-    start = logits + row_start(row, inner, outer_stride, inner_stride, SPLIT)
+    start = logits + row_start(row, inner, outer, step, SPLIT)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group = tl.arange(0, GROUP_BLOCK)
     member = tl.arange(0, MEMBER_BLOCK)
@@ -223,7 +187,7 @@ def moe_route_grouped(
         wide = x.to(tl.float64)
         if SCORE == SOFTMAX:
             scaled = flat.to(tl.float64) - maximum[:, None].to(tl.float64)
-            total_64 = sum_by_halves(tl.where(flat == flat, tl.exp(scaled), 0.0), GROUP_BLOCK * MEMBER_BLOCK, LEVELS)
+            total_64 = sum_by_halves(tl.where(flat == flat, tl.exp(scaled), 0.0), LEVELS)
             score = (tl.exp(wide - maximum[:, None].to(tl.float64)) / total_64).to(tl.float32)
         else:
             score = sigmoid_64(wide).to(tl.float32)
@@ -256,7 +220,7 @@ def moe_route_grouped(
     total = maximum
     if SCORE == SOFTMAX and not RENORMALIZE:
         terms = tl.where(flat == flat, tl.exp(flat - maximum[:, None]), 0.0)
-        total = sum_by_halves(terms, GROUP_BLOCK * MEMBER_BLOCK, LEVELS)
+        total = sum_by_halves(terms, LEVELS)
     row_weights = weights_of(values, maximum, total, SCORE, RENORMALIZE, False, K, SLOT_GROUPS)
     store_rows(weights, indices, row_weights, experts, row, inside, K, SLOT_GROUPS)
 
@@ -266,48 +230,41 @@ def route_in_groups(setup: Setup) -> Execute:
     _, _, groups, groups_kept, _ = setup.problem.options
     group_block = triton.next_power_of_2(groups)
     member_block = triton.next_power_of_2(setup.problem.sizes[0] // groups)
+    return _route(
+        setup, moe_route_grouped, 1, GROUPS=groups, GROUPS_KEPT=groups_kept, GROUP_BLOCK=group_block,
+        MEMBER_BLOCK=member_block, LEVELS=(group_block * member_block - 1).bit_length(),
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- launches
+
+
+def _route(setup: Setup, kernel: Kernel, rows_per_program: int, **constants: Any) -> Execute:
+    """Launches either kernel."""
+    problem = setup.problem
+    k, score, _, _, renormalize = problem.options
+    experts, *rows = problem.sizes  # the number of rows is part of a problem where there is something to copy
     launches = [
         setup.kernel(
-            moe_route_grouped, **_constants(setup), SPLIT=split, GROUPS=groups, GROUPS_KEPT=groups_kept,
-            GROUP_BLOCK=group_block, MEMBER_BLOCK=member_block, LEVELS=(group_block * member_block - 1).bit_length(),
-            num_warps=setup.schedule["warps"],
+            kernel, element=problem.dtypes[0], EXPERTS=experts, K=k, SCORE=SOFTMAX.value if score == "softmax" else 1,
+            BIASED=len(problem.dtypes) > 1, RENORMALIZE=renormalize, SLOT_GROUPS=-(-k // LANES.value), SPLIT=split,
+            num_warps=setup.schedule["warps"], **constants,
         )
         for split in (False, True)
     ]  # fmt: skip
-    copies = _copies(setup)
+    setup.copies(logits=(problem.dtypes[0], experts * sum(rows)))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        logits, bias, k, *_ = arguments
+        logits, bias, *_ = arguments
         weights, indices = outputs
         count = weights.numel() // k
         if count == 0:
             return
-        x = copies.rows("logits", logits, copies.memory(workspace))
-        launches[x.inner < count].launch(
-            (count,), logits=x.tensor, bias=weights if bias is None else bias, weights=weights, indices=indices,
-            inner=x.inner, outer_stride=x.outer_stride, inner_stride=x.inner_stride,
+        x = setup.memory(workspace).rows("logits", logits)
+        launches[x.outer != 0].launch(
+            (-(-count // rows_per_program),), logits=x.tensor, bias=weights if bias is None else bias, weights=weights,
+            indices=indices, rows=count, inner=x.inner, outer=x.outer, step=x.step,
             bias_stride=1 if bias is None else bias.stride(0),
         )  # fmt: skip
 
     return execute
-
-
-def _constants(setup: Setup) -> dict[str, Any]:
-    """What both kernels are compiled for."""
-    problem = setup.problem
-    k, score, _, _, renormalize = problem.options
-    return {
-        "element": problem.dtypes[0],
-        "EXPERTS": problem.sizes[0],
-        "K": k,
-        "SCORE": SOFTMAX.value if score == "softmax" else 1,
-        "BIASED": len(problem.dtypes) > 1,
-        "RENORMALIZE": renormalize,
-        "SLOT_GROUPS": -(-k // LANES.value),
-    }
-
-
-def _copies(setup: Setup) -> Copies:
-    problem = setup.problem
-    experts, *rows = problem.sizes  # the number of rows is part of a problem where there is something to copy
-    return Copies(setup, logits=(problem.dtypes[0], experts * sum(rows)))

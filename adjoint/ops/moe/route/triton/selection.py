@@ -13,7 +13,7 @@ the best head of 32 lists, and taking it costs one reduction over the warp and o
 import triton
 import triton.language as tl
 
-from adjoint.ops.moe.warp_rows import LANES, exponential_sum
+from adjoint.ops.moe.kernels import LANES, exponential_sum
 
 SOFTMAX = tl.constexpr(0)
 """The value of SCORE that stands for a softmax; a sigmoid is 1."""

@@ -1,4 +1,7 @@
-"""Triton functions on rows of logits that lie across one warp: lane l of slice s holds expert 32·s + l."""
+"""Triton functions that kernels of several ops share: where rows lie, logits across a warp, sums in a stated order.
+
+A row of logits lies across one warp: lane l of slice s holds expert 32·s + l.
+"""
 
 # ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
 
@@ -10,12 +13,12 @@ LANES = tl.constexpr(32)
 
 
 @triton.jit
-def row_start(row, inner, outer_stride, inner_stride, SPLIT: tl.constexpr):
-    """Where rows begin; with SPLIT they lie along two axes, of which the inner one has the given size."""
+def row_start(row, inner, outer, step, SPLIT: tl.constexpr):
+    """Where rows begin; with SPLIT they lie along two axes, as `adjoint.core.layout.Rows` has them."""
     if SPLIT:
-        return (row // inner) * outer_stride + (row % inner) * inner_stride
+        return (row // inner).to(tl.int64) * outer + (row % inner).to(tl.int64) * step
     else:
-        return row * inner_stride
+        return row.to(tl.int64) * step
 
 
 @triton.jit
@@ -65,3 +68,20 @@ def exponential_sum(slices, maximum, WIDE: tl.constexpr, SLICES: tl.constexpr):
         term = tl.exp(value.to(WIDE) - maximum[:, None].to(WIDE))
         total += tl.where(value == value, term, 0.0)
     return warp_sum(total)
+
+
+@triton.jit
+def halves(both):
+    """The left and the right half of the columns."""
+    rows: tl.constexpr = both.shape[0]
+    columns: tl.constexpr = both.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(both, (rows, 2, columns)), (0, 2, 1)))
+
+
+@triton.jit
+def sum_by_halves(values, LEVELS: tl.constexpr):
+    """[1, 2^LEVELS] -> [1, 1]: the first half plus the second, and so on, whatever the layout of threads."""
+    for _ in tl.static_range(LEVELS):
+        first, second = halves(values)
+        values = first + second
+    return values

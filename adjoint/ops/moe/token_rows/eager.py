@@ -1,4 +1,4 @@
-"""Dispatch and its adjoint in plain PyTorch, on any device, with the bits of the kernels; combine has them too."""
+"""Rows of tokens, and tokens from their rows, in plain PyTorch on any device, with the bits of the kernels."""
 
 import torch
 from torch import Tensor

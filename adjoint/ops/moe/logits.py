@@ -1,0 +1,33 @@
+"""Which logits the router and its losses take, and how kernels read them.
+
+Kernels read rows of adjacent elements, along at most two axes. The last axis is never strided in a kernel: Triton lays
+a row out over threads by what it knows about strides, and sums in an order that follows from the layout. With a stride
+it does not know, version 3.6 spreads a row over several warps, reads slowly, and adds in another order than for the
+same row of adjacent elements. What lies in any other way is copied first.
+"""
+
+import torch
+from torch import Tensor
+
+from adjoint.core.arguments import require_floating
+from adjoint.core.errors import ArgumentError
+from adjoint.core.problem import short
+
+MAX_EXPERTS = 1024
+"""What one warp sorts."""
+
+
+def check_logits(op: str, logits: Tensor) -> None:
+    """A floating tensor [..., experts] of a type and a number of experts the kernels have."""
+    require_floating(op, "logits", logits)
+    if logits.dtype == torch.float64:
+        raise ArgumentError(
+            f"{op}: logits must be bfloat16, float16 or float32, got {short(logits.dtype)}; "
+            f"convert them first, for example with logits.float()"
+        )
+    if logits.dim() == 0:
+        raise ArgumentError(f"{op}: logits must have an axis of experts, the last, got a tensor without axes")
+    if not 1 <= logits.shape[-1] <= MAX_EXPERTS:
+        raise ArgumentError(
+            f"{op}: logits must have 1 to {MAX_EXPERTS} experts along the last axis, got shape {tuple(logits.shape)}"
+        )
