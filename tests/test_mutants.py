@@ -249,7 +249,7 @@ def _load(name: str, source: str) -> None:
     parent, _, leaf = name.rpartition(".")
     vars(import_module(parent))[leaf] = module
     for operator in adjoint.core.plan.operators():
-        operator._plans.clear()
+        operator.plans.clear()
 
 
 # ----------------------------------------------------------------------------------------- activation

@@ -70,7 +70,7 @@ def _one(function: Any, dtype: torch.dtype, device: torch.device, batches: int) 
     times = _medians(
         {
             "whole": lambda: function(*inputs),
-            "arithmetic": lambda: plan.compute(arguments, None, None),
+            "arithmetic": lambda: plan.execute(arguments),
             "torch": lambda: composition(*inputs),
             "torch_same_arithmetic": lambda: composition(*(tensor.double() for tensor in inputs)).to(dtype),
         },

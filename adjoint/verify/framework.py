@@ -13,7 +13,7 @@ from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import Inputs, differentiable, each, leaves
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
-from adjoint.core.plan import forget
+from adjoint.core.operator import forget
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
 from adjoint.verify.bits import same_bits

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adjoint.core.plan import operators
+from adjoint.core.operator import operators
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.verify import Job, jobs
