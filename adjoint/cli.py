@@ -185,11 +185,9 @@ def plan(
 
 
 def _styled(explanation: str) -> Text:
-    """A printed plan with the words that open its lines in bold."""
+    """A printed plan with the words that open its lines, in the first ten columns of either direction, in bold."""
     text = Text(explanation)
-    text.highlight_regex(
-        r"(?m)^ *(problem|preference|plan|sku|workspace|schedule|guarantee|not taken|adjoint)\b", "bold cyan"
-    )
+    text.highlight_regex(r"(?m)^(  )?[a-z][a-z ]{0,9}", "bold cyan")
     return text
 
 

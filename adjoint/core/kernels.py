@@ -344,12 +344,11 @@ class Variant:
         function = _kernels[self.kernel].function
         signature = dict(self.types) | {name: "constexpr" for name, _ in self.constants}
         position = {name: index for index, name in enumerate(signature)}
-        source_type: Any
         if getattr(function, "is_gluon", lambda: False)():
-            from triton.experimental.gluon._runtime import GluonASTSource as source_type
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
         else:
-            from triton.compiler import ASTSource as source_type
-        source = source_type(
+            from triton.compiler import ASTSource as Source
+        source = Source(
             fn=function,
             signature=signature,
             constexprs={(position[name],): value for name, value in self.constants},

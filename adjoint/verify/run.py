@@ -87,7 +87,7 @@ class Evaluation:
     def row(
         self, check: str, dtype: torch.dtype, guarantee: str, measured: str | None = None, wrong: Sequence[str] = ()
     ) -> Row:
-        """The verdict of a check: it passed if nothing is wrong. By default the promise's own words say what was found."""
+        """The verdict of a check: it passed if nothing is wrong; what was found is, by default, what is promised."""
         where = self.subject.name, check, short(dtype), self.plan_names
         return Row(*where, guarantee, measured or guarantee, not wrong, "; ".join(wrong))
 
