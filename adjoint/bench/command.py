@@ -59,7 +59,8 @@ def overhead(console: Console, device: torch.device) -> None:
     console.print(tables.overheads(rows))
 
 
-def readme(console: Console, path: Path, folder: Path) -> None:
-    """Writes the saved GPU results into a README."""
-    written = results.update_readme(path, folder)
-    console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)
+def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
+    """Writes the saved GPU results into documents, of which all but the first may be missing."""
+    for path in (paths[0], *filter(Path.exists, paths[1:])):
+        written = results.update_readme(path, folder)
+        console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)
