@@ -181,7 +181,7 @@ class Setup:
         """The regions of a workspace as kernels take them; one is allocated where there is none."""
         return self.regions.divide(workspace, self.device)
 
-    def number(self, **parameters: Any) -> None:
+    def add_numeric(self, **parameters: Any) -> None:
         """Adds parameters that change bits and belong to no kernel."""
         self.plan_numeric |= parameters
 

@@ -102,7 +102,7 @@ class Op:
         describe: the facts that a choice of plan depends on.
         forward: candidates, best first; a function, so that no kernel is imported.
         adjoint: the backward; None where there is none.
-        others: further forms of the backward, by the name under which `call` asks for them.
+        alternatives: further forms of the backward, by the name under which `call` asks for them.
         differentiable: the inputs that have gradients; all by default.
         constant: outputs that have no gradient, such as indices; the last ones.
         absent: `absent(*arguments)`: outputs that these arguments do not ask for, which are empty and have no gradient.
@@ -125,7 +125,7 @@ class Op:
         describe: Callable[..., Facts],
         forward: Candidates,
         adjoint: Adjoint | None = None,
-        others: dict[str, Adjoint] | None = None,
+        alternatives: dict[str, Adjoint] | None = None,
         differentiable: tuple[str, ...] | None = None,
         constant: tuple[str, ...] = (),
         absent: Callable[..., tuple[str, ...]] | None = None,
@@ -168,7 +168,7 @@ class Op:
             results=len(outputs) + len(kept),
         )
         forms = {"": adjoint} if adjoint is not None else {}
-        self.forms = {form: Backward(self, declared) for form, declared in (forms | (others or {})).items()}
+        self.forms = {form: Backward(self, declared) for form, declared in (forms | (alternatives or {})).items()}
         self.call = _make_call(self)
 
     def bind(self, arguments: tuple[Any, ...], form: str, buffers: tuple[Tensor, ...]) -> Call:

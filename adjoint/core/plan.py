@@ -114,7 +114,7 @@ class Candidate:
         return setup.regions.bytes
 
 
-def writing(compute: Compute) -> Run:
+def allocating_outputs(compute: Compute) -> Run:
     """A candidate's `run` from what writes into outputs that are there."""
 
     def run(

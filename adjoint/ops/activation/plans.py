@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.layout import coalesce
 from adjoint.core.op import Facts
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.activation import eager, reference
@@ -195,7 +194,7 @@ def _on_kernels(layout: str, direction: str, bind: Callable[[Any], Callable[[Set
         from adjoint.ops.activation import kernels
 
         if "packed" in setup.problem.op:
-            setup.number(order=setup.problem.options[0])
+            setup.add_numeric(order=setup.problem.options[0])
         return bind(kernels)(setup)
 
     return Candidate(
@@ -248,7 +247,7 @@ def _backward(views: Views, pairs: bool = False) -> tuple[Candidate, ...]:
         _on_kernels("rows", "backward", lambda kernels: lambda setup: kernels.backward_rows(setup, views)),
         *(_on_kernels("pairs", "backward", lambda kernels: kernels.backward_pairs),) * pairs,
         _on_kernels("strided", "backward", lambda kernels: lambda setup: kernels.backward_strided(setup, views)),
-        _in_pytorch(writing(compute)),
+        _in_pytorch(allocating_outputs(compute)),
     )
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.norm import eager
@@ -174,7 +173,7 @@ def _candidates(
         schedules=_SCHEDULES,
         entry=lambda problem: f"{kernel} {_width(problem)}",
     )
-    return on_kernels, in_pytorch("eager", lambda problem: guarantee("eager", problem), writing(run))
+    return on_kernels, in_pytorch("eager", lambda problem: guarantee("eager", problem), allocating_outputs(run))
 
 
 def _setup(module: str, direction: str) -> Callable[[Setup], Execute]:

@@ -34,7 +34,9 @@ _silu = Op(
     describe=_describe,
     forward=lambda: plans.SILU,
     adjoint=Adjoint(lambda: plans.SILU_BACKWARD, _describe_backward),
-    others={"reuse": Adjoint(lambda: plans.SILU_REUSE, plans.describe_reuse, name="backward_reuse", overwrites=True)},
+    alternatives={
+        "reuse": Adjoint(lambda: plans.SILU_REUSE, plans.describe_reuse, name="backward_reuse", overwrites=True)
+    },
 )
 
 

@@ -53,7 +53,9 @@ _swiglu = Op(
     describe=_describe,
     forward=lambda: plans.SWIGLU,
     adjoint=Adjoint(lambda: plans.SWIGLU_BACKWARD, _describe_backward),
-    others={"reuse": Adjoint(lambda: plans.SWIGLU_REUSE, plans.describe_reuse, name="backward_reuse", overwrites=True)},
+    alternatives={
+        "reuse": Adjoint(lambda: plans.SWIGLU_REUSE, plans.describe_reuse, name="backward_reuse", overwrites=True)
+    },
 )
 
 
@@ -97,7 +99,7 @@ _packed = Op(
     describe=_describe_packed,
     forward=lambda: plans.SWIGLU_PACKED,
     adjoint=Adjoint(lambda: plans.SWIGLU_PACKED_BACKWARD, _describe_packed_backward),
-    others={
+    alternatives={
         "reuse": Adjoint(
             lambda: plans.SWIGLU_PACKED_REUSE,
             lambda dy, packed, order: Facts((packed.dtype,), plans.packed_layout_of([dy], [packed], order)),

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import additions, sum_bound
@@ -210,7 +209,7 @@ def _candidates(
     def setup(setup: Setup) -> Execute:
         from adjoint.ops.embedding.bag import kernels
 
-        setup.number(**_numeric(setup.problem))
+        setup.add_numeric(**_numeric(setup.problem))
         return kernels.forward(setup) if direction == "forward" else kernels.backward(setup)
 
     return (
@@ -224,7 +223,7 @@ def _candidates(
             setup=setup,
             schedules=_SCHEDULES,
         ),
-        in_pytorch("eager.bags", guarantee, writing(in_eager), _numeric, waits=lambda problem: True),
+        in_pytorch("eager.bags", guarantee, allocating_outputs(in_eager), _numeric, waits=lambda problem: True),
     )
 
 

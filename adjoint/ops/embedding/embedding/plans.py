@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.errors import report
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, Run, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import additions, sum_bound
@@ -129,7 +128,7 @@ EMBEDDING = (
         setup=_gather,
         schedules=_SCHEDULES,
     ),
-    in_pytorch("eager.gather", forward_guarantee, writing(_gather_eagerly)),
+    in_pytorch("eager.gather", forward_guarantee, allocating_outputs(_gather_eagerly)),
 )
 
 
@@ -145,7 +144,7 @@ def _backward(form: str, in_eager: Callable[[int], Run]) -> tuple[Candidate, ...
         def setup(setup: Setup) -> Execute:
             from adjoint.ops.embedding.embedding import kernels
 
-            setup.number(**_numeric(tile))
+            setup.add_numeric(**_numeric(tile))
             execute: Execute = getattr(kernels, form)(setup, tile)
             return execute
 
@@ -180,7 +179,9 @@ def _numeric(tile: int) -> dict[str, Any]:
 
 
 EMBEDDING_BACKWARD = _backward(
-    "dense", lambda tile: writing(lambda plan, a, out, w: eager.dense(*a, tile=tile, out=out[0]))
+    "dense", lambda tile: allocating_outputs(lambda plan, a, out, w: eager.dense(*a, tile=tile, out=out[0]))
 )
-EMBEDDING_BACKWARD_INTO = _backward("into", lambda tile: writing(lambda plan, a, out, w: eager.into(*a, tile=tile)))
+EMBEDDING_BACKWARD_INTO = _backward(
+    "into", lambda tile: allocating_outputs(lambda plan, a, out, w: eager.into(*a, tile=tile))
+)
 EMBEDDING_BACKWARD_SPARSE = _backward("sparse", lambda tile: lambda plan, a, out, w: eager.sparse(*a, tile=tile))

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.errors import report
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import additions, sum_bound
@@ -202,7 +201,7 @@ TAKE = (
         setup=_take,
         schedules=_SCHEDULES,
     ),
-    in_pytorch("eager.take", forward_guarantee, writing(_take_eagerly)),
+    in_pytorch("eager.take", forward_guarantee, allocating_outputs(_take_eagerly)),
 )
 
 
@@ -213,7 +212,7 @@ def _backward(name: str, kernel: str, refuse: Callable[[Problem], str], launch: 
     def setup(setup: Setup) -> Execute:
         from importlib import import_module
 
-        setup.number(tile=TILE)
+        setup.add_numeric(tile=TILE)
         bind: Callable[[Setup], Execute] = getattr(
             import_module(f"adjoint.ops.indexing.take_along_axis.triton.{module}"), function
         )
@@ -239,7 +238,7 @@ TAKE_BACKWARD = (
     in_pytorch(
         "eager.sorted",
         backward_guarantee,
-        writing(_sum_eagerly),
+        allocating_outputs(_sum_eagerly),
         lambda problem: {"tile": TILE},
         waits=lambda problem: not problem.options[2],
     ),

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Derived, Guarantee, spacing
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Compute, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.dispatch import eager
@@ -185,7 +184,7 @@ def on_tokens(
             setup=lambda setup: getattr(kernels(), name)(setup),
             schedules=schedules,
         ),
-        in_pytorch("eager.tokens", guarantee, writing(in_torch), lambda problem: numeric),
+        in_pytorch("eager.tokens", guarantee, allocating_outputs(in_torch), lambda problem: numeric),
     )
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate
+from adjoint.core.plan import Candidate, Compute, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.losses import eager, reference
@@ -175,7 +174,7 @@ def _candidates(
             setup=setup,
             schedules=_SCHEDULES,
         ),
-        in_pytorch("eager", lambda problem: _guarantee(problem, "eager"), writing(compute)),
+        in_pytorch("eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute)),
     )
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
-from adjoint.core.plan import Candidate
+from adjoint.core.plan import Candidate, Compute, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.route import bounds, eager, reference
@@ -168,7 +167,7 @@ def _on_kernels(
         return ""
 
     def setup(setup: Setup) -> Execute:
-        setup.number(**_numeric(setup.problem))
+        setup.add_numeric(**_numeric(setup.problem))
         return bind(import_module(f"adjoint.ops.moe.route.triton.{direction}"))(setup)
 
     return Candidate(
@@ -185,7 +184,9 @@ def _on_kernels(
 
 
 def _eager(direction: str, compute: Compute) -> Candidate:
-    return in_pytorch("eager", lambda problem: _GUARANTEES[direction](problem, "eager"), writing(compute), _numeric)
+    return in_pytorch(
+        "eager", lambda problem: _GUARANTEES[direction](problem, "eager"), allocating_outputs(compute), _numeric
+    )
 
 
 ROUTE = (

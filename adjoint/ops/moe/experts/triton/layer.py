@@ -35,7 +35,7 @@ def _settle_common(setup: Setup) -> None:
     copies = setup.problem.layout.removesuffix("copied").split()
     setup.scratch(**{name: regions[name] for name in copies})
     if element in EDGE and not setup.interpreted:
-        setup.number(edge=EDGE[element])
+        setup.add_numeric(edge=EDGE[element])
 
 
 def forward(setup: Setup) -> Execute:
