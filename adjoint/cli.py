@@ -185,11 +185,9 @@ def plan(
 
 
 def _styled(explanation: str) -> Text:
-    """A printed plan with the words that open its lines in bold."""
+    """A printed plan with the words that open its lines, in the first ten columns of either direction, in bold."""
     text = Text(explanation)
-    text.highlight_regex(
-        r"(?m)^ *(problem|preference|plan|sku|workspace|schedule|guarantee|not taken|adjoint)\b", "bold cyan"
-    )
+    text.highlight_regex(r"(?m)^(  )?[a-z][a-z ]{0,9}", "bold cyan")
     return text
 
 
@@ -262,7 +260,7 @@ def bench(
     results: Annotated[Path, typer.Option(help="The folder of saved results.")] = Path("benchmarks/results"),
     readme: Annotated[
         bool,
-        typer.Option("--readme", help="Write the saved GPU results into README.md; times nothing without --save."),
+        typer.Option("--readme", help="Write the saved GPU results into the documents; times nothing without --save."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times; needs matplotlib.")] = None,
 ) -> None:
@@ -292,7 +290,7 @@ def bench(
                 plot=plot,
             )
         if readme:
-            command.readme(console, Path("README.md"), results)
+            command.readme(console, [Path("README.md"), Path("docs/performance.md")], results)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)
     raise typer.Exit(0 if passed else 1)

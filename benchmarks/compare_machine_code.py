@@ -36,21 +36,21 @@ RESOURCES = ("scheduling", "num_warps", "registers", "spilled_bytes", "shared_by
 
 
 def variants_of(target: str, family: str | None) -> Iterator[tuple[str, Any]]:
-    """Every variant that the tree lists for a target, with its name. ADAPT THIS when the enumeration changes.
+    """Every variant that the tree lists for a target, with its name; another enumeration is another branch here.
 
     A variant needs `kernel`, `types`, `constants`, `num_warps`, `num_stages` and `compile(GPUTarget)`.
     """
     for place in ("adjoint.contract", "adjoint.ops"):
         module = importlib.import_module(place) if importlib.util.find_spec(place) else None
         if module is not None and hasattr(module, "builds"):
-            # After the refactoring: one function for all families, which are folders of the kernels' modules.
+            # A tree with one function for all families, which are folders of the kernels' modules.
             from adjoint.core.kernels import registered
 
             for name, variant in module.builds(target):
                 if family is None or family in registered()[variant.kernel].function.__module__.split("."):
                     yield name, variant
             return
-    # Before it: a function in each family's cases.
+    # An older one, with a function in each family's cases.
     from adjoint.ops import FAMILIES
 
     for each in FAMILIES if family is None else (family,):

@@ -15,7 +15,7 @@ from adjoint.core.problem import Problem
 
 def unexplained(setup: Setup) -> Iterator[str]:
     """The constants of a setup that nothing explains, in words."""
-    sizes = _sizes(setup.problem) | {value for value in setup.numbers.values() if isinstance(value, int)}
+    sizes = _sizes(setup.problem) | {value for value in setup.plan_numeric.values() if isinstance(value, int)}
     for launch in setup.launches:
         numeric = [launch.settings[name] for name in launch.kernel.numeric.values()]
         known = sizes | {_levels(value) for value in numeric if isinstance(value, int)}

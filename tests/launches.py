@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.core import plan as plans
 from adjoint.core.kernels import Variant
+from adjoint.core.operator import operators
 
 
 def record_launches(patch: pytest.MonkeyPatch) -> list[tuple[Variant, tuple[int, ...]]]:
@@ -25,6 +25,6 @@ def record_launches(patch: pytest.MonkeyPatch) -> list[tuple[Variant, tuple[int,
         return start_recording
 
     patch.setattr(Variant, "prepare", prepare_recording)
-    for operator in plans.operators():
-        operator._plans.clear()
+    for operator in operators():
+        operator.plans.clear()
     return launched

@@ -32,8 +32,7 @@ from adjoint.contract.inputs import each
 from adjoint.core import kernels
 from adjoint.core.preference import Preference
 from adjoint.ops import FAMILIES
-from adjoint.verify import bits, numerics
-from adjoint.verify.row import Row
+from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
 from tests.mutants import calls as edges
 from tests.mutants import (
@@ -248,7 +247,7 @@ def _load(name: str, source: str) -> None:
     parent, _, leaf = name.rpartition(".")
     vars(import_module(parent))[leaf] = module
     for operator in adjoint.core.plan.operators():
-        operator._plans.clear()
+        operator.plans.clear()
 
 
 # ----------------------------------------------------------------------------------------- activation

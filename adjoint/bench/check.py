@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from adjoint.bench.contenders import Contender, Task
@@ -94,8 +93,3 @@ def _share(measured: Measurement) -> float:
     if measured.limit:
         return measured.value / measured.limit
     return math.inf if measured.value else 0.0
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from adjoint.bench import environment, report, results, run, tables
+from adjoint.bench import environment, results, run, tables
 from adjoint.bench import overhead as host
 
 
@@ -47,9 +47,7 @@ def times(
     if folder is not None:
         console.print(f"saved in {results.save(result, command, folder)}", highlight=False, soft_wrap=True)
     if plot is not None:
-        from adjoint.bench.plot import plot as draw
-
-        draw(result, name, plot)
+        tables.plot(result, name, plot)
     return result.ok
 
 
@@ -61,7 +59,8 @@ def overhead(console: Console, device: torch.device) -> None:
     console.print(tables.overheads(rows))
 
 
-def readme(console: Console, path: Path, folder: Path) -> None:
-    """Writes the saved GPU results into a README."""
-    written = report.update_readme(path, folder)
-    console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)
+def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
+    """Writes the saved GPU results into documents, of which all but the first may be missing."""
+    for path in (paths[0], *filter(Path.exists, paths[1:])):
+        written = results.update_readme(path, folder)
+        console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)

@@ -4,8 +4,7 @@ A contender computes one direction of one workload. Building it does everything 
 timed: choosing the plan, compiling, recording the graph.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +76,11 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+def _without_graph(function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return as_tuple(function(*arguments))
+
+
 def kept_bytes(function: Callable[..., Any], inputs: Inputs) -> int:
     """What autograd keeps of a call, in bytes of memory that is not the inputs'."""
     own = leaves(inputs)
@@ -132,13 +136,7 @@ def ours(task: Task) -> Contender:
 def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
     """Forward without a graph; backward over a graph that is kept, so that it alone is timed; or both, as one step."""
     if task.direction == FORWARD:
-
-        def forward() -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                return as_tuple(function(*task.inputs))
-
-        return Contender(forward)
-
+        return Contender(lambda: _without_graph(function, *task.inputs))
     own = leaves(task.inputs)
     if task.direction == STEP:
         return Contender(lambda: torch.autograd.grad(as_tuple(function(*own)), differentiable(own), task.upstream))
@@ -169,25 +167,18 @@ def compiled(task: Task) -> Contender:
     return contender
 
 
-@contextmanager
-def _deterministic_algorithms() -> Iterator[None]:
-    """torch's deterministic mode; afterwards it is as it was."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-
-
 def deterministic(task: Task) -> Contender:
-    """The same work in torch's own functions, in its deterministic mode."""
+    """The same work in torch's own functions, in its deterministic mode; afterwards the mode is as it was."""
     plain = eager(task)
 
     def run() -> tuple[Tensor, ...]:
-        with _deterministic_algorithms():
+        enabled = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
             return plain.run()
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
     return Contender(run)
 
@@ -195,11 +186,4 @@ def deterministic(task: Task) -> Contender:
 def gradients_by(function: Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]) -> Builder:
     """Gradients from a plain function of the upstream gradients and the inputs, outside autograd."""
 
-    def build(task: Task) -> Contender:
-        def run() -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                return as_tuple(function(task.upstream, task.inputs))
-
-        return Contender(run)
-
-    return build
+    return lambda task: Contender(lambda: _without_graph(function, task.upstream, task.inputs))

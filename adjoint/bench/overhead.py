@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import adjoint
-from adjoint.bench.check import synchronize
+from adjoint.bench.timing import synchronize
 from adjoint.core.problem import short
 
 TARGET = 12.0
@@ -49,11 +49,11 @@ class Overhead:
         return self.host <= TARGET
 
 
-_TORCH: dict[Any, Callable[..., torch.Tensor]] = {
-    adjoint.silu: F.silu,
-    adjoint.swiglu: lambda gate, up: F.silu(gate) * up,
+_TORCH: dict[Any, tuple[int, Callable[..., torch.Tensor]]] = {
+    adjoint.silu: (1, F.silu),
+    adjoint.swiglu: (2, lambda gate, up: F.silu(gate) * up),
 }
-_COUNTS = {adjoint.silu: 1, adjoint.swiglu: 2}
+"""The number of tensors each function takes, and the same work in torch."""
 
 
 def overhead(device: torch.device, batches: int = 400) -> list[Overhead]:
@@ -63,14 +63,14 @@ def overhead(device: torch.device, batches: int = 400) -> list[Overhead]:
 
 
 def _one(function: Any, dtype: torch.dtype, device: torch.device, batches: int) -> Overhead:
-    inputs = tuple(torch.randn(SHAPE, device=device).to(dtype) for _ in range(_COUNTS[function]))
+    count, composition = _TORCH[function]
+    inputs = tuple(torch.randn(SHAPE, device=device).to(dtype) for _ in range(count))
     plan = adjoint.plan(function, *inputs).prepare()
     arguments = (*inputs, *plan.problem.options)
-    composition = _TORCH[function]
     times = _medians(
         {
             "whole": lambda: function(*inputs),
-            "arithmetic": lambda: plan.compute(arguments, None, None),
+            "arithmetic": lambda: plan.execute(arguments),
             "torch": lambda: composition(*inputs),
             "torch_same_arithmetic": lambda: composition(*(tensor.double() for tensor in inputs)).to(dtype),
         },

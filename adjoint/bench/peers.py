@@ -4,19 +4,21 @@ To add one: a function from a `Task` to a `Contender` that calls the peer's own 
 `PEERS`.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
+from functools import partial
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.bench import fla_w_u
 from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple, through_autograd
-from adjoint.bench.gated_delta_peers import fla_step, transformers_rule
-from adjoint.bench.norm_peers import fla_gated_rms_norm, fla_l2_norm, liger_rms_norm, quack_rms_norm
+
+EPS = 1e-6
+"""Of the norms."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,29 @@ def version(distribution: str) -> str | None:
         return None
 
 
+def _imported(path: str, install: str) -> Any:
+    """What a path names, "module:function"; `install` is what pip would install it by."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise NotInstalled(f"pip install {install}") from error
+
+
+def _autograd(path: str, install: str, call: Callable[..., Any]) -> Builder:
+    """A peer with an autograd function of its own for both directions: `call(<what the path names>, *inputs)`."""
+    return lambda task: through_autograd(partial(call, _imported(path, install)), task)
+
+
 def _liger_swiglu(task: Task) -> Contender:
     """Liger's kernels without its autograd wrapper. The backward overwrites gate and up."""
-    try:
-        from liger_kernel.ops.swiglu import swiglu_backward, swiglu_forward
-    except ImportError as error:
-        raise NotInstalled("pip install liger-kernel") from error
-
+    module, install = "liger_kernel.ops.swiglu", "liger-kernel"
+    swiglu_forward = _imported(f"{module}:swiglu_forward", install)
+    swiglu_backward = _imported(f"{module}:swiglu_backward", install)
     gate, up = task.inputs
     if task.direction == FORWARD:
-
-        def forward() -> tuple[Tensor, ...]:
-            result: Any = as_tuple(swiglu_forward(gate, up))
-            return (result[-1],)  # the output alone, or gate, up and the output
-
-        return Contender(forward)
-
+        # It gives the output alone, or gate, up and the output.
+        return Contender(lambda: as_tuple(swiglu_forward(gate, up))[-1:])
     (upstream,) = task.upstream
     own_gate, own_up = torch.empty_like(gate), torch.empty_like(up)
 
@@ -66,44 +75,87 @@ def _liger_swiglu(task: Task) -> Contender:
     return Contender(backward, restore=restore)
 
 
-def _delta_rule(function: Callable[..., Any]) -> Builder:
-    """A peer's `chunk_gated_delta_rule`, both directions through its own autograd function."""
-
-    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Any, cu_seqlens: Any) -> Tensor:
-        outputs: tuple[Tensor, ...] = function(
-            q, k, v, g, beta, initial_state=state, output_final_state=False, cu_seqlens=cu_seqlens
-        )
-        return outputs[0]
-
-    return lambda task: through_autograd(rule, task)
+def _delta_rule(function: Any, *inputs: Any) -> Any:
+    """A peer's `chunk_gated_delta_rule`."""
+    *tensors, state, cu_seqlens = inputs
+    return function(*tensors, initial_state=state, output_final_state=False, cu_seqlens=cu_seqlens)[0]
 
 
 def _fla_gated_delta_rule(task: Task) -> Contender:
     os.environ["FLA_FLASH_QLA"] = "0"  # or, with FlashQLA installed, it would run that one's kernels
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError as error:
-        raise NotInstalled("pip install flash-linear-attention") from error
-    return _delta_rule(chunk_gated_delta_rule)(task)
+    rule = _imported("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "flash-linear-attention")
+    return through_autograd(partial(_delta_rule, rule), task)
 
 
-def _flash_qla_gated_delta_rule(task: Task) -> Contender:
-    try:
-        from flash_qla import chunk_gated_delta_rule
-    except ImportError as error:
-        raise NotInstalled("pip install flash-qla") from error
-    return _delta_rule(chunk_gated_delta_rule)(task)
+def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
+    """What transformers' Qwen3.5 runs without FLA, and autograd over it."""
+    q, k, v, g, beta, state, _ = inputs
+    rule = getattr(function, "__wrapped__", function)  # its decorator looks for FLA's kernel first
+    repeat = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(repeat, 2) if repeat > 1 else x for x in (q, k))
+    return rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+
+
+def _fla_step(task: Task) -> Contender:
+    """FLA's recurrent kernel, which gives the new states beside the outputs; it has no backward."""
+    step = _imported("fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule", "flash-linear-attention")
+    if task.direction != FORWARD:
+        raise NotImplementedError("FLA's recurrent kernel has no backward")
+    q, k, v, g, beta, state, _ = task.inputs
+    return Contender(lambda: as_tuple(step(q, k, v, g, beta=beta, initial_state=state, output_final_state=True)))
+
+
+def _fla_recompute_w_u(task: Task) -> Contender:
+    """Its forward kernel alone. Its running sums of g are logarithms to base 2, made before the clock starts."""
+    recompute = _imported("fla.ops.gated_delta_rule.wy_fast:recompute_w_u_fwd", "flash-linear-attention")
+    k, v, beta, G, T, _ = task.inputs
+    exponents = G * (1 / math.log(2))
+    return Contender(lambda: as_tuple(recompute(k=k, v=v, beta=beta, A=T, g=exponents)))
 
 
 PEERS = {
     "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
-    "liger_rms_norm": Peer("Liger", "liger-kernel", liger_rms_norm),
-    "quack_rms_norm": Peer("QuACK", "quack-kernels", quack_rms_norm),
-    "fla_gated_rms_norm": Peer("FLA", "fla-core", fla_gated_rms_norm),
-    "fla_l2_norm": Peer("FLA", "fla-core", fla_l2_norm),
+    "liger_rms_norm": Peer(
+        "Liger",
+        "liger-kernel",
+        _autograd(  # in the mode that computes in float32, without overwriting dy
+            "liger_kernel.ops.rms_norm:LigerRMSNormFunction",
+            "liger-kernel",
+            lambda norm, x, weight: norm.apply(x, weight, EPS, 0.0, "gemma", False),
+        ),
+    ),
+    "quack_rms_norm": Peer(
+        "QuACK",
+        "quack-kernels",
+        _autograd("quack.rmsnorm:rmsnorm", "quack-kernels", lambda norm, x, weight: norm(x, weight, eps=EPS)),
+    ),
+    "fla_gated_rms_norm": Peer(
+        "FLA",
+        "fla-core",
+        _autograd(
+            "fla.modules.fused_norm_gate:rms_norm_gated",
+            "flash-linear-attention",
+            lambda norm, x, gate, weight: norm(x, gate, weight, None, "swish", eps=EPS),
+        ),
+    ),
+    "fla_l2_norm": Peer(
+        "FLA",
+        "fla-core",
+        _autograd("fla.modules.l2norm:l2norm", "flash-linear-attention", lambda norm, x: norm(x, EPS)),
+    ),
     "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
-    "flash_qla_gated_delta_rule": Peer("FlashQLA", "flash-qla", _flash_qla_gated_delta_rule),
-    "fla_gated_delta_step": Peer("FLA", "fla-core", fla_step),
-    "transformers_gated_delta_rule": Peer("transformers", "transformers", transformers_rule),
-    "fla_recompute_w_u": Peer("FLA", "fla-core", fla_w_u.recompute_w_u),
+    "flash_qla_gated_delta_rule": Peer(
+        "FlashQLA", "flash-qla", _autograd("flash_qla:chunk_gated_delta_rule", "flash-qla", _delta_rule)
+    ),
+    "fla_gated_delta_step": Peer("FLA", "fla-core", _fla_step),
+    "transformers_gated_delta_rule": Peer(
+        "transformers",
+        "transformers",
+        _autograd(
+            "transformers.models.qwen3_5.modeling_qwen3_5:torch_chunk_gated_delta_rule",
+            "transformers, 5.17 or newer",
+            _transformers_gated_delta_rule,
+        ),
+    ),
+    "fla_recompute_w_u": Peer("FLA", "fla-core", _fla_recompute_w_u),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adjoint.bench.check import Verdict, check, poison, synchronize
+from adjoint.bench.check import Verdict, check, poison
 from adjoint.bench.contenders import (
     BACKWARD,
     FORWARD,
@@ -24,7 +24,7 @@ from adjoint.bench.contenders import (
     ours,
 )
 from adjoint.bench.peers import PEERS
-from adjoint.bench.timing import Action, copy_ceiling, matrix_ceiling, own_stream, recorded, time_on
+from adjoint.bench.timing import Action, copy_ceiling, matrix_ceiling, own_stream, recorded, synchronize, time_on
 from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import Inputs
 from adjoint.core.errors import ArgumentError

@@ -1,6 +1,7 @@
-"""The tables of `adjoint bench`, for a terminal."""
+"""The tables of `adjoint bench`, for a terminal, and its chart."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
@@ -8,6 +9,7 @@ from rich.table import Table
 from adjoint.bench.overhead import TARGET, Overhead
 from adjoint.bench.run import ABSENT, FAILED, INACCURATE, LEFT_OUT, OURS, TIMED, Result, Row
 from adjoint.contract.cases import Workload
+from adjoint.core.errors import Unsupported
 from adjoint.core.problem import short
 
 
@@ -52,10 +54,7 @@ def _cells(row: Row, ceiling: float, counted: bool = False) -> Iterable[str]:
     error = escape(", ".join(filter(None, (f"{row.error:.1e}", row.guarantee, row.note))))
     if row.status == INACCURATE:
         error = f"[yellow]INACCURATE: {escape(row.note)}[/yellow]"
-    products = (
-        "" if row.teraflops is None else f"{row.teraflops:.0f}",
-        _memory(row),
-    )
+    products = ("" if row.teraflops is None else f"{row.teraflops:.0f}", _memory(row))
     return (
         f"{row.microseconds:.1f}",
         f"{speed:.{0 if speed >= 100 else 2}f}",
@@ -101,3 +100,30 @@ def overheads(rows: list[Overhead]) -> Table:
             verdict if row.device == "cpu" else "–",
         )
     return table
+
+
+def plot(result: Result, name: str, path: Path) -> None:
+    """Draws a bar for the speed of every contender that has one, in groups of workload and direction."""
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise Unsupported("bench: --plot needs matplotlib; pip install matplotlib") from error
+
+    groups = list(dict.fromkeys((row.workload, row.direction) for row in result.rows))
+    contenders = list(dict.fromkeys(row.contender for row in result.rows))
+    figure = Figure(figsize=(10, 0.8 + 0.6 * len(groups)), layout="constrained")
+    axes = figure.add_subplot()
+    height = 0.8 / len(contenders)
+    for index, contender in enumerate(contenders):
+        bars = [
+            (groups.index((row.workload, row.direction)) + index * height, row.gigabytes_per_second)
+            for row in result.rows
+            if row.contender == contender and row.gigabytes_per_second is not None
+        ]
+        axes.barh([position for position, _ in bars], [speed for _, speed in bars], height, label=contender)
+    axes.axvline(result.ceiling, linestyle="--", color="gray", label="copy")
+    axes.set_yticks([index + 0.4 - height / 2 for index in range(len(groups))], [" ".join(group) for group in groups])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"GB/s on {name}")
+    axes.legend()
+    figure.savefig(path)

@@ -19,6 +19,11 @@ _CYCLES_PER_SECOND = 2_000_000_000
 """No GPU's clock is faster."""
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class _BeforeEachRun:
     """Acts where `do_bench` clears the gradient of a tensor: before every timed run, outside its time."""
 
@@ -51,15 +56,8 @@ def time_gpu(function: Action, restore: Action | None = None) -> float:
             restore()
         torch.cuda._sleep(head_start)
 
-    return float(
-        do_bench(
-            function,
-            warmup=WARM_UP_MILLISECONDS,
-            rep=REPEAT_MILLISECONDS,
-            return_mode="median",
-            grad_to_none=[_BeforeEachRun(before_each_run)],
-        )
-    )
+    durations = {"warmup": WARM_UP_MILLISECONDS, "rep": REPEAT_MILLISECONDS}
+    return float(do_bench(function, **durations, return_mode="median", grad_to_none=[_BeforeEachRun(before_each_run)]))
 
 
 def _head_start(function: Action, restore: Action | None) -> int:

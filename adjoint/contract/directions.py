@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.plan import Call, Operator, Plan, select
+from adjoint.core.operator import Operator
+from adjoint.core.plan import Call, Plan, select
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,16 @@
 """Checks of what metadata shows, shared by every op: each raises a sentence that names the argument."""
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor, bfloat16, dtype, float16, float32, float64, int32, int64, strided
 
 from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import share_memory, to_meta
 from adjoint.core.problem import short
+
+if TYPE_CHECKING:
+    from adjoint.core.operator import Operator
+    from adjoint.core.plan import Plan
 
 FLOATING: tuple[dtype, ...] = (float64, float32, bfloat16, float16)
 _FLOATING = frozenset(FLOATING)
@@ -30,8 +37,7 @@ def alike(first: Tensor, second: Tensor) -> bool:
 
 def require_floating(op: str, name: str, value: Tensor) -> None:
     """A tensor of one of the four floating types, on a device the ops run on."""
-    if not isinstance(value, Tensor):
-        raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    _require_tensor(op, name, value)
     if value.dtype not in _FLOATING:
         raise ArgumentError(
             f"{op}: {name} must be one of {', '.join(map(short, FLOATING))}, got {short(value.dtype)}; "
@@ -44,16 +50,35 @@ def require_floating(op: str, name: str, value: Tensor) -> None:
 
 def require_ids(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
     """A tensor of int32 or int64, on the device of another."""
-    if not isinstance(value, Tensor):
-        raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    _require_tensor(op, name, value)
     if value.dtype not in (int32, int64):
         raise ArgumentError(
             f"{op}: {name} must be int32 or int64, got {short(value.dtype)}; convert it first, "
             f"for example with {name}.long()"
         )
     _require_strided(op, name, value)
-    if value.device != like.device:
-        raise ArgumentError(f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}")
+    _require_device(op, name, value, like_name, like)
+
+
+def require_like(
+    op: str, name: str, value: Tensor, like_name: str, like: Tensor, shape: tuple[int, ...] | None = None
+) -> None:
+    """A tensor of the dtype and device of another, and of its shape unless another is stated."""
+    _require_tensor(op, name, value)
+    _require_strided(op, name, value)
+    if value.shape != (like.shape if shape is None else shape):
+        wanted = f"the shape of {like_name}, {tuple(like.shape)}" if shape is None else f"shape {tuple(shape)}"
+        raise ArgumentError(f"{op}: {name} must have {wanted}, got {tuple(value.shape)}")
+    if value.dtype != like.dtype:
+        raise ArgumentError(
+            f"{op}: {name} must have the dtype of {like_name}, {short(like.dtype)}, got {short(value.dtype)}"
+        )
+    _require_device(op, name, value, like_name, like)
+
+
+def _require_tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
 
 
 def _require_strided(op: str, name: str, value: Tensor) -> None:
@@ -62,23 +87,56 @@ def _require_strided(op: str, name: str, value: Tensor) -> None:
         raise ArgumentError(f"{op}: {name} must be a dense tensor with strides, got {kind}; convert it first")
 
 
-def require_like(
-    op: str, name: str, value: Tensor, like_name: str, like: Tensor, shape: tuple[int, ...] | None = None
-) -> None:
-    """A tensor of the dtype and device of another, and of its shape or the one given."""
-    if not isinstance(value, Tensor):
-        raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    _require_strided(op, name, value)
-    if shape is not None:
-        if value.shape != shape:
-            raise ArgumentError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
-    elif value.shape != like.shape:
-        raise ArgumentError(
-            f"{op}: {name} must have the shape of {like_name}, {tuple(like.shape)}, got {tuple(value.shape)}"
-        )
-    if value.dtype != like.dtype:
-        raise ArgumentError(
-            f"{op}: {name} must have the dtype of {like_name}, {short(like.dtype)}, got {short(value.dtype)}"
-        )
+def _require_device(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
     if value.device != like.device:
         raise ArgumentError(f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}")
+
+
+# --------------------------------------------------------------------------------- what `Plan.run` writes to
+
+
+def check_outputs(operator: "Operator", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    """Raises unless `out=` has the shape, dtype, device, strides and memory that outputs must have."""
+    op, like = operator.name, operator.allocate(*map(to_meta, arguments))
+    if len(outputs) != len(like):
+        raise ArgumentError(f"{op}: out= must hold {len(like)} tensors, got {len(outputs)}")
+    device = next(a.device for a in arguments if isinstance(a, Tensor))
+    for name, output, expected in zip(operator.outputs, outputs, like, strict=True):
+        _require_tensor(op, f"out= for {name}", output)
+        if output.shape != expected.shape:
+            wrong = f"have shape {tuple(expected.shape)}, got {tuple(output.shape)}"
+        elif output.dtype != expected.dtype:
+            wrong = f"be {short(expected.dtype)}, got {short(output.dtype)}"
+        elif output.device != device:
+            wrong = f"be on {device}, got {output.device}"
+        elif output.numel() and any(
+            size > 1 and step != expected_step
+            for size, step, expected_step in zip(output.shape, output.stride(), expected.stride(), strict=True)
+        ):
+            wrong = f"have strides {expected.stride()}, got {output.stride()}"
+        else:
+            continue
+        raise ArgumentError(f"{op}: out= for {name} must {wrong}")
+
+    in_use = {name: a for name, a in zip(operator.tensors, arguments, strict=False) if isinstance(a, Tensor)}
+    for name, output in zip(operator.outputs, outputs, strict=True):
+        for other, memory in in_use.items():
+            if share_memory(output, memory):
+                raise ArgumentError(
+                    f"{op}: out= for {name} shares memory with {other}, which the kernel reads or writes as well; "
+                    f"give it memory of its own"
+                )
+        in_use[f"out= for {name}"] = output
+
+
+def check_workspace(plan: "Plan", workspace: Tensor) -> None:
+    """Raises unless `workspace=` is contiguous memory on the plan's device, and enough of it."""
+    op, needed = plan.operator.name, plan.workspace_bytes
+    _require_tensor(op, "workspace=", workspace)
+    if needed is None:
+        raise ArgumentError(f"{op}: plan {plan.name} takes no workspace=; the library behind it allocates its own")
+    if workspace.device != plan.problem.device or not workspace.is_contiguous():
+        raise ArgumentError(f"{op}: workspace= must be contiguous and on {plan.problem.device}, got {workspace.device}")
+    size = workspace.numel() * workspace.element_size()
+    if size < needed:
+        raise ArgumentError(f"{op}: workspace= is too small: {needed} bytes are needed, got {size}")

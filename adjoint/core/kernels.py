@@ -183,57 +183,51 @@ _SCALARS = frozenset(("i32", "i64", "fp32"))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRITON_TYPES}
 
 
-class _Pointer(type):
-    """`Pointer.float32` names the type of a pointer's numbers; any other name is a variable: `Pointer.element`."""
+class _Named(type):
+    """`Pointer.float32` names a type; any other name is a variable that the launch settles: `Pointer.element`."""
 
-    multiple: str
+    pointer = True
+    multiple = "never"
     __triton_builtin__ = True
 
     def __getattr__(cls, name: str) -> Parameter:
         if name.startswith("_"):
             raise AttributeError(name)
-        return Parameter(name, True, cls.multiple)
+        return Parameter(name, cls.pointer, cls.multiple)
 
 
-class Pointer(metaclass=_Pointer):
+class Pointer(metaclass=_Named):
     """The address of numbers, about whose alignment nothing is known."""
 
-    multiple = "never"
 
-
-class Pointer16(metaclass=_Pointer):
+class Pointer16(metaclass=_Named):
     """An address that is a multiple of 16 bytes in every launch."""
 
     multiple = "always"
 
 
-class PointerIf16(metaclass=_Pointer):
+class PointerIf16(metaclass=_Named):
     """An address that is a multiple of 16 bytes in launches with `aligned=True`."""
 
     multiple = "aligned"
+
+
+class Float(metaclass=_Named):
+    """A number of the type that a variable stands for: `Float.computed`."""
+
+    pointer = False
+
+
+class Int(metaclass=_Named):
+    """A whole number of the type that a variable stands for: `Int.number`."""
+
+    pointer = False
 
 
 Int32, Int64 = Parameter("i32", False, "never"), Parameter("i64", False, "never")
 Int32x16, Int64x16 = Parameter("i32", False, "always"), Parameter("i64", False, "always")
 Int32If16, Int64If16 = Parameter("i32", False, "aligned"), Parameter("i64", False, "aligned")
 Float32 = Parameter("fp32", False, "never")
-
-
-class _Number(type):
-    __triton_builtin__ = True
-
-    def __getattr__(cls, name: str) -> Parameter:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return Parameter(name, False, "never")
-
-
-class Float(metaclass=_Number):
-    """A number of the type that a variable stands for: `Float.computed`."""
-
-
-class Int(metaclass=_Number):
-    """A whole number of the type that a variable stands for: `Int.number`."""
 
 
 # ------------------------------------------------------------------------------------------------ kernels
@@ -257,18 +251,11 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        function: Any,
-        budget: Budget,
-        targets: Iterable[str] = TARGETS,
-        numeric: Mapping[str, str] | None = None,
-        schedule: Iterable[str] = (),
+        self, function: Any, budget: Budget, targets: Iterable[str], numeric: Mapping[str, str], schedule: Iterable[str]
     ) -> None:
         from triton.language import constexpr
 
-        self.function = function
-        self.budget = budget
-        self.targets = frozenset(targets)
+        self.function, self.budget, self.targets = function, budget, frozenset(targets)
         self.name: str = function.__name__
         self.parameters: tuple[str, ...] = tuple(function.arg_names)
         annotations = function.fn.__annotations__
@@ -278,10 +265,11 @@ class Kernel:
         }
         self.variables = frozenset(t.variable for t in self.types.values() if t.variable)
         self.settings = self.variables | frozenset(self.constants)
-        self.numeric, self.schedule = dict(numeric or {}), frozenset(schedule)
+        self.numeric, self.schedule = dict(numeric), frozenset(schedule)
         self.variants: dict[Hashable, Variant] = {}
+        self._require_types()
 
-    def require_types(self) -> None:
+    def _require_types(self) -> None:
         """Raises unless the signature says what every parameter is, and all that is said is about parameters."""
         missing = [name for name in self.parameters if name not in self.types and name not in self.constants]
         if missing:
@@ -363,7 +351,11 @@ class Variant:
         signature: dict[str, Any] = {name: tuple(text.split(",")) if "," in text else text for name, text in self.types}
         signature |= {name: "constexpr" for name, _ in self.constants}
         position = {name: index for index, name in enumerate(signature)}
-        source = _source_of(function)(
+        if getattr(function, "is_gluon", lambda: False)():
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
+        else:
+            from triton.compiler import ASTSource as Source
+        source = Source(
             fn=function,
             signature=signature,
             constexprs={(position[name],): value for name, value in self.constants},
@@ -375,29 +367,9 @@ class Variant:
                 )
             },
         )
-        options = {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            # Contraction would make bits depend on how a compiler happened to pair operations.
-            "enable_fp_fusion": False,
-        }
+        # Contraction would make bits depend on how a compiler happened to pair operations.
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
         return triton.compile(source, target=target, options=options)
-
-
-def _paths(position: int, kind: str | tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Where the numbers of a parameter stand in a signature."""
-    return [(position, place) for place in range(len(kind))] if isinstance(kind, tuple) else [(position,)]
-
-
-def _source_of(function: Any) -> Any:
-    """How Triton reads a function: a kernel of its own language, or of Gluon."""
-    if getattr(function, "is_gluon", lambda: False)():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource
 
 
 _launchers: dict[tuple[Variant, torch.device], Callable[..., None]] = {}
@@ -462,20 +434,14 @@ def kernel(
 
     def decorate(function: Any) -> Kernel:
         made = Kernel(function, budget, targets, labels, schedule)
-        made.require_types()
-        return _add(made)
+        if made.name in _kernels and _kernels[made.name].function.__module__ != function.__module__:
+            raise ValueError(f"two kernels are named {made.name}")
+        _kernels[made.name] = made
+        for key in [key for key in _launchers if key[0].kernel == made.name]:
+            del _launchers[key]
+        return made
 
     return decorate
-
-
-def _add(kernel: Kernel) -> Kernel:
-    function = kernel.function
-    if kernel.name in _kernels and _kernels[kernel.name].function.__module__ != function.__module__:
-        raise ValueError(f"two kernels are named {kernel.name}")
-    _kernels[kernel.name] = kernel
-    for key in [key for key in _launchers if key[0].kernel == kernel.name]:
-        del _launchers[key]
-    return kernel
 
 
 def registered() -> dict[str, Kernel]:

@@ -1,10 +1,7 @@
 """What a plan settles before it runs: the kernels it may launch, each with its constants, and its workspace.
 
     def forward(setup: Setup) -> Execute:              # beneath its kernel; called once for a plan
-        scale = {
-            aligned: setup.kernel(scale_rows, element=setup.problem.dtypes[0], BLOCK=1024, aligned=aligned)
-            for aligned in (True, False)
-        }
+        scale = setup.either(scale_rows, element=setup.problem.dtypes[0], BLOCK=1024)
 
         def execute(arguments, outputs, workspace):    # called for every run of the plan
             (x, factor), (y,) = arguments, outputs
@@ -21,6 +18,7 @@ What a setup binds may depend on the problem's dtypes, layout and options and on
 kernels are compiled for them: a plan for more tokens must find everything compiled.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adjoint.core.errors import status_word
+from adjoint.core.errors import Unsupported, status_word
 from adjoint.core.kernels import TARGETS, TUNED, TUNED_GPU, Kernel, Variant, architecture, interpreting
 from adjoint.core.layout import copied_names
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, short
 from adjoint.core.workspace import Memory, Regions
 
 if TYPE_CHECKING:
@@ -119,7 +117,7 @@ class Setup:
         schedule: the parameters that change no bit.
         overrides: whether the schedule is another than the reviewed one.
         launches: what was bound.
-        numbers: the parameters that change bits and belong to no kernel.
+        plan_numeric: the parameters that change bits and belong to no kernel.
         regions: the workspace.
     """
 
@@ -129,8 +127,8 @@ class Setup:
         self.problem, self.device, self.schedule, self.overrides = problem, problem.device, schedule, overrides
         self.target = target or architecture(problem.device)
         self.launches: list[Launch] = []
-        self.numbers: dict[str, Any] = {}
         self.regions = Regions()
+        self.plan_numeric: dict[str, Any] = {}
 
     @property
     def nvidia(self) -> bool:
@@ -183,9 +181,9 @@ class Setup:
         """The regions of a workspace as kernels take them; one is allocated where there is none."""
         return self.regions.divide(workspace, self.device)
 
-    def number(self, **numbers: Any) -> None:
-        """Names parameters that change bits and belong to no kernel."""
-        self.numbers |= numbers
+    def add_numeric(self, **parameters: Any) -> None:
+        """Adds parameters that change bits and belong to no kernel."""
+        self.plan_numeric |= parameters
 
     def prepare(self) -> None:
         """Compiles everything that was bound."""
@@ -197,11 +195,11 @@ class Setup:
     @property
     def numeric(self) -> dict[str, Any]:
         """The parameters that change bits, by the names that kernels give them."""
-        named = dict(self.numbers)
+        named = dict(self.plan_numeric)
         for launch in self.launches:
             for label, name in launch.kernel.numeric.items():
                 value = launch.settings[name]
-                value = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+                value = short(value) if isinstance(value, torch.dtype) else value
                 if named.setdefault(label, value) != value:
                     raise AssertionError(
                         f"{launch.kernel.name}: {label} is numeric, and both {named[label]} and {value} in one plan; "
@@ -218,6 +216,57 @@ def is_aligned(*tensors: Tensor | None) -> bool:
     return True
 
 
+# ------------------------------------------------------------------------------------------------- streams
+
+_of_thread = threading.local()
+
+
+def run_concurrently(
+    device: torch.device, first: Callable[[], Any], second: Callable[[], Any], worthwhile: bool
+) -> None:
+    """Launches two pieces of work that do not depend on each other; what follows waits for both.
+
+    On a GPU, where that is worthwhile, the second goes to a stream of its own: neither fills the card alone, and the
+    first has the choice of its places. It is joined even when one raises, so memory of the current stream may be used
+    freely. Graphs capture it.
+
+    Args:
+        device: where both run.
+        first, second: launch on the current stream.
+        worthwhile: whether the work is long enough for what a second stream costs the host.
+    """
+    if device.type != "cuda" or not worthwhile:
+        first()
+        second()
+        return
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    try:
+        first()
+        with torch.cuda.stream(side):
+            second()
+    finally:
+        main.wait_stream(side)
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """This thread's second stream of a device."""
+    streams: dict[int, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in streams:
+        streams[index] = torch.cuda.Stream(index)
+    return streams[index]
+
+
+def refuse_capture(device: torch.device, what: str, advice: str) -> None:
+    """For what waits for the device: raises `Unsupported` while a CUDA graph is recorded.
+
+    Torch would, but from somewhere inside, after which its random generators on the device cannot be used.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(f"{what} waits for the device, so a CUDA graph cannot record it; {advice}")
+
+
 # ------------------------------------------------------------------------------------------------- builds
 
 
@@ -227,16 +276,10 @@ def setups(call: "Call", target: str, plan: str = "") -> Iterator[Setup]:
     Plans are those that accept the problem and are for the target, or the one of a name among them, each under the
     schedule of a GPU nobody tuned; for the architecture that kernels are tuned on, under that of the tuned GPU too.
     """
-    outputs = call.operator.allocate(*call.arguments)
-    directions = [(call.operator, call.arguments)]
-    if call.adjoint is not None and call.adjoint_arguments is not None:
-        directions.append((call.adjoint, call.adjoint_arguments(outputs[: call.public_outputs], outputs)))
-    for operator, arguments in directions:
-        problem = operator.describe(*arguments)._replace(device=torch.device(TARGETS[target][0]))
+    for operator, problem in call.problems(torch.device(TARGETS[target][0])):
         for candidate in operator.candidates():
-            if candidate.setup is None or target not in candidate.targets or plan not in ("", candidate.name):
-                continue
-            if not candidate.refuse(problem):
+            is_meant = candidate.setup is not None and target in candidate.targets and plan in ("", candidate.name)
+            if is_meant and not candidate.refuse(problem):
                 for gpu in (target, TUNED_GPU) if target == TUNED else (target,):
                     yield set_up(candidate, problem, target, gpu)
 

@@ -1,9 +1,14 @@
 """How tensors lie in memory: which elements are neighbours, which tensors overlap, and what kernels read as rows."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+
+def to_meta(value: Any) -> Any:
+    """A tensor without its memory, of the same sizes, strides and dtype; what is no tensor stays as it is."""
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 class Axes(NamedTuple):

@@ -1,8 +1,7 @@
 """Problem -> Plan: which kernel serves a call, with which guarantee, and why.
 
-An `Operator` is one direction of an op (`swiglu`, `swiglu_backward`). It lists `Candidate`s, best
-first. A `Problem` is what metadata tells about a call and a choice may depend on. `select` takes the
-first candidate that accepts the problem and meets the preference; the result is a `Plan`.
+An operator lists `Candidate`s, best first. A `Problem` is what metadata tells about a call and a choice may depend on.
+`select` takes the first candidate that accepts the problem and meets the preference; the result is a `Plan`.
 
 A plan's parameters come in two kinds. Numeric ones change bits: they are part of the SKU and may
 depend on the item's own size and dtype alone. Schedule ones (warps, tiles along independent axes) may
@@ -12,25 +11,34 @@ by GPU name, beside the kernels.
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from adjoint.core import kernels
-from adjoint.core.dispatch import listening, refuse_transforms
+from adjoint.core.arguments import check_outputs, check_workspace
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.guarantee import Guarantee
-from adjoint.core.launch import Execute, Launch, Setup
+from adjoint.core.launch import Execute, Launch, Setup, refuse_capture
+from adjoint.core.layout import to_meta
 from adjoint.core.preference import Preference, parse, resolve
-from adjoint.core.problem import Problem, short
-from adjoint.core.run_arguments import check_outputs, check_workspace
+from adjoint.core.problem import Problem, Sku, short
 from adjoint.core.schedules import Schedules
-from adjoint.core.sku import Sku
-from adjoint.core.streams import refuse_capture
+
+if TYPE_CHECKING:
+    from adjoint.core.operator import Operator
+
+Run = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
+"""What a candidate in plain PyTorch runs: `(plan, arguments, outputs or None, workspace or None) -> outputs`."""
+
+Compute = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
+"""What writes into outputs that are there: `(plan, arguments, outputs, workspace or None)`."""
+
+# ------------------------------------------------------------------------------------------- candidates
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,12 @@ class Candidate:
         setup: of a plan on kernels: binds what it launches and the workspace, and gives what runs; see `launch.py`.
         targets: the architectures that `setup` is for.
         returns_outputs: what `setup` gives allocates the outputs and returns them, because their sizes are results.
-        run: of a plan in plain PyTorch: `run(plan, arguments, outputs, workspace)` computes and returns the outputs;
-            where `outputs` is None it allocates them (`plan.allocate`).
+        run: of a plan in plain PyTorch: computes and returns the outputs; where they are None it allocates them
+            (`plan.allocate`).
         numeric: the parameters of `run` that change bits; kernels say themselves which of theirs do.
         schedules: the parameters that do not, by GPU.
         entry: the name of a problem's parameters among the schedules; by default that of the kernel.
-        workspace_bytes: scratch needed; None where a library allocates what it likes.
+        workspace_bytes: the scratch memory of `run`; None where a library allocates what it likes.
         any_layout: serves every layout, so a plan made for one runs the others.
         waits: whether it waits for the device, because only there it is known how much there is to compute; then no
             CUDA graph can record it.
@@ -64,7 +72,7 @@ class Candidate:
     revision: int
     refuse: Callable[[Problem], str]
     guarantee: Callable[[Problem], Mapping[str, Guarantee]]
-    run: Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]] | None = None
+    run: Run | None = None
     setup: Callable[[Setup], Execute] | None = None
     targets: tuple[str, ...] = tuple(kernels.TARGETS)
     returns_outputs: bool = False
@@ -106,132 +114,93 @@ class Candidate:
         return setup.regions.bytes
 
 
-@dataclass
-class Operator:
-    """One direction of an op: its arguments, its outputs and its candidates. Made by `define`.
+def allocating_outputs(compute: Compute) -> Run:
+    """A candidate's `run` from what writes into outputs that are there."""
 
-    Attributes:
-        name: as registered, `torch.ops.adjoint.<name>`.
-        outputs: the names of what it returns, or of what it overwrites.
-        tensors: the names of its tensor arguments, which come first; an optional one may be None, the first never.
-        check: raises `ArgumentError` for arguments whose metadata is wrong.
-        allocate: empty outputs for given arguments; the shape function is the same code.
-        describe: the `Problem` of given arguments.
-        candidates: best first; a function, so that no kernel module is imported to define an op.
-        call: the registered operator.
-        assemble: of a backward: `assemble(results, arguments)` gives a gradient for each output, where it is not what
-            the operator returns.
-    """
+    def run(
+        plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        compute(plan, arguments, outputs, workspace)
+        return outputs
 
-    name: str
-    outputs: tuple[str, ...]
-    tensors: tuple[str, ...]
-    check: Callable[..., None]
-    allocate: Callable[..., tuple[Tensor, ...]]
-    describe: Callable[..., Problem]
-    candidates: Callable[[], tuple[Candidate, ...]]
-    call: Any = None
-    assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
-    _plans: dict[tuple[Problem, str], "Plan"] = field(default_factory=dict, repr=False)
-
-    def __call__(self, *everything: Any) -> Any:
-        """Runs the operator on its arguments and the preference's string.
-
-        Through torch's dispatcher whenever anyone could be listening there (a compiler, a mode, a
-        tensor subclass, a transform, the profiler), and straight to the launch otherwise: entering
-        Python through the dispatcher costs as much as everything else in a call together.
-        """
-        tensors = everything[: len(self.tensors)]
-        if torch.compiler.is_compiling():
-            return self.call(*everything)
-        if listening(tensors):
-            refuse_transforms(self.name, tensors)
-            return self.call(*everything)
-        results = self.launch(everything[:-1], everything[-1])
-        return results[0] if len(self.outputs) == 1 and results else results
-
-    def launch(self, arguments: tuple[Any, ...], preference: str) -> tuple[Tensor, ...]:
-        """Chooses a plan and runs it; what the registered operator does on every device."""
-        problem = self.describe(*arguments)
-        plan = self._plans.get((problem, preference))
-        if plan is None:
-            plan = select(self, problem, preference)
-        return plan.execute(arguments, None, None)
+    return run
 
 
-_operators: dict[str, Operator] = {}
+def in_pytorch(
+    name: str,
+    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    run: Run,
+    numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
+    waits: Callable[[Problem], bool] = lambda problem: False,
+) -> Candidate:
+    """A candidate in plain PyTorch: for every problem and layout, on every device."""
+    return Candidate(
+        name, "eager", "pytorch", 1, lambda problem: "", guarantee, run,
+        numeric=numeric, workspace_bytes=lambda problem: None, any_layout=True, waits=waits,
+    )  # fmt: skip
 
 
-def register_operator(operator: Operator) -> None:
-    _operators[operator.name] = operator
-
-
-def operators() -> list[Operator]:
-    """Every operator defined so far."""
-    return list(_operators.values())
-
-
-def forget() -> None:
-    """Forgets every plan chosen so far, and every kernel compiled: the next call is again the first."""
-    with _lock:
-        for operator in operators():
-            operator._plans.clear()
-    kernels.forget()
-
+# ---------------------------------------------------------------------------------------------- selection
 
 _CACHED_PLANS = 4096
 _lock = threading.Lock()
 
 
-def select(operator: Operator, problem: Problem, preference: str) -> "Plan":
+def select(operator: "Operator", problem: Problem, preference: str) -> "Plan":
     """The first candidate that accepts the problem and meets the preference, as a plan."""
-    plan = operator._plans.get((problem, preference))
+    plan = operator.plans.get((problem, preference))
     if plan is not None:
         return plan
-    wanted = parse(preference)
-    candidates = operator.candidates()
-    named = _named(wanted, candidates)
-    verdicts: list[tuple[Candidate, str]] = [
-        (candidate, _objection(candidate, problem, wanted, named)) for candidate in candidates
-    ]
-    taken = next((candidate for candidate, objection in verdicts if not objection), None)
-    if taken is None:
+    candidates, request = operator.candidates(), parse(preference)
+    named = _named(request, candidates)
+    objections = [(candidate, _objection(candidate, problem, request, named)) for candidate in candidates]
+    chosen = next((candidate for candidate, objection in objections if not objection), None)
+    if chosen is None:
         raise Unsupported(
             f"{operator.name}: no plan for {problem} meets the preference "
             f"({preference or 'none given'}). Candidates:\n"
-            + "\n".join(f"  {candidate.name}: {objection}" for candidate, objection in verdicts)
+            + "\n".join(f"  {candidate.name}: {objection}" for candidate, objection in objections)
         )
     others = tuple(
-        (candidate.name, objection or f"would do, but ranks after {taken.name}")
-        for candidate, objection in verdicts
-        if candidate is not taken
+        (candidate.name, objection or f"would do, but ranks after {chosen.name}")
+        for candidate, objection in objections
+        if candidate is not chosen
     )
-    plan = Plan(operator, taken, problem, preference, others)
+    plan = Plan(operator, chosen, problem, preference, others)
     with _lock:
-        while len(operator._plans) >= _CACHED_PLANS:
-            operator._plans.pop(next(iter(operator._plans)))
-        return operator._plans.setdefault((problem, preference), plan)
+        while len(operator.plans) >= _CACHED_PLANS:
+            operator.plans.pop(next(iter(operator.plans)))
+        return operator.plans.setdefault((problem, preference), plan)
 
 
-def _named(wanted: Preference, candidates: tuple[Candidate, ...]) -> str | None:
+def forget_plans(operators: Iterable["Operator"]) -> None:
+    """Forgets every plan that was chosen for some operators."""
+    with _lock:
+        for operator in operators:
+            operator.plans.clear()
+
+
+def _named(request: Preference, candidates: tuple[Candidate, ...]) -> str | None:
     """Which of the plans a preference names is meant here: the first that is among the candidates."""
-    own = {candidate.name for candidate in candidates}
-    return next((name for name in (wanted.plan or "").split("+") if name in own), None)
+    known = {candidate.name for candidate in candidates}
+    return next((name for name in (request.plan or "").split("+") if name in known), None)
 
 
-def _objection(candidate: Candidate, problem: Problem, wanted: Preference, named: str | None) -> str:
-    """Why a candidate is not taken; empty when it may be."""
-    if wanted.backend is not None and candidate.backend != wanted.backend:
-        return f"its backend is {candidate.backend}, the preference asks for {wanted.backend}"
-    if wanted.plan is not None and candidate.name != named:
-        return f"the preference asks for the plan {wanted.plan}"
+def _objection(candidate: Candidate, problem: Problem, request: Preference, named: str | None) -> str:
+    """Why a candidate is not chosen; empty when it may be."""
+    if request.backend is not None and candidate.backend != request.backend:
+        return f"its backend is {candidate.backend}, the preference asks for {request.backend}"
+    if request.plan is not None and candidate.name != named:
+        return f"the preference asks for the plan {request.plan}"
     if reason := candidate.refuse(problem) or candidate.why_not_on(problem.device):
         return reason
     for output, guarantee in candidate.guarantee(problem).items():
         for flag in ("repeatable", "batch_invariant", "device_invariant"):
-            if getattr(wanted, flag) and not getattr(guarantee, flag):
+            if getattr(request, flag) and not getattr(guarantee, flag):
                 return f"{output} is not {flag}"
-    limit = wanted.max_workspace_bytes
+    limit = request.max_workspace_bytes
     if limit is not None:
         needed = candidate.scratch_bytes(problem)
         if needed is None:
@@ -241,15 +210,20 @@ def _objection(candidate: Candidate, problem: Problem, wanted: Preference, named
     return ""
 
 
+# -------------------------------------------------------------------------------------------------- plans
+
+
 @dataclass(frozen=True)
 class Plan:
     """A candidate bound to a problem. Owns no memory. `print(plan)` says why this one.
 
     Attributes:
+        others: the candidates that were not taken, by name, each with the reason.
         adjoint: the plan of the backward, when there is one.
+        overrides: schedule parameters that are not the reviewed ones.
     """
 
-    operator: Operator
+    operator: "Operator"
     candidate: Candidate
     problem: Problem
     preference: str
@@ -267,16 +241,16 @@ class Plan:
 
     @cached_property
     def sku(self) -> Sku:
-        on_kernels = self.candidate.setup is not None
-        numeric = self._setup[0].numeric if on_kernels else self.candidate.numeric(self.problem)
+        candidate, problem = self.candidate, self.problem
+        numeric = candidate.numeric(problem) if candidate.setup is None else self._setup[0].numeric
         return Sku(
             self.operator.name,
-            self.candidate.backend,
-            self.candidate.kernel,
-            self.candidate.revision,
-            kernels.architecture(self.problem.device),
-            "+".join(short(dtype) for dtype in self.problem.dtypes),
-            self.problem.layout,
+            candidate.backend,
+            candidate.kernel,
+            candidate.revision,
+            kernels.architecture(problem.device),
+            "+".join(map(short, problem.dtypes)),
+            problem.layout,
             ",".join(f"{name}={value}" for name, value in numeric.items()),
         )
 
@@ -289,14 +263,18 @@ class Plan:
         return self.candidate.guarantee(self.problem)
 
     @cached_property
+    def schedule(self) -> dict[str, int]:
+        return self.candidate.schedule(self.problem, self.problem.device) | dict(self.overrides)
+
+    @cached_property
     def _setup(self) -> tuple[Setup, Execute]:
-        """What the plan binds, and what runs it; of a plan on kernels."""
+        """What a plan on kernels binds, and what runs it."""
         assert self.candidate.setup is not None
         setup = Setup(self.problem, self.schedule, overrides=bool(self.overrides))
         return setup, self.candidate.setup(setup)
 
     @cached_property
-    def _execute(self) -> Execute:
+    def _launch(self) -> Execute:
         return self._setup[1]
 
     @property
@@ -315,32 +293,24 @@ class Plan:
         """Whether `run` waits for the device; a CPU keeps nobody waiting."""
         return self.problem.device.type != "cpu" and self.candidate.waits(self.problem)
 
-    @cached_property
-    def schedule(self) -> dict[str, int]:
-        return self.candidate.schedule(self.problem, self.problem.device) | dict(self.overrides)
-
     def with_schedule(self, **parameters: int) -> "Plan":
         """The same plan under other schedule parameters: the same bits, another speed."""
-        unknown = sorted(set(parameters) - set(self.schedule))
+        op, unknown = self.operator.name, sorted(set(parameters) - set(self.schedule))
         if unknown:
             raise ArgumentError(
-                f"{self.operator.name}: plan {self.name} has no schedule parameter {', '.join(unknown)}; "
+                f"{op}: plan {self.name} has no schedule parameter {', '.join(unknown)}; "
                 f"it has {', '.join(self.schedule) or 'none'}"
             )
         for name, value in parameters.items():
             if value < 1 or (value & (value - 1) and not name.endswith("stages")):
-                raise ArgumentError(
-                    f"{self.operator.name}: schedule parameter {name} must be a power of two, got {value}"
-                )
+                raise ArgumentError(f"{op}: schedule parameter {name} must be a power of two, got {value}")
         return replace(self, overrides=tuple(parameters.items()))
 
     def can_implement(self, *tensors: Tensor | None) -> None:
         """Raises `ArgumentError` for wrong arguments, `Unsupported` for another problem than the plan's."""
-        names = self.operator.tensors
+        op, names = self.operator.name, self.operator.tensors
         if len(tensors) != len(names):
-            raise ArgumentError(
-                f"{self.operator.name}: the plan takes {len(names)} tensors ({', '.join(names)}), got {len(tensors)}"
-            )
+            raise ArgumentError(f"{op}: the plan takes {len(names)} tensors ({', '.join(names)}), got {len(tensors)}")
         arguments = (*tensors, *self.problem.options)
         self.operator.check(*arguments)
         problem = self.operator.describe(*arguments)
@@ -349,10 +319,8 @@ class Plan:
         if self.candidate.any_layout:
             problem = problem._replace(layout=self.problem.layout)
         if problem != self.problem:
-            raise Unsupported(
-                f"{self.operator.name}: the plan {self.name} was not made for this problem: "
-                + "; ".join(self.problem.differences(problem))
-            )
+            differences = "; ".join(self.problem.differences(problem))
+            raise Unsupported(f"{op}: the plan {self.name} was not made for this problem: {differences}")
 
     def prepare(self) -> "Plan":
         """Compiles everything `run` launches, here and in the adjoint; returns the plan."""
@@ -394,60 +362,49 @@ class Plan:
         return results[0] if len(results) == 1 else results
 
     def execute(
-        self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+        self,
+        arguments: tuple[Any, ...],
+        outputs: tuple[Tensor, ...] | None = None,
+        workspace: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """`run` without its checks, on the operator's arguments, options included."""
-        if self.candidate.backend == "triton":
-            kernels.count_launch(self._sku_text)
         if self.waits:
             self._refuse_capture()
-        return self.compute(arguments, outputs, workspace)
-
-    def compute(
-        self, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """The plan's own work: what `execute` does besides counting."""
-        run = self.candidate.run
-        if run is not None:
-            return run(self, arguments, outputs, workspace)
+        candidate = self.candidate
+        if candidate.run is not None:
+            return candidate.run(self, arguments, outputs, workspace)
+        kernels.count_launch(self._sku_text)
         if outputs is None:
-            if self.candidate.returns_outputs:
-                return self._execute(arguments, (), workspace) or ()
-            outputs = self.allocate(arguments)
-        self._execute(arguments, outputs, workspace)
-        return outputs
-
-    def _refuse_capture(self) -> None:
-        problem = self.problem
-        others = [
-            candidate.name
-            for candidate in self.operator.candidates()
-            if not (candidate.refuse(problem) or candidate.why_not_on(problem.device) or candidate.waits(problem))
-        ]
-        advice = f"plans that can be recorded: {', '.join(others)}" if others else "no plan of this problem can be"
-        refuse_capture(self.problem.device, f"{self.operator.name}: the plan {self.name}", advice)
+            outputs = () if candidate.returns_outputs else self.allocate(arguments)
+        return self._launch(arguments, outputs, workspace) or outputs
 
     def allocate(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return self.operator.allocate(*arguments)
 
+    def _refuse_capture(self) -> None:
+        problem = self.problem
+        able = ", ".join(
+            candidate.name
+            for candidate in self.operator.candidates()
+            if not (candidate.refuse(problem) or candidate.why_not_on(problem.device) or candidate.waits(problem))
+        )
+        advice = f"plans that can be recorded: {able}" if able else "no plan of this problem can be"
+        refuse_capture(problem.device, f"{self.operator.name}: the plan {self.name}", advice)
+
     def __str__(self) -> str:
         needed = self.workspace_bytes
-        scratch = "the library allocates its own" if needed is None else f"{needed} bytes"
-        lines = [
-            f"problem    {self.problem}",
-            f"preference {self.preference or 'none'}",
-            f"plan       {self.name}: the first of {len(self.others) + 1} candidates, best first, that fits",
-            f"sku        {self.sku}",
-            f"workspace  {scratch}",
+        statements = [
+            ("problem", str(self.problem)),
+            ("preference", self.preference or "none"),
+            ("plan", f"{self.name}: the first of {len(self.others) + 1} candidates, best first, that fits"),
+            ("sku", str(self.sku)),
+            ("workspace", "the library allocates its own" if needed is None else f"{needed} bytes"),
+            ("waits", "for the device: no CUDA graph can record it" if self.waits else ""),
+            ("schedule", ", ".join(f"{name}={value}" for name, value in self.schedule.items())),
+            *(("guarantee", f"{output}: {guarantee}") for output, guarantee in self.guarantee.items()),
+            *(("not taken", f"{name}: {reason}") for name, reason in self.others),
         ]
-        if self.waits:
-            lines.append("waits      for the device: no CUDA graph can record it")
-        if self.schedule:
-            lines.append("schedule   " + ", ".join(f"{k}={v}" for k, v in self.schedule.items()))
-        for output, guarantee in self.guarantee.items():
-            first, *rest = str(guarantee).splitlines()
-            lines += [f"guarantee  {output}: {first}", *(f"           {line}" for line in rest)]
-        lines += [f"not taken  {name}: {reason}" for name, reason in self.others]
+        lines = [f"{label:<11}{text}".replace("\n", "\n" + " " * 11) for label, text in statements if text]
         if self.adjoint is not None:
             lines += ["adjoint", *(f"  {line}" for line in str(self.adjoint).splitlines())]
         return "\n".join(lines)
@@ -455,6 +412,9 @@ class Plan:
 
 def _is_meta(tensors: tuple[Tensor | None, ...]) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
+# ------------------------------------------------------------------------------------- calls of public functions
 
 
 @dataclass(frozen=True)
@@ -472,11 +432,19 @@ class Call:
             returns; None for all.
     """
 
-    operator: Operator
+    operator: "Operator"
     arguments: tuple[Any, ...]
-    adjoint: Operator | None = None
+    adjoint: "Operator | None" = None
     adjoint_arguments: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Any, ...]] | None = None
     public_outputs: int | None = None
+
+    def problems(self, device: torch.device) -> Iterator[tuple["Operator", Problem]]:
+        """Both operators with their problems on a device, for upstream gradients that lie like the outputs."""
+        yield self.operator, self.operator.describe(*self.arguments)._replace(device=device)
+        if self.adjoint is not None and self.adjoint_arguments is not None:
+            outputs = self.operator.allocate(*map(to_meta, self.arguments))
+            arguments = self.adjoint_arguments(outputs[: self.public_outputs], outputs)
+            yield self.adjoint, self.adjoint.describe(*arguments)._replace(device=device)
 
 
 _public: dict[Any, Callable[..., Call]] = {}
@@ -498,15 +466,15 @@ def bind(function: Any, *arguments: Any, **keywords: Any) -> Call:
     Raises:
         ArgumentError: the function is no op, or the arguments are wrong.
     """
-    own = _public.get(function) if callable(function) else None
-    if own is None:
+    bind_call = _public.get(function) if callable(function) else None
+    if bind_call is None:
         names = ", ".join(sorted(published()))
         raise ArgumentError(f"plan: {getattr(function, '__name__', function)!r} is not an op; ops are {names}")
     try:
-        inspect.signature(own).bind(*arguments, **keywords)
+        inspect.signature(bind_call).bind(*arguments, **keywords)
     except TypeError as error:
         raise ArgumentError(f"plan: {function.__name__}: {error}") from None
-    return own(*arguments, **keywords)
+    return bind_call(*arguments, **keywords)
 
 
 def plan(
@@ -530,27 +498,18 @@ def plan(
         Unsupported: no candidate meets the preference; lists each with its reason.
     """
     call = bind(function, *arguments, **keywords)
-    tensors = [a for a in call.arguments if isinstance(a, Tensor)]
-    target = _target_device(tensors[0].device, device)
-    text = resolve(preference)
-
-    def choose(operator: Operator, arguments: tuple[Any, ...]) -> Plan:
-        return select(operator, operator.describe(*arguments)._replace(device=target), text)
-
-    chosen = choose(call.operator, call.arguments)
-    if call.adjoint is None or call.adjoint_arguments is None:
-        return chosen
-    outputs = call.operator.allocate(*(a.to("meta") if isinstance(a, Tensor) else a for a in call.arguments))
-    upstream = outputs[: call.public_outputs]  # laid out like the outputs
-    return replace(chosen, adjoint=choose(call.adjoint, call.adjoint_arguments(upstream, outputs)))
+    tensor = next(a for a in call.arguments if isinstance(a, Tensor))
+    target, text = _target_device(tensor.device, device), resolve(preference)
+    forward, *backward = [select(operator, problem, text) for operator, problem in call.problems(target)]
+    return replace(forward, adjoint=backward[0]) if backward else forward
 
 
-def _target_device(actual: torch.device, asked: torch.device | str | None) -> torch.device:
+def _target_device(actual: torch.device, device: torch.device | str | None) -> torch.device:
     if actual.type != "meta":
-        if asked is not None:
+        if device is not None:
             raise ArgumentError(f"plan: device= is for meta tensors; these are on {actual}")
         return actual
-    target = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if target.type not in ("cpu", "cuda"):
         raise ArgumentError(f"plan: device must be the CPU or a CUDA device, got {target}")
     if torch.cuda.is_available() and (target.index or 0) >= torch.cuda.device_count():

@@ -65,7 +65,8 @@ class Preference:
             raise ArgumentError(
                 f"Preference: plan must be the name of a plan, or several joined by '+', got {self.plan!r}"
             )
-        object.__setattr__(self, "text", _encode(self))
+        parts = [name if value is True else f"{name}={value}" for name, value in _fields(self).items()]
+        object.__setattr__(self, "text", ",".join(parts))
 
 
 def _names_plans(value: Any) -> bool:
@@ -75,15 +76,10 @@ def _names_plans(value: Any) -> bool:
 _FIELDS = tuple(f.name for f in fields(Preference) if f.init)
 
 
-def _encode(preference: Preference) -> str:
-    parts = []
-    for name in _FIELDS:
-        value = getattr(preference, name)
-        if value is True:
-            parts.append(name)
-        elif value is not None and value is not False:
-            parts.append(f"{name}={value}")
-    return ",".join(parts)
+def _fields(preference: Preference) -> dict[str, Any]:
+    """The fields that ask for something."""
+    values = {name: getattr(preference, name) for name in _FIELDS}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 @lru_cache(maxsize=1024)
@@ -100,11 +96,7 @@ def parse(text: str) -> Preference:
 def _merge(outer: str, inner: str) -> str:
     if not outer or not inner:
         return outer or inner
-    asked = {name: value for name in _FIELDS if (value := getattr(parse(inner), name)) not in (None, False)}
-    if parse(inner).max_workspace_bytes == 0:
-        asked["max_workspace_bytes"] = 0
-    kept = {name: getattr(parse(outer), name) for name in _FIELDS}
-    return Preference(**(kept | asked)).text
+    return Preference(**(_fields(parse(outer)) | _fields(parse(inner)))).text
 
 
 def merge(outer: str, inner: str) -> str:

@@ -1,4 +1,4 @@
-"""What a choice of plan may depend on."""
+"""What a choice of plan may depend on, and the identity of the plan that was chosen."""
 
 from typing import Any, NamedTuple
 
@@ -20,18 +20,33 @@ class Problem(NamedTuple):
     options: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        parts = [f"{self.op} on {self.device}", "/".join(short(dtype) for dtype in self.dtypes)]
+        parts = [f"{self.op} on {self.device}", "/".join(map(short, self.dtypes))]
         parts += [self.layout] * bool(self.layout) + [f"sizes {self.sizes}"] * bool(self.sizes)
-        parts += [f"options {self.options}"] * bool(self.options)
-        return ", ".join(parts)
+        return ", ".join(parts + [f"options {self.options}"] * bool(self.options))
 
     def differences(self, other: "Problem") -> list[str]:
         """Each field in which another problem differs, in words."""
         return [
-            f"{name} is {_words(theirs)}, the plan was made for {_words(mine)}"
-            for name, mine, theirs in zip(self._fields, self, other, strict=True)
-            if mine != theirs
+            f"{name} is {_words(theirs)}, the plan was made for {_words(ours)}"
+            for name, ours, theirs in zip(self._fields, self, other, strict=True)
+            if ours != theirs
         ]
+
+
+class Sku(NamedTuple):
+    """The identity of a plan: plans with equal SKUs give equal bits."""
+
+    op: str
+    backend: str
+    kernel: str
+    revision: int
+    arch: str
+    elements: str
+    layout: str
+    numeric: str
+
+    def __str__(self) -> str:
+        return "/".join((self.op, self.backend, self.kernel, f"r{self.revision}", *filter(None, self[4:])))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

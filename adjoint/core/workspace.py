@@ -82,8 +82,12 @@ class Regions:
     def divide(self, workspace: Tensor | None, device: torch.device) -> Memory:
         """The regions of a workspace, which is kept with them; where there is none, one is allocated."""
         if workspace is None and self._end:
-            workspace = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+            workspace = self.allocate(device)
         return Memory(self, workspace if self._end else None)
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """A workspace that holds all regions."""
+        return torch.empty(self.bytes, dtype=torch.uint8, device=device)
 
     def pointers(self, workspace: Tensor) -> dict[str, Any]:
         """The regions as a kernel takes them: addresses on a GPU, which cost the host nothing, else tensors."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import gated_delta_rule
 from adjoint.ops.gated_delta.step import MAX_TOKENS, gated_delta_step
@@ -68,19 +69,12 @@ def chunk_gated_delta_rule(
     _refuse(op, kwargs)
     g = _gate(op, g, bool(raw), A_log, dt_bias)
     beta = _strength(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    state = _state(initial_state, q, state_v_first)
     o, final_state = gated_delta_rule(
-        q,
-        k,
-        v,
-        _as_gate(g, q),
-        _as_gate(beta, q),
-        scale=scale,
-        initial_state=_state(initial_state, q, state_v_first),
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        normalize_qk=use_qk_l2norm_in_kernel,
-    )
-    return o, _turned(final_state, state_v_first)
+        q, k, v, _as_gate(g, q), _as_gate(beta, q), scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return o, _in_layout(final_state, state_v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -125,23 +119,15 @@ def fused_recurrent_gated_delta_rule(
     state = _state(initial_state, q, state_v_first)
     if cu_seqlens is None and 1 <= q.shape[1] <= MAX_TOKENS:
         if state is None:
-            kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-            state = torch.zeros((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=kind, device=v.device)
+            sizes = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+            state = torch.zeros(sizes, dtype=wide_dtype(q.dtype), device=v.device)
         o, final = gated_delta_step(q, k, v, g, beta, state, scale=scale, normalize_qk=use_qk_l2norm_in_kernel)
-        return o, _turned(final, state_v_first) if output_final_state else None
+        return o, _in_layout(final, state_v_first) if output_final_state else None
     o, final_state = gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        normalize_qk=use_qk_l2norm_in_kernel,
-    )
-    return o, _turned(final_state, state_v_first)
+        q, k, v, g, beta, scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return o, _in_layout(final_state, state_v_first)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -191,8 +177,8 @@ def _as_gate(x: Tensor, q: Tensor) -> Tensor:
 def _state(state: Tensor | None, q: Tensor, state_v_first: bool) -> Tensor | None:
     if state is None:
         return None
-    return (state.mT if state_v_first else state).to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return (state.mT if state_v_first else state).to(wide_dtype(q.dtype))
 
 
-def _turned(state: Tensor | None, state_v_first: bool) -> Tensor | None:
+def _in_layout(state: Tensor | None, state_v_first: bool) -> Tensor | None:
     return state.mT.contiguous() if state is not None and state_v_first else state

@@ -1,6 +1,7 @@
 """`Embedding` and `EmbeddingBag` as modules: torch's own, with the lookup and its gradient from here."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -66,28 +67,16 @@ class Embedding(nn.Embedding):
         _check("Embedding", num_embeddings, embedding_dim, padding_idx, max_norm, scale_grad_by_freq, _weight)
         _check_choice("Embedding", "out_of_range", out_of_range, tuple(OUT_OF_RANGE))
         super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            norm_type=norm_type,
-            sparse=sparse,
-            _weight=_weight,
-            _freeze=_freeze,
-            device=device,
-            dtype=dtype,
+            num_embeddings, embedding_dim, padding_idx, None, norm_type, False, sparse, _weight, _freeze, device, dtype
         )
         self.out_of_range: OutOfRange = out_of_range
         self.preference = preference
 
     def forward(self, input: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
         return embedding(
-            input,
-            self.weight,
-            padding_idx=self.padding_idx,
-            out_of_range=self.out_of_range,
-            sparse=self.sparse,
+            input, self.weight, padding_idx=self.padding_idx, out_of_range=self.out_of_range, sparse=self.sparse,
             preference=self.preference,
-        )
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         given = [f"out_of_range={self.out_of_range!r}"] * (self.out_of_range != "raise")
@@ -116,17 +105,9 @@ class Embedding(nn.Embedding):
                 [0., 0.]])
         """
         return cls(
-            *_table_shape("Embedding", embeddings),
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            embeddings,
-            freeze,
-            out_of_range=out_of_range,
-            preference=preference,
-        )
+            *_table_shape("Embedding", embeddings), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse,
+            embeddings, freeze, out_of_range=out_of_range, preference=preference,
+        )  # fmt: skip
 
 
 class EmbeddingBag(nn.EmbeddingBag):
@@ -184,16 +165,9 @@ class EmbeddingBag(nn.EmbeddingBag):
                 "rows up with Embedding(sparse=True) and reduce them"
             )
         super().__init__(
-            num_embeddings,
-            embedding_dim,
-            norm_type=norm_type,
-            mode=mode,
-            _weight=_weight,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-            device=device,
-            dtype=dtype,
-        )
+            num_embeddings, embedding_dim, None, norm_type, False, mode, False, _weight, include_last_offset,
+            padding_idx, device, dtype,
+        )  # fmt: skip
         self.preference = preference
 
     def forward(
@@ -203,15 +177,9 @@ class EmbeddingBag(nn.EmbeddingBag):
         per_sample_weights: Float[Tensor, "*shape"] | None = None,
     ) -> Float[Tensor, "bags columns"]:
         return embedding_bag(
-            input,
-            self.weight,
-            offsets,
-            mode=self.mode,  # type: ignore[arg-type]
-            per_sample_weights=per_sample_weights,
-            padding_idx=self.padding_idx,
-            include_last_offset=self.include_last_offset,
-            preference=self.preference,
-        )
+            input, self.weight, offsets, mode=cast(Mode, self.mode), per_sample_weights=per_sample_weights,
+            padding_idx=self.padding_idx, include_last_offset=self.include_last_offset, preference=self.preference,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return ", ".join((super().extra_repr(), *_preferred(self.preference)))
@@ -233,17 +201,9 @@ class EmbeddingBag(nn.EmbeddingBag):
     ) -> "EmbeddingBag":
         """A module around a table that is there, which it shares; frozen unless told otherwise."""
         module = cls(
-            *_table_shape("EmbeddingBag", embeddings),
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,  # type: ignore[arg-type]
-            sparse,
-            embeddings,
-            include_last_offset,
-            padding_idx,
-            preference=preference,
-        )
+            *_table_shape("EmbeddingBag", embeddings), max_norm, norm_type, scale_grad_by_freq, cast(Mode, mode),
+            sparse, embeddings, include_last_offset, padding_idx, preference=preference,
+        )  # fmt: skip
         module.weight.requires_grad_(not freeze)
         return module
 

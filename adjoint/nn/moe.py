@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -62,10 +62,8 @@ class SparseMoE(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"hidden_size": hidden_size, "expert_size": expert_size, "num_experts": num_experts}
-        if shared_expert_size is not None:
-            sizes["shared_expert_size"] = shared_expert_size
-        for name, size in sizes.items():
-            if size < 1:
+        for name, size in (sizes | {"shared_expert_size": shared_expert_size}).items():
+            if size is not None and size < 1:
                 raise ArgumentError(f"SparseMoE: {name} must be at least 1, got {size}")
         if not 1 <= experts_per_token <= num_experts:
             raise ArgumentError(
@@ -73,13 +71,14 @@ class SparseMoE(nn.Module):
             )
         self.hidden_size, self.num_experts, self.experts_per_token = hidden_size, num_experts, experts_per_token
         self.renormalize, self.score, self.preference = renormalize, score, preference
-        self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
-        self.experts = _Experts(num_experts, hidden_size, expert_size, device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False, **factory)
+        self.experts = _Experts(num_experts, hidden_size, expert_size, factory)
         self.shared_expert: _SharedExpert | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_size is not None:
-            self.shared_expert = _SharedExpert(hidden_size, shared_expert_size, device, dtype)
-            self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
+            self.shared_expert = _SharedExpert(hidden_size, shared_expert_size, factory)
+            self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
     def forward(self, x: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
         return self.mix(x, self.gate(x))
@@ -114,18 +113,11 @@ class SparseMoE(nn.Module):
 class _Experts(nn.Module):
     """The matrices of all experts, one after the other."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        expert_size: int,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, num_experts: int, hidden_size: int, expert_size: int, factory: dict[str, Any]) -> None:
         super().__init__()
         up, down = (num_experts, 2 * expert_size, hidden_size), (num_experts, hidden_size, expert_size)
-        self.gate_up_proj = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
+        self.gate_up_proj = nn.Parameter(torch.empty(up, **factory))
+        self.down_proj = nn.Parameter(torch.empty(down, **factory))
         for matrices in (self.gate_up_proj, self.down_proj):  # as nn.Linear's are
             nn.init.uniform_(matrices, -(matrices.shape[-1] ** -0.5), matrices.shape[-1] ** -0.5)
 
@@ -137,17 +129,11 @@ class _Experts(nn.Module):
 class _SharedExpert(nn.Module):
     """down · swiglu(gate · x, up · x)"""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        expert_size: int,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, hidden_size: int, expert_size: int, factory: dict[str, Any]) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, expert_size, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden_size, expert_size, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(expert_size, hidden_size, bias=False, device=device, dtype=dtype)
+        self.gate_proj = nn.Linear(hidden_size, expert_size, bias=False, **factory)
+        self.up_proj = nn.Linear(hidden_size, expert_size, bias=False, **factory)
+        self.down_proj = nn.Linear(expert_size, hidden_size, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(swiglu(self.gate_proj(x), self.up_proj(x)), self.down_proj.weight)

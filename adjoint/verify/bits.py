@@ -1,60 +1,66 @@
 """Checks of bits: repetition, batches, layouts, devices, schedules and memory. Compared with `torch.equal`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, Subject
-from adjoint.contract.directions import Bound
 from adjoint.contract.inputs import each, is_differentiable
 from adjoint.contract.inputs import poison as fill_with_poison
-from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
-from adjoint.verify.row import Row
-from adjoint.verify.run import (
-    Evaluation,
-    as_tuple,
-    differentiate,
-    directions_of,
-    evaluate,
-    gradients_of,
-    guarantees_of,
-    plan_names,
-    plan_of,
-)
+from adjoint.verify.run import Evaluation, Row, as_tuple, differentiate, directions_of, evaluate, gradients_of
 
 CANARY = 7.25
 
 
 class _Comparison:
-    """Collects bit comparisons for one row."""
+    """Evaluates the cases of a subject, and collects bit comparisons for one row."""
 
-    def __init__(self, subject: Subject, check: str, dtype: torch.dtype, promise: str) -> None:
-        self.subject, self.check, self.dtype, self.promise = subject, check, dtype, promise
+    def __init__(
+        self,
+        subject: Subject,
+        dtype: torch.dtype,
+        device: torch.device,
+        preference: Preference,
+        check: str,
+        promise: str,
+    ) -> None:
+        self.subject, self.dtype, self.device, self.preference = subject, dtype, device, preference
+        self.check, self.promise = check, promise
         self.count = 0
         self.wrong: list[str] = []
         self.plan = ""
 
-    def equal(self, what: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-        for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-            self.count += 1
-            if not same_bits(a, b):
-                self.wrong.append(f"{what}: result {index} differs")
+    def evaluations(
+        self, applies: Callable[[Evaluation], bool] = lambda found: True, most: int | None = None
+    ) -> Iterator[tuple[str, Evaluation]]:
+        """The names and evaluations of the first cases, all by default, to which the check applies."""
+        for case in self.subject.cases[:most]:
+            found = evaluate(self.subject, case, self.dtype, self.device, self.preference)
+            if applies(found):
+                self.plan = found.plan_names
+                yield case.name, found
+
+    def equal(self, what: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+        for index, (a, b) in enumerate(zip(results, expected, strict=True)):
+            self.hold(same_bits(a, b), f"{what}: result {index} differs")
+
+    def hold(self, right: bool, otherwise: str) -> None:
+        """Counts one comparison."""
+        self.count += 1
+        self.wrong += [] if right else [otherwise]
 
     def row(self) -> Row:
-        return Row(
-            self.subject.name,
-            self.check,
-            short(self.dtype),
-            self.plan,
-            self.promise,
-            f"{self.count} bit comparisons",
-            self.count > 0 and not self.wrong,
-            "; ".join(self.wrong[:4]) if self.count else "nothing was compared",
-        )
+        detail = "; ".join(self.wrong[:4]) if self.count else "nothing was compared"
+        where = self.subject.name, self.check, short(self.dtype), self.plan
+        return Row(*where, self.promise, f"{self.count} bit comparisons", not detail, detail)
+
+    def rows(self) -> list[Row]:
+        """None where nothing was compared, because nothing is promised."""
+        return [self.row()] if self.count else []
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -74,32 +80,18 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Where it is promised, the same inputs give the same bits, on a GPU while another stream keeps it busy."""
-    comparison = _Comparison(subject, "repeats", dtype, "repeatable")
-    load = _Load(device) if device.type == "cuda" else None
-    for case in subject.cases:
-        first = evaluate(subject, case, dtype, device, preference)
-        chosen = plan_of(subject, first.inputs, preference)
-        if not all(_all(promises, "repeatable") for promises in guarantees_of(subject, chosen, first)):
-            continue
-        comparison.plan = plan_names(chosen)
-        for _ in range(100 if load is not None and first.outputs[0].numel() > 2000 else 2):
-            if load is not None:
-                load.push()
-            again = differentiate(subject, first.inputs, first.upstream, preference)
-            comparison.equal(case.name, again.results, first.results)
-    return [comparison.row()] if comparison.count else []
-
-
-class _Load:
-    """Matrix products on a stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.matrix = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
-
-    def push(self) -> None:
-        with torch.cuda.stream(self.stream):
-            torch.mm(self.matrix, self.matrix)
+    comparison = _Comparison(subject, dtype, device, preference, "repeats", "repeatable")
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        side_stream = torch.cuda.Stream(device)
+        matrix = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
+    for name, first in comparison.evaluations(lambda found: all(found.promises("repeatable"))):
+        for _ in range(100 if is_gpu and first.outputs[0].numel() > 2000 else 2):
+            if is_gpu:
+                with torch.cuda.stream(side_stream):
+                    torch.mm(matrix, matrix)
+            comparison.equal(name, first.again().results, first.results)
+    return comparison.rows()
 
 
 def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -107,35 +99,26 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
 
     Checked for each direction of which every result promises it.
     """
-    comparison = _Comparison(subject, "batch invariance", dtype, "batch_invariant")
-    for case in subject.cases:
-        whole = evaluate(subject, case, dtype, device, preference)
-        chosen = plan_of(subject, whole.inputs, preference)
-        forward, backward = (_all(promises, "batch_invariant") for promises in guarantees_of(subject, chosen, whole))
-        if not (forward or backward):
-            continue
-        comparison.plan = plan_names(chosen)
+    comparison = _Comparison(subject, dtype, device, preference, "batch invariance", "batch_invariant")
+    for name, whole in comparison.evaluations(lambda found: any(found.promises("batch_invariant"))):
+        forward, backward = whole.promises("batch_invariant")
 
         def promised(found: Evaluation, forward: bool = forward, backward: bool = backward) -> Answers:
             return found.outputs if forward else (), found.gradients if backward else ()
 
-        def equal(what: str, got: Answers, expected: Answers) -> None:
-            comparison.equal(what, (*got[0], *got[1]), (*expected[0], *expected[1]))
+        def equal(what: str, results: Answers, expected: Answers) -> None:
+            comparison.equal(what, (*results[0], *results[1]), (*expected[0], *expected[1]))
 
         copies = each(lambda t: t.contiguous().clone(), whole.inputs)
-        plain = differentiate(subject, copies, tuple(t.clone() for t in whole.upstream), preference)
-        equal(f"{case.name}: strides", promised(whole), promised(plain))
-        moved = differentiate(subject, each(_shifted, copies), tuple(map(_shifted, whole.upstream)), preference)
-        equal(f"{case.name}: shifted by one element", promised(moved), promised(plain))
+        plain = whole.again(copies, tuple(t.clone() for t in whole.upstream))
+        equal(f"{name}: strides", promised(whole), promised(plain))
+        moved = whole.again(each(_shifted, copies), tuple(map(_shifted, whole.upstream)))
+        equal(f"{name}: shifted by one element", promised(moved), promised(plain))
         for other in subject.rebatch(whole.inputs, whole.upstream):
-            alone = differentiate(subject, other.inputs, other.upstream, preference)
-            for got, expected in other.pairs(promised(whole), promised(alone)):
-                comparison.equal(f"{case.name}: {other.name}", (got,), (expected,))
-    return [comparison.row()] if comparison.count else []
-
-
-def _all(promises: dict[str, Guarantee], flag: str) -> bool:
-    return all(getattr(guarantee, flag) for guarantee in promises.values())
+            alone = whole.again(other.inputs, other.upstream)
+            for result, expected in other.pairs(promised(whole), promised(alone)):
+                comparison.equal(f"{name}: {other.name}", (result,), (expected,))
+    return comparison.rows()
 
 
 def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -144,18 +127,13 @@ def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     The other side is the eager plan that makes the same promise, under the same name where one is asked for
     ("triton.sequential", "eager.sequential"); if there is none, nobody can keep it.
     """
-    comparison = _Comparison(subject, "device invariance", dtype, "device_invariant")
+    comparison = _Comparison(subject, dtype, device, preference, "device invariance", "device_invariant")
     named = preference.plan and preference.plan.replace("triton.", "eager.")
     eager = Preference(backend="eager", plan=named, device_invariant=True)
-    for case in subject.cases:
-        here = evaluate(subject, case, dtype, device, preference)
-        chosen = plan_of(subject, here.inputs, preference)
-        if not all(_all(promises, "device_invariant") for promises in guarantees_of(subject, chosen, here)):
-            continue
-        comparison.plan = plan_names(chosen)
+    for name, here in comparison.evaluations(lambda found: all(found.promises("device_invariant"))):
         there = differentiate(subject, each(Tensor.cpu, here.inputs), tuple(t.cpu() for t in here.upstream), eager)
-        comparison.equal(case.name, tuple(t.cpu() for t in here.results), there.results)
-    return [comparison.row()] if comparison.count else []
+        comparison.equal(name, tuple(t.cpu() for t in here.results), there.results)
+    return comparison.rows()
 
 
 def _shifted(tensor: Tensor) -> Tensor:
@@ -171,25 +149,21 @@ def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
     Bits are compared where the plan promises them for any strides; elsewhere each gradient asked for
     alone is compared with the same gradient among all.
     """
-    comparison = _Comparison(subject, "upstream layouts", dtype, "any upstream, any set of gradients")
-    for case in subject.cases:
-        base = evaluate(subject, case, dtype, device, preference)
-        chosen = plan_of(subject, base.inputs, preference)
-        comparison.plan = plan_names(chosen)
-        _, promises = guarantees_of(subject, chosen, base)
-        if _all(promises, "batch_invariant"):
+    promise = "any upstream, any set of gradients"
+    comparison = _Comparison(subject, dtype, device, preference, "upstream layouts", promise)
+    for name, base in comparison.evaluations():
+        if base.promises("batch_invariant")[1]:
             for what, relayout in _RELAYOUTS.items():
-                laid = tuple(relayout(t) for t in base.upstream)
-                plain = differentiate(subject, base.inputs, tuple(t.contiguous() for t in laid), preference)
-                other = differentiate(subject, base.inputs, laid, preference)
-                comparison.equal(f"{case.name}: {what}", other.gradients, plain.gradients)
+                laid = tuple(map(relayout, base.upstream))
+                plain = base.again(upstream=tuple(t.contiguous() for t in laid))
+                comparison.equal(f"{name}: {what}", base.again(upstream=laid).gradients, plain.gradients)
         floating = [index for index, tensor in enumerate(base.inputs) if is_differentiable(tensor)]
         for index, expected in zip(floating, base.gradients, strict=True):
             inputs = list(each(Tensor.detach, base.inputs))
             inputs[index].requires_grad_()
             outputs = as_tuple(subject(*inputs, preference=preference))
             (gradient,) = torch.autograd.grad(outputs, inputs[index], base.upstream)
-            comparison.equal(f"{case.name}: d{subject.inputs[index]} alone", (gradient,), (expected,))
+            comparison.equal(f"{name}: d{subject.inputs[index]} alone", (gradient,), (expected,))
     return [comparison.row()]
 
 
@@ -202,62 +176,50 @@ _RELAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def schedules(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """No schedule parameter changes a bit."""
-    comparison = _Comparison(subject, "schedules", dtype, "schedules change no bit")
+    comparison = _Comparison(subject, dtype, device, preference, "schedules", "schedules change no bit")
     # In the interpreter every parameter of every case would take minutes, and layouts do not exist there.
-    for case in subject.cases[:3] if interpreting() else subject.cases:
-        base = evaluate(subject, case, dtype, device, preference)
-        chosen = plan_of(subject, base.inputs, preference)
-        comparison.plan = plan_names(chosen)
-        directions = directions_of(subject, base, preference)
-        for bound, change in zip(directions.both, (_twice, _half), strict=True):
+    for name, base in comparison.evaluations(most=3 if interpreting() else None):
+        for bound, doubles in zip(directions_of(base).both, (True, False), strict=True):
             plan = bound.plan
             expected = bound.run() if plan.schedule else ()
-            for name, value in plan.schedule.items():
-                another = _neighbour(value) if name.endswith("stages") else change(value)
-                other = bound.run(plan.with_schedule(**{name: another}))
-                comparison.equal(f"{case.name}: {plan.operator.name} {name}={another}", other, expected)
-    return [comparison.row()] if comparison.count else []
+            for parameter, value in plan.schedule.items():
+                changed = _another(parameter, value, doubles)
+                results = bound.run(plan.with_schedule(**{parameter: changed}))
+                comparison.equal(f"{name}: {plan.operator.name} {parameter}={changed}", results, expected)
+    return comparison.rows()
 
 
-def _twice(value: int) -> int:
-    return 2 * value
+def _another(parameter: str, value: int, doubles: bool) -> int:
+    """Another value of a schedule parameter: twice or half as much.
 
-
-def _half(value: int) -> int:
-    return value // 2 if value > 1 else 2  # another value, always
-
-
-def _neighbour(stages: int) -> int:
-    """Another depth of a pipeline: twice as many stages may not fit into shared memory, and rings have two at least."""
-    return stages - 1 if stages > 2 else stages + 1
+    Of the depth of a pipeline, its neighbour: twice as many stages may not fit into shared memory, and rings have two
+    at least.
+    """
+    if parameter.endswith("stages"):
+        return value - 1 if value > 2 else value + 1
+    return 2 * value if doubles or value == 1 else value // 2
 
 
 def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Every element of every output is written, none is read first, and nothing beside them is touched."""
-    comparison = _Comparison(subject, "poison", dtype, "writes its outputs, all of them and nothing else")
-    for case in subject.cases:
-        base = evaluate(subject, case, dtype, device, preference)
-        directions = directions_of(subject, base, preference)
+    promise = "writes its outputs, all of them and nothing else"
+    comparison = _Comparison(subject, dtype, device, preference, "poison", promise)
+    for name, base in comparison.evaluations():
+        directions = directions_of(base)
         forward, backward = directions.both
-        comparison.plan = plan_names(plan_of(subject, base.inputs, preference))
         gradients = backward.run()
-        comparison.equal(f"{case.name}: as called", directions.outputs[: len(base.outputs)], base.outputs)
-        named = gradients_of(subject, base.inputs, backward, gradients)
-        comparison.equal(f"{case.name}: gradients as called", named, base.gradients)
+        comparison.equal(f"{name}: as called", directions.outputs[: len(base.outputs)], base.outputs)
+        comparison.equal(f"{name}: gradients as called", gradients_of(base, backward, gradients), base.gradients)
         for offset in (64, 65):  # an aligned address, and one that is not
             for bound, expected in ((forward, directions.outputs), (backward, gradients)):
                 guarded = [_Guarded(result, offset) for result in expected]
-                bound.run(out=tuple(g.tensor for g in guarded), workspace=_poisoned_workspace(bound))
-                comparison.equal(case.name, tuple(g.tensor for g in guarded), expected)
-                comparison.count += 1
-                if not all(g.intact() for g in guarded):
-                    comparison.wrong.append(f"{case.name}: wrote outside its output")
+                workspace = bound.workspace()
+                if workspace is not None:
+                    workspace.fill_(0xFF)
+                bound.run(out=tuple(g.tensor for g in guarded), workspace=workspace)
+                comparison.equal(name, tuple(g.tensor for g in guarded), expected)
+                comparison.hold(all(g.is_intact() for g in guarded), f"{name}: wrote outside its output")
     return [comparison.row()]
-
-
-def _poisoned_workspace(bound: Bound) -> Tensor | None:
-    workspace = bound.workspace()
-    return None if workspace is None else workspace.fill_(0xFF)
 
 
 class _Guarded:
@@ -272,5 +234,5 @@ class _Guarded:
         fill_with_poison(self.tensor)
         self.before, self.after = self.memory[:offset], self.memory[offset + span :]
 
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         return bool((self.before == self.canary).all() and (self.after == self.canary).all())

@@ -1,5 +1,6 @@
-"""What `adjoint verify` does, once its arguments are read."""
+"""What `adjoint verify` does, once its arguments are read, and its table."""
 
+import re
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -9,13 +10,14 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from adjoint.bench import environment
 from adjoint.core.errors import ArgumentError
-from adjoint.verify import shards, tables, workers
+from adjoint.verify import shards, workers
 from adjoint.verify.jobs import Job, jobs
-from adjoint.verify.row import Row
+from adjoint.verify.run import Row
 from adjoint.verify.shards import Part, Shard
 
 PASSED, FAILED, INTERRUPTED = 0, 1, 130
@@ -87,7 +89,7 @@ def _count(rows: Sequence[Row]) -> str:
 def _report(console: Console, part: Part, title: str) -> int:
     """Shows a table of all rows, the failures in full and the counts. Returns the exit status."""
     rows = part.all_rows
-    console.print(tables.verdicts(rows, title))
+    console.print(verdicts(rows, title))
     failures = [row for row in rows if not row.passed]
     for row in failures:
         where = " ".join(filter(None, (row.op, row.dtype, row.plan)))
@@ -98,3 +100,57 @@ def _report(console: Console, part: Part, title: str) -> int:
     if not part.is_complete:
         return INTERRUPTED
     return FAILED if failures else PASSED
+
+
+# ------------------------------------------------------------------------------------------------ table
+
+
+def verdicts(rows: Sequence[Row], title: str) -> Table:
+    """One line for each op, check, dtype and plan."""
+    table = Table(title=escape(title), title_justify="left")
+    for head in ("op", "dtype", "plan", "check"):
+        table.add_column(head, no_wrap=True)
+    for head in ("guarantee", "measured"):
+        table.add_column(head)
+    table.add_column("verdict", no_wrap=True)
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.dtype, row.plan, row.check), []).append(row)
+    order = {key: place for place, key in enumerate(dict.fromkeys(key[:3] for key in groups))}
+    previous = ""
+    for key in sorted(groups, key=lambda key: order[key[:3]]):
+        group = groups[key]
+        if previous and key[0] != previous:
+            table.add_section()
+        previous = key[0]
+        failed = sum(not row.passed for row in group)
+        verdict = f"[red]{failed} of {len(group)} FAILED[/red]" if failed else "[green]passed[/green]"
+        table.add_row(*map(escape, (*key, *_worst(group))), verdict)
+    return table
+
+
+def _worst(group: Sequence[Row]) -> tuple[str, str]:
+    """The guarantee and the measurement of the row that comes closest to its limit, or goes past it.
+
+    Rows that measured no error beside a limit are counted instead.
+    """
+    failed = [row for row in group if not row.passed]
+    measured = [(share, row) for row in failed or group if (share := share_of_limit(row.measured)) is not None]
+    if measured:
+        row = max(measured, key=lambda pair: pair[0])[1]
+        return row.guarantee, row.measured
+    row = (failed or list(group))[0]
+    alike = len({r.guarantee for r in group}) == 1
+    guarantee = row.guarantee if alike or failed else ""
+    return guarantee, row.measured if len(group) == 1 or failed else f"{len(group)} cases"
+
+
+def share_of_limit(measured: str) -> float | None:
+    """The share of its limit an error like "dup: 0.5 ulp (limit 0.51)" takes up; None for other words."""
+    number = r"((?:\d|inf|nan)\S*)"
+    match = re.search(rf"{number} [^()]*\(limit {number}\)", measured)
+    if match is None:
+        return None
+    value, limit = float(match[1]), float(match[2])
+    share = value / limit if limit else value
+    return share if share == share else float("inf")

@@ -3,57 +3,53 @@
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from adjoint.contract import directions
-from adjoint.contract.cases import Case, Subject
+from adjoint.contract.cases import Subject
 from adjoint.contract.inputs import Inputs, differentiable, each, leaves
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
-from adjoint.core.plan import forget
+from adjoint.core.operator import forget
 from adjoint.core.preference import Preference, resolve
-from adjoint.core.problem import short
 from adjoint.verify.bits import same_bits
-from adjoint.verify.row import Row
-from adjoint.verify.run import (
-    Evaluation,
-    as_tuple,
-    differentiate,
-    directions_of,
-    evaluate,
-    gradients_of,
-    plan_names,
-    plan_of,
-)
+from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, gradients_of
 
 SIZES = tuple(range(1, 51))
 FEWER_SIZES = (1, 2, 5, 16, 33)
 """In the interpreter, where a size costs seconds."""
 
 
-def _case(subject: Subject) -> Case:
-    return subject.cases[0]
+def _first(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Evaluation:
+    return evaluate(subject, subject.cases[0], dtype, device, preference)
 
 
-def _row(subject: Subject, check: str, dtype: torch.dtype, plan: str, what: str, wrong: list[str]) -> Row:
-    return Row(subject.name, check, short(dtype), plan, what, what, not wrong, "; ".join(wrong))
+def _results(function: Callable[..., Any], inputs: Inputs, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Outputs and all gradients of a function."""
+    own = leaves(inputs)
+    outputs = as_tuple(function(*own))
+    return (*outputs, *torch.autograd.grad(outputs, differentiable(own), upstream))
+
+
+def _are_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(map(same_bits, results, expected))
 
 
 def registration(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """`torch.library.opcheck` on the operators of both directions."""
-    base = evaluate(subject, _case(subject), dtype, device, preference)
-    chosen = plan_of(subject, base.inputs, preference)
+    base = _first(subject, dtype, device, preference)
     wrong = []
-    for direction in directions_of(subject, base, preference).both:
+    for direction in directions_of(base).both:
         operator = direction.plan.operator
         try:
             torch.library.opcheck(operator.call, (*direction.arguments, preference.text))
         except Exception as error:
             wrong.append(f"{operator.name}: {error}")
-    return [_row(subject, "opcheck", dtype, plan_names(chosen), "registered right", wrong)]
+    return [base.row("opcheck", dtype, "registered right", wrong=wrong)]
 
 
 def compilation(
@@ -61,8 +57,7 @@ def compilation(
 ) -> list[Row]:
     """`torch.compile(fullgraph=True)`, with static and dynamic shapes, gives the bits of eager mode."""
     wrong = []
-    base = evaluate(subject, _case(subject), dtype, device, preference)
-    chosen = plan_of(subject, base.inputs, preference)
+    base = _first(subject, dtype, device, preference)
     items = subject.items(base.inputs)
     for dynamic in (False, True):
         torch._dynamo.reset()
@@ -71,50 +66,39 @@ def compilation(
         )
         for size in (items, 2 * items):
             inputs, upstream = subject.resize(base.inputs, base.upstream, size)
-            expected = differentiate(subject, inputs, upstream, preference)
-            own = leaves(inputs)
-            outputs = as_tuple(compiled(*own))
-            results = (*outputs, *torch.autograd.grad(outputs, differentiable(own), upstream))
-            if not all(map(same_bits, results, expected.results)):
+            if not _are_equal(_results(compiled, inputs, upstream), base.again(inputs, upstream).results):
                 wrong.append(f"dynamic={dynamic}, {size} items: bits differ from eager mode")
     torch._dynamo.reset()
-    return [_row(subject, f"compile ({backend})", dtype, plan_names(chosen), "equals eager mode", wrong)]
+    return [base.row(f"compile ({backend})", dtype, "equals eager mode", wrong=wrong)]
 
 
 def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """inference_mode, no_grad, checkpointing, offload hooks and threads change nothing; autocast what is stated."""
-    base = evaluate(subject, _case(subject), dtype, device, preference)
-    chosen = plan_of(subject, base.inputs, preference)
+    base = _first(subject, dtype, device, preference)
     wrong = []
 
     def compare(what: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-        if not all(map(same_bits, results, expected)):
+        if not _are_equal(results, expected):
             wrong.append(f"{what} changes the result")
-
-    def under(context: Callable[[], object]) -> Evaluation:
-        with context():  # type: ignore[attr-defined]
-            return differentiate(subject, base.inputs, base.upstream, preference)
 
     with torch.inference_mode():
         compare("inference_mode", as_tuple(subject(*base.inputs, preference=preference)), base.outputs)
     with torch.no_grad():
         compare("no_grad", as_tuple(subject(*base.inputs, preference=preference)), base.outputs)
     low = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    compare("autocast", *_autocast(subject, base, preference, device, low))
-    compare("save_on_cpu", under(torch.autograd.graph.save_on_cpu).results, base.results)
+    compare("autocast", *_autocast(base, device, low))
+    with torch.autograd.graph.save_on_cpu():
+        compare("save_on_cpu", base.again().results, base.results)
 
-    own = leaves(base.inputs)
-    outputs = as_tuple(checkpoint(lambda *x: subject(*x, preference=preference), *own, use_reentrant=False))
-    gradients = torch.autograd.grad(outputs, differentiable(own), base.upstream)
-    compare("checkpoint", (*outputs, *gradients), base.results)
+    def recomputed(*inputs: Any) -> Any:
+        return checkpoint(lambda *x: subject(*x, preference=preference), *inputs, use_reentrant=False)
+
+    compare("checkpoint", _results(recomputed, base.inputs, base.upstream), base.results)
 
     if kernels.interpreting():  # Triton's interpreter is not made for threads
-        return [_row(subject, "modes", dtype, plan_names(chosen), "changes nothing", wrong)]
+        return [base.row("modes", dtype, "changes nothing", wrong=wrong)]
     found: list[Evaluation] = []
-    workers = [
-        threading.Thread(target=lambda: found.append(differentiate(subject, base.inputs, base.upstream, preference)))
-        for _ in range(4)
-    ]
+    workers = [threading.Thread(target=lambda: found.append(base.again())) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -123,21 +107,22 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
         wrong.append("a thread raised")
     for evaluation in found:
         compare("another thread", evaluation.results, base.results)
-    return [_row(subject, "modes and threads", dtype, plan_names(chosen), "changes nothing", wrong)]
+    return [base.row("modes and threads", dtype, "changes nothing", wrong=wrong)]
 
 
 def _autocast(
-    subject: Subject, base: Evaluation, preference: Preference, device: torch.device, low: torch.dtype
+    base: Evaluation, device: torch.device, low: torch.dtype
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Results under autocast to a dtype, and what they must be: those for inputs that were cast where the op casts."""
+    subject, preference = base.subject, base.preference
     named = zip(subject.inputs, base.inputs, strict=True)
     inputs = tuple(t.to(low) if t is not None and name in subject.autocast else t for name, t in named)
     with torch.no_grad():
         outputs = as_tuple(subject(*inputs, preference=preference))
     upstream = tuple(t.to(output.dtype) for t, output in zip(base.upstream, outputs, strict=True))
-    expected = differentiate(subject, inputs, upstream, preference)
+    expected = base.again(inputs, upstream)
     with torch.autocast(device.type, dtype=low):
-        found = differentiate(subject, base.inputs, upstream, preference)
+        found = base.again(upstream=upstream)
     as_given = zip(expected.gradients, differentiable(base.inputs), strict=True)
     return found.results, (*expected.outputs, *(gradient.to(own.dtype) for gradient, own in as_given))
 
@@ -145,21 +130,19 @@ def _autocast(
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """After one call, other sizes, fifty of them, compile no kernel."""
     forget()  # else what was compiled for another check would serve
-    base = evaluate(subject, _case(subject), dtype, device, preference)
-    chosen = plan_of(subject, base.inputs, preference)
+    base = _first(subject, dtype, device, preference)
     before = kernels.compilations()
     sizes = FEWER_SIZES if kernels.interpreting() else SIZES
     for size in sizes:
-        differentiate(subject, *subject.resize(base.inputs, base.upstream, size), preference)
+        base.again(*subject.resize(base.inputs, base.upstream, size))
     compiled = kernels.compilations() - before
     wrong = [f"{compiled} kernels were compiled"] if compiled else []
-    return [_row(subject, "no recompilation", dtype, plan_names(chosen), f"{len(sizes)} sizes", wrong)]
+    return [base.row("no recompilation", dtype, f"{len(sizes)} sizes", wrong=wrong)]
 
 
 def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """The op runs on the current stream: work queued before it on that stream is seen, work after it sees it."""
-    base = evaluate(subject, _case(subject), dtype, device, preference)
-    chosen = plan_of(subject, base.inputs, preference)
+    base = _first(subject, dtype, device, preference)
     wrong = []
     side = torch.cuda.Stream(device)
     staging = each(lambda t: torch.full_like(t, float("nan") if t.is_floating_point() else 0), base.inputs)
@@ -170,16 +153,16 @@ def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
         outputs = as_tuple(subject(*staging, preference=preference))
         copies = tuple(o.clone() for o in outputs)
     side.synchronize()
-    if not all(map(same_bits, copies, base.outputs)):
+    if not _are_equal(copies, base.outputs):
         wrong.append("a side stream gave other bits")
     for index in range(1, torch.cuda.device_count()):
         other = torch.device("cuda", index)
         moved = each(lambda t, other=other: t.to(other), base.inputs)  # type: ignore[misc]
-        there = differentiate(subject, moved, tuple(t.to(other) for t in base.upstream), preference)
-        if not all(same_bits(a.to(device), b) for a, b in zip(there.results, base.results, strict=True)):
+        there = base.again(moved, tuple(t.to(other) for t in base.upstream))
+        if not _are_equal(tuple(t.to(device) for t in there.results), base.results):
             wrong.append(f"{other} gave other bits")
     devices = f"a side stream and {torch.cuda.device_count()} device(s)"
-    return [_row(subject, "streams and devices", dtype, plan_names(chosen), devices, wrong)]
+    return [base.row("streams and devices", dtype, devices, wrong=wrong)]
 
 
 def _copy(targets: Inputs, sources: Inputs) -> None:
@@ -201,8 +184,7 @@ def _recording_refused(side: directions.Bound) -> str:
 
 def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Recorded in a CUDA graph and replayed on new data: equal to eager mode, and nothing is allocated."""
-    first = evaluate(subject, _case(subject), dtype, device, preference, seed=1)
-    second = evaluate(subject, _case(subject), dtype, device, preference, seed=2)
+    first, second = (evaluate(subject, subject.cases[0], dtype, device, preference, seed) for seed in (1, 2))
     inputs, upstream = each(Tensor.clone, first.inputs), tuple(t.clone() for t in first.upstream)
     call, text = subject.bind(inputs), resolve(preference)
     forward = directions.forward(call, text)
@@ -210,10 +192,9 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     backward = directions.backward(call, upstream, outputs, text)
     gradients = backward.plan.prepare().allocate(backward.arguments)
     workspaces = forward.workspace(), backward.workspace()
-    chosen = plan_of(subject, inputs, preference)
     if forward.plan.waits or backward.plan.waits:
         wrong = [text for side in (forward, backward) if side.plan.waits and (text := _recording_refused(side))]
-        return [_row(subject, "CUDA graph", dtype, plan_names(chosen), "refused by name: it waits", wrong)]
+        return [first.row("CUDA graph", dtype, "refused by name: it waits", wrong=wrong)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
@@ -227,7 +208,7 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
         _copy((*inputs, *upstream), (*data.inputs, *data.upstream))
         graph.replay()
         torch.cuda.synchronize(device)
-        results = (*outputs[: len(data.outputs)], *gradients_of(subject, inputs, backward, gradients))
-        if not all(map(same_bits, results, data.results)):
+        results = (*outputs[: len(data.outputs)], *gradients_of(first, backward, gradients))
+        if not _are_equal(results, data.results):
             wrong.append("a replay differs from eager mode")
-    return [_row(subject, "CUDA graph", dtype, plan_names(chosen), "replays equal eager mode", wrong)]
+    return [first.row("CUDA graph", dtype, "replays equal eager mode", wrong=wrong)]

@@ -15,8 +15,7 @@ from adjoint.core.preference import BACKENDS, Preference
 from adjoint.core.problem import short
 from adjoint.ops import cases
 from adjoint.verify import bits, framework, numerics
-from adjoint.verify.row import Row
-from adjoint.verify.run import generator
+from adjoint.verify.run import Row, generator
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Job:
         try:
             return self.body()
         except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
-            return [self.failure("raised", detail)]
+            return [self.failure("raised", f"{type(error).__name__}: {error}")]
 
     def failure(self, measured: str, detail: str) -> Row:
         """The row of a job that came to no verdict."""
@@ -63,19 +61,13 @@ def _served(subject: Subject, backend: str, device: torch.device) -> Subject | N
     """The subject with the dtypes for which both directions have a plan of a backend: an op, or a dtype, may be
     without kernels. None where there are none, or not for the dtype that stands for all."""
 
+    accepted = ("", why_not_triton(device))  # whether the backend is there at all is settled elsewhere
+
     def serves(dtype: torch.dtype) -> bool:
-        inputs = subject.cases[0].make(dtype, torch.device("cpu"), generator())
-        call = subject.bind(inputs)
-        directions = [(call.operator, call.arguments)]
-        if call.adjoint is not None and call.adjoint_arguments is not None:
-            with torch.no_grad():
-                outputs = call.operator.allocate(*call.arguments)
-            directions.append((call.adjoint, call.adjoint_arguments(outputs[: call.public_outputs], outputs)))
-        accepted = ("", why_not_triton(device))  # whether the backend is there at all is settled elsewhere
-        problems = [(operator, operator.describe(*own)._replace(device=device)) for operator, own in directions]
+        call = subject.bind(subject.cases[0].make(dtype, torch.device("cpu"), generator()))
         return all(
             any(plan.backend == backend and plan.refuse(problem) in accepted for plan in operator.candidates())
-            for operator, problem in problems
+            for operator, problem in call.problems(device)
         )
 
     dtypes = tuple(dtype for dtype in subject.dtypes if serves(dtype))
@@ -95,56 +87,65 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
         for backend in available_backends(device):
             served = _served(subject, backend, device)
             if served is not None:
-                listed += _numerical(served, backend, device, thorough)
-                listed += _framework(served, backend, device, thorough)
+                listed += _backend_jobs(served, backend, device, thorough)
         listed += [job for plan in subject.plans for job in _named_plan(subject, plan, device)]
     return listed + _bad_calls({subject.function for subject in chosen}, device)
 
 
-def _numerical(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
-    preference = Preference(backend=backend)
+Check = Callable[[Subject, torch.dtype, torch.device, Preference], list[Row]]
+
+_OF_A_PLAN: dict[str, Check] = {
+    "accuracy": numerics.accuracy,
+    "repeats": bits.repeats,
+    "device invariance": bits.devices,
+    "poison": bits.poison,
+}
+"""What depends on the plan alone."""
+
+_OF_A_BACKEND: dict[str, Check] = {
+    "accuracy": numerics.accuracy,
+    "special values": numerics.specials,
+    "mistakes are caught": numerics.mistakes,
+    "repeats": bits.repeats,
+    "batch invariance": bits.invariance,
+    "device invariance": bits.devices,
+    "upstream layouts": bits.upstreams,
+    "poison": bits.poison,
+}
+
+
+def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
+    preference, default = Preference(backend=backend), _default_dtype(subject)
     listed = []
     for dtype in subject.dtypes:
-        checks: dict[str, Callable[[], list[Row]]] = {
-            "accuracy": partial(numerics.accuracy, subject, dtype, device, preference, subject.cases, "accuracy"),
-            "special values": partial(numerics.specials, subject, dtype, device, preference),
-            "mistakes are caught": partial(numerics.mistakes, subject, dtype, device, preference),
-            "repeats": partial(bits.repeats, subject, dtype, device, preference),
-            "batch invariance": partial(bits.invariance, subject, dtype, device, preference),
-            "device invariance": partial(bits.devices, subject, dtype, device, preference),
-            "upstream layouts": partial(bits.upstreams, subject, dtype, device, preference),
-            "poison": partial(bits.poison, subject, dtype, device, preference),
-        }
-        if thorough or dtype == _default_dtype(subject):  # each schedule is another compilation
-            checks["schedules"] = partial(bits.schedules, subject, dtype, device, preference)
+        checks = dict(_OF_A_BACKEND)
+        if thorough or dtype == default:  # each schedule is another compilation
+            checks["schedules"] = bits.schedules
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
-            checks["exhaustive"] = partial(
-                numerics.accuracy, subject, dtype, device, preference, exhaustive, "exhaustive"
-            )
-        listed += [_job(subject, name, dtype, backend, body) for name, body in checks.items()]
+            checks["exhaustive"] = partial(numerics.accuracy, cases=exhaustive, check="exhaustive")
+        listed += [_job(subject, name, dtype, device, preference, check) for name, check in checks.items()]
     if torch.float64 in subject.dtypes:
-        body = partial(numerics.gradients, subject, device, preference)
-        listed.append(_job(subject, "gradients", torch.float64, backend, body))
-    return listed
+        listed.append(_job(subject, "gradients", torch.float64, device, preference, numerics.gradients))
+    in_torch = [framework.registration, framework.compilation, framework.modes, framework.recompilation]
+    if device.type == "cuda":
+        in_torch += [framework.streams, framework.capture]
+    dtypes = subject.dtypes if thorough else (default,)
+    return listed + [
+        _job(subject, check.__name__, dtype, device, preference, check) for check in in_torch for dtype in dtypes
+    ]
 
 
 def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
-    """What depends on the plan alone, for one that is not its backend's first; none where it cannot run."""
+    """The checks of a plan that is not its backend's first; none where it cannot run."""
     backends = {name.partition(".")[0] for name in plan.split("+")}
     if not backends <= set(available_backends(device)):
         return []
-    backend, preference = "triton" if "triton" in backends else "eager", Preference(plan=plan)
-    listed = []
-    for dtype in subject.dtypes:
-        checks: dict[str, Callable[[], list[Row]]] = {
-            "accuracy": partial(numerics.accuracy, subject, dtype, device, preference, subject.cases, "accuracy"),
-            "repeats": partial(bits.repeats, subject, dtype, device, preference),
-            "device invariance": partial(bits.devices, subject, dtype, device, preference),
-            "poison": partial(bits.poison, subject, dtype, device, preference),
-        }
-        listed += [_job(subject, name, dtype, backend, body, plan) for name, body in checks.items()]
-    return listed
+    return [
+        _job(subject, name, dtype, device, Preference(plan=plan), check)
+        for dtype in subject.dtypes
+        for name, check in _OF_A_PLAN.items()
+    ]
 
 
 def _default_dtype(subject: Subject) -> torch.dtype:
@@ -152,24 +153,12 @@ def _default_dtype(subject: Subject) -> torch.dtype:
     return torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
 
 
-def _framework(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
-    preference = Preference(backend=backend)
-    checks = [framework.registration, framework.compilation, framework.modes, framework.recompilation]
-    if device.type == "cuda":
-        checks += [framework.streams, framework.capture]
-    default = _default_dtype(subject)
-    return [
-        _job(subject, check.__name__, dtype, backend, partial(check, subject, dtype, device, preference))
-        for check in checks
-        for dtype in (subject.dtypes if thorough else (default,))
-    ]
-
-
 def _job(
-    subject: Subject, check: str, dtype: torch.dtype, backend: str, body: Callable[[], list[Row]], plan: str = ""
+    subject: Subject, name: str, dtype: torch.dtype, device: torch.device, preference: Preference, check: Check
 ) -> Job:
-    label = f"{subject.name} {short(dtype)} {plan or backend}: {check}"
-    return Job(label, subject.name, check, short(dtype), backend, body)
+    backend = preference.backend or ("triton" if "triton" in str(preference.plan) else "eager")
+    label = f"{subject.name} {short(dtype)} {preference.plan or backend}: {name}"
+    return Job(label, subject.name, name, short(dtype), backend, partial(check, subject, dtype, device, preference))
 
 
 def _bad_calls(functions: set[Any], device: torch.device) -> list[Job]:
@@ -188,13 +177,10 @@ def _bad_call(bad: BadCall, family: str, device: torch.device) -> Job:
     def body() -> list[Row]:
         try:
             bad.call(device)
-            message, passed = "nothing was raised", False
+            wrong = "nothing was raised"
         except bad.error as error:
-            message = str(error)
-            missing = [word for word in bad.words if word not in message]
-            passed = not missing
-            if missing:
-                message = f"the message lacks {', '.join(missing)}: {message}"
-        return [Row(family, "bad input", "", "", bad.error.__name__, bad.name, passed, "" if passed else message)]
+            missing = ", ".join(word for word in bad.words if word not in str(error))
+            wrong = f"the message lacks {missing}: {error}" if missing else ""
+        return [Row(family, "bad input", "", "", bad.error.__name__, bad.name, not wrong, wrong)]
 
     return Job(f"{family}: {bad.name}", family, "bad input", "", "", body)

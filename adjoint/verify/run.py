@@ -1,6 +1,8 @@
-"""Running a subject: one evaluation with its gradients, and its comparison with the reference."""
+"""Running a subject: one evaluation with its gradients, its comparison with the reference, and a verdict."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,12 +15,35 @@ from adjoint.contract.inputs import Inputs, differentiable, leaves, widened
 from adjoint.core.guarantee import Guarantee, Measurement
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, resolve
+from adjoint.core.problem import short
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one check found for one op, dtype and plan.
+
+    Attributes:
+        guarantee: the promise that was checked, in words.
+        measured: what was found: an error beside its limit, or a count of comparisons.
+        detail: what went wrong, when something did.
+    """
+
+    op: str
+    check: str
+    dtype: str
+    plan: str
+    guarantee: str
+    measured: str
+    passed: bool
+    detail: str = ""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Inputs, upstream gradients, and what came of them: the public outputs, a gradient per floating input."""
 
+    subject: Subject
+    preference: Preference
     inputs: Inputs
     upstream: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -27,6 +52,44 @@ class Evaluation:
     @property
     def results(self) -> tuple[Tensor, ...]:
         return (*self.outputs, *self.gradients)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan_of(self.subject, self.inputs, self.preference)
+
+    @property
+    def plan_names(self) -> str:
+        """The name of the plan, and of its adjoint where that is another."""
+        names = (self.plan.name, self.plan.adjoint.name) if self.plan.adjoint is not None else (self.plan.name,)
+        return " + ".join(dict.fromkeys(names))
+
+    @cached_property
+    def guarantees(self) -> tuple[dict[str, Guarantee], dict[str, Guarantee]]:
+        """What the public outputs promise, and what the gradients do, by name and in order."""
+        chosen = self.plan
+        assert chosen.adjoint is not None
+        public = chosen.operator.outputs[: len(self.outputs)]
+        return (
+            {name: chosen.guarantee[name] for name in public},
+            {name: chosen.adjoint.guarantee[name] for name in self.subject.gradients(self.inputs)},
+        )
+
+    def promises(self, flag: str) -> tuple[bool, bool]:
+        """Whether all public outputs make a promise about bits, and whether all gradients do."""
+        forward, backward = self.guarantees
+        return all(getattr(g, flag) for g in forward.values()), all(getattr(g, flag) for g in backward.values())
+
+    def again(self, inputs: Inputs | None = None, upstream: tuple[Tensor, ...] | None = None) -> "Evaluation":
+        """Once more, with other inputs or upstream gradients where they are stated."""
+        inputs, upstream = self.inputs if inputs is None else inputs, self.upstream if upstream is None else upstream
+        return differentiate(self.subject, inputs, upstream, self.preference)
+
+    def row(
+        self, check: str, dtype: torch.dtype, guarantee: str, measured: str | None = None, wrong: Sequence[str] = ()
+    ) -> Row:
+        """The verdict of a check: it passed if nothing is wrong; what was found is, by default, what is promised."""
+        where = self.subject.name, check, short(dtype), self.plan_names
+        return Row(*where, guarantee, measured or guarantee, not wrong, "; ".join(wrong))
 
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:
@@ -43,14 +106,12 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def differentiate(
-    subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...], preference: Preference, **keywords: Any
-) -> Evaluation:
+def differentiate(subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...], preference: Preference) -> Evaluation:
     """Outputs and all gradients for given inputs and upstream gradients."""
     own = leaves(inputs)
-    outputs = as_tuple(subject(*own, preference=preference, **keywords))
+    outputs = as_tuple(subject(*own, preference=preference))
     gradients = torch.autograd.grad(outputs, differentiable(own), upstream)
-    return Evaluation(inputs, upstream, tuple(o.detach() for o in outputs), gradients)
+    return Evaluation(subject, preference, inputs, upstream, tuple(o.detach() for o in outputs), gradients)
 
 
 def evaluate(
@@ -70,12 +131,6 @@ def plan_of(subject: Subject, inputs: Inputs, preference: Preference) -> Plan:
     return plan(subject.function, *positional, preference=preference, **named)
 
 
-def plan_names(chosen: Plan) -> str:
-    """The name of a plan, and of its adjoint where that is another."""
-    names = (chosen.name, chosen.adjoint.name) if chosen.adjoint is not None else (chosen.name,)
-    return " + ".join(dict.fromkeys(names))
-
-
 @dataclass(frozen=True)
 class Directions:
     """Both directions of an evaluation, and all outputs of the forward operator."""
@@ -89,39 +144,29 @@ class Directions:
         return self.forward, self.backward
 
 
-def directions_of(subject: Subject, found: Evaluation, preference: Preference) -> Directions:
+def directions_of(found: Evaluation) -> Directions:
     """The plans an evaluation takes, whatever the layout of its upstream gradients, and their arguments."""
-    call, text = subject.bind(found.inputs), resolve(preference)
+    call, text = found.subject.bind(found.inputs), resolve(found.preference)
     forward = directions.forward(call, text)
     outputs = forward.run()
     return Directions(forward, directions.backward(call, found.upstream, outputs, text), outputs)
 
 
-def gradients_of(subject: Subject, inputs: Inputs, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those of the adjoint's outputs that are gradients of these inputs, in their order."""
+def gradients_of(found: Evaluation, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Those of the adjoint's outputs that are gradients of an evaluation's inputs, in their order."""
     by_name = backward.gradients(results)
-    return tuple(by_name[name] for name in subject.gradients(inputs))
+    return tuple(by_name[name] for name in found.subject.gradients(found.inputs))
 
 
-def guarantees_of(subject: Subject, chosen: Plan, found: Evaluation) -> tuple[dict[str, Guarantee], ...]:
-    """What the public outputs promise, and what the gradients do, by name and in order."""
-    assert chosen.adjoint is not None
-    public = chosen.operator.outputs[: len(found.outputs)]
-    return (
-        {name: chosen.guarantee[name] for name in public},
-        {name: chosen.adjoint.guarantee[name] for name in subject.gradients(found.inputs)},
-    )
-
-
-def measure(subject: Subject, chosen: Plan, found: Evaluation) -> dict[str, Measurement]:
+def measure(found: Evaluation) -> dict[str, Measurement]:
     """The error of each public output and gradient beside the limit its guarantee states, by name."""
-    inputs, upstream = widened(found.inputs), widened(found.upstream)
-    forward, backward = guarantees_of(subject, chosen, found)
+    subject, inputs, upstream = found.subject, widened(found.inputs), widened(found.upstream)
+    forward, backward = found.guarantees
     measured = {}
-    exact = subject.reference(*inputs)
-    for (name, guarantee), output, truth in zip(forward.items(), found.outputs, exact, strict=True):
-        measured[name] = guarantee.error.measure(output, truth, *inputs)
-    exact = subject.reference_backward(*upstream, *inputs)
-    for (name, guarantee), gradient, truth in zip(backward.items(), found.gradients, exact, strict=True):
-        measured[name] = guarantee.error.measure(gradient, truth, *upstream, *inputs)
+    for promises, results, exact, arguments in (
+        (forward, found.outputs, subject.reference(*inputs), inputs),
+        (backward, found.gradients, subject.reference_backward(*upstream, *inputs), (*upstream, *inputs)),
+    ):
+        for (name, guarantee), result, truth in zip(promises.items(), results, exact, strict=True):
+            measured[name] = guarantee.error.measure(result, truth, *arguments)
     return measured

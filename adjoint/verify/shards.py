@@ -14,7 +14,7 @@ from pathlib import Path
 import adjoint
 from adjoint.core.errors import ArgumentError
 from adjoint.verify.jobs import Job
-from adjoint.verify.row import Row
+from adjoint.verify.run import Row
 
 SCHEMA = 1
 

@@ -19,7 +19,7 @@ import torch
 
 from adjoint.verify import interpreter
 from adjoint.verify.jobs import Job
-from adjoint.verify.row import Row
+from adjoint.verify.run import Row
 
 Listing: TypeAlias = Callable[[], Sequence[Job]]
 """Lists the jobs, the same ones in every process; it is pickled."""

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from adjoint import ops
 from adjoint.bench import check as checking
-from adjoint.bench import contenders, overhead, peers, report, results, run, tables, timing
+from adjoint.bench import contenders, overhead, peers, results, run, tables, timing
 from adjoint.bench.contenders import Contender, Task, kept_bytes
 from adjoint.cli import app
 from adjoint.contract import batching
@@ -314,7 +314,7 @@ def test_the_readme_says_which_times_are_of_graphs(tmp_path: Path, gpu: None) ->
         run.Row("activation", "w", "forward", name, run.OK, 100, 2.0, 1.0, 1e-3, recorded=name == run.OURS)
         for name in (run.OURS, "Liger")
     )
-    table = report.markdown(results.load(results.save(run.Result(CPU, 10.0, rows), "c", tmp_path)), "activation")
+    table = results.markdown(results.load(results.save(run.Result(CPU, 10.0, rows), "c", tmp_path)), "activation")
     assert "| **2.0** | **2.0** (1.00×), no graph |" in table and "CUDA graphs, replayed" in table
 
 
@@ -408,7 +408,7 @@ def test_readme_shows_rows_where_a_peer_is_ahead(tmp_path: Path, gpu: None) -> N
     results.save(measured(*rows, rough, row("Broken", None, status=run.ERROR)), "adjoint bench --save", tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text("# t\n<!-- bench:activation:begin -->\nearlier text\n<!-- bench:activation:end -->\ntail\n")
-    assert report.update_readme(readme, tmp_path) == ["activation"]
+    assert results.update_readme(readme, tmp_path) == ["activation"]
     once = readme.read_text()
     assert "| workload | direction | adjoint | torch eager | Liger | Rough | Broken | GB/s | of copy |" in once
     cells = "100.0 | 150.0 (1.50×) | **90.0** (0.90×) | 50.0 (0.50×), error 0.1 | error"
@@ -420,7 +420,7 @@ def test_readme_shows_rows_where_a_peer_is_ahead(tmp_path: Path, gpu: None) -> N
         and once.endswith("<!-- bench:activation:end -->\ntail\n")
         and "earlier text" not in once
     )
-    report.update_readme(readme, tmp_path)
+    results.update_readme(readme, tmp_path)
     assert readme.read_text() == once
 
 
@@ -440,7 +440,7 @@ def test_readme_shows_operations_and_memory_where_they_are_counted(tmp_path: Pat
     )
     result = run.Result(CPU, 10.0, (row,), 700.0)
     content = results.load(results.save(result, "command", tmp_path))
-    table = report.markdown(content, "activation")
+    table = results.markdown(content, "activation")
     assert (
         "| GB/s | of copy | TF/s | of matmul |" in table and ", 3.00 GiB" in table and "GiB: the most memory" in table
     )
@@ -451,17 +451,17 @@ def test_readme_shows_operations_and_memory_where_they_are_counted(tmp_path: Pat
 def test_readme_without_markers_or_results_is_refused(tmp_path: Path, gpu: None) -> None:
     readme = tmp_path / "README.md"
     with pytest.raises(ArgumentError, match="no results of a GPU"):
-        report.update_readme(readme, tmp_path)
+        results.update_readme(readme, tmp_path)
     results.save(measured(row(run.OURS, 100.0, 1.0)), "c", tmp_path)
     with pytest.raises(ArgumentError, match="cannot be read"):
-        report.update_readme(readme, tmp_path)
+        results.update_readme(readme, tmp_path)
     readme.write_text("nothing")
     with pytest.raises(ArgumentError, match="bench:activation:begin"):
-        report.update_readme(readme, tmp_path)
+        results.update_readme(readme, tmp_path)
 
 
 def test_plot_says_what_it_needs(tmp_path: Path) -> None:
-    plot = pytest.importorskip("adjoint.bench.plot").plot
+    plot = tables.plot
     file = tmp_path / "times.svg"
     try:
         import matplotlib  # type: ignore[import-not-found] # noqa: F401

@@ -100,7 +100,7 @@ def test_a_numeric_parameter_must_exist() -> None:
 
 def test_numeric_parameters_come_from_what_is_bound() -> None:
     setup = a_setup()
-    setup.number(order="gate_up")
+    setup.add_numeric(order="gate_up")
     setup.kernel(scaled_copy, **SETTINGS)
     assert setup.numeric == {"order": "gate_up", "chunk": 64, "precision": "float32"}
 

@@ -10,7 +10,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.core import plan as plans
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.op import define
+from adjoint.core.operator import Operator, register
 from adjoint.core.plan import Call, Candidate, Plan, bind, publish, select
 from adjoint.core.problem import Problem
 from tests.lookup import BACKWARD, FORWARD, lookup
@@ -62,16 +62,19 @@ def _toy(x: Tensor) -> Tensor:
     return x * 2
 
 
-TOY = define(
-    "toy_double",
-    "Tensor x",
-    "Tensor",
-    outputs=("y",),
+TOY = register(
+    Operator(
+        "toy_double",
+        outputs=("y",),
+        tensors=("x",),
+        check=lambda x: None,
+        allocate=lambda x: (torch.empty_like(x),),
+        describe=lambda x: Problem("toy_double", x.device, (x.dtype,), sizes=(x.numel(),)),
+        candidates=lambda: CANDIDATES,
+    ),
     tensors=("x",),
-    check=lambda x: None,
-    allocate=lambda x: (torch.empty_like(x),),
-    describe=lambda x: Problem("toy_double", x.device, (x.dtype,), sizes=(x.numel(),)),
-    candidates=lambda: CANDIDATES,
+    options="",
+    results=1,
 )
 publish(_toy, lambda x: Call(TOY, (x,)))
 
@@ -194,7 +197,7 @@ def test_selection_is_cached_and_the_cache_is_bounded() -> None:
     assert select(TOY, problem, "") is select(TOY, problem, "")
     for size in range(plans._CACHED_PLANS + 10):
         select(TOY, problem._replace(sizes=(size,)), "")
-    assert len(TOY._plans) <= plans._CACHED_PLANS
+    assert len(TOY.plans) <= plans._CACHED_PLANS
 
 
 # ------------------------------------------------------------------- optional tensors, hidden outputs

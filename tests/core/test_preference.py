@@ -121,11 +121,11 @@ def test_the_backward_keeps_the_preference_of_its_forward() -> None:
     """The block has ended, and autograd's thread never saw it."""
     x = torch.ones(3, requires_grad=True)
     operator = adjoint.plan(adjoint.silu, x).adjoint.operator  # type: ignore[union-attr]
-    operator._plans.clear()
+    operator.plans.clear()
     with adjoint.prefer(repeatable=True, backend="eager"):
         y = adjoint.silu(x)
     y.sum().backward()
-    assert [text for _, text in operator._plans] == ["backend=eager,repeatable"]
+    assert [text for _, text in operator.plans] == ["backend=eager,repeatable"]
 
 
 @pytest.mark.kernels

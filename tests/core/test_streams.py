@@ -5,7 +5,7 @@ import torch
 
 import adjoint
 from adjoint.core.errors import Unsupported
-from adjoint.core.streams import refuse_capture, run_concurrently
+from adjoint.core.launch import refuse_capture, run_concurrently
 
 
 @pytest.mark.parametrize("worthwhile", [False, True])

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adjoint.core.plan import operators
+from adjoint.core.operator import operators
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
-from adjoint.verify import Job, jobs
+from adjoint.verify import Job, Row, jobs
 from adjoint.verify import bits as checks
-from adjoint.verify.row import Row
 from tests.lookup import LOOKUP
 
 CPU = torch.device("cpu")

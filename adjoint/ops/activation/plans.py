@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
 from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.layout import coalesce
 from adjoint.core.op import Adjoint, Facts
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.activation import eager, reference
@@ -199,7 +198,7 @@ def _candidates(of: Activation) -> tuple[Candidate, ...]:
         bind = imported(f"adjoint.ops.activation.kernels:{layout}", of=of)
 
         def setup(setup: Setup) -> Execute:
-            setup.number(**numeric(setup.problem))
+            setup.add_numeric(**numeric(setup.problem))
             return bind(setup)
 
         return Candidate(
@@ -228,7 +227,7 @@ def _candidates(of: Activation) -> tuple[Candidate, ...]:
         eager.backward(dy, gate, up, dgate if need & NEED_GATE else None, dup if need & NEED_UP else None)
 
     layouts = ("rows", "pairs", "strided") if of.packed else ("rows", "strided")
-    run = forward if of.is_forward else writing(backward)
+    run = forward if of.is_forward else allocating_outputs(backward)
     return *map(on_kernels, layouts), in_pytorch("eager", lambda problem: guarantee(of, "eager", problem), run, numeric)
 
 

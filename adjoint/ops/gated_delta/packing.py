@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
-from adjoint.core.streams import refuse_capture
+from adjoint.core.launch import refuse_capture
 from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
 
 CHUNK = 64

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Run, in_pytorch, writing
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, Run, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
@@ -34,7 +33,7 @@ def without_autocast(compute: Compute) -> Run:
         with torch.autocast(plan.problem.device.type, enabled=False):
             compute(arguments, outputs)
 
-    return writing(run)
+    return allocating_outputs(run)
 
 
 FORWARD, BACKWARD = 2e-6, 1e-5

@@ -272,7 +272,7 @@ def backward(setup: Setup, norm: Norm) -> Execute:
         RUN_LEVELS=RUN_LEVELS, num_warps=8,
     )  # fmt: skip
     setup.scratch(sums=(wide_dtype(element), blocks * size if need_weight and count else 0))
-    setup.number(most_blocks=most_blocks(size))
+    setup.add_numeric(most_blocks=most_blocks(size))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         of, dx, dweight, dgate = norm.backward(arguments), outputs[0], outputs[1], outputs[-1]

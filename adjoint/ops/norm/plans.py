@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate
+from adjoint.core.plan import Candidate, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.norm import eager
@@ -142,7 +141,7 @@ def _candidates(norm: Norm, direction: str) -> tuple[Candidate, Candidate]:
         schedules=_SCHEDULES,
         entry=entry,
     )
-    run = writing(lambda plan, arguments, outputs, workspace: compute(norm, arguments, outputs))
+    run = allocating_outputs(lambda plan, arguments, outputs, workspace: compute(norm, arguments, outputs))
     return on_kernels, in_pytorch("eager", lambda problem: _guarantee(norm, direction, False, problem), run)
 
 

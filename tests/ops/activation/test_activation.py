@@ -19,7 +19,7 @@ from adjoint.ops.activation import plans, reference
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.ops.activation.values import every_value
-from adjoint.verify.run import Evaluation, differentiate, evaluate, measure, plan_of
+from adjoint.verify.run import differentiate, evaluate, measure
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -131,8 +131,7 @@ def _enumerated(backend: str, dtype: torch.dtype, device: torch.device, every: i
     for subject in (SILU, SWIGLU):
         for case in list(subject.exhaustive(dtype))[::-every]:  # the ones near the root first
             found = evaluate(subject, case, dtype, device, preference)
-            chosen = plan_of(subject, found.inputs, preference)
-            for output, measured in measure(subject, chosen, found).items():
+            for output, measured in measure(found).items():
                 kind = "dgate" if output == "dx" else output
                 largest[kind] = max(largest[kind], measured.value)
     return dict(largest)
@@ -207,9 +206,8 @@ def _within_the_guarantee(
 ) -> None:
     subject, inputs, upstream = call
     inputs, upstream = tuple(t.to(device) for t in inputs), tuple(t.to(device) for t in upstream)
-    found: Evaluation = differentiate(subject, inputs, upstream, preference)
-    chosen = plan_of(subject, inputs, preference)
-    for output, measured in measure(subject, chosen, found).items():
+    found = differentiate(subject, inputs, upstream, preference)
+    for output, measured in measure(found).items():
         assert measured.holds, f"{subject.name} {inputs[0].dtype} {output}: {measured}"
     for gradient, tensor in zip(found.gradients, inputs, strict=True):
         assert gradient.shape == tensor.shape

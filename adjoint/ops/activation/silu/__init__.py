@@ -34,7 +34,7 @@ _silu = Op(
     describe=_describe,
     forward=lambda: plans.SILU,
     adjoint=Adjoint(lambda: plans.SILU_BACKWARD, _describe_backward),
-    others=plans.reuse(lambda: plans.SILU_REUSE),
+    alternatives=plans.reuse(lambda: plans.SILU_REUSE),
 )
 
 

@@ -50,7 +50,7 @@ _swiglu = Op(
     describe=_describe,
     forward=lambda: plans.SWIGLU,
     adjoint=Adjoint(lambda: plans.SWIGLU_BACKWARD, _describe_backward),
-    others=plans.reuse(lambda: plans.SWIGLU_REUSE),
+    alternatives=plans.reuse(lambda: plans.SWIGLU_REUSE),
 )
 
 
@@ -88,7 +88,9 @@ _packed = Op(
         lambda: plans.SWIGLU_PACKED_BACKWARD,
         lambda dy, x, order: _describe_packed([dy], [x, torch.empty_like(x, device="meta")], order),
     ),
-    others=plans.reuse(lambda: plans.SWIGLU_PACKED_REUSE, lambda dy, x, order: _describe_packed([dy], [x], order)),
+    alternatives=plans.reuse(
+        lambda: plans.SWIGLU_PACKED_REUSE, lambda dy, x, order: _describe_packed([dy], [x], order)
+    ),
 )
 
 

@@ -243,7 +243,7 @@ class _Bags:
             "MODE": self.mode,
             "DOUBLE": element == torch.float64,
         }
-        setup.number(mode=self.mode, tile=TILE)
+        setup.add_numeric(mode=self.mode, tile=TILE)
         setup.copies(
             ids=(ids, self.count),
             offsets=(self.settings["offsets"], self.bags + include_last_offset),

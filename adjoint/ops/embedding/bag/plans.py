@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Compute, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import group_sums_bound, invariant_guarantee, sum_bound
@@ -166,7 +165,7 @@ def _candidates(
             setup=imported(f"adjoint.ops.embedding.bag.kernels:{direction}"),
             schedules=_SCHEDULES,
         ),
-        in_pytorch("eager.bags", guarantee, writing(in_eager), _numeric, waits=lambda problem: True),
+        in_pytorch("eager.bags", guarantee, allocating_outputs(in_eager), _numeric, waits=lambda problem: True),
     )
 
 

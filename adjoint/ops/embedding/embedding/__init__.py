@@ -126,7 +126,7 @@ _embedding = Op(
     describe=_describe,
     forward=lambda: plans.EMBEDDING,
     adjoint=_DENSE,
-    others={
+    alternatives={
         "into": Adjoint(
             lambda: plans.EMBEDDING_BACKWARD_INTO,
             _describe_into,

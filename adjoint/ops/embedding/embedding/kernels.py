@@ -77,7 +77,7 @@ class _RowSums:
     def __init__(self, setup: Setup, tile: int, **form: Any) -> None:
         (element, ids_dtype), (count, _, columns) = setup.problem.dtypes[:2], setup.problem.sizes
         self.setup, self.sums = setup, GroupSums(setup, ids_dtype, tile, **form)
-        setup.number(tile=tile_in_words(tile))
+        setup.add_numeric(tile=tile_in_words(tile))
         setup.copies(ids=(ids_dtype, count), gradient=(element, count * columns))
 
     def write(self, dout: Tensor, ids: Tensor, padding: int, out: Tensor, workspace: Tensor | None) -> Memory:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.errors import report
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import copy_guarantee, group_sums_bound, invariant_guarantee, sum_error
@@ -90,7 +89,7 @@ EMBEDDING = (
         setup=imported("adjoint.ops.embedding.embedding.kernels:gather"),
         schedules=_SCHEDULES,
     ),
-    in_pytorch("eager.gather", forward_guarantee, writing(_gather_eagerly)),
+    in_pytorch("eager.gather", forward_guarantee, allocating_outputs(_gather_eagerly)),
 )
 
 
@@ -118,8 +117,8 @@ def _backward(form: str) -> tuple[Candidate, ...]:
 
     def eagerly(order: str, tile: int) -> Candidate:
         runs = {
-            "dense": writing(lambda plan, a, out, w: eager.dense(*a, tile=tile, out=out[0])),
-            "into": writing(lambda plan, a, out, w: eager.into(*a, tile=tile)),
+            "dense": allocating_outputs(lambda plan, a, out, w: eager.dense(*a, tile=tile, out=out[0])),
+            "into": allocating_outputs(lambda plan, a, out, w: eager.into(*a, tile=tile)),
             "sparse": lambda plan, a, out, w: eager.sparse(*a, tile=tile),
         }
         return in_pytorch(

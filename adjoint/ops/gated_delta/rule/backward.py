@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from adjoint.core.launch import Execute, Setup
-from adjoint.core.streams import run_concurrently
+from adjoint.core.launch import Execute, Setup, run_concurrently
 from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_STATE
@@ -80,7 +79,7 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
     """The gradients that `need` asks for."""
     shape = Shape.of(setup.problem)
     _, normalize, need = Options(*setup.problem.options)
-    setup.number(chunk=CHUNK, segment=packing.SEGMENT)
+    setup.add_numeric(chunk=CHUNK, segment=packing.SEGMENT)
     if shape.is_empty:
         return _without_tokens(need)
     parts = parts_of(shape)
@@ -185,7 +184,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
     else:
         whole = bind_reverse_scan(setup, shape, upstream=upstream, final=final, initial=initial)
     if shape.may_split:
-        setup.number(reverse_segment=sizes.REVERSE_SEGMENT, unsplit_reverse=sizes.UNSPLIT_REVERSE)
+        setup.add_numeric(reverse_segment=sizes.REVERSE_SEGMENT, unsplit_reverse=sizes.UNSPLIT_REVERSE)
         transitions = bind_reverse_transitions(setup, shape, parts)
         terms = bind_segment_terms(setup, shape, upstream=upstream, final=final)
         compose = bind_compose_reverse_transitions(setup, shape)
@@ -250,7 +249,7 @@ def _bind_triton_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     matrices = gradients = gate_gradients = None
     setup.scratch(**gradient_regions(shape, need, normalize))
     if need & NEED_TOKENS:
-        setup.number(sum_warps=sum_warps(shape))
+        setup.add_numeric(sum_warps=sum_warps(shape))
         matrices = bind_matrices(setup, shape, upstream, need)
     if need & NEED_KEYS:
         gradients = bind_gradients(setup, shape, upstream, normalize, need)

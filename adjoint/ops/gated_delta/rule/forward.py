@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import check, report
-from adjoint.core.launch import Execute, Setup
-from adjoint.core.streams import run_concurrently
+from adjoint.core.launch import Execute, Setup, run_concurrently
 from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
@@ -60,7 +59,7 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
     """o; the final states, and those between segments, where they are needed."""
     shape = Shape.of(setup.problem)
     _, normalize, output_final_state, keep = Options(*setup.problem.options)
-    setup.number(chunk=CHUNK, segment=packing.SEGMENT)
+    setup.add_numeric(chunk=CHUNK, segment=packing.SEGMENT)
     copies = Copies(setup, shape, ("q", "k") if normalize and not shape.is_empty else ())
     setup.scratch(**index_regions(shape, segments=shape.is_split and not shape.is_empty))
     if shape.is_empty:

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.errors import register_fault, report
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import copy_guarantee, group_sums_bound, invariant_guarantee, sum_error
@@ -152,7 +151,7 @@ _TAKES = "takes up to {} entries of a line at once"
 
 TAKE = (
     _on_kernels("take", "take_forward", "take:take", _refuse, forward_guarantee),
-    in_pytorch("eager.take", forward_guarantee, writing(_take_eagerly)),
+    in_pytorch("eager.take", forward_guarantee, allocating_outputs(_take_eagerly)),
 )
 TAKE_BACKWARD = (
     _on_kernels("few", "take_backward_few", "lines:by_comparing", partial(_refuse, most=MAX_COMPARED, words=_COMPARES)),
@@ -162,7 +161,7 @@ TAKE_BACKWARD = (
     in_pytorch(
         "eager.sorted",
         backward_guarantee,
-        writing(_sum_eagerly),
+        allocating_outputs(_sum_eagerly),
         lambda problem: {"tile": TILE},
         waits=lambda problem: not problem.options[2],
     ),

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.launch import Execute, Setup, imported
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Compute, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.experts import eager, grouped_mm
@@ -158,13 +157,15 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             setup=_set_up,
             schedules=_SCHEDULES,
         ),
-        in_pytorch("eager.grouped", lambda problem: guarantee(problem, ours=False), writing(in_torch(PER_EXPERT))),
+        in_pytorch(
+            "eager.grouped", lambda problem: guarantee(problem, ours=False), allocating_outputs(in_torch(PER_EXPERT))
+        ),
         # After the one that serves everything: only a preference that names it gets it.
         replace(
             in_pytorch(
                 "eager.grouped_mm",
                 lambda problem: guarantee(problem, ours=False, rounds_dh=True),
-                writing(in_torch(grouped_mm.GROUPED_MM)),
+                allocating_outputs(in_torch(grouped_mm.GROUPED_MM)),
             ),
             refuse=grouped_mm.refuse,
         ),

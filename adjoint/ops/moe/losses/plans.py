@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import in_pytorch, writing
 from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate
+from adjoint.core.plan import Candidate, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.layout import REPORTED
@@ -166,7 +165,7 @@ def _candidates(kernel: str, launch: str, compute: Callable[..., None]) -> tuple
         setup=imported(f"adjoint.ops.moe.losses.kernels:{launch}"),
         schedules=_SCHEDULES,
     )
-    run = writing(lambda plan, arguments, outputs, _: compute(*arguments, *outputs))
+    run = allocating_outputs(lambda plan, arguments, outputs, _: compute(*arguments, *outputs))
     return on_kernels, in_pytorch("eager", lambda problem: _guarantee(problem, True), run)
 
 

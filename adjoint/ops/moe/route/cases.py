@@ -166,7 +166,7 @@ def _workload(rows: int, experts: int, k: int) -> Workload:
     return Workload(
         f"moe.route {rows} tokens, {experts} experts, k = {k}",
         subject,
-        normal(1, (rows, experts)),
+        normal((rows, experts)),
         moved,
         moved + rows * k * 4,
         softmax_topk,

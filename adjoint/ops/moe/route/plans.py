@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup, imported
-from adjoint.core.plan import Candidate
+from adjoint.core.plan import Candidate, Compute, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.route import bounds, eager, reference
@@ -176,7 +175,7 @@ def _on_kernels(
         return ""
 
     def setup(setup: Setup) -> Execute:
-        setup.number(**_numeric(setup.problem))
+        setup.add_numeric(**_numeric(setup.problem))
         return bind(setup)
 
     return Candidate(
@@ -193,7 +192,7 @@ def _on_kernels(
 
 
 def _eager(compute: Compute, promises: Promises) -> Candidate:
-    return in_pytorch("eager", lambda problem: promises(problem, True), writing(compute), _numeric)
+    return in_pytorch("eager", lambda problem: promises(problem, True), allocating_outputs(compute), _numeric)
 
 
 ROUTE = (

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.candidates import Compute, in_pytorch, writing
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate
+from adjoint.core.plan import Candidate, Compute, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.device.sums import sum_bound
@@ -86,4 +85,4 @@ def candidates(
         setup=imported(f"adjoint.ops.moe.{folder}.kernels:{direction}"),
         schedules=Schedules(Path(__file__).parent.with_name(folder) / "schedules.json"),
     )
-    return on_kernels, in_pytorch("eager.tokens", guarantee, writing(in_torch), lambda problem: numeric)
+    return on_kernels, in_pytorch("eager.tokens", guarantee, allocating_outputs(in_torch), lambda problem: numeric)

@@ -188,7 +188,7 @@ def run_poisoned(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     plan = adjoint.core.plan.select(BACKWARD, BACKWARD.describe(*arguments), KERNELS)
     outputs = tuple(torch.full_like(x, float("nan")) for x in BACKWARD.allocate(*arguments))
     workspace = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8, device=plan.problem.device)
-    return plan.compute(arguments, outputs, workspace)
+    return plan.execute(arguments, outputs, workspace)
 
 
 @pytest.mark.kernels

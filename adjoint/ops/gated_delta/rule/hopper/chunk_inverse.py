@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from adjoint.core.kernels import Budget, Float32, Int64x16, Pointer, Pointer16, kernel
-from adjoint.core.launch import Setup
-from adjoint.core.streams import run_concurrently
+from adjoint.core.launch import Setup, run_concurrently
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import bind_chunk_inverse, bind_scores

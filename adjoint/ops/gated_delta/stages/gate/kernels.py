@@ -195,7 +195,7 @@ def backward(setup: Setup) -> Execute:
     (size, rows), (need,) = setup.problem.sizes, setup.problem.options
     columns, counts = _columns(setup, size), levels(rows)
     needs_sums = bool(need & (NEED_A_LOG | NEED_DT_BIAS))
-    setup.number(run=RUN)
+    setup.add_numeric(run=RUN)
     gradients = setup.kernel(
         gated_delta_gate_backward, element=element, rate=rate, bias=bias, HEADS=size, COLUMNS=columns,
         NEED_A=bool(need & NEED_A), NEED_B=bool(need & NEED_B), NEED_SUMS=needs_sums,

@@ -223,7 +223,7 @@ def _by_access(
 ) -> dict[str, tuple[Tile, Launch]]:
     """A kernel for every access, with its tile; `tile_of(unit)` gives that of lines along the axis, or of others."""
     (element, index), (_, _, distinct) = setup.problem.dtypes, setup.problem.options
-    setup.number(tile=TILE)
+    setup.add_numeric(tile=TILE)
 
     def bind(many: bool) -> dict[str, tuple[Tile, Launch]]:
         bound = {}
@@ -321,7 +321,7 @@ def scatter(setup: Setup) -> Execute:
     """For many entries that do not repeat: zeros, then every entry to its element."""
     (element, index), (shape, axis, _) = setup.problem.dtypes, setup.problem.options
     block = setup.schedule["scatter_block"]
-    setup.number(tile=TILE)
+    setup.add_numeric(tile=TILE)
 
     def bind(many: bool) -> dict[bool, Launch]:
         return {

@@ -175,7 +175,7 @@ def by_sorting(setup: Setup) -> Execute:
     sum_partials = setup.kernel(take_sum_partials, **sums)
     grouping = Grouping(setup, torch.int32, most, at_once * length)
     setup.scratch(ids=(torch.int32, max(1, most)), partials=(accumulator, most if entries > TILE else 1))
-    setup.number(tile=TILE)
+    setup.add_numeric(tile=TILE)
 
     def sum_lines(memory: Memory, lines: Lines, first_line: int, dout: Tensor, indices: Tensor, dx: Tensor) -> None:
         """As many lines of dx as are taken at once, or are left."""

@@ -29,7 +29,7 @@ def _settle_common(setup: Setup) -> None:
         gu=(element, tokens * slots * 2 * inner),
     )  # fmt: skip
     if element in EDGE and not setup.interpreted:
-        setup.number(edge=EDGE[element])
+        setup.add_numeric(edge=EDGE[element])
 
 
 def forward(setup: Setup) -> Execute:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import adjoint
-from adjoint.core import plan as plans
+from adjoint.core.operator import operators
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: adjoint.silu(x),
@@ -75,7 +75,7 @@ class _Plain(Tensor):
 
 def _count_dispatches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
-    operator = next(operator for operator in plans.operators() if operator.name == name)
+    operator = next(operator for operator in operators() if operator.name == name)
     registered = operator.call
 
     def call(*arguments: Any) -> Any:
@@ -118,7 +118,7 @@ def test_both_ways_give_equal_bits(x: Tensor) -> None:
 
 def test_both_ways_return_the_same_kind_of_value(x: Tensor) -> None:
     """One tensor, a tuple, or nothing from an operator that overwrites."""
-    direct = {operator.name: operator for operator in plans.operators()}
+    direct = {operator.name: operator for operator in operators()}
     arguments: dict[str, tuple[Any, ...]] = {
         "silu": (x, ""),
         "swiglu_backward": (x, x, x, 3, ""),
