@@ -94,7 +94,6 @@ MODULES = {
         *RULE,
         "adjoint.ops.gated_delta.step.kernels",
         "adjoint.ops.gated_delta.stages.gate.kernels",
-        "adjoint.ops.gated_delta.stages.normalize.kernels",
         "adjoint.ops.gated_delta.stages.w_u.kernels",
     ),
 }

@@ -496,9 +496,6 @@ EQUIVALENT = {
     ("rule_clear_saved", "segment > 0 -> segment >= 0"): (
         "0 only before a first sequence that does not begin with the tokens, which is reported, and saves nothing"
     ),
-    ("rule_normalize", "column < PADDED -> column <= PADDED"): (
-        "the number after a row is the next one's first, which the interpreter stores later"
-    ),
     # gated_delta.gate
     ("sigmoid_of", "t >= 0 -> t > 0"): "both branches agree at 0, where e^{−|t|} = 1",
     **{

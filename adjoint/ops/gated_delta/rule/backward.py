@@ -105,8 +105,9 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
         initial_state = copies.contiguous(memory, "initial_state", initial_state)
         dfinal_state = copies.contiguous(memory, "dfinal_state", dfinal_state)
         gates(memory, cu_seqlens, g, beta)
-        queries = normalized(memory, "q", q) if normalized else copies.token_rows(memory, "q", q)
-        keys = normalized(memory, "k", k) if normalized else copies.token_rows(memory, "k", k)
+        queries, keys = copies.token_rows(memory, "q", q), copies.token_rows(memory, "k", k)
+        if normalized:
+            queries, keys = normalized(memory, "q", queries), normalized(memory, "k", keys)
         values = copies.token_rows(memory, "v", v)
         gradient = None if do is None else copies.token_rows(memory, "do", do)
         inverse(memory, keys)

@@ -43,17 +43,19 @@ from adjoint.ops.gated_delta.step.plans import backward_columns, power_of_two
 
 
 @triton.jit
-def sum_over_keys(
-    values, HIGH: tl.constexpr, HIGH_LEVELS: tl.constexpr, GROUPS: tl.constexpr, LOW: tl.constexpr,
-    LOW_LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """[HIGH, GROUPS, LOW, COLUMNS] -> [GROUPS, COLUMNS]: halves of the keys, then halves of what is left."""
-    for level in tl.static_range(HIGH_LEVELS):
-        values = tl.sum(tl.reshape(values, [2, HIGH // 2 ** (level + 1), GROUPS, LOW, COLUMNS]), 0)
-    values = tl.reshape(values, [GROUPS, LOW, COLUMNS])
-    for level in tl.static_range(LOW_LEVELS):
-        values = tl.sum(tl.reshape(values, [GROUPS, 2, LOW // 2 ** (level + 1), COLUMNS]), 1)
-    return tl.reshape(values, [GROUPS, COLUMNS])
+def sum_over(values, AXIS: tl.constexpr, LEVELS: tl.constexpr):
+    """The sum along an axis of 2^LEVELS numbers: halves, then halves of what is left. Two numbers have one sum."""
+    before: tl.constexpr = values.shape[:AXIS]
+    after: tl.constexpr = values.shape[AXIS + 1 :]
+    for level in tl.static_range(LEVELS):
+        values = tl.sum(tl.reshape(values, before + (2, 2 ** (LEVELS - 1 - level)) + after), AXIS)
+    return tl.reshape(values, before + after)
+
+
+@triton.jit
+def sum_over_keys(values, HIGH_LEVELS: tl.constexpr, LOW_LEVELS: tl.constexpr):
+    """[HIGH, GROUPS, LOW, COLUMNS] -> [GROUPS, COLUMNS]."""
+    return sum_over(sum_over(values, 0, HIGH_LEVELS), 1, LOW_LEVELS)
 
 
 @triton.jit
@@ -139,16 +141,16 @@ def gated_delta_step_tiles(
         record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
         decay = tl.exp(g_t)
         k_tile, q_tile = k_t[:, None, :, None], q_t[:, None, :, None]
-        predicted = decay * sum_over_keys(S * k_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
+        predicted = decay * sum_over_keys(S * k_tile, HIGH_LEVELS, LOW_LEVELS)
         if NORMALIZE:  # k and q by their norms, wherever they come in
-            k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
+            k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
             new_values = beta_t * (v_t - predicted * k_norm) * k_norm
         else:
             new_values = beta_t * (v_t - predicted)
         S = decay * S + k_tile * new_values[None, :, None, :]
-        o = scale * sum_over_keys(S * q_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
+        o = scale * sum_over_keys(S * q_tile, HIGH_LEVELS, LOW_LEVELS)
         if NORMALIZE:
-            o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
+            o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
         tl.store(out_at + t * out_token + column, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
         if ALL_STATES:
             stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
@@ -272,44 +274,26 @@ def forward(setup: Setup) -> Execute:
 
 
 @triton.jit
-def sum_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
-    """The sum of [SIZE], SIZE = 2^LEVELS: halves, then halves of what is left. Two numbers have one sum."""
-    for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [2, SIZE // 2 ** (level + 1)]), 0)
-    return tl.sum(values, 0)
+def sum_of(values, LEVELS: tl.constexpr):
+    """The sum of [2^LEVELS], by halves."""
+    return tl.sum(sum_over(values[:, None], 0, LEVELS), 0)
 
 
 @triton.jit
-def sum_over_rows(values, ROWS: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] -> [WIDTH], by halves."""
-    for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [2, ROWS // 2 ** (level + 1), WIDTH]), 0)
-    return tl.reshape(values, [WIDTH])
-
-
-@triton.jit
-def sum_over_columns(values, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS, WIDTH] -> [ROWS], by halves."""
-    for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [ROWS, 2, WIDTH // 2 ** (level + 1)]), 1)
-    return tl.reshape(values, [ROWS])
-
-
-@triton.jit
-def norm_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr, NORMALIZE: tl.constexpr):
+def norm_of(values, LEVELS: tl.constexpr, NORMALIZE: tl.constexpr):
     """What a vector is multiplied with where it is normalised; elsewhere 1."""
     norm = 1.0
     if NORMALIZE:
-        norm = tl.rsqrt(sum_of(values * values, SIZE, LEVELS) + 1e-6)
+        norm = tl.rsqrt(sum_of(values * values, LEVELS) + 1e-6)
     return norm
 
 
 @triton.jit
-def through_norm(x, gradient, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+def through_norm(x, gradient, LEVELS: tl.constexpr):
     """dx = norm·(dy − y (y·dy)), of y = norm·x."""
-    norm = norm_of(x, SIZE, LEVELS, True)
+    norm = norm_of(x, LEVELS, True)
     y = x * norm
-    return norm * (gradient - y * sum_of(y * gradient, SIZE, LEVELS))
+    return norm * (gradient - y * sum_of(y * gradient, LEVELS))
 
 
 @kernel(budget=Budget(registers=255, shared_bytes=16384), numeric=("COLUMNS",))
@@ -373,8 +357,8 @@ def gated_delta_step_backward_tiles(
             k_s = tl.load(k_at + s * k_token, in_row, other=0.0).to(WIDE)
             v_s = tl.load(v_at + s * v_token, in_column, other=0.0).to(WIDE)
             a_s = tl.exp(tl.load(g_at + s * g_token, live, other=0.0).to(WIDE))
-            norm = norm_of(k_s, ROWS, LEVELS, NORMALIZE)
-            predicted = sum_over_rows(S * k_s[:, None], ROWS, LEVELS, COLUMNS) * norm
+            norm = norm_of(k_s, LEVELS, NORMALIZE)
+            predicted = sum_over(S * k_s[:, None], 0, LEVELS) * norm
             new_values = tl.load(beta_at + s * beta_token, live, other=0.0).to(WIDE) * (v_s - a_s * predicted)
             S = a_s * S + k_s[:, None] * (new_values * norm)[None, :]
         k_t = tl.load(k_at + t * k_token, in_row, other=0.0).to(WIDE)
@@ -382,10 +366,10 @@ def gated_delta_step_backward_tiles(
         v_t = tl.load(v_at + t * v_token, in_column, other=0.0).to(WIDE)
         beta_t = tl.load(beta_at + t * beta_token, live, other=0.0).to(WIDE)
         a = tl.exp(tl.load(g_at + t * g_token, live, other=0.0).to(WIDE))
-        k_t = k_t * norm_of(k_t, ROWS, LEVELS, NORMALIZE)
-        q_t = q_t * norm_of(q_t, ROWS, LEVELS, NORMALIZE)
+        k_t = k_t * norm_of(k_t, LEVELS, NORMALIZE)
+        q_t = q_t * norm_of(q_t, LEVELS, NORMALIZE)
         S = a * S  # Z from here on
-        e = v_t - sum_over_rows(S * k_t[:, None], ROWS, LEVELS, COLUMNS)
+        e = v_t - sum_over(S * k_t[:, None], 0, LEVELS)
         new_values = beta_t * e
         if HAS_DSTATES and ALL_STATES:
             dS += tl.load(dstates_tile + t * dstates_token, in_tile, other=0.0).to(WIDE)
@@ -393,12 +377,12 @@ def gated_delta_step_backward_tiles(
         if HAS_DO:
             upstream = scale * tl.load(do_at + t * do_token, in_column, other=0.0).to(WIDE)
             after = S + k_t[:, None] * new_values[None, :]
-            dq_t = sum_over_columns(after * upstream[None, :], ROWS, COLUMNS, WIDTH_LEVELS)
+            dq_t = sum_over(after * upstream[None, :], 1, WIDTH_LEVELS)
             dS += q_t[:, None] * upstream[None, :]
-        along_key = sum_over_rows(dS * k_t[:, None], ROWS, LEVELS, COLUMNS)
+        along_key = sum_over(dS * k_t[:, None], 0, LEVELS)
         dv_t = beta_t * along_key
         terms = dS * new_values[None, :] - S * dv_t[None, :]
-        dk_t = sum_over_columns(terms, ROWS, COLUMNS, WIDTH_LEVELS)
+        dk_t = sum_over(terms, 1, WIDTH_LEVELS)
         dS = dS - k_t[:, None] * dv_t[None, :]
         part = (block * rows + row) * time + t
         at = part * heads + head
@@ -407,9 +391,9 @@ def gated_delta_step_backward_tiles(
             tl.store(dv + ((row * time + t) * heads + head) * V + column, stored, column < V)
         tl.store(dq_parts + at * K + number, dq_t, number < K)
         tl.store(dk_parts + at * K + number, dk_t, number < K)
-        decayed = sum_over_rows(S * dS, ROWS, LEVELS, COLUMNS)
-        tl.store(dg_parts + at, sum_of(decayed, COLUMNS, WIDTH_LEVELS))
-        tl.store(dbeta_parts + at, sum_of(e * along_key, COLUMNS, WIDTH_LEVELS))
+        decayed = sum_over(S * dS, 0, LEVELS)
+        tl.store(dg_parts + at, sum_of(decayed, WIDTH_LEVELS))
+        tl.store(dbeta_parts + at, sum_of(e * along_key, WIDTH_LEVELS))
         dS = a * dS
     if NEED_STATE:
         stored = dS.to(drows.dtype.element_ty)
@@ -470,12 +454,12 @@ def gated_delta_step_backward_tokens(
     if NEED_Q:
         if NORMALIZE:
             x = tl.load(q + row * q_row + t * q_token + key_head * q_head + number * q_element, in_row, other=0.0)
-            q_total = through_norm(x.to(WIDE), q_total, ROWS, LEVELS)
+            q_total = through_norm(x.to(WIDE), q_total, LEVELS)
         tl.store(dq + out_at, q_total.to(dq.dtype.element_ty), number < K)
     if NEED_K:
         if NORMALIZE:
             x = tl.load(k + row * k_row + t * k_token + key_head * k_head + number * k_element, in_row, other=0.0)
-            k_total = through_norm(x.to(WIDE), k_total, ROWS, LEVELS)
+            k_total = through_norm(x.to(WIDE), k_total, LEVELS)
         tl.store(dk + out_at, k_total.to(dk.dtype.element_ty), number < K)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Execute, Setup
+from adjoint.device.row_tiles import halves
 from adjoint.ops.gated_delta.stages.copies import add_copies, memory_of
 from adjoint.ops.gated_delta.stages.gate.plans import RUN, levels
 from adjoint.ops.gated_delta.stages.rows import Rows
@@ -30,12 +31,9 @@ def row_offsets(row, inner, outer, step):
 
 
 @triton.jit
-def column_sums(values, LEVELS: tl.constexpr):
-    """[2^LEVELS, columns] -> [columns], by halves."""
-    columns: tl.constexpr = values.shape[1]
-    for _ in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, (2, values.shape[0] // 2, columns)), 0)
-    return tl.reshape(values, (columns,))
+def sums_of_run(values, COLUMNS: tl.constexpr):
+    """[RUN, COLUMNS] -> [COLUMNS], by halves."""
+    return tl.reshape(halves(values, 1, _RUN_LEVELS, COLUMNS), (COLUMNS,))
 
 
 @triton.jit
@@ -115,8 +113,8 @@ def gated_delta_gate_backward(
             through = tl.where(inside, upstream * softplus_of(t, small), 0.0)
             plane = runs * HEADS
             target = sums + run.to(tl.int64) * HEADS + head
-            tl.store(target, column_sums(through, _RUN_LEVELS), in_head)
-            tl.store(target + plane, column_sums(tl.where(inside, of_a, 0.0), _RUN_LEVELS), in_head)
+            tl.store(target, sums_of_run(through, COLUMNS), in_head)
+            tl.store(target + plane, sums_of_run(tl.where(inside, of_a, 0.0), COLUMNS), in_head)
     if NEED_B:
         t = tl.load(b + row_offsets(row, b_inner, b_outer, b_step) + head[None, :], inside, other=0).to(tl.float32)
         place = dbeta + row_offsets(row, dbeta_inner, dbeta_outer, dbeta_step) + head[None, :]
@@ -141,11 +139,11 @@ def gated_delta_add_runs(
     at = source.to(tl.int64)[:, None] * HEADS + head[None, :]
     to = target.to(tl.int64) * HEADS + head
     if NEED_FIRST:
-        total = column_sums(tl.load(sums + at, inside, other=0), _RUN_LEVELS)
+        total = sums_of_run(tl.load(sums + at, inside, other=0), COLUMNS)
         tl.store(first + to, total.to(first.dtype.element_ty), in_head)
     if NEED_SECOND:
         plane = count * HEADS
-        total = column_sums(tl.load(sums + plane + at, inside, other=0), _RUN_LEVELS)
+        total = sums_of_run(tl.load(sums + plane + at, inside, other=0), COLUMNS)
         tl.store(second + to, total.to(second.dtype.element_ty), in_head)
 
 

@@ -35,6 +35,7 @@ from adjoint.core.kernels import (
 )
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.device.faults import record
+from adjoint.device.row_tiles import halves
 from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
 from adjoint.ops.gated_delta.stages.copies import add_copies, memory_of, readable
 from adjoint.ops.gated_delta.stages.w_u.parts import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V, TF32, parts_of
@@ -128,14 +129,9 @@ def times(matrix, operand, PARTS: tl.constexpr):
 
 @triton.jit
 def row_sums(values, LEVELS: tl.constexpr):
-    """[rows, 2^LEVELS] -> [rows]: halves are added until one column is left, whatever the layout of threads.
-
-    `tl.sum` of more than two adds in the order of the layout, which follows the alignment of what was loaded.
-    """
+    """[rows, 2^LEVELS] -> [rows], by halves."""
     rows: tl.constexpr = values.shape[0]
-    for _ in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, (rows, 2, values.shape[1] // 2)), 1)
-    return tl.reshape(values, (rows,))
+    return tl.reshape(halves(values, rows, LEVELS, 1), (rows,))
 
 
 @triton.jit
