@@ -66,7 +66,6 @@ RULE = tuple(
         "local_gradients",
         "reverse_scan",
         "gradients",
-        "gate_gradients",
     )
 )
 """Modules of kernels in the order of their imports: those after a mutant are loaded again, with the mutant in them."""

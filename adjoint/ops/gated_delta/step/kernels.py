@@ -24,7 +24,9 @@ over V leaves a part for each tile, which a second kernel adds in order, over th
 a state are added by a third, in the order of rows.
 """
 
-from typing import Any, NamedTuple
+# ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
+
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from adjoint.core.errors import check, report, status_word
 from adjoint.core.kernels import Budget, Float, Int32, Int64, Int64If16, Pointer, PointerIf16, kernel
-from adjoint.core.launch import Execute, Launch, Setup
+from adjoint.core.launch import Execute, Launch, Setup, is_aligned
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V
@@ -93,11 +95,7 @@ def gated_delta_step_tiles(
     WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BLOCKS: tl.constexpr = (V + GROUPS * COLUMNS - 1) // (GROUPS * COLUMNS)
     if ADJACENT:
-        q_element = 1
-        k_element = 1
-        v_element = 1
-        state_key = V
-        state_element = 1
+        q_element, k_element, v_element, state_key, state_element = 1, 1, 1, V, 1
     block = tl.program_id(0) % BLOCKS
     item = tl.program_id(0) // BLOCKS
     key_head = (item % heads // group).to(tl.int64)
@@ -162,76 +160,57 @@ def gated_delta_step_tiles(
         tl.store(states_at + (key * V + across), stored, in_tile)
 
 
-class _Step(NamedTuple):
-    """What kernels of either direction are compiled for."""
-
-    types: dict[str, Any]
-    K: int
-    V: int
-    normalize: bool
-    all_states: bool
-    indexed: bool
-
-    @staticmethod
-    def of(problem: Problem) -> "_Step":
-        element, g, beta, state, *index = problem.dtypes
-        types = {"element": element, "g": g, "beta": beta, "state": state, "index": index[0] if index else torch.int32}
-        types["computed"] = wide_dtype(element)
-        (K, V), (normalize, all_states) = problem.sizes[:2], problem.options[1:3]
-        return _Step(types, K, V, normalize, all_states, bool(index))
-
-    @property
-    def is_double(self) -> bool:
-        return self.types["computed"] == torch.float64
+def _settings(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The types that kernels of either direction are compiled for, and their constants."""
+    element, g, beta, state, *index = problem.dtypes
+    types = {"element": element, "g": g, "beta": beta, "state": state, "index": index[0] if index else torch.int32}
+    types["computed"] = wide_dtype(element)
+    constants = {"K": problem.sizes[0], "INDEXED": bool(index), "NORMALIZE": problem.options[1]}
+    return types, {**constants, "DOUBLE": types["computed"] == torch.float64}
 
 
 MAX_ELEMENTS = 128
 """Numbers of a state that a thread holds at most."""
 
 
-def _bind_tiles(setup: Setup, step: _Step, one_token: bool, aligned: bool) -> tuple[Launch, int]:
+def _bind_tiles(setup: Setup, one_token: bool, aligned: bool) -> tuple[Launch, int]:
     """The kernel, and the columns of its tiles: as many as the schedule says, unless a thread would hold too much."""
-    rows, width, schedule = power_of_two(step.K), power_of_two(step.V), setup.schedule
+    (types, constants), schedule, (K, V) = _settings(setup.problem), setup.schedule, setup.problem.sizes[:2]
+    rows, width, all_states = power_of_two(K), power_of_two(V), setup.problem.options[2]
     in_place = setup.problem.op.endswith("in_place")
     # Strides take registers too, a float64 two of them, and a loop over tokens or two places to write to some.
-    lean = one_token and not (in_place and step.all_states)
-    elements = MAX_ELEMENTS // (8 if not aligned or step.is_double else 1 if lean else 2)
+    lean = one_token and not (in_place and all_states)
+    elements = MAX_ELEMENTS // (8 if not aligned or constants["DOUBLE"] else 1 if lean else 2)
     columns = min(schedule["columns"], width, max(1, 32 * elements // rows))
     groups = min(schedule["warps"], width // columns)
     # With the columns of a group, a warp.
-    low = min(rows, max(1, 32 // max(1, columns * step.types["state"].itemsize // 16)))
+    low = min(rows, max(1, 32 // max(1, columns * types["state"].itemsize // 16)))
     bound = setup.kernel(
-        gated_delta_step_tiles, **step.types, K=step.K, V=step.V, HIGH=rows // low,
-        HIGH_LEVELS=(rows // low).bit_length() - 1, GROUPS=groups, LOW=low, LOW_LEVELS=low.bit_length() - 1,
-        COLUMNS=columns, INDEXED=step.indexed, NORMALIZE=step.normalize, ALL_STATES=step.all_states,
-        IN_PLACE=in_place, ONE_TOKEN=one_token, ADJACENT=aligned,
-        POLICY="evict_first" if "evict_first" in schedule else "", DOUBLE=step.is_double,
-        aligned=aligned, num_warps=groups,
+        gated_delta_step_tiles, **types, **constants, V=V, HIGH=rows // low, GROUPS=groups, LOW=low, COLUMNS=columns,
+        HIGH_LEVELS=(rows // low).bit_length() - 1, LOW_LEVELS=low.bit_length() - 1, ALL_STATES=all_states,
+        IN_PLACE=in_place, ONE_TOKEN=one_token, ADJACENT=aligned, aligned=aligned, num_warps=groups,
+        POLICY="evict_first" if "evict_first" in schedule else "",
     )  # fmt: skip
     return bound, groups * columns
 
 
 def _is_aligned(tokens: tuple[Tensor, ...], state: Tensor, outputs: tuple[Tensor, ...]) -> bool:
     """Whether elements are adjacent, and everything else begins at a multiple of 16 elements or bytes."""
-    if state.stride(3) != 1 or state.stride(2) != state.shape[3] or any(step % 16 for step in state.stride()[:2]):
+    place, head, key, element = state.stride()
+    heads, V = tokens[2].shape[2:]
+    if element != 1 or key != V or place % 16 or head % 16 or heads * V % 16:  # the last, of what is written
         return False
     for x in tokens:
         row, token, head, element = x.stride()
         if element != 1 or row % 16 or token % 16 or head % 16:
             return False
-    if tokens[2].shape[2] * tokens[2].shape[3] % 16:  # the strides of what is written
-        return False
-    return not any(x.data_ptr() % 16 for x in (*tokens, state, *outputs))
+    return is_aligned(*tokens, state, *outputs)
 
 
 def forward(setup: Setup) -> Execute:
     """Outputs and states, either the rows' new ones or, in place, the pool's own."""
-    step, device = _Step.of(setup.problem), setup.device
-    tiles = {
-        (one_token, aligned): _bind_tiles(setup, step, one_token, aligned)
-        for one_token in (True, False)
-        for aligned in (True, False)
-    }
+    device, either = setup.device, (True, False)
+    tiles = {(one, aligned): _bind_tiles(setup, one, aligned) for one in either for aligned in either}
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         q, k, v, g, beta, state, indices, scale, _normalize, _all_states, checking = arguments
@@ -421,14 +400,11 @@ def gated_delta_step_backward_tokens(
     key_head = (tl.program_id(0) % key_heads).to(tl.int64)
     token = (tl.program_id(0) // key_heads).to(tl.int64)  # of all rows
     heads = key_heads * group
-    q_total = tl.zeros([ROWS], WIDE)
-    k_total = tl.zeros([ROWS], WIDE)
+    zeros, zero = tl.zeros([ROWS], WIDE), tl.zeros([1], WIDE)
+    q_total, k_total = zeros, zeros
     for member in range(0, group):
         at = token * heads + key_head * group + member
-        q_head_total = tl.zeros([ROWS], WIDE)
-        k_head_total = tl.zeros([ROWS], WIDE)
-        g_total = tl.zeros([1], WIDE)
-        beta_total = tl.zeros([1], WIDE)
+        q_head_total, k_head_total, g_total, beta_total = zeros, zeros, zero, zero
         for block in range(0, blocks):
             part = at + block * items
             if NEED_Q:
@@ -482,39 +458,35 @@ def gated_delta_step_backward_places(
 
 def backward(setup: Setup) -> Execute:
     """The gradients, those that are needed; which upstream gradients there are is known when it runs."""
-    problem, schedule, step = setup.problem, setup.schedule, _Step.of(setup.problem)
+    problem, schedule, (types, constants) = setup.problem, setup.schedule, _settings(setup.problem)
     K, V, batch, time, heads = problem.sizes
-    need, types, computed = problem.options[-1], step.types, step.types["computed"]
+    need, computed, indexed, double = problem.options[-1], types["computed"], constants["INDEXED"], constants["DOUBLE"]
     size, columns = power_of_two(K), backward_columns(K, V)
-    shared: dict[str, Any] = {
-        "K": K, "ROWS": size, "LEVELS": size.bit_length() - 1, "INDEXED": step.indexed, "NORMALIZE": step.normalize,
-        "DOUBLE": step.is_double,
-    }  # fmt: skip
+    constants |= {"ROWS": size, "LEVELS": size.bit_length() - 1}
     tiles = {
         (has_do, has_dstates): setup.kernel(
-            gated_delta_step_backward_tiles, **types, **shared, row_state=computed if step.indexed else types["state"],
-            V=V, COLUMNS=columns, WIDTH_LEVELS=columns.bit_length() - 1, ALL_STATES=step.all_states, HAS_DO=has_do,
+            gated_delta_step_backward_tiles, **types, **constants, row_state=computed if indexed else types["state"],
+            V=V, COLUMNS=columns, WIDTH_LEVELS=columns.bit_length() - 1, ALL_STATES=problem.options[2], HAS_DO=has_do,
             HAS_DSTATES=has_dstates, NEED_V=bool(need & NEED_V), NEED_STATE=bool(need & NEED_STATE),
-            num_warps=schedule["warps"] * (2 if step.is_double else 1),  # a float64 has two registers
+            num_warps=schedule["warps"] * (2 if double else 1),  # a float64 has two registers
         )
         for has_do, has_dstates in ((True, True), (True, False), (False, True))
     }  # fmt: skip
     tokens = setup.kernel(
-        gated_delta_step_backward_tokens, **{x: kind for x, kind in types.items() if x != "state"}, **shared,
+        gated_delta_step_backward_tokens, **{x: kind for x, kind in types.items() if x != "state"}, **constants,
         NEED_Q=bool(need & NEED_Q), NEED_K=bool(need & NEED_K), NEED_G=bool(need & NEED_G),
         NEED_BETA=bool(need & NEED_BETA), num_warps=schedule["token_warps"],
     )  # fmt: skip
-    needs_pool, block = step.indexed and bool(need & NEED_STATE), schedule["place_block"]
-    if needs_pool:
-        places = setup.kernel(
-            gated_delta_step_backward_places, index=types["index"], computed=computed, state=types["state"],
-            BLOCK=block, DOUBLE=step.is_double, num_warps=schedule["place_warps"],
-        )  # fmt: skip
     blocks = -(-V // columns)
     parts = blocks * batch * time * heads
     setup.scratch(dbeta_parts=(computed, parts), dg_parts=(computed, parts))
     setup.scratch(dk_parts=(computed, parts * K), dq_parts=(computed, parts * K))
+    needs_pool, block = indexed and bool(need & NEED_STATE), schedule["place_block"]
     if needs_pool:
+        places = setup.kernel(
+            gated_delta_step_backward_places, index=types["index"], computed=computed, state=types["state"],
+            BLOCK=block, DOUBLE=double, num_warps=schedule["place_warps"],
+        )  # fmt: skip
         setup.scratch(drows=(computed, batch * heads * K * V))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:

@@ -1,7 +1,6 @@
 """Rows of q and k divided by their norms, x / sqrt(Σx² + ε), and gradients through that."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
@@ -11,6 +10,7 @@ from torch import Tensor
 from adjoint.core.kernels import NVIDIA, Int32, Pointer, kernel
 from adjoint.core.launch import Setup
 from adjoint.core.layout import Rows
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import SMALL
@@ -50,7 +50,7 @@ def bind_normalize(setup: Setup, shape: Shape, factors: bool) -> Callable[..., T
     if factors:
         setup.scratch(q_factors=(torch.float32, rows), k_factors=(torch.float32, rows))
 
-    def launch(memory: Mapping[str, Any], name: str, x: TokenRows) -> TokenRows:
+    def launch(memory: Memory, name: str, x: TokenRows) -> TokenRows:
         out = memory[f"copied_{name}"]
         normalize(Rows(x.start, heads, *x.strides), out, rows, EPSILON, memory[f"{name}_factors"] if factors else None)
         return TokenRows(out, heads * width, width)
@@ -66,7 +66,7 @@ def bind_unnormalize(setup: Setup, shape: Shape) -> Callable[..., None]:
     )  # fmt: skip
     rows = shape.tokens * shape.key_heads
 
-    def launch(memory: Mapping[str, Any], name: str, x: TokenRows, out: Tensor) -> None:
+    def launch(memory: Memory, name: str, x: TokenRows, out: Tensor) -> None:
         unnormalize.launch(
             (-(-rows // ROWS.value),), x=x.start, factors=memory[f"{name}_factors"],
             gradient=memory[f"d{name}_normalized"], out=out, rows=rows,
