@@ -71,7 +71,7 @@ def unless_skipped(values, live, INDEXED: tl.constexpr):
 @kernel(
     budget=Budget(registers=255, shared_bytes=4096),
     schedule=("HIGH", "HIGH_LEVELS", "GROUPS", "LOW", "LOW_LEVELS", "COLUMNS", "POLICY"),
-)
+)  # fmt: skip
 @triton.jit
 def gated_delta_step_tiles(
     q: PointerIf16.element, k: PointerIf16.element, v: PointerIf16.element, g: Pointer.g, beta: Pointer.beta,

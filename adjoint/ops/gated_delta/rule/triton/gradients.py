@@ -78,11 +78,10 @@ def _sums_past(through, kind: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=384),
-    targets=NVIDIA,
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=384), targets=NVIDIA,
     numeric={"key_block": "K_BLOCK", "matrix_block": "V_BLOCK", "gradient_precision": "PRECISION"},
     schedule=("STAGES",),
-)
+)  # fmt: skip
 @triton.jit
 def rule_matrices(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
@@ -210,11 +209,9 @@ def _store_gradient(
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=128),
-    targets=NVIDIA,
-    numeric={"key_block": "K_BLOCK", "value_block": "V_BLOCK", "gradient_precision": "PRECISION"},
-    schedule=("STAGES",),
-)
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=128), targets=NVIDIA,
+    numeric={"key_block": "K_BLOCK", "value_block": "V_BLOCK", "gradient_precision": "PRECISION"}, schedule=("STAGES",),
+)  # fmt: skip
 @triton.jit
 def rule_gradients(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,

@@ -86,11 +86,10 @@ def products(
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=1280),
-    targets=NVIDIA,
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=1280), targets=NVIDIA,
     numeric={"parts": "PARTS", "local_key_block": "K_BLOCK", "gradient_precision": "PRECISION"},
     schedule=("V_BLOCK", "STAGES"),
-)
+)  # fmt: skip
 @triton.jit
 def rule_local_gradients(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,

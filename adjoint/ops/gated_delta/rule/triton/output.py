@@ -16,11 +16,9 @@ from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_LOW,
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448),
-    targets=NVIDIA,
-    numeric={"output_step": "K_STEP", "precision": "PRECISION"},
-    schedule=("V_BLOCK",),
-)
+    budget=Budget(registers=255, shared_bytes=232448), targets=NVIDIA,
+    numeric={"output_step": "K_STEP", "precision": "PRECISION"}, schedule=("V_BLOCK",),
+)  # fmt: skip
 @triton.jit
 def rule_output(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,

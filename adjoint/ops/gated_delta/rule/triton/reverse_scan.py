@@ -30,11 +30,9 @@ from adjoint.ops.gated_delta.rule.triton.gates import GATE_DECAY, GATE_FROM_STAR
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64),
-    targets=NVIDIA,
-    numeric=("SEGMENT", "PRECISION"),
-    schedule=("V_BLOCK", "STAGES"),
-)
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64), targets=NVIDIA,
+    numeric=("SEGMENT", "PRECISION"), schedule=("V_BLOCK", "STAGES"),
+)  # fmt: skip
 @triton.jit
 def rule_reverse_scan(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32, W: Pointer16.element,

@@ -43,11 +43,9 @@ from adjoint.ops.gated_delta.rule.triton.gates import (
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64),
-    targets=NVIDIA,
-    numeric=("PARTS", "SEGMENT", "PRECISION"),
-    schedule=("V_BLOCK",),
-)
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64), targets=NVIDIA,
+    numeric=("PARTS", "SEGMENT", "PRECISION"), schedule=("V_BLOCK",),
+)  # fmt: skip
 @triton.jit
 def rule_state_scan(
     k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,

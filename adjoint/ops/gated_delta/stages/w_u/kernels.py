@@ -146,11 +146,9 @@ def store_tile(tensor, start, place, stride, column, values, mask):
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=1024),
-    targets=NVIDIA,
-    numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS"},
-    schedule=("K_COLUMNS", "V_COLUMNS"),
-)
+    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=1024), targets=NVIDIA,
+    numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS"}, schedule=("K_COLUMNS", "V_COLUMNS"),
+)  # fmt: skip
 @triton.jit
 def gated_delta_w_u(
     k: PointerIf16.element, v: PointerIf16.element, beta: Pointer.float32, G: Pointer.float32, T: PointerIf16.matrix,
@@ -221,10 +219,9 @@ def gated_delta_w_u(
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=2560),
-    targets=NVIDIA,
+    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=2560), targets=NVIDIA,
     numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS", "k_columns": "K_COLUMNS", "v_columns": "V_COLUMNS"},
-)
+)  # fmt: skip
 @triton.jit
 def gated_delta_w_u_backward(
     k: PointerIf16.element, v: PointerIf16.element, beta: Pointer.float32, G: Pointer.float32, T: PointerIf16.matrix,
@@ -306,10 +303,9 @@ def gated_delta_w_u_backward(
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=4352),
-    targets=NVIDIA,
+    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=4352), targets=NVIDIA,
     numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS", "k_columns": "K_COLUMNS"},
-)
+)  # fmt: skip
 @triton.jit
 def gated_delta_w_u_backward_keys(
     beta: Pointer.float32, G: Pointer.float32, T: PointerIf16.matrix, dw: PointerIf16.element, bounds: Pointer.int64,
