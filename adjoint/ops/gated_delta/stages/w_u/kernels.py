@@ -117,13 +117,6 @@ def row_sums(values, TILE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def load_gates(gates, row, head, first, place, inside, row_stride, time_stride, head_stride):
-    """β or G of the tokens of a chunk."""
-    start = row * row_stride + head * head_stride + first * time_stride
-    return tl.load(gates + start + place * time_stride, inside, other=0)
-
-
-@triton.jit
 def load_tile(tensor, start, place, stride, column, mask):
     """Rows of a chunk: `start` has 64 bits, what is added within a chunk 32."""
     return tl.load(tensor + start + (place * stride)[:, None] + column, mask, other=0)
@@ -179,8 +172,10 @@ def gated_delta_w_u(
     matrix = load_tile(T, start, place, T_time, place[None, :], mask)
     # A mask that changes along a row would have its elements read one by one.
     matrix = tl.where(inside[None, :], matrix, 0)
-    strength = load_gates(beta, row, head, first, place, inside, beta_row, beta_time, beta_head)[:, None]
-    decay = load_gates(G, row, head, first, place, inside, G_row, G_time, G_head)[:, None]
+    start = row * beta_row + head * beta_head + first * beta_time
+    strength = tl.load(beta + start + place * beta_time, inside, other=0)[:, None]
+    start = row * G_row + head * G_head + first * G_time
+    decay = tl.load(G + start + place * G_time, inside, other=0)[:, None]
     values = row * v_row + head * v_head + first * v_time
     keys = row * k_row + (head // repeat) * k_head + first * k_time
     value_tiles = ()
@@ -262,7 +257,8 @@ def gated_delta_w_u_backward(
     SUMS: tl.constexpr = NEED_BETA or NEED_DECAY
     start = row * T_row + head * T_head + first * T_time
     matrix = load_transposed(T, start, place, T_time, inside, CHUNK)
-    strength = load_gates(beta, row, head, first, place, inside, beta_row, beta_time, beta_head)
+    start = row * beta_row + head * beta_head + first * beta_time
+    strength = tl.load(beta + start + place * beta_time, inside, other=0)
     target = (row * time + first) * heads + head
     of_values = tl.zeros([TILE, TILE], tl.float32)
     start = row * du_row + head * du_head + first * du_time
@@ -287,7 +283,8 @@ def gated_delta_w_u_backward(
             of_w = load_tile(dw, start, place, dw_time, among, in_keys & (has_dw != 0))
             key_tile = load_tile(k, keys, place, k_time, among, in_keys)
             of_keys = of_keys + times(key_tile, tl.trans(of_w), PLAIN)
-        from_start = tl.exp(load_gates(G, row, head, first, place, inside, G_row, G_time, G_head))
+        start = row * G_row + head * G_head + first * G_time
+        from_start = tl.exp(tl.load(G + start + place * G_time, inside, other=0))
         if NEED_T:
             of_T = (of_keys * from_start[:, None] + of_values) * strength[:, None]
             at = dT + target * CHUNK + (place * (heads * CHUNK))[None, :] + place[:, None]
@@ -335,8 +332,10 @@ def gated_delta_w_u_backward_keys(
         matrix = load_transposed(T, start, place, T_time, inside, CHUNK)
         start = row * dw_row + head * dw_head + first * dw_time
         of_w = load_tile(dw, start, place, dw_time, column, mask)
-        strength = load_gates(beta, row, head, first, place, inside, beta_row, beta_time, beta_head)
-        from_start = tl.exp(load_gates(G, row, head, first, place, inside, G_row, G_time, G_head))
+        start = row * beta_row + head * beta_head + first * beta_time
+        strength = tl.load(beta + start + place * beta_time, inside, other=0)
+        start = row * G_row + head * G_head + first * G_time
+        from_start = tl.exp(tl.load(G + start + place * G_time, inside, other=0))
         total += times(matrix, of_w, PARTS) * strength[:, None] * from_start[:, None]
     target = ((row * time + first) * key_heads + key_head) * K
     store_tile(dk, target, place, key_heads * K, column, total, (place < tokens)[:, None] & (column < K))
