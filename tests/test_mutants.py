@@ -65,7 +65,6 @@ RULE = tuple(
         "local_gradients",
         "reverse_scan",
         "gradients",
-        "gate_gradients",
     )
 )
 """Modules of kernels in the order of their imports: those after a mutant are loaded again, with the mutant in them."""
@@ -92,7 +91,6 @@ MODULES = {
         *RULE,
         "adjoint.ops.gated_delta.step.kernels",
         "adjoint.ops.gated_delta.stages.gate.kernels",
-        "adjoint.ops.gated_delta.stages.normalize.kernels",
         "adjoint.ops.gated_delta.stages.w_u.kernels",
     ),
 }

@@ -303,7 +303,12 @@ EQUIVALENT = {
         "finer, or coarser, than rounding to 16 or to 32 bits shows: how the argument of an exponential is rounded"
     ),
     # gated_delta_rule
-    ("rule_reverse_scan", "row < CHUNK -> row <= CHUNK (1)"): "a chunk has no row CHUNK: true of every row, as before",
+    **{
+        ("rule_reverse_scan", f"tl.full({shape}, 1, tl.int1) -> tl.full({shape}, 2, tl.int1)"): (
+            "true, as any number but 0"
+        )
+        for shape in ("[1, K_BLOCK]", "[V_BLOCK, 1]", "[CHUNK]")
+    },
     ("rule_compose_transitions", "count <= SEGMENT -> count < SEGMENT"): (
         "a sequence of exactly one segment has none after its first: the loop over those has no steps"
     ),
@@ -340,8 +345,7 @@ EQUIVALENT = {
         for kernel, change in (
             (
                 "rule_state_scan",
-                "tl.store(line + v_row[:, None] * K + k_column[None, :], S, fits(v_row, LINES, V_BLOCK)[:, None] & "
-                "in_keys[None, :]) -> tl.store(line + v_row[:, None] * K + k_column[None, :], S)",
+                "tl.store(place, S, fits(v_row, LINES, V_BLOCK)[:, None] & in_keys[None, :]) -> tl.store(place, S)",
             ),
             (
                 "rule_reverse_scan",
@@ -363,7 +367,6 @@ EQUIVALENT = {
         for tile, change in (
             ("_tile", "ROWS % ROW_BLOCK -> ROWS // ROW_BLOCK"),
             ("_tile", "COLUMNS % COLUMN_BLOCK -> COLUMNS // COLUMN_BLOCK"),
-            ("_transposed_tile", "ROWS % ROW_BLOCK -> ROWS // ROW_BLOCK"),
         )
     },
     ("rule_reverse_scan", "kind != tl.float32 -> kind == tl.float32 (1)"): (
@@ -404,16 +407,11 @@ EQUIVALENT = {
     },
     ("_write_index", "row * each + segment -> row * each - segment (2)"): "the first segment of a row has number 0",
     **{
-        (
-            kernel,
-            f"{index} < CHUNK -> {index} <= CHUNK{number}",
-        ): "a chunk has no row CHUNK: true of every row, as before"
-        for kernel, index, number in (
-            ("rule_local_gradients", "i", ""),
-            ("rule_local_gradients", "j", ""),
-            ("rule_reverse_scan", "row", " (2)"),
-            ("rule_reverse_scan", "row", " (3)"),
-            ("rule_gates", "row", ""),
+        (kernel, f"{index} < CHUNK -> {index} <= CHUNK"): "a chunk has no row CHUNK: true of every row, as before"
+        for kernel, index in (
+            ("rule_local_gradients", "j"),
+            ("rule_reverse_scan", "row"),
+            ("rule_gates", "row"),
         )
     },
     **{
@@ -492,9 +490,6 @@ EQUIVALENT = {
     ): "a sequence that begins where the tokens of a place end does not have it, nor does the one that ends there",
     ("rule_clear_saved", "segment > 0 -> segment >= 0"): (
         "0 only before a first sequence that does not begin with the tokens, which is reported, and saves nothing"
-    ),
-    ("rule_normalize", "column < PADDED -> column <= PADDED"): (
-        "the number after a row is the next one's first, which the interpreter stores later"
     ),
     # gated_delta.gate
     ("sigmoid_of", "t >= 0 -> t > 0"): "both branches agree at 0, where e^{−|t|} = 1",

@@ -18,7 +18,6 @@ from adjoint.core.plan import bind
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.stages.gate.cases import GATE, gates
-from adjoint.ops.gated_delta.stages.normalize.cases import NORMALIZE, vectors
 from adjoint.ops.gated_delta.stages.values import solved
 from adjoint.ops.gated_delta.stages.w_u.cases import SUBJECTS as W_U
 from tests.mutants.calls import at_the_edge
@@ -169,18 +168,6 @@ def _by_halves(terms: Tensor, run: int = 64) -> Tensor:
             return terms[0]
 
 
-def _normalize(dtype: torch.dtype, size: int, lay: str = "") -> Noticed:
-    def noticed(front: bool) -> bool:
-        (x,) = vectors(dtype, CPU, torch.Generator().manual_seed(0))
-        x = at_the_edge(torch.cat([x] * 4, -1)[..., :size], front)
-        if lay:
-            x = at_the_edge(torch.stack((x, x), 2), front)[:, :, 1]
-        subject = NORMALIZE
-        return _is_wrong(subject.function, subject.reference, subject.reference_backward, (x,), {}, front)
-
-    return noticed
-
-
 def _calls(module: str) -> Iterator[Noticed]:
     """Likely deaths first."""
     half, single = torch.bfloat16, torch.float32
@@ -195,15 +182,12 @@ def _calls(module: str) -> Iterator[Noticed]:
         yield _w_u((1, 9, 1, 2, 33, 3), 4)
         yield _w_u((1, 9, 1, 2, 32, 3), 4)
         yield _out_of_order
-    elif ".gate." in module:
+    else:
         yield _gate((2, 35, 3), single)
         yield _gate((2, 3, 4), half, "two axes")
         yield _gate((3, 4, 2), single, "rows left out")
         yield _softplus_near_zero
         yield _gate((2, 130), single)
-    else:
-        yield _normalize(single, 6)
-        yield _normalize(half, 19, "rows apart")
 
 
 def noticed(module: str) -> bool:

@@ -9,7 +9,7 @@
     reverse scan                triton/reverse_scan             hopper/reverse_scan; of few heads Triton's
     matrices                    triton/gradients                hopper/gradients,
     gradients                   triton/gradients                one kernel
-    gate gradients              triton/gate_gradients           for all three
+    gate gradients              triton/gradients                for all three
 
 The state scan computes the states of the forward again, over all segments at once, from the saved states. Of few heads
 the reverse scan is split in both plans: see `triton/compose_transitions.py`.
@@ -33,11 +33,11 @@ from adjoint.ops.gated_delta.rule.triton.compose_transitions import (
     bind_compose_reverse_transitions,
     reverse_transition_regions,
 )
-from adjoint.ops.gated_delta.rule.triton.gate_gradients import bind_gate_gradients
 from adjoint.ops.gated_delta.rule.triton.gates import bind_gates, gate_region
 from adjoint.ops.gated_delta.rule.triton.gradients import (
     NEED_KEYS,
     NEED_TOKENS,
+    bind_gate_gradients,
     bind_gradients,
     bind_matrices,
     gradient_regions,
@@ -104,8 +104,9 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
         initial_state = copies.contiguous(memory, "initial_state", initial_state)
         dfinal_state = copies.contiguous(memory, "dfinal_state", dfinal_state)
         gates(memory, cu_seqlens, g, beta)
-        queries = normalized(memory, "q", q) if normalized else copies.token_rows(memory, "q", q)
-        keys = normalized(memory, "k", k) if normalized else copies.token_rows(memory, "k", k)
+        queries, keys = copies.token_rows(memory, "q", q), copies.token_rows(memory, "k", k)
+        if normalized:
+            queries, keys = normalized(memory, "q", queries), normalized(memory, "k", keys)
         values = copies.token_rows(memory, "v", v)
         gradient = None if do is None else copies.token_rows(memory, "do", do)
         inverse(memory, keys)

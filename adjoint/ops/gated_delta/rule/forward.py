@@ -86,8 +86,9 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
         gates(memory, cu_seqlens, g, beta)
         if device.type == "cpu":
             check()
-        queries = normalized(memory, "q", q) if normalized else copies.token_rows(memory, "q", q)
-        keys = normalized(memory, "k", k) if normalized else copies.token_rows(memory, "k", k)
+        queries, keys = copies.token_rows(memory, "q", q), copies.token_rows(memory, "k", k)
+        if normalized:
+            queries, keys = normalized(memory, "q", queries), normalized(memory, "k", keys)
         values = copies.token_rows(memory, "v", v)
         between = saved if keep else memory.tensor("saved") if shape.is_split else None
         final = final_state if output_final_state else None

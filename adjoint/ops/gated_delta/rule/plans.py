@@ -93,6 +93,9 @@ def refuse(problem: Problem) -> str:
         return "float64 is for plain PyTorch: its products have no kernels here"
     if shape.tokens > MAX_TOKENS:
         return f"numbers up to {MAX_TOKENS} tokens, these are {shape.tokens}"
+    rows, normalize = shape.tokens * shape.key_heads, problem.options[1]
+    if normalize and rows > MAX_TOKENS:
+        return f"normalises up to {MAX_TOKENS} rows of q, these are {rows}"
     if shape.heads > MAX_HEADS:
         return f"takes up to {MAX_HEADS} value heads, these are {shape.heads}"
     blocks = -(-(shape.V + shape.K * shape.may_split) // 16)
@@ -248,7 +251,7 @@ def _on_kernels(
         name="gluon.fused" if hopper else "triton.chunked",
         backend="triton",
         kernel=kernel,
-        revision=1,
+        revision=2,
         refuse=refuse,
         guarantee=guarantee,
         setup=setup,

@@ -24,7 +24,9 @@ over V leaves a part for each tile, which a second kernel adds in order, over th
 a state are added by a third, in the order of rows.
 """
 
-from typing import Any, NamedTuple
+# ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
+
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from adjoint.core.errors import check, report, status_word
 from adjoint.core.kernels import Budget, Float, Int32, Int64, Int64If16, Pointer, PointerIf16, kernel
-from adjoint.core.launch import Execute, Launch, Setup
+from adjoint.core.launch import Execute, Launch, Setup, is_aligned
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V
@@ -43,17 +45,19 @@ from adjoint.ops.gated_delta.step.plans import backward_columns, power_of_two
 
 
 @triton.jit
-def sum_over_keys(
-    values, HIGH: tl.constexpr, HIGH_LEVELS: tl.constexpr, GROUPS: tl.constexpr, LOW: tl.constexpr,
-    LOW_LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """[HIGH, GROUPS, LOW, COLUMNS] -> [GROUPS, COLUMNS]: halves of the keys, then halves of what is left."""
-    for level in tl.static_range(HIGH_LEVELS):
-        values = tl.sum(tl.reshape(values, [2, HIGH // 2 ** (level + 1), GROUPS, LOW, COLUMNS]), 0)
-    values = tl.reshape(values, [GROUPS, LOW, COLUMNS])
-    for level in tl.static_range(LOW_LEVELS):
-        values = tl.sum(tl.reshape(values, [GROUPS, 2, LOW // 2 ** (level + 1), COLUMNS]), 1)
-    return tl.reshape(values, [GROUPS, COLUMNS])
+def sum_over(values, AXIS: tl.constexpr, LEVELS: tl.constexpr):
+    """The sum along an axis of 2^LEVELS numbers: halves, then halves of what is left. Two numbers have one sum."""
+    before: tl.constexpr = values.shape[:AXIS]
+    after: tl.constexpr = values.shape[AXIS + 1 :]
+    for level in tl.static_range(LEVELS):
+        values = tl.sum(tl.reshape(values, before + (2, 2 ** (LEVELS - 1 - level)) + after), AXIS)
+    return tl.reshape(values, before + after)
+
+
+@triton.jit
+def sum_over_keys(values, HIGH_LEVELS: tl.constexpr, LOW_LEVELS: tl.constexpr):
+    """[HIGH, GROUPS, LOW, COLUMNS] -> [GROUPS, COLUMNS]."""
+    return sum_over(sum_over(values, 0, HIGH_LEVELS), 1, LOW_LEVELS)
 
 
 @triton.jit
@@ -67,7 +71,7 @@ def unless_skipped(values, live, INDEXED: tl.constexpr):
 @kernel(
     budget=Budget(registers=255, shared_bytes=4096),
     schedule=("HIGH", "HIGH_LEVELS", "GROUPS", "LOW", "LOW_LEVELS", "COLUMNS", "POLICY"),
-)
+)  # fmt: skip
 @triton.jit
 def gated_delta_step_tiles(
     q: PointerIf16.element, k: PointerIf16.element, v: PointerIf16.element, g: Pointer.g, beta: Pointer.beta,
@@ -91,11 +95,7 @@ def gated_delta_step_tiles(
     WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BLOCKS: tl.constexpr = (V + GROUPS * COLUMNS - 1) // (GROUPS * COLUMNS)
     if ADJACENT:
-        q_element = 1
-        k_element = 1
-        v_element = 1
-        state_key = V
-        state_element = 1
+        q_element, k_element, v_element, state_key, state_element = 1, 1, 1, V, 1
     block = tl.program_id(0) % BLOCKS
     item = tl.program_id(0) // BLOCKS
     key_head = (item % heads // group).to(tl.int64)
@@ -139,16 +139,16 @@ def gated_delta_step_tiles(
         record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
         decay = tl.exp(g_t)
         k_tile, q_tile = k_t[:, None, :, None], q_t[:, None, :, None]
-        predicted = decay * sum_over_keys(S * k_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
+        predicted = decay * sum_over_keys(S * k_tile, HIGH_LEVELS, LOW_LEVELS)
         if NORMALIZE:  # k and q by their norms, wherever they come in
-            k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
+            k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
             new_values = beta_t * (v_t - predicted * k_norm) * k_norm
         else:
             new_values = beta_t * (v_t - predicted)
         S = decay * S + k_tile * new_values[None, :, None, :]
-        o = scale * sum_over_keys(S * q_tile, HIGH, HIGH_LEVELS, GROUPS, LOW, LOW_LEVELS, COLUMNS)
+        o = scale * sum_over_keys(S * q_tile, HIGH_LEVELS, LOW_LEVELS)
         if NORMALIZE:
-            o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH, HIGH_LEVELS, 1, LOW, LOW_LEVELS, 1) + 1e-6)
+            o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
         tl.store(out_at + t * out_token + column, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
         if ALL_STATES:
             stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
@@ -160,76 +160,57 @@ def gated_delta_step_tiles(
         tl.store(states_at + (key * V + across), stored, in_tile)
 
 
-class _Step(NamedTuple):
-    """What kernels of either direction are compiled for."""
-
-    types: dict[str, Any]
-    K: int
-    V: int
-    normalize: bool
-    all_states: bool
-    indexed: bool
-
-    @staticmethod
-    def of(problem: Problem) -> "_Step":
-        element, g, beta, state, *index = problem.dtypes
-        types = {"element": element, "g": g, "beta": beta, "state": state, "index": index[0] if index else torch.int32}
-        types["computed"] = wide_dtype(element)
-        (K, V), (normalize, all_states) = problem.sizes[:2], problem.options[1:3]
-        return _Step(types, K, V, normalize, all_states, bool(index))
-
-    @property
-    def is_double(self) -> bool:
-        return self.types["computed"] == torch.float64
+def _settings(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The types that kernels of either direction are compiled for, and their constants."""
+    element, g, beta, state, *index = problem.dtypes
+    types = {"element": element, "g": g, "beta": beta, "state": state, "index": index[0] if index else torch.int32}
+    types["computed"] = wide_dtype(element)
+    constants = {"K": problem.sizes[0], "INDEXED": bool(index), "NORMALIZE": problem.options[1]}
+    return types, {**constants, "DOUBLE": types["computed"] == torch.float64}
 
 
 MAX_ELEMENTS = 128
 """Numbers of a state that a thread holds at most."""
 
 
-def _bind_tiles(setup: Setup, step: _Step, one_token: bool, aligned: bool) -> tuple[Launch, int]:
+def _bind_tiles(setup: Setup, one_token: bool, aligned: bool) -> tuple[Launch, int]:
     """The kernel, and the columns of its tiles: as many as the schedule says, unless a thread would hold too much."""
-    rows, width, schedule = power_of_two(step.K), power_of_two(step.V), setup.schedule
+    (types, constants), schedule, (K, V) = _settings(setup.problem), setup.schedule, setup.problem.sizes[:2]
+    rows, width, all_states = power_of_two(K), power_of_two(V), setup.problem.options[2]
     in_place = setup.problem.op.endswith("in_place")
     # Strides take registers too, a float64 two of them, and a loop over tokens or two places to write to some.
-    lean = one_token and not (in_place and step.all_states)
-    elements = MAX_ELEMENTS // (8 if not aligned or step.is_double else 1 if lean else 2)
+    lean = one_token and not (in_place and all_states)
+    elements = MAX_ELEMENTS // (8 if not aligned or constants["DOUBLE"] else 1 if lean else 2)
     columns = min(schedule["columns"], width, max(1, 32 * elements // rows))
     groups = min(schedule["warps"], width // columns)
     # With the columns of a group, a warp.
-    low = min(rows, max(1, 32 // max(1, columns * step.types["state"].itemsize // 16)))
+    low = min(rows, max(1, 32 // max(1, columns * types["state"].itemsize // 16)))
     bound = setup.kernel(
-        gated_delta_step_tiles, **step.types, K=step.K, V=step.V, HIGH=rows // low,
-        HIGH_LEVELS=(rows // low).bit_length() - 1, GROUPS=groups, LOW=low, LOW_LEVELS=low.bit_length() - 1,
-        COLUMNS=columns, INDEXED=step.indexed, NORMALIZE=step.normalize, ALL_STATES=step.all_states,
-        IN_PLACE=in_place, ONE_TOKEN=one_token, ADJACENT=aligned,
-        POLICY="evict_first" if "evict_first" in schedule else "", DOUBLE=step.is_double,
-        aligned=aligned, num_warps=groups,
+        gated_delta_step_tiles, **types, **constants, V=V, HIGH=rows // low, GROUPS=groups, LOW=low, COLUMNS=columns,
+        HIGH_LEVELS=(rows // low).bit_length() - 1, LOW_LEVELS=low.bit_length() - 1, ALL_STATES=all_states,
+        IN_PLACE=in_place, ONE_TOKEN=one_token, ADJACENT=aligned, aligned=aligned, num_warps=groups,
+        POLICY="evict_first" if "evict_first" in schedule else "",
     )  # fmt: skip
     return bound, groups * columns
 
 
 def _is_aligned(tokens: tuple[Tensor, ...], state: Tensor, outputs: tuple[Tensor, ...]) -> bool:
     """Whether elements are adjacent, and everything else begins at a multiple of 16 elements or bytes."""
-    if state.stride(3) != 1 or state.stride(2) != state.shape[3] or any(step % 16 for step in state.stride()[:2]):
+    place, head, key, element = state.stride()
+    heads, V = tokens[2].shape[2:]
+    if element != 1 or key != V or place % 16 or head % 16 or heads * V % 16:  # the last, of what is written
         return False
     for x in tokens:
         row, token, head, element = x.stride()
         if element != 1 or row % 16 or token % 16 or head % 16:
             return False
-    if tokens[2].shape[2] * tokens[2].shape[3] % 16:  # the strides of what is written
-        return False
-    return not any(x.data_ptr() % 16 for x in (*tokens, state, *outputs))
+    return is_aligned(*tokens, state, *outputs)
 
 
 def forward(setup: Setup) -> Execute:
     """Outputs and states, either the rows' new ones or, in place, the pool's own."""
-    step, device = _Step.of(setup.problem), setup.device
-    tiles = {
-        (one_token, aligned): _bind_tiles(setup, step, one_token, aligned)
-        for one_token in (True, False)
-        for aligned in (True, False)
-    }
+    device, either = setup.device, (True, False)
+    tiles = {(one, aligned): _bind_tiles(setup, one, aligned) for one in either for aligned in either}
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         q, k, v, g, beta, state, indices, scale, _normalize, _all_states, checking = arguments
@@ -272,44 +253,26 @@ def forward(setup: Setup) -> Execute:
 
 
 @triton.jit
-def sum_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr):
-    """The sum of [SIZE], SIZE = 2^LEVELS: halves, then halves of what is left. Two numbers have one sum."""
-    for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [2, SIZE // 2 ** (level + 1)]), 0)
-    return tl.sum(values, 0)
+def sum_of(values, LEVELS: tl.constexpr):
+    """The sum of [2^LEVELS], by halves."""
+    return tl.sum(sum_over(values[:, None], 0, LEVELS), 0)
 
 
 @triton.jit
-def sum_over_rows(values, ROWS: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] -> [WIDTH], by halves."""
-    for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [2, ROWS // 2 ** (level + 1), WIDTH]), 0)
-    return tl.reshape(values, [WIDTH])
-
-
-@triton.jit
-def sum_over_columns(values, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS, WIDTH] -> [ROWS], by halves."""
-    for level in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, [ROWS, 2, WIDTH // 2 ** (level + 1)]), 1)
-    return tl.reshape(values, [ROWS])
-
-
-@triton.jit
-def norm_of(values, SIZE: tl.constexpr, LEVELS: tl.constexpr, NORMALIZE: tl.constexpr):
+def norm_of(values, LEVELS: tl.constexpr, NORMALIZE: tl.constexpr):
     """What a vector is multiplied with where it is normalised; elsewhere 1."""
     norm = 1.0
     if NORMALIZE:
-        norm = tl.rsqrt(sum_of(values * values, SIZE, LEVELS) + 1e-6)
+        norm = tl.rsqrt(sum_of(values * values, LEVELS) + 1e-6)
     return norm
 
 
 @triton.jit
-def through_norm(x, gradient, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+def through_norm(x, gradient, LEVELS: tl.constexpr):
     """dx = norm·(dy − y (y·dy)), of y = norm·x."""
-    norm = norm_of(x, SIZE, LEVELS, True)
+    norm = norm_of(x, LEVELS, True)
     y = x * norm
-    return norm * (gradient - y * sum_of(y * gradient, SIZE, LEVELS))
+    return norm * (gradient - y * sum_of(y * gradient, LEVELS))
 
 
 @kernel(budget=Budget(registers=255, shared_bytes=16384), numeric=("COLUMNS",))
@@ -373,8 +336,8 @@ def gated_delta_step_backward_tiles(
             k_s = tl.load(k_at + s * k_token, in_row, other=0.0).to(WIDE)
             v_s = tl.load(v_at + s * v_token, in_column, other=0.0).to(WIDE)
             a_s = tl.exp(tl.load(g_at + s * g_token, live, other=0.0).to(WIDE))
-            norm = norm_of(k_s, ROWS, LEVELS, NORMALIZE)
-            predicted = sum_over_rows(S * k_s[:, None], ROWS, LEVELS, COLUMNS) * norm
+            norm = norm_of(k_s, LEVELS, NORMALIZE)
+            predicted = sum_over(S * k_s[:, None], 0, LEVELS) * norm
             new_values = tl.load(beta_at + s * beta_token, live, other=0.0).to(WIDE) * (v_s - a_s * predicted)
             S = a_s * S + k_s[:, None] * (new_values * norm)[None, :]
         k_t = tl.load(k_at + t * k_token, in_row, other=0.0).to(WIDE)
@@ -382,10 +345,10 @@ def gated_delta_step_backward_tiles(
         v_t = tl.load(v_at + t * v_token, in_column, other=0.0).to(WIDE)
         beta_t = tl.load(beta_at + t * beta_token, live, other=0.0).to(WIDE)
         a = tl.exp(tl.load(g_at + t * g_token, live, other=0.0).to(WIDE))
-        k_t = k_t * norm_of(k_t, ROWS, LEVELS, NORMALIZE)
-        q_t = q_t * norm_of(q_t, ROWS, LEVELS, NORMALIZE)
+        k_t = k_t * norm_of(k_t, LEVELS, NORMALIZE)
+        q_t = q_t * norm_of(q_t, LEVELS, NORMALIZE)
         S = a * S  # Z from here on
-        e = v_t - sum_over_rows(S * k_t[:, None], ROWS, LEVELS, COLUMNS)
+        e = v_t - sum_over(S * k_t[:, None], 0, LEVELS)
         new_values = beta_t * e
         if HAS_DSTATES and ALL_STATES:
             dS += tl.load(dstates_tile + t * dstates_token, in_tile, other=0.0).to(WIDE)
@@ -393,12 +356,12 @@ def gated_delta_step_backward_tiles(
         if HAS_DO:
             upstream = scale * tl.load(do_at + t * do_token, in_column, other=0.0).to(WIDE)
             after = S + k_t[:, None] * new_values[None, :]
-            dq_t = sum_over_columns(after * upstream[None, :], ROWS, COLUMNS, WIDTH_LEVELS)
+            dq_t = sum_over(after * upstream[None, :], 1, WIDTH_LEVELS)
             dS += q_t[:, None] * upstream[None, :]
-        along_key = sum_over_rows(dS * k_t[:, None], ROWS, LEVELS, COLUMNS)
+        along_key = sum_over(dS * k_t[:, None], 0, LEVELS)
         dv_t = beta_t * along_key
         terms = dS * new_values[None, :] - S * dv_t[None, :]
-        dk_t = sum_over_columns(terms, ROWS, COLUMNS, WIDTH_LEVELS)
+        dk_t = sum_over(terms, 1, WIDTH_LEVELS)
         dS = dS - k_t[:, None] * dv_t[None, :]
         part = (block * rows + row) * time + t
         at = part * heads + head
@@ -407,9 +370,9 @@ def gated_delta_step_backward_tiles(
             tl.store(dv + ((row * time + t) * heads + head) * V + column, stored, column < V)
         tl.store(dq_parts + at * K + number, dq_t, number < K)
         tl.store(dk_parts + at * K + number, dk_t, number < K)
-        decayed = sum_over_rows(S * dS, ROWS, LEVELS, COLUMNS)
-        tl.store(dg_parts + at, sum_of(decayed, COLUMNS, WIDTH_LEVELS))
-        tl.store(dbeta_parts + at, sum_of(e * along_key, COLUMNS, WIDTH_LEVELS))
+        decayed = sum_over(S * dS, 0, LEVELS)
+        tl.store(dg_parts + at, sum_of(decayed, WIDTH_LEVELS))
+        tl.store(dbeta_parts + at, sum_of(e * along_key, WIDTH_LEVELS))
         dS = a * dS
     if NEED_STATE:
         stored = dS.to(drows.dtype.element_ty)
@@ -437,14 +400,11 @@ def gated_delta_step_backward_tokens(
     key_head = (tl.program_id(0) % key_heads).to(tl.int64)
     token = (tl.program_id(0) // key_heads).to(tl.int64)  # of all rows
     heads = key_heads * group
-    q_total = tl.zeros([ROWS], WIDE)
-    k_total = tl.zeros([ROWS], WIDE)
+    zeros, zero = tl.zeros([ROWS], WIDE), tl.zeros([1], WIDE)
+    q_total, k_total = zeros, zeros
     for member in range(0, group):
         at = token * heads + key_head * group + member
-        q_head_total = tl.zeros([ROWS], WIDE)
-        k_head_total = tl.zeros([ROWS], WIDE)
-        g_total = tl.zeros([1], WIDE)
-        beta_total = tl.zeros([1], WIDE)
+        q_head_total, k_head_total, g_total, beta_total = zeros, zeros, zero, zero
         for block in range(0, blocks):
             part = at + block * items
             if NEED_Q:
@@ -470,12 +430,12 @@ def gated_delta_step_backward_tokens(
     if NEED_Q:
         if NORMALIZE:
             x = tl.load(q + row * q_row + t * q_token + key_head * q_head + number * q_element, in_row, other=0.0)
-            q_total = through_norm(x.to(WIDE), q_total, ROWS, LEVELS)
+            q_total = through_norm(x.to(WIDE), q_total, LEVELS)
         tl.store(dq + out_at, q_total.to(dq.dtype.element_ty), number < K)
     if NEED_K:
         if NORMALIZE:
             x = tl.load(k + row * k_row + t * k_token + key_head * k_head + number * k_element, in_row, other=0.0)
-            k_total = through_norm(x.to(WIDE), k_total, ROWS, LEVELS)
+            k_total = through_norm(x.to(WIDE), k_total, LEVELS)
         tl.store(dk + out_at, k_total.to(dk.dtype.element_ty), number < K)
 
 
@@ -498,39 +458,35 @@ def gated_delta_step_backward_places(
 
 def backward(setup: Setup) -> Execute:
     """The gradients, those that are needed; which upstream gradients there are is known when it runs."""
-    problem, schedule, step = setup.problem, setup.schedule, _Step.of(setup.problem)
+    problem, schedule, (types, constants) = setup.problem, setup.schedule, _settings(setup.problem)
     K, V, batch, time, heads = problem.sizes
-    need, types, computed = problem.options[-1], step.types, step.types["computed"]
+    need, computed, indexed, double = problem.options[-1], types["computed"], constants["INDEXED"], constants["DOUBLE"]
     size, columns = power_of_two(K), backward_columns(K, V)
-    shared: dict[str, Any] = {
-        "K": K, "ROWS": size, "LEVELS": size.bit_length() - 1, "INDEXED": step.indexed, "NORMALIZE": step.normalize,
-        "DOUBLE": step.is_double,
-    }  # fmt: skip
+    constants |= {"ROWS": size, "LEVELS": size.bit_length() - 1}
     tiles = {
         (has_do, has_dstates): setup.kernel(
-            gated_delta_step_backward_tiles, **types, **shared, row_state=computed if step.indexed else types["state"],
-            V=V, COLUMNS=columns, WIDTH_LEVELS=columns.bit_length() - 1, ALL_STATES=step.all_states, HAS_DO=has_do,
+            gated_delta_step_backward_tiles, **types, **constants, row_state=computed if indexed else types["state"],
+            V=V, COLUMNS=columns, WIDTH_LEVELS=columns.bit_length() - 1, ALL_STATES=problem.options[2], HAS_DO=has_do,
             HAS_DSTATES=has_dstates, NEED_V=bool(need & NEED_V), NEED_STATE=bool(need & NEED_STATE),
-            num_warps=schedule["warps"] * (2 if step.is_double else 1),  # a float64 has two registers
+            num_warps=schedule["warps"] * (2 if double else 1),  # a float64 has two registers
         )
         for has_do, has_dstates in ((True, True), (True, False), (False, True))
     }  # fmt: skip
     tokens = setup.kernel(
-        gated_delta_step_backward_tokens, **{x: kind for x, kind in types.items() if x != "state"}, **shared,
+        gated_delta_step_backward_tokens, **{x: kind for x, kind in types.items() if x != "state"}, **constants,
         NEED_Q=bool(need & NEED_Q), NEED_K=bool(need & NEED_K), NEED_G=bool(need & NEED_G),
         NEED_BETA=bool(need & NEED_BETA), num_warps=schedule["token_warps"],
     )  # fmt: skip
-    needs_pool, block = step.indexed and bool(need & NEED_STATE), schedule["place_block"]
-    if needs_pool:
-        places = setup.kernel(
-            gated_delta_step_backward_places, index=types["index"], computed=computed, state=types["state"],
-            BLOCK=block, DOUBLE=step.is_double, num_warps=schedule["place_warps"],
-        )  # fmt: skip
     blocks = -(-V // columns)
     parts = blocks * batch * time * heads
     setup.scratch(dbeta_parts=(computed, parts), dg_parts=(computed, parts))
     setup.scratch(dk_parts=(computed, parts * K), dq_parts=(computed, parts * K))
+    needs_pool, block = indexed and bool(need & NEED_STATE), schedule["place_block"]
     if needs_pool:
+        places = setup.kernel(
+            gated_delta_step_backward_places, index=types["index"], computed=computed, state=types["state"],
+            BLOCK=block, DOUBLE=double, num_warps=schedule["place_warps"],
+        )  # fmt: skip
         setup.scratch(drows=(computed, batch * heads * K * V))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:

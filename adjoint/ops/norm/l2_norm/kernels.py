@@ -101,8 +101,8 @@ def bind_l2(
         LAYOUT=layout, ROWS=tile, num_warps=num_warps, **_order(size, element),
     )  # fmt: skip
 
-    def launch(x: Rows, y: Tensor, count: int, eps: float, reciprocals: Tensor | None = None) -> None:
-        bound[x.is_aligned and is_aligned(y)].launch(
+    def launch(x: Rows, y: Any, count: int, eps: float, reciprocals: Any = None) -> None:
+        bound[x.is_aligned and (isinstance(y, int) or is_aligned(y))].launch(  # memory of a workspace is aligned
             (-(-count // tile),), x=x.tensor, y=y, reciprocals=y if reciprocals is None else reciprocals, rows=count,
             epsilon=eps, x_inner=x.inner, x_outer=x.outer, x_step=x.step,
         )  # fmt: skip

@@ -12,7 +12,7 @@ many there are is data; there are slots for as many as there can be, and the slo
 Where every row of a batch is a sequence nothing has to be looked up, and `gates.py` writes all of that.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from adjoint.core.errors import status_word
 from adjoint.core.kernels import NVIDIA, Budget, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Setup
+from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
@@ -54,10 +55,8 @@ def _larger(a, b):
 
 @triton.jit
 def _scan_bounds(bound, before, inside, number, last_bound, last_before, total, span):
-    """The bounds of some sequences, put in order, and the number of spans before each; what came before is passed in.
-
-    `before` has the bounds of the sequences one earlier.
-    """
+    """The bounds of some sequences, put in order, and the number of spans before each; `before` has the bounds of the
+    sequences one earlier, and the last three what came before them all."""
     bound = tl.maximum(tl.associative_scan(bound, 0, _larger), last_bound)
     before = tl.maximum(tl.associative_scan(before, 0, _larger), last_before)
     spans = tl.where(inside & (number > 0), tl.cdiv(bound - before, span), 0)
@@ -75,8 +74,7 @@ def _load_bounds(cu_seqlens, number, status_word, fault, sequences, tokens, RAIS
         wrong |= ((number == 0) & (bound != 0)) | ((number == sequences) & (bound != tokens))
         record(status_word, fault, number, bound, inside & wrong)
     bound = tl.minimum(tl.maximum(bound, 0), tokens).to(tl.int32)
-    before = tl.minimum(tl.maximum(before, 0), tokens).to(tl.int32)
-    return bound, before
+    return bound, tl.minimum(tl.maximum(before, 0), tokens).to(tl.int32)
 
 
 @kernel(budget=SMALL, targets=NVIDIA)
@@ -88,9 +86,8 @@ def rule_sequence_bounds(
 ):  # fmt: skip
     """Sums over all sequences, by one program: cu_seqlens that descend are taken as their running maximum."""
     spans_of_row = tl.cdiv(time, SPAN)
-    last_bound = tl.zeros([], tl.int32)
-    last_before = tl.zeros([], tl.int32)
-    total = tl.zeros([], tl.int32)
+    zero = tl.zeros([], tl.int32)
+    last_bound, last_before, total = zero, zero, zero
     for start in range(0, sequences + 1, BOUNDS_BLOCK):
         number = start + tl.arange(0, BOUNDS_BLOCK)
         inside = number <= sequences
@@ -159,13 +156,9 @@ def rule_chunk_indices(
             out, out_first_spans, out_slots = segment_indices, first_segments, segment_slots
             program -= blocks
     slot = program * FEW_SLOTS + tl.arange(0, FEW_SLOTS)
-    last_bound = tl.zeros([], tl.int32)
-    last_before = tl.zeros([], tl.int32)
-    total = tl.zeros([], tl.int32)
-    reached = tl.zeros([FEW_SLOTS], tl.int32)
-    begin = tl.zeros([FEW_SLOTS], tl.int32)
-    first_span = tl.zeros([FEW_SLOTS], tl.int32)
-    end = tl.zeros([FEW_SLOTS], tl.int32) + tokens.to(tl.int32)
+    zero, zeros = tl.zeros([], tl.int32), tl.zeros([FEW_SLOTS], tl.int32)
+    last_bound, last_before, total = zero, zero, zero
+    reached, begin, first_span, end = zeros, zeros, zeros, zeros + tokens.to(tl.int32)
     for start in range(0, sequences + 1, FEW_BOUNDS):
         number = start + tl.arange(0, FEW_BOUNDS)
         inside = number <= sequences
@@ -194,10 +187,7 @@ def rule_chunk_indices(
 
 def index_regions(shape: Shape, segments: bool) -> dict[str, tuple[torch.dtype, int]]:
     """The memory of what lies where; without segments for problems that need none."""
-    regions = {
-        "sequence_begins": (torch.int32, shape.sequences + 1),
-        "first_chunks": (torch.int32, shape.sequences + 1),
-    }
+    regions = {name: (torch.int32, shape.sequences + 1) for name in ("sequence_begins", "first_chunks")}
     if not shape.is_empty:
         regions["chunk_indices"] = (torch.int32, shape.chunks * INDEX_WIDTH.value)
     if segments:
@@ -206,9 +196,7 @@ def index_regions(shape: Shape, segments: bool) -> dict[str, tuple[torch.dtype, 
     return regions
 
 
-def bind_chunk_indices(
-    setup: Setup, shape: Shape, segments: tuple[bool, ...], raises: bool
-) -> Callable[[Mapping[str, Any], Tensor], None]:
+def bind_chunk_indices(setup: Setup, shape: Shape, segments: tuple[bool, ...], raises: bool) -> Callable[..., None]:
     """What says where packed sequences lie: `launch(memory, cu_seqlens)`, of segments too where the memory has them.
 
     Args:
@@ -220,13 +208,13 @@ def bind_chunk_indices(
             rule_chunk_indices, bound=shape.ids, RAISE=raises, SEGMENTS=with_segments, SEGMENT=packing.SEGMENT
         )
         for with_segments in segments
-    }  # fmt: skip
+    }
     of_chunks = _bind_spans(setup, shape, CHUNK, raises)
     of_segments = _bind_spans(setup, shape, packing.SEGMENT, False) if True in segments else None
     is_few = shape.sequences <= FEW_SEQUENCES
     programs, segment_programs = (-(-slots // FEW_SLOTS.value) for slots in (shape.chunks, shape.segments))
 
-    def launch(memory: Mapping[str, Any], cu_seqlens: Tensor) -> None:
+    def launch(memory: Memory, cu_seqlens: Tensor) -> None:
         with_segments = "segment_indices" in memory
         if is_few:
             few[with_segments].launch(
@@ -247,11 +235,10 @@ def bind_chunk_indices(
 
 def _bind_spans(setup: Setup, shape: Shape, span: int, raises: bool) -> Callable[..., None]:
     """The same of one kind of span, for any number of sequences."""
-    bounds = bind_bounds(setup, shape, span, raises)
-    indices = setup.kernel(rule_span_indices, SPAN=span)
+    bounds, indices = bind_bounds(setup, shape, span, raises), setup.kernel(rule_span_indices, SPAN=span)
     slots = shape.count_spans(span)
 
-    def launch(memory: Mapping[str, Any], cu_seqlens: Tensor, first_spans: Any, span_indices: Any) -> None:
+    def launch(memory: Memory, cu_seqlens: Tensor, first_spans: Any, span_indices: Any) -> None:
         bounds(memory, cu_seqlens, first_spans)
         indices.launch(
             (-(-slots // SLOTS_BLOCK.value),), sequence_begins=memory["sequence_begins"], first_spans=first_spans,
@@ -267,7 +254,7 @@ def bind_bounds(setup: Setup, shape: Shape, span: int, raises: bool) -> Callable
         rule_sequence_bounds, bound=shape.ids or torch.int32, PACKED=shape.is_packed, RAISE=raises, SPAN=span
     )
 
-    def launch(memory: Mapping[str, Any], cu_seqlens: Tensor | None, first_spans: Any) -> None:
+    def launch(memory: Memory, cu_seqlens: Tensor | None, first_spans: Any) -> None:
         bounds.launch(
             (1,), cu_seqlens=first_spans if cu_seqlens is None else cu_seqlens,
             sequence_begins=memory["sequence_begins"], first_spans=first_spans, status_word=status_word(setup.device),
@@ -331,7 +318,7 @@ def bind_clear(setup: Setup, shape: Shape, *dtypes: torch.dtype) -> Callable[...
     by_dtype = {dtype: setup.kernel(rule_clear, element=dtype) for dtype in dict.fromkeys(dtypes)}
     grid = (-(-shape.tokens // CLEARED_ROWS.value),)
 
-    def launch(memory: Mapping[str, Any], *outputs: Tensor) -> None:
+    def launch(memory: Memory, *outputs: Tensor) -> None:
         for out in outputs:
             by_dtype[out.dtype].launch(
                 grid, sequence_begins=memory["sequence_begins"], out=out, sequences=shape.sequences,
@@ -341,17 +328,17 @@ def bind_clear(setup: Setup, shape: Shape, *dtypes: torch.dtype) -> Callable[...
     return launch
 
 
-def bind_clear_saved(setup: Setup, shape: Shape) -> Callable[[Mapping[str, Any], Tensor], None]:
+def bind_clear_saved(setup: Setup, shape: Shape) -> Callable[..., None]:
     """Zeros for the places of saved states that no sequence has: `launch(memory, saved)`."""
     clear = setup.kernel(rule_clear_saved, SIZE=shape.K * shape.V, SEGMENT=packing.SEGMENT)
+    every_place = 0 if shape.is_packed else shape.rows * (-(-shape.time // packing.SEGMENT) - 1)
 
-    def launch(memory: Mapping[str, Any], saved: Tensor) -> None:
+    def launch(memory: Memory, saved: Tensor) -> None:
         places = saved.shape[0]
-        if not shape.is_packed and places == shape.rows * (-(-shape.time // packing.SEGMENT) - 1):
-            return  # every place has a sequence
-        clear.launch(
-            (places * shape.heads,), sequence_begins=memory["sequence_begins"], saved=saved,
-            sequences=shape.sequences, heads=shape.heads, steps=shape.sequences.bit_length(),
-        )  # fmt: skip
+        if places != every_place:
+            clear.launch(
+                (places * shape.heads,), sequence_begins=memory["sequence_begins"], saved=saved,
+                sequences=shape.sequences, heads=shape.heads, steps=shape.sequences.bit_length(),
+            )  # fmt: skip
 
     return launch

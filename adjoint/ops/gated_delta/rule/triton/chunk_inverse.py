@@ -4,8 +4,7 @@ One program per chunk and key head. T is stored without its diagonal of ones: wh
 float32.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
@@ -13,6 +12,7 @@ import triton.language as tl
 
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
@@ -75,8 +75,7 @@ def store_parts(T, value, i, j, PARTS: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def rule_chunk_inverse(
     k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32, T: Pointer16.element,
-    key_heads: Int32,
-    k_token_stride: Int64x16, k_head_stride: Int64x16,
+    key_heads: Int32, k_token_stride: Int64x16, k_head_stride: Int64x16,
     GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, K_STEP: tl.constexpr, PARTS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -148,9 +147,8 @@ def rule_chunk_inverse(
 @triton.jit
 def rule_scores(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,
-    P: Pointer16.element,
-    key_heads: Int32, scale: Float32, q_token_stride: Int64x16, q_head_stride: Int64x16, k_token_stride: Int64x16,
-    k_head_stride: Int64x16,
+    P: Pointer16.element, key_heads: Int32, scale: Float32, q_token_stride: Int64x16, q_head_stride: Int64x16,
+    k_token_stride: Int64x16, k_head_stride: Int64x16,
     GROUP: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, SCORE_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """P = scale·(q kᵀ) ⊙ D of every value head of a key head, 0 above the diagonal; for a scan that writes o itself."""
@@ -191,12 +189,8 @@ def score_region(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     return {"P": (shape.element, shape.lanes * CHUNK * CHUNK)}
 
 
-def bind_chunk_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapping[str, Any], TokenRows], None]:
-    """T − I of every chunk and value head: `launch(memory, k)`.
-
-    Args:
-        parts: numbers of the storage type that an element of T is stored in.
-    """
+def bind_chunk_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[..., None]:
+    """T − I of every chunk and value head, an element in so many `parts`: `launch(memory, k)`."""
     block = next_power_of_two(shape.K)
     inverse = setup.kernel(
         rule_chunk_inverse, element=shape.element, GROUP=shape.group, K=pad_to_16(shape.K), K_BLOCK=block,
@@ -205,7 +199,7 @@ def bind_chunk_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapp
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads,)
 
-    def launch(memory: Mapping[str, Any], k: TokenRows) -> None:
+    def launch(memory: Memory, k: TokenRows) -> None:
         inverse.launch(
             grid, k=k.start, gates=memory["gates"], chunk_indices=memory["chunk_indices"], T=memory["T"],
             key_heads=shape.key_heads, k_token_stride=k.token_stride, k_head_stride=k.head_stride,
@@ -214,7 +208,7 @@ def bind_chunk_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapp
     return launch
 
 
-def bind_scores(setup: Setup, shape: Shape) -> Callable[[Mapping[str, Any], TokenRows, TokenRows, float], None]:
+def bind_scores(setup: Setup, shape: Shape) -> Callable[..., None]:
     """P of every chunk and value head: `launch(memory, q, k, scale)`."""
     scores = setup.kernel(
         rule_scores, element=shape.element, GROUP=shape.group, K=pad_to_16(shape.K),
@@ -222,7 +216,7 @@ def bind_scores(setup: Setup, shape: Shape) -> Callable[[Mapping[str, Any], Toke
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads,)
 
-    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float) -> None:
+    def launch(memory: Memory, q: TokenRows, k: TokenRows, scale: float) -> None:
         scores.launch(
             grid, q=q.start, k=k.start, gates=memory["gates"], chunk_indices=memory["chunk_indices"], P=memory["P"],
             key_heads=shape.key_heads, scale=scale, q_token_stride=q.token_stride, q_head_stride=q.head_stride,

@@ -20,7 +20,7 @@ them one after the other. A sequence of up to UNSPLIT tokens is scanned in one, 
 V.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,22 +29,19 @@ import triton.language as tl
 from torch import Tensor
 
 from adjoint.core.kernels import NVIDIA, Budget, Int32, Pointer, Pointer16, kernel
-from adjoint.core.launch import Setup
+from adjoint.core.launch import Launch, Setup
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule import shape as sizes
 from adjoint.ops.gated_delta.rule.shape import Shape, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import fits
 
 _BUDGET = Budget(registers=255, shared_bytes=232448)
-_NUMERIC = {"segment": "SEGMENT", "compose_precision": "PRECISION"}
-_REVERSE_NUMERIC = {
-    "reverse_segment": "REVERSE_SEGMENT",
-    "unsplit_reverse": "UNSPLIT",
-    "compose_precision": "PRECISION",
-}
+_NUMERIC = {"compose_precision": "PRECISION"}
+_REVERSE_NUMERIC = {"reverse_segment": "REVERSE_SEGMENT", "unsplit_reverse": "UNSPLIT", **_NUMERIC}
 
 
-@kernel(budget=_BUDGET, targets=NVIDIA, numeric=_NUMERIC, schedule=("STAGES",))
+@kernel(budget=_BUDGET, targets=NVIDIA, numeric={"segment": "SEGMENT", **_NUMERIC}, schedule=("STAGES",))
 @triton.jit
 def rule_compose_transitions(
     transitions: Pointer16.float32, sequence_begins: Pointer.int32, first_segments: Pointer.int32,
@@ -52,10 +49,8 @@ def rule_compose_transitions(
     K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
     INITIAL: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state at the start of every segment but the first: S ← M S + B, in float32.
-
-    One program per sequence, head and block of V.
-    """
+    """The state at the start of every segment but the first: S ← M S + B, in float32; one program per sequence, head
+    and block of V."""
     V_BLOCK: tl.constexpr = 16  # what sizes are padded to, and the fewest of a product
     blocks: tl.constexpr = V // V_BLOCK
     LINES: tl.constexpr = K + V
@@ -150,23 +145,24 @@ def reverse_transition_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int
     }
 
 
-def _grid(shape: Shape) -> tuple[int]:
-    return (shape.sequences * shape.heads * (pad_to_16(shape.V) // 16),)
-
-
-def bind_compose_transitions(
-    setup: Setup, shape: Shape, initial: bool
-) -> Callable[[Mapping[str, Any], Tensor | None, Any], None]:
-    """The state at the start of every segment but a sequence's first: `launch(memory, initial_state, saved)`."""
-    stages = setup.schedule["compose_stages"]
-    compose = setup.kernel(
-        rule_compose_transitions, K=pad_to_16(shape.K), V=pad_to_16(shape.V), K_SIZE=shape.K, V_SIZE=shape.V,
-        K_BLOCK=next_power_of_two(shape.K), INITIAL=initial, SEGMENT=packing.SEGMENT, STAGES=stages, PRECISION="tf32x3",
-        num_warps=setup.schedule["compose_warps"], num_stages=stages,
+def _bind(setup: Setup, shape: Shape, kernel: Any, **constants: Any) -> tuple[Launch, tuple[int]]:
+    """One of these kernels, and its grid."""
+    stages, V = setup.schedule["compose_stages"], pad_to_16(shape.V)
+    bound = setup.kernel(
+        kernel, K=pad_to_16(shape.K), V=V, K_BLOCK=next_power_of_two(shape.K), STAGES=stages, PRECISION="tf32x3",
+        num_warps=setup.schedule["compose_warps"], num_stages=stages, **constants,
     )  # fmt: skip
-    grid = _grid(shape)
+    return bound, (shape.sequences * shape.heads * (V // 16),)
 
-    def launch(memory: Mapping[str, Any], initial_state: Tensor | None, saved: Any) -> None:
+
+def bind_compose_transitions(setup: Setup, shape: Shape, initial: bool) -> Callable[..., None]:
+    """The state at the start of every segment but a sequence's first: `launch(memory, initial_state, saved)`."""
+    compose, grid = _bind(
+        setup, shape, rule_compose_transitions, K_SIZE=shape.K, V_SIZE=shape.V, INITIAL=initial,
+        SEGMENT=packing.SEGMENT,
+    )  # fmt: skip
+
+    def launch(memory: Memory, initial_state: Tensor | None, saved: Any) -> None:
         compose.launch(
             grid, transitions=memory["transitions"], sequence_begins=memory["sequence_begins"],
             first_segments=memory["first_segments"],
@@ -176,17 +172,15 @@ def bind_compose_transitions(
     return launch
 
 
-def bind_compose_reverse_transitions(setup: Setup, shape: Shape) -> Callable[[Mapping[str, Any]], None]:
-    """The gradient of the state that every segment but a sequence's first begins with, in `dsegment_states`."""
-    stages = setup.schedule["compose_stages"]
-    compose = setup.kernel(
-        rule_compose_reverse_transitions, K=pad_to_16(shape.K), V=pad_to_16(shape.V),
-        K_BLOCK=next_power_of_two(shape.K), REVERSE_SEGMENT=sizes.REVERSE_SEGMENT, UNSPLIT=shape.unsplit_reverse,
-        STAGES=stages, PRECISION="tf32x3", num_warps=setup.schedule["compose_warps"], num_stages=stages,
+def bind_compose_reverse_transitions(setup: Setup, shape: Shape) -> Callable[..., None]:
+    """The gradient of the state that every segment but a sequence's first begins with: `launch(memory)`, into
+    `dsegment_states`."""
+    compose, grid = _bind(
+        setup, shape, rule_compose_reverse_transitions, REVERSE_SEGMENT=sizes.REVERSE_SEGMENT,
+        UNSPLIT=shape.unsplit_reverse,
     )  # fmt: skip
-    grid = _grid(shape)
 
-    def launch(memory: Mapping[str, Any]) -> None:
+    def launch(memory: Memory) -> None:
         compose.launch(
             grid, transitions=memory["transitions"], sequence_begins=memory["sequence_begins"],
             dsegment_states=memory["dsegment_states"], heads=shape.heads,

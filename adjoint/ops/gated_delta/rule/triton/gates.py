@@ -4,8 +4,7 @@ G is the running sum of g within a chunk, and Γ its last. Where every row of a 
 writes where chunks and segments lie, as `chunk_indices.py` does for packed sequences.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
@@ -15,6 +14,7 @@ from torch import Tensor
 from adjoint.core.errors import status_word
 from adjoint.core.kernels import NVIDIA, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Setup
+from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.faults import POSITIVE_GATE
@@ -130,14 +130,10 @@ def gate_region(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     return {"gates": (torch.float32, shape.lanes * GATE_ROWS.value * packing.CHUNK)}
 
 
-def bind_gates(
-    setup: Setup, shape: Shape, segments: tuple[bool, ...], raises: bool
-) -> Callable[[Mapping[str, Any], Tensor | None, Tensor, Tensor], None]:
+def bind_gates(setup: Setup, shape: Shape, segments: tuple[bool, ...], raises: bool) -> Callable[..., None]:
     """Where chunks lie, and their gates: `launch(memory, cu_seqlens, g, beta)`. One launch for the rows of a batch.
 
-    Args:
-        segments: without segments, with them, or both: what problems of other lengths may ask for.
-        raises: whether a positive g and bounds out of order are reported.
+    Arguments as in `bind_chunk_indices`; a positive g is reported too.
     """
     index = bind_chunk_indices(setup, shape, segments, raises) if shape.is_packed else None
     variants = {
@@ -149,7 +145,7 @@ def bind_gates(
     }  # fmt: skip
     grid = (shape.chunks * -(-shape.heads // HEADS.value),)
 
-    def launch(memory: Mapping[str, Any], cu_seqlens: Tensor | None, g: Tensor, beta: Tensor) -> None:
+    def launch(memory: Memory, cu_seqlens: Tensor | None, g: Tensor, beta: Tensor) -> None:
         if index and cu_seqlens is not None:
             index(memory, cu_seqlens)
         absent = memory["sequence_begins"]  # stands for a pointer that no variant writes

@@ -1,10 +1,9 @@
-"""The gradients of tokens after the scans: dq, dk and dv, and the sums that dβ and dg are computed from.
+"""The gradients of tokens after the scans: dq, dk and dv, the sums that dβ and dg are computed from, and these.
 
 Notation, layouts and roundings of `local_gradients.py`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
@@ -13,11 +12,14 @@ from torch import Tensor
 
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_V
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
+from adjoint.ops.gated_delta.rule.triton.chunk_inverse import fits
 from adjoint.ops.gated_delta.rule.triton.gates import (
+    GATE_DECAY,
     GATE_FROM_START,
     GATE_LOW,
     GATE_ROWS,
@@ -38,8 +40,10 @@ SUM_KEYS, SUM_KEYS_TO_END, GATE_SUMS = map(tl.constexpr, range(1, 4))
 
 
 @triton.jit
-def _tile(x, first, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-          COLUMN_BLOCK: tl.constexpr):  # fmt: skip
+def _tile(
+    x, first, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+):  # fmt: skip
     """A block of a matrix [ROWS, COLUMNS]."""
     row = first + tl.arange(0, ROW_BLOCK)[:, None]
     column = first_column + tl.arange(0, COLUMN_BLOCK)[None, :]
@@ -54,10 +58,7 @@ def _transposed_tile(x, first, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr):
     """The transpose of some rows of a matrix [ROWS, 64]."""
     row = first + tl.arange(0, ROW_BLOCK)[None, :]
     column = tl.arange(0, 64)[:, None]
-    if ROWS % ROW_BLOCK == 0:
-        return tl.load(x + (row * 64 + column))
-    else:
-        return tl.load(x + (row * 64 + column), row < ROWS, other=0)
+    return tl.load(x + (row * 64 + column), fits(row, ROWS, ROW_BLOCK), other=0)
 
 
 @triton.jit
@@ -77,11 +78,10 @@ def _sums_past(through, kind: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=384),
-    targets=NVIDIA,
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=384), targets=NVIDIA,
     numeric={"key_block": "K_BLOCK", "matrix_block": "V_BLOCK", "gradient_precision": "PRECISION"},
     schedule=("STAGES",),
-)
+)  # fmt: skip
 @triton.jit
 def rule_matrices(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
@@ -119,10 +119,8 @@ def rule_matrices(
     Y += program.to(tl.int64) * (V * CHUNK)
     v += first_token.to(tl.int64) * v_token_stride + head.to(tl.int64) * v_head_stride
     do += first_token.to(tl.int64) * do_token_stride + head.to(tl.int64) * do_head_stride
-    do_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-    new_do = tl.zeros([CHUNK, CHUNK], tl.float32)
-    Y_new = tl.zeros([CHUNK, CHUNK], tl.float32)
-    new_Y = tl.zeros([CHUNK, CHUNK], tl.float32)
+    zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
+    do_new, new_do, Y_new, new_Y = zeros, zeros, zeros, zeros
     Y_v = tl.zeros([CHUNK], tl.float32)
     for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
         Y_tile = _transposed_tile(Y, begin, V, V_BLOCK)
@@ -153,10 +151,8 @@ def rule_matrices(
             low = tl.load(gates + GATE_LOW * CHUNK + token)
         if NEED_QK:
             if UPSTREAM:
-                tl.store(
-                    M_transposed + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j),
-                    (new_do * (decays(G, low, False, True, WIDE) * scale)).to(kind),
-                )
+                place = M_transposed + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j)
+                tl.store(place, (new_do * (decays(G, low, False, True, WIDE) * scale)).to(kind))
             new_Y *= decays(G, low, True, True, WIDE) * beta[None, :]
         if UPSTREAM:
             do_new *= decays(G, low, False, False, WIDE) * scale
@@ -164,9 +160,8 @@ def rule_matrices(
                 tl.store(M + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j), do_new.to(kind))
         Y_new *= -decays(G, low, True, False, WIDE)
         if NEED_QK:
-            tl.store(
-                E + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j), (Y_new * beta[:, None] - new_Y).to(kind)
-            )
+            place = E + program.to(tl.int64) * (CHUNK * CHUNK) + (i * CHUNK + j)
+            tl.store(place, (Y_new * beta[:, None] - new_Y).to(kind))
         if NEED_GATES:
             k += first_token.to(tl.int64) * k_token_stride + (head // GROUP).to(tl.int64) * k_head_stride
             q += first_token.to(tl.int64) * q_token_stride + (head // GROUP).to(tl.int64) * q_head_stride
@@ -177,14 +172,6 @@ def rule_matrices(
                 do_new *= products(q, k, rows, q_token_stride, k_token_stride, K, K_BLOCK, PRECISION)
                 Y_new += tl.where(i > j, do_new, 0.0)
             tl.store(passing_sums + program.to(tl.int64) * CHUNK + token, _sums_past(Y_new, kind, PRECISION))
-
-
-@triton.jit
-def _unnormalized(y, gradient, factor, first_key, rows, token_stride, K: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The gradient of x for one of y = factor·x: factor·(dy − y (y·dy))."""
-    wide = token_tile(y, first_key, rows, token_stride, K, K_BLOCK).to(tl.float32)
-    along = tl.sum(wide * gradient, 1)
-    return (gradient - wide * along[:, None]) * factor[:, None]
 
 
 @triton.jit
@@ -212,28 +199,27 @@ def _store_gradient(
         place = factors + first_token.to(tl.int64) * key_heads + key_head + token * key_heads
         x += first_token.to(tl.int64) * token_stride + key_head.to(tl.int64) * head_stride
         factor = tl.load(place, token < rows, other=0)
-        gradient = _unnormalized(x, gradient, factor, first_key + zero, rows, token_stride, K, K_BLOCK)
+        y = token_tile(x, first_key + zero, rows, token_stride, K, K_BLOCK).to(tl.float32)
+        along = tl.sum(y * gradient, 1)
+        gradient = (gradient - y * along[:, None]) * factor[:, None]  # for one of x, y = factor·x
     key = first_key + tl.arange(0, K_BLOCK)[None, :]
-    place = (
-        out + (first_token.to(tl.int64) * key_heads + key_head) * K_SIZE + (token[:, None] * (key_heads * K_SIZE) + key)
-    )
+    place = out + (first_token.to(tl.int64) * key_heads + key_head) * K_SIZE
+    place += token[:, None] * (key_heads * K_SIZE) + key
     tl.store(place, gradient.to(out.dtype.element_ty), (token[:, None] < rows) & (key < K_SIZE))
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=128),
-    targets=NVIDIA,
-    numeric={"key_block": "K_BLOCK", "value_block": "V_BLOCK", "gradient_precision": "PRECISION"},
-    schedule=("STAGES",),
-)
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=128), targets=NVIDIA,
+    numeric={"key_block": "K_BLOCK", "value_block": "V_BLOCK", "gradient_precision": "PRECISION"}, schedule=("STAGES",),
+)  # fmt: skip
 @triton.jit
 def rule_gradients(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
-    chunk_indices: Pointer.int32,
-    states: Pointer16.element, dstates: Pointer16.element, new_values: Pointer16.element, Y: Pointer16.element,
-    M: Pointer16.element, M_transposed: Pointer16.element, E: Pointer16.element, dq: PointerIf16.gradient,
-    dk: PointerIf16.gradient, gate_sums: Pointer.float32, state_products: Pointer.float32, q_factors: Pointer.float32,
-    k_factors: Pointer.float32, key_heads: Int32, columns: Int32, scale: Float32,
+    chunk_indices: Pointer.int32, states: Pointer16.element, dstates: Pointer16.element,
+    new_values: Pointer16.element, Y: Pointer16.element, M: Pointer16.element, M_transposed: Pointer16.element,
+    E: Pointer16.element, dq: PointerIf16.gradient, dk: PointerIf16.gradient, gate_sums: Pointer.float32,
+    state_products: Pointer.float32, q_factors: Pointer.float32, k_factors: Pointer.float32, key_heads: Int32,
+    columns: Int32, scale: Float32,
     q_token_stride: Int64x16, q_head_stride: Int64x16, k_token_stride: Int64x16, k_head_stride: Int64x16,
     do_token_stride: Int64x16, do_head_stride: Int64x16,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -265,14 +251,10 @@ def rule_gradients(
     token = tl.arange(0, CHUNK)
     first_key = k_block * K_BLOCK
     lane = (slot * key_heads + key_head) * GROUP
-    keys = token_tile(
-        k + first_token.to(tl.int64) * k_token_stride + key_head.to(tl.int64) * k_head_stride, first_key, rows,
-        k_token_stride, K, K_BLOCK,
-    )  # fmt: skip
-    queries = token_tile(
-        q + first_token.to(tl.int64) * q_token_stride + key_head.to(tl.int64) * q_head_stride, first_key, rows,
-        q_token_stride, K, K_BLOCK,
-    )  # fmt: skip
+    k_chunk = k + first_token.to(tl.int64) * k_token_stride + key_head.to(tl.int64) * k_head_stride
+    keys = token_tile(k_chunk, first_key, rows, k_token_stride, K, K_BLOCK)
+    q_chunk = q + first_token.to(tl.int64) * q_token_stride + key_head.to(tl.int64) * q_head_stride
+    queries = token_tile(q_chunk, first_key, rows, q_token_stride, K, K_BLOCK)
     gradient = tl.zeros([CHUNK, K_BLOCK], tl.float32)
     if program % 2 == 0:
         if UPSTREAM and (NEED_Q or NEED_GATES):
@@ -285,24 +267,19 @@ def rule_gradients(
                     do_tile = token_tile(do + member * do_head_stride, begin, rows, do_token_stride, V, V_BLOCK)
                     S_tile = _tile(states + head_lane * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
                     do_S = tl.dot(do_tile, S_tile, do_S, input_precision=PRECISION)
-                do_S *= (tl.load(gates + head_lane * (GATE_ROWS * CHUNK) + GATE_FROM_START * CHUNK + token) * scale)[
-                    :, None
-                ]
+                from_start = tl.load(gates + head_lane * (GATE_ROWS * CHUNK) + GATE_FROM_START * CHUNK + token)
+                do_S *= (from_start * scale)[:, None]
                 gradient += do_S
                 if NEED_GATES:
                     of_queries = _row_products(do_S, queries, kind, PRECISION)
                     tl.store(gate_sums + (head_lane * K_BLOCKS + k_block) * (GATE_SUMS * CHUNK) + token, of_queries)
                 if NEED_Q:
-                    gradient += tl.dot(
-                        tl.load(M + head_lane * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :])),
-                        keys,
-                        input_precision=PRECISION,
-                    )
+                    matrix = tl.load(M + head_lane * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :]))
+                    gradient += tl.dot(matrix, keys, input_precision=PRECISION)
         if NEED_Q:
             _store_gradient(
                 dq, gradient, q, q_factors, first_token, rows, key_head, key_heads, first_key, q_token_stride,
-                q_head_stride,
-                NORMALIZED, K, K_SIZE, K_BLOCK,
+                q_head_stride, NORMALIZED, K, K_SIZE, K_BLOCK,
             )  # fmt: skip
     else:
         if NEED_K or NEED_GATES:
@@ -314,15 +291,12 @@ def rule_gradients(
                     S_tile = _tile(states + head_lane * (V * K), begin, first_key, V, K, V_BLOCK, K_BLOCK)
                     Y_S = tl.dot(Y_tile, S_tile, Y_S, input_precision=PRECISION)
                 Y_S *= tl.load(gates + head_lane * (GATE_ROWS * CHUNK) + GATE_FROM_START * CHUNK + token)[:, None]
-                gradient -= (
-                    Y_S * tl.load(gates + head_lane * (GATE_ROWS * CHUNK) + GATE_STRENGTH * CHUNK + token)[:, None]
-                )
+                strength = tl.load(gates + head_lane * (GATE_ROWS * CHUNK) + GATE_STRENGTH * CHUNK + token)
+                gradient -= Y_S * strength[:, None]
                 if NEED_GATES:
                     of_keys = _row_products(Y_S, keys, kind, PRECISION)
-                    tl.store(
-                        gate_sums + (head_lane * K_BLOCKS + k_block) * (GATE_SUMS * CHUNK) + SUM_KEYS * CHUNK + token,
-                        of_keys,
-                    )
+                    place = gate_sums + (head_lane * K_BLOCKS + k_block) * (GATE_SUMS * CHUNK)
+                    tl.store(place + SUM_KEYS * CHUNK + token, of_keys)
                 new_dS = tl.zeros([CHUNK, K_BLOCK], tl.float32)
                 S_dS = tl.zeros([V_BLOCK], tl.float32)
                 for begin in tl.range(0, columns, V_BLOCK, num_stages=STAGES, disable_licm=True):
@@ -336,34 +310,63 @@ def rule_gradients(
                 gradient += new_dS
                 if NEED_GATES:
                     of_keys = _row_products(new_dS, keys, kind, PRECISION)
-                    tl.store(
-                        gate_sums
-                        + (head_lane * K_BLOCKS + k_block) * (GATE_SUMS * CHUNK)
-                        + SUM_KEYS_TO_END * CHUNK
-                        + token,
-                        of_keys,
-                    )
+                    place = gate_sums + (head_lane * K_BLOCKS + k_block) * (GATE_SUMS * CHUNK)
+                    tl.store(place + SUM_KEYS_TO_END * CHUNK + token, of_keys)
                     tl.store(state_products + head_lane * K_BLOCKS + k_block, tl.sum(S_dS, 0))
                 if NEED_K:
-                    gradient += tl.dot(
-                        tl.load(E + head_lane * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :])),
-                        keys,
-                        input_precision=PRECISION,
-                    )
+                    matrix = tl.load(E + head_lane * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :]))
+                    gradient += tl.dot(matrix, keys, input_precision=PRECISION)
                     if UPSTREAM:
-                        gradient += tl.dot(
-                            tl.load(
-                                M_transposed + head_lane * (CHUNK * CHUNK) + (token[:, None] * CHUNK + token[None, :])
-                            ),
-                            queries,
-                            input_precision=PRECISION,
-                        )
+                        place = M_transposed + head_lane * (CHUNK * CHUNK)
+                        matrix = tl.load(place + (token[:, None] * CHUNK + token[None, :]))
+                        gradient += tl.dot(matrix, queries, input_precision=PRECISION)
         if NEED_K:
             _store_gradient(
                 dk, gradient, k, k_factors, first_token, rows, key_head, key_heads, first_key, k_token_stride,
-                k_head_stride,
-                NORMALIZED, K, K_SIZE, K_BLOCK,
+                k_head_stride, NORMALIZED, K, K_SIZE, K_BLOCK,
             )  # fmt: skip
+
+
+@kernel(budget=Budget(registers=128, shared_bytes=16384), targets=NVIDIA)
+@triton.jit
+def rule_gate_gradients(
+    gates: Pointer.float32, chunk_indices: Pointer.int32, gate_sums: Pointer.float32, state_products: Pointer.float32,
+    passing_sums: Pointer.float32, strength_sums: Pointer.float32, dg: Pointer.gate, dbeta: Pointer.strength,
+    heads: Int32,
+    K_BLOCKS: tl.constexpr, UPSTREAM: tl.constexpr, NEED_G: tl.constexpr, NEED_BETA: tl.constexpr,
+):  # fmt: skip
+    """dg and dβ of one chunk and head."""
+    CHUNK: tl.constexpr = 64
+    program = tl.program_id(0)
+    slot = (program // heads).to(tl.int64)
+    rows = tl.load(chunk_indices + slot * INDEX_WIDTH + INDEX_COUNT)
+    if rows == 0:
+        return
+    first_token = tl.load(chunk_indices + slot * INDEX_WIDTH).to(tl.int64)
+    token = tl.arange(0, CHUNK)
+    place = first_token * heads + program % heads + token * heads
+    lane = program.to(tl.int64)
+    gate_sums += lane * (K_BLOCKS * GATE_SUMS * CHUNK) + token
+    gates += lane * (GATE_ROWS * CHUNK)
+    zeros = tl.zeros([CHUNK], tl.float32)
+    since_query, of_key, until = zeros, zeros, zeros
+    through_state = tl.zeros([], tl.float32)
+    for block in tl.static_range(K_BLOCKS):
+        block_sums = gate_sums + block * (GATE_SUMS * CHUNK)
+        if UPSTREAM:
+            since_query += tl.load(block_sums)
+        of_key += tl.load(block_sums + SUM_KEYS * CHUNK)
+        until += tl.load(block_sums + (SUM_KEYS_TO_END * CHUNK - 1), token > 0, other=0)  # of the token before
+        through_state += tl.load(state_products + lane * K_BLOCKS + block)
+    if NEED_BETA:
+        gradient = tl.load(strength_sums + lane * CHUNK + token) - of_key
+        tl.store(dbeta + place, gradient.to(dbeta.dtype.element_ty), token < rows)
+    if NEED_G:
+        strength = tl.load(gates + GATE_STRENGTH * CHUNK + token)
+        passing = tl.load(passing_sums + lane * CHUNK + token)
+        gradient = passing + tl.cumsum(since_query - strength * of_key, reverse=True)
+        gradient += tl.cumsum(until) + through_state * tl.load(gates + GATE_DECAY)
+        tl.store(dg + place, gradient.to(dg.dtype.element_ty), token < rows)
 
 
 # ------------------------------------------------------------------------------------------------ launches
@@ -388,12 +391,12 @@ def gradient_regions(shape: Shape, need: int, normalize: bool) -> dict[str, tupl
     and their rows cut, the gradients of what was normalised, in float32."""
     regions: dict[str, tuple[torch.dtype, int]] = {}
     if need & (NEED_Q | NEED_K):
-        regions |= {name: (shape.element, shape.lanes * CHUNK * CHUNK) for name in ("M", "M_transposed", "E")}
+        regions |= dict.fromkeys(("M", "M_transposed", "E"), (shape.element, shape.lanes * CHUNK * CHUNK))
     if need & (NEED_G | NEED_BETA):
         blocks = shape.lanes * key_blocks(shape)
         regions["gate_sums"] = (torch.float32, blocks * GATE_SUMS.value * CHUNK)
         regions["state_products"] = (torch.float32, blocks)
-        regions |= {name: (torch.float32, shape.lanes * CHUNK) for name in ("passing_sums", "strength_sums")}
+        regions |= dict.fromkeys(("passing_sums", "strength_sums"), (torch.float32, shape.lanes * CHUNK))
     if normalize and key_blocks(shape) > 1:
         for bit, name in ((NEED_Q, "dq_normalized"), (NEED_K, "dk_normalized")):
             if need & bit:
@@ -414,14 +417,8 @@ def bind_matrices(setup: Setup, shape: Shape, upstream: bool, need: int) -> Call
     grid, columns = (shape.lanes,), pad_to_16(shape.V)
 
     def launch(
-        memory: Mapping[str, Any],
-        q: TokenRows,
-        k: TokenRows,
-        v: TokenRows,
-        do: TokenRows | None,
-        scale: float,
-        dv: Tensor,
-    ) -> None:
+        memory: Memory, q: TokenRows, k: TokenRows, v: TokenRows, do: TokenRows | None, scale: float, dv: Tensor
+    ) -> None:  # fmt: skip
         gradient, absent = do or v, memory["gates"]  # stands for a pointer that no variant reads
         matrices[is_aligned(dv)].launch(
             grid, q=q.start, k=k.start, v=v.start, do=gradient.start, gates=memory["gates"],
@@ -459,14 +456,8 @@ def bind_gradients(setup: Setup, shape: Shape, upstream: bool, normalize: bool, 
     grid, columns = (2 * blocks * shape.chunks * shape.key_heads,), pad_to_16(shape.V)
 
     def launch(
-        memory: Mapping[str, Any],
-        q: TokenRows,
-        k: TokenRows,
-        do: TokenRows | None,
-        scale: float,
-        dq: Tensor,
-        dk: Tensor,
-    ) -> None:
+        memory: Memory, q: TokenRows, k: TokenRows, do: TokenRows | None, scale: float, dq: Tensor, dk: Tensor
+    ) -> None:  # fmt: skip
         gradient, absent = do or q, memory["gates"]  # stands for a pointer that no variant reads
         gradients[is_aligned(dq, dk)].launch(
             grid, q=q.start, k=k.start, do=gradient.start, gates=memory["gates"],
@@ -480,10 +471,27 @@ def bind_gradients(setup: Setup, shape: Shape, upstream: bool, normalize: bool, 
             q_head_stride=q.head_stride, k_token_stride=k.token_stride, k_head_stride=k.head_stride,
             do_token_stride=gradient.token_stride, do_head_stride=gradient.head_stride,
         )  # fmt: skip
-        if unnormalize:
-            if need & NEED_Q:
-                unnormalize(memory, "q", q, dq)
-            if need & NEED_K:
-                unnormalize(memory, "k", k, dk)
+        if unnormalize and need & NEED_Q:
+            unnormalize(memory, "q", q, dq)
+        if unnormalize and need & NEED_K:
+            unnormalize(memory, "k", k, dk)
+
+    return launch
+
+
+def bind_gate_gradients(setup: Setup, shape: Shape, upstream: bool, need: int) -> Callable[..., None]:
+    """dg and dβ, as needed: `launch(memory, dg, dbeta)`."""
+    gates = setup.kernel(
+        rule_gate_gradients, gate=shape.gate, strength=shape.strength, K_BLOCKS=key_blocks(shape), UPSTREAM=upstream,
+        NEED_G=bool(need & NEED_G), NEED_BETA=bool(need & NEED_BETA), num_warps=2,
+    )  # fmt: skip
+    grid = (shape.lanes,)
+
+    def launch(memory: Memory, dg: Tensor, dbeta: Tensor) -> None:
+        gates.launch(
+            grid, gates=memory["gates"], chunk_indices=memory["chunk_indices"], gate_sums=memory["gate_sums"],
+            state_products=memory["state_products"], passing_sums=memory["passing_sums"],
+            strength_sums=memory["strength_sums"], dg=dg, dbeta=dbeta, heads=shape.heads,
+        )  # fmt: skip
 
     return launch

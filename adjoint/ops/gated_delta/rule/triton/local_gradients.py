@@ -18,8 +18,7 @@ A tile's transposed copy comes from the way it is read, or is the right operand:
 compilers for Hopper have got wrong in just this place.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
@@ -27,9 +26,11 @@ import triton.language as tl
 
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, clamp_tile, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
+from adjoint.ops.gated_delta.rule.triton.chunk_inverse import fits
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_LOW, GATE_ROWS, GATE_TO_END
 
 
@@ -39,11 +40,7 @@ def token_tile(x, first, rows, token_stride, SIZE: tl.constexpr, BLOCK: tl.const
     token = tl.arange(0, 64)[:, None]
     column = first + tl.arange(0, BLOCK)[None, :]
     place = x + (token * token_stride.to(tl.int32) + column)
-    # Where every column is there, no mask takes registers for them, which are scarce.
-    if SIZE % BLOCK == 0:
-        return tl.load(place, token < rows, other=0)
-    else:
-        return tl.load(place, (token < rows) & (column < SIZE), other=0)
+    return tl.load(place, (token < rows) & fits(column, SIZE, BLOCK), other=0)
 
 
 @triton.jit
@@ -89,11 +86,10 @@ def products(
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=1280),
-    targets=NVIDIA,
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=1280), targets=NVIDIA,
     numeric={"parts": "PARTS", "local_key_block": "K_BLOCK", "gradient_precision": "PRECISION"},
     schedule=("V_BLOCK", "STAGES"),
-)
+)  # fmt: skip
 @triton.jit
 def rule_local_gradients(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
@@ -149,10 +145,7 @@ def rule_local_gradients(
                 of_keys += tl.dot(rest, keys, input_precision=PRECISION)
             key = begin + tl.arange(0, K_BLOCK)[None, :]
             place = W + member * (CHUNK * K) + (i * K + key)
-            if K % K_BLOCK == 0:
-                tl.store(place, of_keys.to(kind))
-            else:
-                tl.store(place, of_keys.to(kind), (i < CHUNK) & (key < K))
+            tl.store(place, of_keys.to(kind), fits(key, K, K_BLOCK))
         if UPSTREAM:
             G = tl.load(head_gates + token)
             low = G
@@ -194,12 +187,8 @@ def precision_of(shape: Shape) -> str:
 
 
 def bind_local_gradients(setup: Setup, shape: Shape, parts: int, upstream: bool) -> Callable[..., None]:
-    """W and the local gradients of every chunk and value head: `launch(memory, q, k, do, scale)`.
-
-    Args:
-        parts: those of T.
-        upstream: whether there is a gradient of the outputs; W alone without it.
-    """
+    """W and, with an `upstream` gradient of the outputs, the local gradients of every chunk and value head, from T in
+    so many parts: `launch(memory, q, k, do, scale)`."""
     schedule, keys = setup.schedule, 32 if shape.is_float32 else 64 if shape.K > 128 else 128
     stages = schedule["local_stages"]
     local = setup.kernel(
@@ -210,7 +199,7 @@ def bind_local_gradients(setup: Setup, shape: Shape, parts: int, upstream: bool)
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads,)
 
-    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, do: TokenRows | None, scale: float) -> None:
+    def launch(memory: Memory, q: TokenRows, k: TokenRows, do: TokenRows | None, scale: float) -> None:
         gradient = do or q
         local.launch(
             grid, q=q.start, k=k.start, do=gradient.start, gates=memory["gates"],

@@ -1,45 +1,23 @@
 """Rows of q and k divided by their norms, x / sqrt(Σx² + ε), and gradients through that."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adjoint.core.kernels import NVIDIA, Int32, Int64, Pointer, kernel
+from adjoint.core.kernels import NVIDIA, Int32, Pointer, kernel
 from adjoint.core.launch import Setup
+from adjoint.core.layout import Rows
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import SMALL
+from adjoint.ops.norm.l2_norm.kernels import bind_l2
 
 ROWS = tl.constexpr(16)
 """Rows of a program."""
-
-
-@kernel(budget=SMALL, targets=NVIDIA)
-@triton.jit
-def rule_normalize(
-    x: Pointer.element, out: Pointer.element, factors: Pointer.float32, rows: Int64, heads: Int32, time: Int32,
-    batch_stride: Int64, token_stride: Int64, head_stride: Int64, column_stride: Int64,
-    EPSILON: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FACTORS: tl.constexpr,
-):  # fmt: skip
-    """Rows of SIZE numbers, divided by their norm in float32, into rows of PADDED; and 1 / norm, where FACTORS.
-
-    As with the gates, nothing is promised to be aligned: the squares of a row are added in one order.
-    """
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    token = row // heads
-    place = x + (token // time) * batch_stride + (token % time) * token_stride + (row % heads) * head_stride
-    value = tl.load(place + column.to(tl.int64) * column_stride, (row < rows) & (column < SIZE), other=0)
-    value = value.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(value * value, 1) + EPSILON)
-    value = (value * norm[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row * PADDED + column, value, (row < rows) & (column < PADDED))
-    if FACTORS:
-        tl.store(factors + row, norm[:, None], row < rows)
 
 
 @kernel(budget=SMALL, targets=NVIDIA)
@@ -59,41 +37,36 @@ def rule_unnormalize(
     tl.store(out + row * SIZE + column, ((dy - wide * along[:, None]) * factor).to(out.dtype.element_ty), inside)
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
-    return {"SIZE": shape.K, "PADDED": pad_to_16(shape.K), "BLOCK": next_power_of_two(shape.K)}
+def bind_normalize(setup: Setup, shape: Shape, factors: bool) -> Callable[..., TokenRows]:
+    """q or k normalised: `launch(memory, name, tokens)`, into memory for copies, [B, T, key heads, padded K].
 
-
-def bind_normalize(setup: Setup, shape: Shape, factors: bool) -> Callable[[Mapping[str, Any], str, Tensor], TokenRows]:
-    """q or k normalised: `launch(memory, name, x)`, into memory for copies, [B, T, key heads, padded K].
-
-    Args:
-        factors: whether 1 / norm is stored too, for a backward.
+    Tokens may be such a copy; what it is padded with stays. Where `factors`, 1 / norm is stored too, for a backward.
     """
-    normalize = setup.kernel(rule_normalize, element=shape.element, EPSILON=EPSILON, FACTORS=factors, **_sizes(shape))
-    rows = shape.tokens * shape.key_heads
-    strides = (shape.key_heads * pad_to_16(shape.K), pad_to_16(shape.K))
+    width, rows, heads = pad_to_16(shape.K), shape.tokens * shape.key_heads, shape.key_heads
+    normalize = bind_l2(
+        setup, shape.element, shape.K, "runs", tile=2048 // max(128, next_power_of_two(shape.K)), num_warps=4,
+        y_step=width, save=factors,
+    )  # fmt: skip
     if factors:
         setup.scratch(q_factors=(torch.float32, rows), k_factors=(torch.float32, rows))
 
-    def launch(memory: Mapping[str, Any], name: str, x: Tensor) -> TokenRows:
-        batch, token, head, column = x.stride()
+    def launch(memory: Memory, name: str, x: TokenRows) -> TokenRows:
         out = memory[f"copied_{name}"]
-        normalize.launch(
-            (-(-rows // ROWS.value),), x=x, out=out, factors=memory[f"{name}_factors"] if factors else out, rows=rows,
-            heads=shape.key_heads, time=shape.time, batch_stride=batch, token_stride=token, head_stride=head,
-            column_stride=column,
-        )  # fmt: skip
-        return TokenRows(out, *strides)
+        normalize(Rows(x.start, heads, *x.strides), out, rows, EPSILON, memory[f"{name}_factors"] if factors else None)
+        return TokenRows(out, heads * width, width)
 
     return launch
 
 
-def bind_unnormalize(setup: Setup, shape: Shape) -> Callable[[Mapping[str, Any], str, TokenRows, Tensor], None]:
+def bind_unnormalize(setup: Setup, shape: Shape) -> Callable[..., None]:
     """The gradient of q or k for one of what was normalised: `launch(memory, name, normalised x, out)`."""
-    unnormalize = setup.kernel(rule_unnormalize, element=shape.element, **_sizes(shape))
+    unnormalize = setup.kernel(
+        rule_unnormalize, element=shape.element, SIZE=shape.K, PADDED=pad_to_16(shape.K),
+        BLOCK=next_power_of_two(shape.K),
+    )  # fmt: skip
     rows = shape.tokens * shape.key_heads
 
-    def launch(memory: Mapping[str, Any], name: str, x: TokenRows, out: Tensor) -> None:
+    def launch(memory: Memory, name: str, x: TokenRows, out: Tensor) -> None:
         unnormalize.launch(
             (-(-rows // ROWS.value),), x=x.start, factors=memory[f"{name}_factors"],
             gradient=memory[f"d{name}_normalized"], out=out, rows=rows,

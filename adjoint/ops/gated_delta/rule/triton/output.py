@@ -1,7 +1,6 @@
 """The outputs of chunks, o = scale·(e^G ⊙ (q S) + (q kᵀ ⊙ D) v'), from what the state scan leaves of each."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows, clamp_tile, next_power_of_two, pad_to_16
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import fits
@@ -16,25 +16,20 @@ from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_LOW,
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448),
-    targets=NVIDIA,
-    numeric={"output_step": "K_STEP", "precision": "PRECISION"},
-    schedule=("V_BLOCK",),
-)
+    budget=Budget(registers=255, shared_bytes=232448), targets=NVIDIA,
+    numeric={"output_step": "K_STEP", "precision": "PRECISION"}, schedule=("V_BLOCK",),
+)  # fmt: skip
 @triton.jit
 def rule_output(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,
     states: Pointer16.element, new_values: Pointer16.element, out: PointerIf16.element, key_heads: Int32,
-    scale: Float32,
-    q_token_stride: Int64x16, q_head_stride: Int64x16, k_token_stride: Int64x16, k_head_stride: Int64x16,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr, K_STEP: tl.constexpr, V_BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    scale: Float32, q_token_stride: Int64x16, q_head_stride: Int64x16, k_token_stride: Int64x16,
+    k_head_stride: Int64x16,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    K_STEP: tl.constexpr, V_BLOCK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o of one chunk and the value heads of a key head, for V_BLOCK columns.
-
-    Where K_STEP is less than a row, products over K are added up in steps: float32 operands take too many registers.
-    """
+    """o of one chunk and the value heads of a key head, for V_BLOCK columns; where K_STEP is less than a row, products
+    over K are added up in steps: float32 operands take too many registers."""
     CHUNK: tl.constexpr = 64
     blocks: tl.constexpr = (V + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0)
@@ -122,7 +117,7 @@ def bind_output(setup: Setup, shape: Shape) -> Callable[..., None]:
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads * -(-pad_to_16(shape.V) // block),)
 
-    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float, out: Tensor) -> None:
+    def launch(memory: Memory, q: TokenRows, k: TokenRows, scale: float, out: Tensor) -> None:
         output[is_aligned(out)].launch(
             grid, q=q.start, k=k.start, gates=memory["gates"], chunk_indices=memory["chunk_indices"],
             states=memory["states"], new_values=memory["new_values"], out=out, key_heads=shape.key_heads, scale=scale,

@@ -10,8 +10,8 @@ once, so does this, see `compose_transitions.py`. A forward cannot put T before 
 because v − k S cancels; nothing does here.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import NVIDIA, Budget, Float32, Int32, Int64x16, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as sizes
@@ -29,18 +30,15 @@ from adjoint.ops.gated_delta.rule.triton.gates import GATE_DECAY, GATE_FROM_STAR
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64),
-    targets=NVIDIA,
-    numeric=("SEGMENT", "PRECISION"),
-    schedule=("V_BLOCK", "STAGES"),
-)
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64), targets=NVIDIA,
+    numeric=("SEGMENT", "PRECISION"), schedule=("V_BLOCK", "STAGES"),
+)  # fmt: skip
 @triton.jit
 def rule_reverse_scan(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32, W: Pointer16.element,
     local_gradients: Pointer16.element, segment_indices: Pointer.int32, sequence_begins: Pointer.int32,
-    first_chunks: Pointer.int32,
-    dfinal_state: PointerIf16.float32, dinitial_state: PointerIf16.float32, dsegment_states: Pointer16.float32,
-    Y: Pointer16.element, dstates: Pointer16.element, heads: Int32, scale: Float32,
+    first_chunks: Pointer.int32, dfinal_state: PointerIf16.float32, dinitial_state: PointerIf16.float32,
+    dsegment_states: Pointer16.float32, Y: Pointer16.element, dstates: Pointer16.element, heads: Int32, scale: Float32,
     q_token_stride: Int64x16, q_head_stride: Int64x16, k_token_stride: Int64x16, k_head_stride: Int64x16,
     do_token_stride: Int64x16, do_head_stride: Int64x16,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
@@ -126,24 +124,21 @@ def rule_reverse_scan(
     do_offset = row[None, :] * do_token_stride.to(tl.int32) + v_row[:, None]
     values_offset = v_row[:, None] * CHUNK + row[None, :]
     dstates_offset = v_row[:, None] * K + k_column[None, :]
-    # Masks for what is there always cost registers: none where blocks divide sizes.
-    EVEN: tl.constexpr = K % K_BLOCK == 0 and V % V_BLOCK == 0
     in_keys = (k_column < K)[None, :]
     in_values = (v_row < V)[:, None]
+    in_chunk = row < CHUNK
+    if K % K_BLOCK == 0 and V % V_BLOCK == 0:  # masks for what is there always cost registers
+        in_keys = tl.full([1, K_BLOCK], 1, tl.int1)
+        in_values = tl.full([V_BLOCK, 1], 1, tl.int1)
+        in_chunk = tl.full([CHUNK], 1, tl.int1)
     rows = count - last * CHUNK
     decay = tl.load(gates + GATE_DECAY, mask=count > 0, other=0.0)
     for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         narrow = dS.to(kind)
-        if EVEN:
-            if not TRANSITION:
-                tl.store(dstates + dstates_offset, narrow)
-            W_tile = tl.load(W + W_offset)
-            keys = tl.load(k + k_offset, (row < rows)[:, None], other=0)
-        else:
-            if not TRANSITION:
-                tl.store(dstates + dstates_offset, narrow, in_values & in_keys)
-            W_tile = tl.load(W + W_offset, (row < CHUNK)[:, None] & in_keys, other=0)
-            keys = tl.load(k + k_offset, (row < rows)[:, None] & in_keys, other=0)
+        if not TRANSITION:
+            tl.store(dstates + dstates_offset, narrow, in_values & in_keys)
+        W_tile = tl.load(W + W_offset, in_chunk[:, None] & in_keys, other=0)
+        keys = tl.load(k + k_offset, (row < rows)[:, None] & in_keys, other=0)
         strength = tl.load(gates + GATE_STRENGTH * CHUNK + row)
         from_start = tl.load(gates + GATE_FROM_START * CHUNK + row)
         Y_tile = tl.zeros([V_BLOCK, CHUNK], tl.float32)
@@ -152,27 +147,17 @@ def rule_reverse_scan(
         Y_tile = tl.dot(narrow, tl.trans(W_tile), Y_tile, input_precision=PRECISION)
         dS *= decay
         if UPSTREAM:
-            if EVEN:
-                Y_tile += tl.load(local_gradients + values_offset).to(tl.float32)
-                upstream = tl.load(do + do_offset, (row < rows)[None, :], other=0)
-                queries = tl.load(q + q_offset, (row < rows)[:, None], other=0)
-            else:
-                Y_tile += tl.load(local_gradients + values_offset, in_values & (row < CHUNK)[None, :], other=0).to(
-                    tl.float32
-                )
-                upstream = tl.load(do + do_offset, in_values & (row < rows)[None, :], other=0)
-                queries = tl.load(q + q_offset, (row < rows)[:, None] & in_keys, other=0)
+            local = tl.load(local_gradients + values_offset, in_values & in_chunk[None, :], other=0)
+            Y_tile += local.to(tl.float32)
+            upstream = tl.load(do + do_offset, in_values & (row < rows)[None, :], other=0)
+            queries = tl.load(q + q_offset, (row < rows)[:, None] & in_keys, other=0)
             scaled_upstream = upstream.to(tl.float32) * (from_start * scale)[None, :]
             high = scaled_upstream.to(kind)
             if kind != tl.float32:
                 dS = tl.dot((scaled_upstream - high.to(tl.float32)).to(kind), queries, dS, input_precision=PRECISION)
             dS = tl.dot(high, queries, dS, input_precision=PRECISION)
-        if TRANSITION:
-            pass
-        elif EVEN:
-            tl.store(Y + values_offset, Y_tile.to(kind))
-        else:
-            tl.store(Y + values_offset, Y_tile.to(kind), in_values & (row < CHUNK)[None, :])
+        if not TRANSITION:
+            tl.store(Y + values_offset, Y_tile.to(kind), in_values & in_chunk[None, :])
         dS = tl.dot((Y_tile * -(strength * from_start)[None, :]).to(kind), keys, dS, input_precision=PRECISION)
         rows = CHUNK
         q -= CHUNK * q_token_stride
@@ -219,7 +204,7 @@ class Upstream(NamedTuple):
     scale: float
 
 
-ReverseScan = Callable[[Mapping[str, Any], Upstream, Tensor | None], None]
+ReverseScan = Callable[..., None]
 """`launch(memory, upstream, dinitial_state)`."""
 
 
@@ -232,21 +217,21 @@ def bind_reverse_scan(setup: Setup, shape: Shape, *, upstream: bool, final: bool
         initial: whether that of the initial states is needed.
     """
     spans = 0 if shape.is_split_in_reverse and not shape.is_packed else shape.sequences
-    return _bind(setup, shape, "reverse", spans, UPSTREAM=upstream, FINAL=final, INITIAL=initial, SEGMENTED=False,
-                 TRANSITION=False)  # fmt: skip
+    flags = {"UPSTREAM": upstream, "FINAL": final, "INITIAL": initial}
+    return _bind(setup, shape, "reverse", spans, **flags, SEGMENTED=False, TRANSITION=False)
 
 
 def bind_segment_scan(setup: Setup, shape: Shape, *, upstream: bool, final: bool, initial: bool) -> ReverseScan:
     """The same of the sequences that are split, all segments at once."""
-    return _bind(setup, shape, "segment", shape.segments, UPSTREAM=upstream, FINAL=final, INITIAL=initial,
-                 SEGMENTED=True, TRANSITION=False)  # fmt: skip
+    flags = {"UPSTREAM": upstream, "FINAL": final, "INITIAL": initial}
+    return _bind(setup, shape, "segment", shape.segments, **flags, SEGMENTED=True, TRANSITION=False)
 
 
 def bind_segment_terms(setup: Setup, shape: Shape, *, upstream: bool, final: bool) -> ReverseScan:
     """What segments make of a gradient 0 of the state they end with, the last of the final state's, into
     `dsegment_states`."""
-    return _bind(setup, shape, "segment", shape.segments, UPSTREAM=upstream, FINAL=final, INITIAL=False,
-                 SEGMENTED=True, TRANSITION=True)  # fmt: skip
+    flags = {"UPSTREAM": upstream, "FINAL": final, "INITIAL": False}
+    return _bind(setup, shape, "segment", shape.segments, **flags, SEGMENTED=True, TRANSITION=True)
 
 
 def _bind(setup: Setup, shape: Shape, part: str, spans: int, **flags: bool) -> ReverseScan:
@@ -261,7 +246,7 @@ def _bind(setup: Setup, shape: Shape, part: str, spans: int, **flags: bool) -> R
     )  # fmt: skip
     grid = (spans * shape.heads * -(-pad_to_16(shape.V) // block),)
 
-    def launch(memory: Mapping[str, Any], upstream: Upstream, dinitial_state: Tensor | None) -> None:
+    def launch(memory: Memory, upstream: Upstream, dinitial_state: Tensor | None) -> None:
         q, k, do, dfinal_state, scale = upstream
         gradient, absent = do or q, memory["gates"]  # stands for a pointer that no variant reads
         scan[is_aligned(dfinal_state, dinitial_state)].launch(

@@ -16,7 +16,7 @@ and v past the end of a sequence as 0, its β as 0 and its T as I.
 A dot adds its terms in an order that is fixed by its instruction; nothing else here adds along an axis.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from adjoint.core.kernels import NVIDIA, Budget, Int32, Int64x16, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Launch, Setup, is_aligned
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as sizes
@@ -42,19 +43,16 @@ from adjoint.ops.gated_delta.rule.triton.gates import (
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64),
-    targets=NVIDIA,
-    numeric=("PARTS", "SEGMENT", "PRECISION"),
-    schedule=("V_BLOCK",),
-)
+    budget=Budget(registers=255, shared_bytes=232448, spilled_elsewhere=64), targets=NVIDIA,
+    numeric=("PARTS", "SEGMENT", "PRECISION"), schedule=("V_BLOCK",),
+)  # fmt: skip
 @triton.jit
 def rule_state_scan(
     k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
     segment_indices: Pointer.int32, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
-    initial_state: PointerIf16.float32,
-    saved: PointerIf16.float32, states: Pointer16.element, new_values: Pointer16.element,
-    final_state: PointerIf16.float32, heads: Int32, k_token_stride: Int64x16, k_head_stride: Int64x16,
-    v_token_stride: Int64x16, v_head_stride: Int64x16,
+    initial_state: PointerIf16.float32, saved: PointerIf16.float32, states: Pointer16.element,
+    new_values: Pointer16.element, final_state: PointerIf16.float32, heads: Int32, k_token_stride: Int64x16,
+    k_head_stride: Int64x16, v_token_stride: Int64x16, v_head_stride: Int64x16,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PARTS: tl.constexpr, SEGMENTED: tl.constexpr, INITIAL: tl.constexpr,
     SAVE: tl.constexpr, FINAL: tl.constexpr, TRANSITION: tl.constexpr, SEGMENT: tl.constexpr,
@@ -178,10 +176,9 @@ def rule_state_scan(
         decay = next_decay + 0.0  # an operation: loops that pass a value on as it is are not pipelined
         next_decay = tl.load(gates + heads * (GATE_ROWS * CHUNK) + GATE_DECAY, mask=remaining > 2 * CHUNK)
     if TRANSITION:
-        line = final_state + ((saved_slot if V == 0 else span) * heads + head) * (LINES * K)
-        tl.store(
-            line + v_row[:, None] * K + k_column[None, :], S, fits(v_row, LINES, V_BLOCK)[:, None] & in_keys[None, :]
-        )
+        place = final_state + ((saved_slot if V == 0 else span) * heads + head) * (LINES * K)
+        place = place + v_row[:, None] * K + k_column[None, :]
+        tl.store(place, S, fits(v_row, LINES, V_BLOCK)[:, None] & in_keys[None, :])
     elif FINAL:
         if SEGMENTED:  # the last of its sequence
             in_state &= first + count == tl.load(sequence_begins + sequence + 1)
@@ -194,16 +191,21 @@ def scan_regions(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     return {"states": (shape.element, shape.lanes * V * K), "new_values": (shape.element, shape.lanes * V * CHUNK)}
 
 
-def _bind(setup: Setup, shape: Shape, parts: int, aligned: bool, columns: int, **constants: Any) -> Launch:
-    schedule = setup.schedule
+def _bind(setup: Setup, shape: Shape, parts: int, lines: int, **constants: Any) -> tuple[dict[bool, Launch], int]:
+    """The variants of the scan by alignment, and how many blocks of so many lines each span has."""
+    schedule, columns = setup.schedule, shape.K if constants.get("V") == 0 else shape.V
+    block = clamp_tile(schedule["scan_block"], columns)
     settings = shape.constants | dict.fromkeys(("INITIAL", "SAVE", "FINAL", "TRANSITION"), False)
     settings |= {"REVERSE_SEGMENT": 0, "UNSPLIT": 0, **constants}
-    return setup.kernel(
-        rule_state_scan, element=shape.element, K_SIZE=shape.K, V_SIZE=shape.V, K_BLOCK=next_power_of_two(shape.K),
-        V_BLOCK=clamp_tile(schedule["scan_block"], columns), PARTS=parts, SEGMENT=packing.SEGMENT,
-        PRECISION="ieee", aligned=aligned,
-        num_warps=schedule["scan_warps"], num_stages=schedule["scan_stages"], **settings,
-    )  # fmt: skip
+    bound = {
+        aligned: setup.kernel(
+            rule_state_scan, element=shape.element, K_SIZE=shape.K, V_SIZE=shape.V, K_BLOCK=next_power_of_two(shape.K),
+            V_BLOCK=block, PARTS=parts, SEGMENT=packing.SEGMENT, PRECISION="ieee", aligned=aligned,
+            num_warps=schedule["scan_warps"], num_stages=schedule["scan_stages"], **settings,
+        )
+        for aligned in ((True,) if settings["TRANSITION"] else (True, False))
+    }  # fmt: skip
+    return bound, -(-lines // block)
 
 
 def bind_state_scan(
@@ -218,25 +220,17 @@ def bind_state_scan(
         initial: whether there is an initial state.
         final: whether final states are written.
     """
-    scan = {
-        aligned: _bind(
-            setup, shape, parts, aligned, shape.V, SEGMENTED=segmented, INITIAL=initial, SAVE=saves, FINAL=final
-        )
-        for aligned in (True, False)
-    }  # fmt: skip
-    spans = shape.segments if segmented else shape.sequences
-    grid = (spans * shape.heads * -(-pad_to_16(shape.V) // clamp_tile(setup.schedule["scan_block"], shape.V)),)
+    scan, blocks = _bind(
+        setup, shape, parts, pad_to_16(shape.V), SEGMENTED=segmented, INITIAL=initial, SAVE=saves, FINAL=final
+    )
+    grid = ((shape.segments if segmented else shape.sequences) * shape.heads * blocks,)
     fills = segmented and final and shape.is_packed
     spans_of = "segment_indices" if segmented else "sequence_begins"
 
     def launch(
-        memory: Mapping[str, Any],
-        k: TokenRows,
-        v: TokenRows,
-        initial_state: Tensor | None,
-        saved: Tensor | None = None,
+        memory: Memory, k: TokenRows, v: TokenRows, initial_state: Tensor | None, saved: Tensor | None = None,
         final_state: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if fills and final_state is not None:  # for sequences without a segment
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         absent = memory["gates"]  # stands for a pointer that no variant reads
@@ -253,32 +247,15 @@ def bind_state_scan(
     return launch
 
 
-def bind_transitions(
-    setup: Setup, shape: Shape, parts: int
-) -> Callable[[Mapping[str, Any], TokenRows, TokenRows], None]:
+def bind_transitions(setup: Setup, shape: Shape, parts: int, **constants: Any) -> Callable[..., None]:
     """What every segment makes of a state, M S + B: `launch(memory, k, v)`, Mᵀ and Bᵀ into `transitions`."""
-    return _bind_transitions(setup, shape, parts, shape.V, pad_to_16(shape.K) + pad_to_16(shape.V))
+    lines = pad_to_16(shape.K) + constants.get("V", pad_to_16(shape.V))
+    transition, blocks = _bind(setup, shape, parts, lines, SEGMENTED=True, TRANSITION=True, **constants)
+    grid = (shape.segments * shape.heads * blocks,)
 
-
-def bind_reverse_transitions(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapping[str, Any], TokenRows], None]:
-    """Mᵀ of the segments that gradients pass through, into `transitions`: `launch(memory, k)`.
-
-    These are the segments of the reverse scan that are neither the first nor the last of a sequence that it splits.
-    """
-    reverse = {"V": 0, "REVERSE_SEGMENT": sizes.REVERSE_SEGMENT, "UNSPLIT": shape.unsplit_reverse}
-    launch = _bind_transitions(setup, shape, parts, shape.K, pad_to_16(shape.K), **reverse)
-    return lambda memory, k: launch(memory, k, k)
-
-
-def _bind_transitions(
-    setup: Setup, shape: Shape, parts: int, columns: int, lines: int, **constants: Any
-) -> Callable[[Mapping[str, Any], TokenRows, TokenRows], None]:
-    transition = _bind(setup, shape, parts, True, columns, SEGMENTED=True, TRANSITION=True, **constants)
-    grid = (shape.segments * shape.heads * -(-lines // clamp_tile(setup.schedule["scan_block"], columns)),)
-
-    def launch(memory: Mapping[str, Any], k: TokenRows, v: TokenRows) -> None:
+    def launch(memory: Memory, k: TokenRows, v: TokenRows) -> None:
         absent = memory["gates"]  # stands for a pointer that is neither read nor written
-        transition.launch(
+        transition[True].launch(
             grid, k=k.start, v=v.start, gates=memory["gates"], T=memory["T"],
             segment_indices=memory["segment_indices"], sequence_begins=memory["sequence_begins"],
             first_chunks=memory["first_chunks"], initial_state=absent, saved=absent, states=memory["T"],
@@ -288,3 +265,13 @@ def _bind_transitions(
         )  # fmt: skip
 
     return launch
+
+
+def bind_reverse_transitions(setup: Setup, shape: Shape, parts: int) -> Callable[..., None]:
+    """Mᵀ of the segments that gradients pass through, into `transitions`: `launch(memory, k)`.
+
+    These are the segments of the reverse scan that are neither the first nor the last of a sequence that it splits.
+    """
+    reverse = {"V": 0, "REVERSE_SEGMENT": sizes.REVERSE_SEGMENT, "UNSPLIT": shape.unsplit_reverse}
+    launch = bind_transitions(setup, shape, parts, **reverse)
+    return lambda memory, k: launch(memory, k, k)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Execute, Setup
-from adjoint.ops.gated_delta.stages.copies import add_copies, memory_of
+from adjoint.core.layout import Rows
+from adjoint.device.row_tiles import halves
 from adjoint.ops.gated_delta.stages.gate.plans import RUN, levels
-from adjoint.ops.gated_delta.stages.rows import Rows
 
 _RUN = tl.constexpr(RUN)
 _RUN_LEVELS = tl.constexpr(RUN.bit_length() - 1)
@@ -30,12 +30,9 @@ def row_offsets(row, inner, outer, step):
 
 
 @triton.jit
-def column_sums(values, LEVELS: tl.constexpr):
-    """[2^LEVELS, columns] -> [columns], by halves."""
-    columns: tl.constexpr = values.shape[1]
-    for _ in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, (2, values.shape[0] // 2, columns)), 0)
-    return tl.reshape(values, (columns,))
+def sums_of_run(values, COLUMNS: tl.constexpr):
+    """[RUN, COLUMNS] -> [COLUMNS], by halves."""
+    return tl.reshape(halves(values, 1, _RUN_LEVELS, COLUMNS), (COLUMNS,))
 
 
 @triton.jit
@@ -115,8 +112,8 @@ def gated_delta_gate_backward(
             through = tl.where(inside, upstream * softplus_of(t, small), 0.0)
             plane = runs * HEADS
             target = sums + run.to(tl.int64) * HEADS + head
-            tl.store(target, column_sums(through, _RUN_LEVELS), in_head)
-            tl.store(target + plane, column_sums(tl.where(inside, of_a, 0.0), _RUN_LEVELS), in_head)
+            tl.store(target, sums_of_run(through, COLUMNS), in_head)
+            tl.store(target + plane, sums_of_run(tl.where(inside, of_a, 0.0), COLUMNS), in_head)
     if NEED_B:
         t = tl.load(b + row_offsets(row, b_inner, b_outer, b_step) + head[None, :], inside, other=0).to(tl.float32)
         place = dbeta + row_offsets(row, dbeta_inner, dbeta_outer, dbeta_step) + head[None, :]
@@ -141,11 +138,11 @@ def gated_delta_add_runs(
     at = source.to(tl.int64)[:, None] * HEADS + head[None, :]
     to = target.to(tl.int64) * HEADS + head
     if NEED_FIRST:
-        total = column_sums(tl.load(sums + at, inside, other=0), _RUN_LEVELS)
+        total = sums_of_run(tl.load(sums + at, inside, other=0), COLUMNS)
         tl.store(first + to, total.to(first.dtype.element_ty), in_head)
     if NEED_SECOND:
         plane = count * HEADS
-        total = column_sums(tl.load(sums + plane + at, inside, other=0), _RUN_LEVELS)
+        total = sums_of_run(tl.load(sums + plane + at, inside, other=0), COLUMNS)
         tl.store(second + to, total.to(second.dtype.element_ty), in_head)
 
 
@@ -170,16 +167,15 @@ def forward(setup: Setup) -> Execute:
         gated_delta_gate, element=element, rate=rate, bias=bias, HEADS=size, COLUMNS=columns, ROWS=each,
         num_warps=setup.schedule["warps"],
     )  # fmt: skip
-    add_copies(setup, a=(element, rows * size), b=(element, rows * size))
+    setup.copies(a=(element, rows * size), b=(element, rows * size))
     grid = (-(-rows // each), -(-size // columns))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if rows == 0:
             return
-        memory = memory_of(setup, workspace)
-        a, b = (Rows.of(name, x, memory) for name, x in zip(("a", "b"), arguments, strict=False))
-        A_log, dt_bias = arguments[2:]
-        g, beta = outputs
+        memory = setup.memory(workspace)
+        a, b = memory.rows("a", arguments[0]), memory.rows("b", arguments[1])
+        (A_log, dt_bias), (g, beta) = arguments[2:], outputs
         gates.launch(
             grid, a=a.tensor, b=b.tensor, A_log=A_log, dt_bias=dt_bias, g=g, beta=beta, rows=rows, a_inner=a.inner,
             a_outer=a.outer, a_step=a.step, b_inner=b.inner, b_outer=b.outer, b_step=b.step,
@@ -210,7 +206,7 @@ def backward(setup: Setup) -> Execute:
         for last in (True, False)
     }  # fmt: skip
     wide = (torch.float32, rows * size)
-    add_copies(setup, a=(element, rows * size), b=(element, rows * size), dg=wide, dbeta=wide)
+    setup.copies(a=(element, rows * size), b=(element, rows * size), dg=wide, dbeta=wide)
     if needs_sums and rows:
         setup.scratch(**{f"sums_{n}": (torch.float32, 2 * count * size) for n, count in enumerate(counts[:-1])})
     programs = -(-size // columns)
@@ -223,11 +219,11 @@ def backward(setup: Setup) -> Execute:
             ddt_bias.zero_()
         if rows == 0 or need == 0:
             return
-        memory = memory_of(setup, workspace)
-        absent = Rows(a, 1, 0, 0)  # is not read: any memory stands for it
-        of_a, of_b = Rows.of("a", a, memory), Rows.of("b", b, memory)
-        of_dg = absent if dg is None else Rows.of("dg", dg, memory)
-        of_dbeta = absent if dbeta is None else Rows.of("dbeta", dbeta, memory)
+        memory = setup.memory(workspace)
+        absent = Rows(a)  # is not read: any memory stands for it
+        of_a, of_b = memory.rows("a", a), memory.rows("b", b)
+        of_dg = absent if dg is None else memory.rows("dg", dg)
+        of_dbeta = absent if dbeta is None else memory.rows("dbeta", dbeta)
         gradients.launch(
             (counts[0], programs), a=of_a.tensor, b=of_b.tensor, A_log=A_log, dt_bias=dt_bias, dg=of_dg.tensor,
             dbeta=of_dbeta.tensor, da=da, db=db, sums=memory["sums_0"] if needs_sums else a, rows=rows,
@@ -239,17 +235,12 @@ def backward(setup: Setup) -> Execute:
         if not needs_sums:
             return
         for level in range(1, len(counts)):
-            last = level == len(counts) - 1
-            first = dA_log if last else memory[f"sums_{level}"]
-            second = ddt_bias if last else _after(first, counts[level] * size)
+            last, plane = level == len(counts) - 1, counts[level] * size
+            first = dA_log if last else memory[f"sums_{level}"]  # an address on a GPU, a tensor elsewhere
+            second = ddt_bias if last else first + 4 * plane if isinstance(first, int) else first[plane:]
             add_runs[last].launch(
                 (counts[level], programs), sums=memory[f"sums_{level - 1}"], first=first, second=second,
                 count=counts[level - 1],
             )  # fmt: skip
 
     return execute
-
-
-def _after(pointer: Any, elements: int) -> Any:
-    """A place in float32 memory, past so many elements: an address on a GPU, a view elsewhere."""
-    return pointer + 4 * elements if isinstance(pointer, int) else pointer[elements:]

@@ -2,7 +2,8 @@
 
 Adjoint:   dx = r·(dy − y·(y·dy))
 
-In plain PyTorch computed in float64 and rounded once; by kernels in float32. Under autocast nothing is cast.
+In plain PyTorch computed in float64 and rounded once; by the kernels of `l2_norm` in float32. Under autocast nothing is
+cast.
 """
 
 from jaxtyping import Float
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
-from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
+from adjoint.device.rows import describe
 from adjoint.ops.gated_delta.stages.normalize import plans
-from adjoint.ops.gated_delta.stages.rows import describe
 
 
 def _check(x: Tensor) -> None:
@@ -28,9 +29,9 @@ _normalize = Op(
     outputs=("y",),
     check=_check,
     allocate=lambda x: (x.new_empty(x.shape),),
-    describe=lambda x: Facts((x.dtype,), *describe(x=x)),
+    describe=lambda x: describe(x),
     forward=lambda: plans.NORMALIZE,
-    adjoint=Adjoint(lambda: plans.NORMALIZE_BACKWARD, lambda dy, x: Facts((x.dtype,), *describe(x=x, dy=dy))),
+    adjoint=Adjoint(lambda: plans.NORMALIZE_BACKWARD, lambda dy, x: describe(x, dy=dy)),
 )
 
 

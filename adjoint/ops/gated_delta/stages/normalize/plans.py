@@ -1,23 +1,22 @@
-"""Which code serves `normalize`, and what it guarantees."""
+"""Which code serves `normalize`, and what it guarantees: the kernels of `l2_norm`, or plain PyTorch in float64."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
+from adjoint.core.launch import Execute, Setup
+from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
-from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
 from adjoint.ops.gated_delta.stages import in_pytorch
-from adjoint.ops.gated_delta.stages.normalize import eager
-from adjoint.ops.gated_delta.stages.rows import TINY, Bounds, U, guarantee, on_kernels, refuse, stored
-
-_SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+from adjoint.ops.gated_delta.stages.rows import TINY, U, guarantee, refuse, stored
+from adjoint.ops.norm.plans import L2_NORM, L2_NORM_BACKWARD
 
 MAX_SIZE = 1024
-"""The longest vector that a program normalises."""
+"""The longest vector that kernels normalise."""
 
 
 def _refuse(problem: Problem) -> str:
@@ -27,49 +26,62 @@ def _refuse(problem: Problem) -> str:
     )
 
 
-def _bounds(problem: Problem) -> Bounds:
-    """A sum by halves costs an addition for each halving; 16 for everything else."""
-    (kind,) = problem.dtypes
-    steps = max(1, problem.sizes[0] - 1).bit_length() + 16
-
-    def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-        scale = (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
-        return x.abs() * scale, scale
-
-    def y(x: Tensor) -> Tensor:
-        exact, _ = scaled(x)
-        return stored(exact, steps * U * exact, kind)
-
-    def dx(dy: Tensor, x: Tensor) -> Tensor:
-        size, scale = scaled(x)
-        terms = scale * (dy.abs() + size * (size * dy.abs()).sum(-1, keepdim=True))
-        return stored(terms, 3 * steps * U * terms + scale * TINY, kind)
-
-    return {"dx": (kind, dx)} if problem.op.endswith("_backward") else {"y": (kind, y)}
-
-
-_DOMAIN = "vectors whose squares, and their products with dy, have sums that are finite in float32"
-_FORMULAS = {
-    "y": "½ ulp + c·u·|y|, c the halvings of a sum and 16",
-    "dx": "½ ulp + 3·c·u·Σ|terms|, c the halvings of a sum and 16",
-}
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """y and r, in float64."""
+    x = x.double()
+    r = x.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_()
+    return x * r, r
 
 
 def _guarantee(problem: Problem) -> dict[str, Guarantee]:
-    return {
-        name: guarantee(kind, "vector", _FORMULAS[name], bound, _DOMAIN)
-        for name, (kind, bound) in _bounds(problem).items()
-    }
+    """A sum by halves costs an addition for each halving; 16 for everything else."""
+    (kind,) = problem.dtypes
+    steps = max(1, problem.sizes[0] - 1).bit_length() + 16
+    domain = "vectors whose squares, and their products with dy, have sums that are finite in float32"
+
+    def y_bound(x: Tensor) -> Tensor:
+        exact = _scaled(x)[0].abs()
+        return stored(exact, steps * U * exact, kind)
+
+    def dx_bound(dy: Tensor, x: Tensor) -> Tensor:
+        y, r = _scaled(x)
+        terms = r * (dy.abs() + y.abs() * (y * dy).abs().sum(-1, keepdim=True))
+        return stored(terms, 3 * steps * U * terms + r * TINY, kind)
+
+    if problem.op.endswith("_backward"):
+        words = "½ ulp + 3·c·u·Σ|terms|, c the halvings of a sum and 16"
+        return {"dx": guarantee(kind, "vector", words, dx_bound, domain)}
+    return {"y": guarantee(kind, "vector", "½ ulp + c·u·|y|, c the halvings of a sum and 16", y_bound, domain)}
 
 
-_KERNELS = ("adjoint.ops.gated_delta.stages.normalize.kernels", _refuse, _guarantee, _SCHEDULES)
+def _on_kernels(of_l2_norm: Candidate) -> Candidate:
+    """The plan of `l2_norm`, which takes ε as an argument."""
+    bind = of_l2_norm.setup
+    assert bind is not None
+
+    def setup(setup: Setup) -> Execute:
+        execute = bind(setup)
+        return lambda arguments, outputs, workspace: execute((*arguments, EPSILON), outputs, workspace)
+
+    return replace(of_l2_norm, refuse=_refuse, guarantee=_guarantee, setup=setup)
+
+
+def _forward(x: Tensor, outputs: tuple[Tensor, ...]) -> None:
+    outputs[0].copy_(_scaled(x)[0])
+
+
+def _backward(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    (y, r), dy = _scaled(x), dy.double()
+    return ((dy - y * (y * dy).sum(-1, keepdim=True)) * r,)
+
+
 _FINITE = "every finite input whose results are finite"
 
 NORMALIZE = (
-    on_kernels("gated_delta_normalize", *_KERNELS),
-    in_pytorch.forward(eager.forward, in_pytorch.promised(FORWARD, torch.float64, _FINITE, y=0)),
+    _on_kernels(L2_NORM[0]),
+    in_pytorch.forward(_forward, in_pytorch.promised(FORWARD, torch.float64, _FINITE, y=0)),
 )
 NORMALIZE_BACKWARD = (
-    on_kernels("gated_delta_normalize_backward", *_KERNELS),
-    in_pytorch.backward(eager.backward, in_pytorch.promised(BACKWARD, torch.float64, _FINITE, dx=0), has_need=False),
+    _on_kernels(L2_NORM_BACKWARD[0]),
+    in_pytorch.backward(_backward, in_pytorch.promised(BACKWARD, torch.float64, _FINITE, dx=0), has_need=False),
 )

@@ -13,7 +13,7 @@ one tile. Sums along a row are halved until one number is left: the first half p
 
 # ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,22 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from adjoint.core.errors import check, status_word
-from adjoint.core.kernels import (
-    NVIDIA,
-    Budget,
-    Int32,
-    Int32If16,
-    Int64,
-    Int64If16,
-    Kernel,
-    Pointer,
-    PointerIf16,
-    kernel,
-)
-from adjoint.core.launch import Execute, Launch, Setup
+from adjoint.core.kernels import NVIDIA, Budget, Int32, Int32If16, Int64, Int64If16, Pointer, PointerIf16, kernel
+from adjoint.core.launch import Execute, Launch, Setup, is_aligned
+from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
+from adjoint.device.row_tiles import halves
 from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
-from adjoint.ops.gated_delta.stages.copies import add_copies, memory_of, readable
 from adjoint.ops.gated_delta.stages.w_u.parts import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V, TF32, parts_of
 
 # --------------------------------------------------------------------------------------- where chunks lie
@@ -53,10 +43,7 @@ def gated_delta_bounds(
     cu_seqlens: Pointer.index, bounds: Pointer.int64, status_word: Pointer.int64, fault: Int32, count: Int32,
     time: Int64, stride: Int64, REPORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """bounds = 0, cu_seqlens in order and within the tokens, time: before the first and after the last is nothing.
-
-    REPORT, what is out of order is recorded.
-    """
+    """bounds = 0, cu_seqlens in order and within the tokens, time. REPORT: what is out of order is recorded."""
     reached = time * 0
     for first in range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -109,11 +96,8 @@ def chunk_of_slot(slot, bounds, time, stretches, steps, row_chunks, CHUNK: tl.co
 
 @triton.jit
 def times(matrix, operand, PARTS: tl.constexpr):
-    """matrix · operand in float32.
-
-    PARTS 0: both have 16 bits. 1: float32 products, each as three of TF32. 2: the matrix, in float32, as the sum of two
-    bfloat16 numbers, each with a product of its target, the smaller first.
-    """
+    """matrix · operand in float32. PARTS 0: both have 16 bits. 1: float32 products, each as three of TF32. 2: the
+    matrix, in float32, as the sum of two bfloat16 numbers, each with a product of its own, the smaller first."""
     if PARTS == 0:
         total = tl.dot(matrix, operand)
     elif PARTS == 1:
@@ -127,15 +111,9 @@ def times(matrix, operand, PARTS: tl.constexpr):
 
 
 @triton.jit
-def row_sums(values, LEVELS: tl.constexpr):
-    """[rows, 2^LEVELS] -> [rows]: halves are added until one column is left, whatever the layout of threads.
-
-    `tl.sum` of more than two adds in the order of the layout, which follows the alignment of what was loaded.
-    """
-    rows: tl.constexpr = values.shape[0]
-    for _ in tl.static_range(LEVELS):
-        values = tl.sum(tl.reshape(values, (rows, 2, values.shape[1] // 2)), 1)
-    return tl.reshape(values, (rows,))
+def row_sums(values, TILE: tl.constexpr, LEVELS: tl.constexpr):
+    """[TILE, 2^LEVELS] -> [TILE], by halves."""
+    return tl.reshape(halves(values, TILE, LEVELS, 1), (TILE,))
 
 
 @triton.jit
@@ -161,11 +139,9 @@ def store_tile(tensor, start, place, stride, column, values, mask):
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=1024),
-    targets=NVIDIA,
-    numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS"},
-    schedule=("K_COLUMNS", "V_COLUMNS"),
-)
+    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=1024), targets=NVIDIA,
+    numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS"}, schedule=("K_COLUMNS", "V_COLUMNS"),
+)  # fmt: skip
 @triton.jit
 def gated_delta_w_u(
     k: PointerIf16.element, v: PointerIf16.element, beta: Pointer.float32, G: Pointer.float32, T: PointerIf16.matrix,
@@ -238,11 +214,8 @@ def gated_delta_w_u(
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=2560),
-    targets=NVIDIA,
-    numeric={
-        "chunk": "CHUNK", "T": "matrix", "parts": "PARTS", "k_columns": "K_COLUMNS", "v_columns": "V_COLUMNS"
-    },
+    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=2560), targets=NVIDIA,
+    numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS", "k_columns": "K_COLUMNS", "v_columns": "V_COLUMNS"},
 )  # fmt: skip
 @triton.jit
 def gated_delta_w_u_backward(
@@ -318,19 +291,18 @@ def gated_delta_w_u_backward(
             tl.store(at, of_T.to(dT.dtype.element_ty), written[None, :] & (place[:, None] < CHUNK))
         if SUMS:
             wide = matrix.to(tl.float32)
-            along_keys = row_sums(wide * of_keys, LEVELS) * from_start
+            along_keys = row_sums(wide * of_keys, TILE, LEVELS) * from_start
             if NEED_BETA:
-                along_values = row_sums(wide * of_values, LEVELS)
+                along_values = row_sums(wide * of_values, TILE, LEVELS)
                 tl.store(dbeta + target + place * heads, along_values + along_keys, written)
             if NEED_DECAY:
                 tl.store(dG + target + place * heads, along_keys * strength, written)
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=4352),
-    targets=NVIDIA,
+    budget=Budget(registers=255, shared_bytes=166_912, spilled_elsewhere=4352), targets=NVIDIA,
     numeric={"chunk": "CHUNK", "T": "matrix", "parts": "PARTS", "k_columns": "K_COLUMNS"},
-)
+)  # fmt: skip
 @triton.jit
 def gated_delta_w_u_backward_keys(
     beta: Pointer.float32, G: Pointer.float32, T: PointerIf16.matrix, dw: PointerIf16.element, bounds: Pointer.int64,
@@ -384,101 +356,61 @@ WARPS = (4, 8)
 """Fewest and most warps: with fewer, other matrix instructions would add in another order."""
 
 
-class _Chunks(NamedTuple):
-    """The sizes of a problem, and how its chunks are numbered; `bounds` counts those of sequences, 0 without any."""
-
-    K: int
-    V: int
-    chunk: int
-    batch: int
-    time: int
-    key_heads: int
-    heads: int
-    bounds: int
-
-    @property
-    def packed(self) -> bool:
-        return self.bounds > 0
-
-    @property
-    def repeat(self) -> int:
-        return self.heads // max(1, self.key_heads)
-
-    @property
-    def row_chunks(self) -> int:
-        return -(-self.time // self.chunk)
-
-    @property
-    def stretches(self) -> int:
-        """Sequences, and what lies before the first and after the last."""
-        return self.bounds + 1
-
-    @property
-    def slots(self) -> int:
-        return self.time // self.chunk + self.stretches if self.packed else self.batch * self.row_chunks
-
-    def columns(self, most: int, size: int) -> int:
-        """Columns of a tile, for rows of some size."""
-        return min(most, max(MIN_TILE, 1 << max(0, size - 1).bit_length()))
-
-    def alignments(self) -> tuple[bool, ...]:
-        """Whether rows may begin at multiples of 16 elements."""
-        return (False,) if self.K % 16 or self.V % 16 else (True, False)
-
-    def arguments(self) -> dict[str, int]:
-        """What says to a kernel where its chunk lies."""
-        return {
-            "time": self.time, "stretches": self.stretches, "steps": self.stretches.bit_length(),
-            "row_chunks": max(1, self.row_chunks), "key_heads": self.key_heads, "repeat": self.repeat,
-        }  # fmt: skip
-
-
 class _Stage:
-    """What the kernels of a direction have in common: types, constants, warps and the workspace."""
+    """What both directions have in common: sizes, how chunks are numbered, kernels, and the workspace."""
 
     def __init__(self, setup: Setup) -> None:
-        problem, self.setup = setup.problem, setup
-        self.element, self.T = problem.dtypes
-        self.chunks = chunks = _Chunks(*problem.sizes)
-        self.parts = parts_of(self.element, self.T)
-        self.tile = max(MIN_TILE, chunks.chunk)
-        if chunks.packed:
-            report = not problem.op.endswith("_backward")
+        problem, self.setup, self.device = setup.problem, setup, setup.device
+        element, T = self.element, self.T = problem.dtypes
+        self.K, self.V, chunk, batch, time, key_heads, self.heads, self.bounds = problem.sizes
+        self.chunk, self.time, self.tokens = chunk, time, batch * time
+        row_chunks = -(-time // chunk)
+        stretches = self.bounds + 1  # sequences, and what lies before the first and after the last
+        self.slots = time // chunk + stretches if self.bounds else batch * row_chunks
+        self.where = {
+            "time": time, "stretches": stretches, "steps": stretches.bit_length(), "row_chunks": max(1, row_chunks),
+            "key_heads": key_heads, "repeat": self.heads // max(1, key_heads),
+        }  # fmt: skip
+        self.parts, self.tile = parts_of(element, T), max(MIN_TILE, chunk)
+        # Rows may begin at multiples of 16 elements, or none does.
+        self.alignments = (False,) if self.K % 16 or self.V % 16 else (True, False)
+        if self.bounds:
             self.find_bounds = {
                 index: setup.kernel(
-                    gated_delta_bounds, index=index, REPORT=report, BLOCK=setup.schedule["bounds_block"],
-                    num_warps=setup.schedule["bounds_warps"],
+                    gated_delta_bounds, index=index, REPORT=not problem.op.endswith("_backward"),
+                    BLOCK=setup.schedule["bounds_block"], num_warps=setup.schedule["bounds_warps"],
                 )
                 for index in (torch.int32, torch.int64)
             }  # fmt: skip
-            setup.scratch(bounds=(torch.int64, chunks.bounds + 2))
-        tokens, element = chunks.batch * chunks.time, self.element
-        keys, values = tokens * chunks.heads * chunks.K, tokens * chunks.heads * chunks.V
-        matrices, shared_keys = tokens * chunks.heads * chunks.chunk, tokens * chunks.key_heads * chunks.K
-        add_copies(
-            setup, k=(element, shared_keys), v=(element, values), T=(self.T, matrices), dw=(element, keys),
-            du=(element, values),
+            setup.scratch(bounds=(torch.int64, self.bounds + 2))
+        lines = self.tokens * self.heads
+        setup.copies(
+            k=(element, self.tokens * key_heads * self.K), v=(element, lines * self.V), T=(T, lines * chunk),
+            dw=(element, lines * self.K), du=(element, lines * self.V),
         )  # fmt: skip
 
-    def kernel(self, kernel: Kernel, aligned: bool, num_stages: int = 1, **constants: Any) -> Launch:
-        name = "warps" if aligned else "unaligned_warps"
+    def bind(self, kernel: Any, aligned: bool, num_stages: int = 1, **constants: Any) -> Launch:
+        warps = self.setup.schedule["warps" if aligned else "unaligned_warps"]
         return self.setup.kernel(
-            kernel, element=self.element, matrix=self.T, K=self.chunks.K, CHUNK=self.chunks.chunk, TILE=self.tile,
-            PACKED=self.chunks.packed, PARTS=self.parts, aligned=aligned, num_stages=num_stages,
-            num_warps=min(max(self.setup.schedule[name], WARPS[0]), WARPS[1]), **constants,
+            kernel, element=self.element, matrix=self.T, K=self.K, CHUNK=self.chunk, TILE=self.tile,
+            PACKED=self.bounds > 0, PARTS=self.parts, aligned=aligned, num_stages=num_stages,
+            num_warps=min(max(warps, WARPS[0]), WARPS[1]), **constants,
         )  # fmt: skip
 
-    def order_bounds(self, cu_seqlens: Tensor | None, memory: Any) -> Any:
+    def order_bounds(self, cu_seqlens: Tensor | None, memory: Memory) -> Any:
         """Puts bounds in order on the device; what stands for them where nothing is packed."""
-        device = self.setup.device
         if cu_seqlens is None:
-            return status_word(device)
+            return status_word(self.device)
         self.find_bounds[cu_seqlens.dtype].launch(
-            (1,), cu_seqlens=cu_seqlens, bounds=memory["bounds"], status_word=status_word(device),
-            fault=SEQUENCES_OUT_OF_ORDER.row, count=self.chunks.bounds, time=self.chunks.time,
-            stride=cu_seqlens.stride(0),
+            (1,), cu_seqlens=cu_seqlens, bounds=memory["bounds"], status_word=status_word(self.device),
+            fault=SEQUENCES_OUT_OF_ORDER.row, count=self.bounds, time=self.time, stride=cu_seqlens.stride(0),
         )  # fmt: skip
         return memory["bounds"]
+
+
+def _columns(most: int, size: int) -> int:
+    """Columns of a tile, for rows of some size."""
+    return min(most, max(MIN_TILE, 1 << max(0, size - 1).bit_length()))
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -489,41 +421,40 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _is_aligned(tensor: Tensor, strides: tuple[int, int, int]) -> bool:
-    return not (tensor.data_ptr() % 16 or strides[0] % 16 or strides[1] % 16 or strides[2] % 16)
+    row, token, head = strides
+    return not (tensor.data_ptr() % 16 or row % 16 or token % 16 or head % 16)
 
 
 def forward(setup: Setup) -> Execute:
     """w and u."""
     stage, schedule = _Stage(setup), setup.schedule
-    chunks, K, V = stage.chunks, stage.chunks.K, stage.chunks.V
+    K, V, where, grid = stage.K, stage.V, stage.where, (stage.slots * stage.heads,)
     products = {}
-    for aligned in chunks.alignments():
+    for aligned in stage.alignments:
         columns = schedule["columns" if aligned else "unaligned_columns"]
-        products[aligned] = stage.kernel(
-            gated_delta_w_u, aligned, V=V, K_COLUMNS=chunks.columns(columns, K), V_COLUMNS=chunks.columns(columns, V),
+        products[aligned] = stage.bind(
+            gated_delta_w_u, aligned, V=V, K_COLUMNS=_columns(columns, K), V_COLUMNS=_columns(columns, V),
             AHEAD=aligned and stage.parts != TF32 and K + V <= MAX_AHEAD,
         )  # fmt: skip
-    grid, where = (chunks.slots * chunks.heads,), chunks.arguments()
-    may_align, device = True in products, setup.device
+    may_align = True in products
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         k, v, beta, G, T, cu_seqlens = arguments
         w, u = outputs
-        if chunks.batch * chunks.time * chunks.heads == 0 and not chunks.packed:
+        if stage.tokens * stage.heads == 0 and cu_seqlens is None:
             return
-        memory = memory_of(setup, workspace)
+        memory = setup.memory(workspace)
         bounds = stage.order_bounds(cu_seqlens, memory)
-        if cu_seqlens is not None and device.type == "cpu":
+        if cu_seqlens is not None and stage.device.type == "cpu":
             check()
-        if chunks.time * chunks.heads * (K + V) == 0:
+        if stage.time * stage.heads * (K + V) == 0:
             return
-        k, v, T = readable("k", k, memory), readable("v", v, memory), readable("T", T, memory)
+        k, v, T = memory.contiguous("k", k), memory.contiguous("v", v), memory.contiguous("T", T)
         (k_row, k_time, k_head), (v_row, v_time, v_head) = of_k, of_v = _strides(k), _strides(v)
         (beta_row, beta_time, beta_head), (G_row, G_time, G_head) = _strides(beta), _strides(G)
         T_row, T_time, T_head = of_T = _strides(T)
         aligned = may_align and _is_aligned(k, of_k) and _is_aligned(v, of_v) and _is_aligned(T, of_T)
-        aligned = aligned and not (w.data_ptr() % 16 or u.data_ptr() % 16)
-        products[aligned].launch(
+        products[aligned and is_aligned(w, u)].launch(
             grid, k=k, v=v, beta=beta, G=G, T=T, bounds=bounds, w=w, u=u, k_row=k_row, k_time=k_time, k_head=k_head,
             v_row=v_row, v_time=v_time, v_head=v_head, beta_row=beta_row, beta_time=beta_time, beta_head=beta_head,
             G_row=G_row, G_time=G_time, G_head=G_head, T_row=T_row, T_time=T_time, T_head=T_head, **where,
@@ -534,58 +465,56 @@ def forward(setup: Setup) -> Execute:
 
 def backward(setup: Setup) -> Execute:
     """The gradients that belong to value heads, and dk, those that are needed."""
-    stage, schedule, (need,) = _Stage(setup), setup.schedule, setup.problem.options
-    chunks, K, V = stage.chunks, stage.chunks.K, stage.chunks.V
-    most = COLUMNS[stage.element]
-    k_columns, v_columns = chunks.columns(most, K), chunks.columns(most, V)
+    stage, (need,) = _Stage(setup), setup.problem.options
+    K, V, where, may_align = stage.K, stage.V, stage.where, True in stage.alignments
+    k_columns, v_columns = (_columns(COLUMNS[stage.element], size) for size in (K, V))
     of_values, of_keys = {}, {}
-    for aligned in chunks.alignments():
-        depth = schedule["stages"] if aligned else 1
+    for aligned in stage.alignments:
+        depth = setup.schedule["stages"] if aligned else 1
         if need & ~NEED_K:
-            of_values[aligned] = stage.kernel(
+            of_values[aligned] = stage.bind(
                 gated_delta_w_u_backward, aligned, depth, V=V, LEVELS=stage.tile.bit_length() - 1,
                 K_COLUMNS=k_columns, V_COLUMNS=v_columns, PLAIN=parts_of(stage.element, stage.element),
                 NEED_V=bool(need & NEED_V), NEED_BETA=bool(need & NEED_BETA), NEED_DECAY=bool(need & NEED_DECAY),
                 NEED_T=bool(need & NEED_T),
             )  # fmt: skip
         if need & NEED_K:
-            of_keys[aligned] = stage.kernel(gated_delta_w_u_backward_keys, aligned, depth, K_COLUMNS=k_columns)
-    where, may_align = chunks.arguments(), True in chunks.alignments()
+            of_keys[aligned] = stage.bind(gated_delta_w_u_backward_keys, aligned, depth, K_COLUMNS=k_columns)
+    value_grid = (stage.slots * stage.heads,)
+    key_grid = (stage.slots * where["key_heads"] * -(-K // k_columns),)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dw, du, k, v, beta, G, T, cu_seqlens, _ = arguments
         dk, dv, dbeta, dG, dT = outputs
-        if need == 0 or chunks.batch * chunks.time * chunks.heads == 0:
+        if need == 0 or stage.tokens * stage.heads == 0:
             return
-        memory = memory_of(setup, workspace)
+        memory = setup.memory(workspace)
         bounds = stage.order_bounds(cu_seqlens, memory)
         has_dw, has_du = dw is not None, du is not None
-        k, v, T = readable("k", k, memory), readable("v", v, memory), readable("T", T, memory)
+        k, v, T = memory.contiguous("k", k), memory.contiguous("v", v), memory.contiguous("T", T)
         # What is absent is not read: any memory stands for it.
-        dw = readable("dw", dw, memory) if has_dw else k
-        du = readable("du", du, memory) if has_du else k
+        dw = memory.contiguous("dw", dw) if has_dw else k
+        du = memory.contiguous("du", du) if has_du else k
         (k_row, k_time, k_head), (v_row, v_time, v_head) = of_k, of_v = _strides(k), _strides(v)
         (beta_row, beta_time, beta_head), (G_row, G_time, G_head) = _strides(beta), _strides(G)
         T_row, T_time, T_head = of_T = _strides(T)
         (dw_row, dw_time, dw_head), (du_row, du_time, du_head) = of_dw, of_du = _strides(dw), _strides(du)
         aligned = may_align and _is_aligned(k, of_k) and _is_aligned(v, of_v) and _is_aligned(T, of_T)
-        aligned = aligned and _is_aligned(dw, of_dw) and _is_aligned(du, of_du)
-        aligned = aligned and not any(gradient.data_ptr() % 16 for gradient in outputs)
+        aligned = aligned and _is_aligned(dw, of_dw) and _is_aligned(du, of_du) and is_aligned(*outputs)
         if need & ~NEED_K:
             of_values[aligned].launch(
-                (chunks.slots * chunks.heads,), k=k, v=v, beta=beta, G=G, T=T, dw=dw, du=du, bounds=bounds, dv=dv,
-                dbeta=dbeta, dG=dG, dT=dT, has_dw=int(has_dw), has_du=int(has_du), key_size=K, value_size=V,
-                k_row=k_row, k_time=k_time, k_head=k_head, v_row=v_row, v_time=v_time, v_head=v_head,
-                beta_row=beta_row, beta_time=beta_time, beta_head=beta_head, G_row=G_row, G_time=G_time,
-                G_head=G_head, T_row=T_row, T_time=T_time, T_head=T_head, dw_row=dw_row, dw_time=dw_time,
-                dw_head=dw_head, du_row=du_row, du_time=du_time, du_head=du_head, **where,
+                value_grid, k=k, v=v, beta=beta, G=G, T=T, dw=dw, du=du, bounds=bounds, dv=dv, dbeta=dbeta, dG=dG,
+                dT=dT, has_dw=int(has_dw), has_du=int(has_du), key_size=K, value_size=V, k_row=k_row, k_time=k_time,
+                k_head=k_head, v_row=v_row, v_time=v_time, v_head=v_head, beta_row=beta_row, beta_time=beta_time,
+                beta_head=beta_head, G_row=G_row, G_time=G_time, G_head=G_head, T_row=T_row, T_time=T_time,
+                T_head=T_head, dw_row=dw_row, dw_time=dw_time, dw_head=dw_head, du_row=du_row, du_time=du_time,
+                du_head=du_head, **where,
             )  # fmt: skip
         if need & NEED_K and K and has_dw:
             of_keys[aligned].launch(
-                (chunks.slots * chunks.key_heads * -(-K // k_columns),), beta=beta, G=G, T=T, dw=dw, bounds=bounds,
-                dk=dk, beta_row=beta_row, beta_time=beta_time, beta_head=beta_head, G_row=G_row, G_time=G_time,
-                G_head=G_head, T_row=T_row, T_time=T_time, T_head=T_head, dw_row=dw_row, dw_time=dw_time,
-                dw_head=dw_head, **where,
+                key_grid, beta=beta, G=G, T=T, dw=dw, bounds=bounds, dk=dk, beta_row=beta_row, beta_time=beta_time,
+                beta_head=beta_head, G_row=G_row, G_time=G_time, G_head=G_head, T_row=T_row, T_time=T_time,
+                T_head=T_head, dw_row=dw_row, dw_time=dw_time, dw_head=dw_head, **where,
             )  # fmt: skip
         elif need & NEED_K:
             dk.zero_()
