@@ -25,7 +25,7 @@ from adjoint.core.kernels import NVIDIA, Budget, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Setup
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
+from adjoint.ops.gated_delta.arguments import SEQUENCES_OUT_OF_ORDER
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.shape import Shape
 

@@ -77,7 +77,7 @@ def bind_normalize(setup: Setup, shape: Shape, factors: bool) -> Callable[[Mappi
 
     def launch(memory: Mapping[str, Any], name: str, x: Tensor) -> TokenRows:
         batch, token, head, column = x.stride()
-        out = memory[f"copied_{name}"]
+        out = memory[f"copy_of_{name}"]
         normalize.launch(
             (-(-rows // ROWS.value),), x=x, out=out, factors=memory[f"{name}_factors"] if factors else out, rows=rows,
             heads=shape.key_heads, time=shape.time, batch_stride=batch, token_stride=token, head_stride=head,

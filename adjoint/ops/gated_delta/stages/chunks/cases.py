@@ -10,22 +10,10 @@ from adjoint.contract.cases import BadCall, Case, Inputs, Make, Subject, Workloa
 from adjoint.core.plan import Call
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.stages.chunks import carry, cumulative_decay, gram, output, solve
-from adjoint.ops.gated_delta.stages.values import CPU, w_u
-from adjoint.ops.gated_delta.values import gradients, tokens, zeros
+from adjoint.ops.gated_delta.values import CPU, Sizes, chunk_places, gradients, tokens, w_u, zeros
 
 _SMALL, _SMALL_CHUNK = (1, 5, 1, 2, 3, 2), 4
 _PACKED = (0, 0, 1, 18, 30)
-
-
-def _places(like: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int, tuple[int, slice]]]:
-    """Every chunk: its sequence, where its state is stored, and its tokens."""
-    chunks = []
-    batch, time = like.shape[:2]
-    for number, (row, part) in enumerate(reference.sequences(batch, time, cu_seqlens)):
-        for index, begin in enumerate(range(part.start, part.stop, chunk)):
-            place = (row * time + part.start) // chunk + number + index
-            chunks.append((number, place, (row, slice(begin, min(begin + chunk, part.stop)))))
-    return chunks
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
@@ -40,14 +28,14 @@ def _padded(matrix: Tensor, chunk: int) -> Tensor:
 
 def _decay_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
     def decay(g: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        return (_joined([g[at].cumsum(0) for _, _, at in _places(g, cu_seqlens, chunk)], g),)
+        return (_joined([g[at].cumsum(0) for _, _, at in chunk_places(g, cu_seqlens, chunk)], g),)
 
     return decay
 
 
 def _gram_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
     def gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        at = [place for _, _, place in _places(k, cu_seqlens, chunk)]
+        at = [place for _, _, place in chunk_places(k, cu_seqlens, chunk)]
         return (_joined([_padded(reference.gram(k[x], beta[x], G[x]), chunk) for x in at], k),)
 
     return gram
@@ -55,7 +43,7 @@ def _gram_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
 
 def _solve(A: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
     parts = []
-    for _, _, at in _places(A, cu_seqlens, A.shape[-1]):
+    for _, _, at in chunk_places(A, cu_seqlens, A.shape[-1]):
         matrix = A[at].transpose(0, 1)
         parts.append(_padded(reference.solve(matrix[..., : matrix.shape[1]].tril(-1)), A.shape[-1]))
     return (_joined(parts, A),)
@@ -67,7 +55,7 @@ def _carry_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         current, values = list(state), []
         states = [torch.zeros_like(state[0])] * (k.shape[0] * k.shape[1] // chunk + len(state))
-        for number, place, at in _places(k, cu_seqlens, chunk):
+        for number, place, at in chunk_places(k, cu_seqlens, chunk):
             S = states[place] = current[number]
             values.append(u[at] - torch.einsum("thk,hkv->thv", w[at], S))
             keys = k[at].repeat_interleave(u.shape[2] // k.shape[2], 1) * (G[at][-1] - G[at]).exp()[..., None]
@@ -84,14 +72,14 @@ def _output_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
         scale = q.shape[-1] ** -0.5
         parts = [
             reference.output(q[at], k[at], values[at], states[place], G[at], scale)
-            for _, place, at in _places(q, cu_seqlens, chunk)
+            for _, place, at in chunk_places(q, cu_seqlens, chunk)
         ]
         return (_joined(parts, values),)
 
     return output
 
 
-def _inputs_of(stage: str, shape: tuple[int, int, int, int, int, int], chunk: int, cu_seqlens: Any = None) -> Make:
+def _inputs_of(stage: str, shape: Sizes, chunk: int, cu_seqlens: Any = None) -> Make:
     """The inputs of a stage, as the stages before it give them."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

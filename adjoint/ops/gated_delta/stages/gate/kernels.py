@@ -13,9 +13,8 @@ from torch import Tensor
 
 from adjoint.core.kernels import Budget, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Execute, Setup
-from adjoint.ops.gated_delta.stages.copies import add_copies, memory_of
+from adjoint.core.layout import Rows
 from adjoint.ops.gated_delta.stages.gate.plans import RUN, levels
-from adjoint.ops.gated_delta.stages.rows import Rows
 
 _RUN = tl.constexpr(RUN)
 _RUN_LEVELS = tl.constexpr(RUN.bit_length() - 1)
@@ -170,14 +169,14 @@ def forward(setup: Setup) -> Execute:
         gated_delta_gate, element=element, rate=rate, bias=bias, HEADS=size, COLUMNS=columns, ROWS=each,
         num_warps=setup.schedule["warps"],
     )  # fmt: skip
-    add_copies(setup, a=(element, rows * size), b=(element, rows * size))
+    setup.copies(a=(element, rows * size), b=(element, rows * size))
     grid = (-(-rows // each), -(-size // columns))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if rows == 0:
             return
-        memory = memory_of(setup, workspace)
-        a, b = (Rows.of(name, x, memory) for name, x in zip(("a", "b"), arguments, strict=False))
+        memory = setup.memory(workspace)
+        a, b = (memory.rows(name, x) for name, x in zip(("a", "b"), arguments, strict=False))
         A_log, dt_bias = arguments[2:]
         g, beta = outputs
         gates.launch(
@@ -210,7 +209,7 @@ def backward(setup: Setup) -> Execute:
         for last in (True, False)
     }  # fmt: skip
     wide = (torch.float32, rows * size)
-    add_copies(setup, a=(element, rows * size), b=(element, rows * size), dg=wide, dbeta=wide)
+    setup.copies(a=(element, rows * size), b=(element, rows * size), dg=wide, dbeta=wide)
     if needs_sums and rows:
         setup.scratch(**{f"sums_{n}": (torch.float32, 2 * count * size) for n, count in enumerate(counts[:-1])})
     programs = -(-size // columns)
@@ -223,11 +222,11 @@ def backward(setup: Setup) -> Execute:
             ddt_bias.zero_()
         if rows == 0 or need == 0:
             return
-        memory = memory_of(setup, workspace)
-        absent = Rows(a, 1, 0, 0)  # is not read: any memory stands for it
-        of_a, of_b = Rows.of("a", a, memory), Rows.of("b", b, memory)
-        of_dg = absent if dg is None else Rows.of("dg", dg, memory)
-        of_dbeta = absent if dbeta is None else Rows.of("dbeta", dbeta, memory)
+        memory = setup.memory(workspace)
+        absent = Rows(a)  # is not read: any memory stands for it
+        of_a, of_b = memory.rows("a", a), memory.rows("b", b)
+        of_dg = absent if dg is None else memory.rows("dg", dg)
+        of_dbeta = absent if dbeta is None else memory.rows("dbeta", dbeta)
         gradients.launch(
             (counts[0], programs), a=of_a.tensor, b=of_b.tensor, A_log=A_log, dt_bias=dt_bias, dg=of_dg.tensor,
             dbeta=of_dbeta.tensor, da=da, db=db, sums=memory["sums_0"] if needs_sums else a, rows=rows,

@@ -14,9 +14,7 @@ from torch import Tensor
 from adjoint.core.kernels import Budget, Int32, Int64If16, Kernel, PointerIf16, kernel
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.ops.gated_delta.arguments import EPSILON
-from adjoint.ops.gated_delta.stages.copies import add_copies, memory_of
 from adjoint.ops.gated_delta.stages.gate.kernels import row_offsets
-from adjoint.ops.gated_delta.stages.rows import Rows
 from adjoint.ops.gated_delta.stages.w_u.kernels import row_sums
 
 _EPSILON = tl.constexpr(EPSILON)
@@ -80,13 +78,13 @@ def forward(setup: Setup) -> Execute:
     """y, of vectors of which one program has all elements."""
     (element,), (size, rows) = setup.problem.dtypes, setup.problem.sizes
     bound, grid = _bind(setup, gated_delta_normalize)
-    add_copies(setup, x=(element, rows * size))
+    setup.copies(x=(element, rows * size))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if rows == 0:
             return
-        x, (y,) = Rows.of("x", arguments[0], memory_of(setup, workspace)), outputs
-        aligned = size % 16 == 0 and x.aligned and y.data_ptr() % 16 == 0
+        x, (y,) = setup.memory(workspace).rows("x", arguments[0]), outputs
+        aligned = size % 16 == 0 and x.is_aligned and y.data_ptr() % 16 == 0
         bound[aligned].launch(grid, x=x.tensor, y=y, rows=rows, x_inner=x.inner, x_outer=x.outer, x_step=x.step)
 
     return execute
@@ -96,14 +94,14 @@ def backward(setup: Setup) -> Execute:
     """dx, of the same vectors."""
     (element,), (size, rows) = setup.problem.dtypes, setup.problem.sizes
     bound, grid = _bind(setup, gated_delta_normalize_backward)
-    add_copies(setup, x=(element, rows * size), dy=(element, rows * size))
+    setup.copies(x=(element, rows * size), dy=(element, rows * size))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if rows == 0:
             return
-        memory = memory_of(setup, workspace)
-        dy, x, (dx,) = Rows.of("dy", arguments[0], memory), Rows.of("x", arguments[1], memory), outputs
-        aligned = size % 16 == 0 and x.aligned and dy.aligned and dx.data_ptr() % 16 == 0
+        memory = setup.memory(workspace)
+        dy, x, (dx,) = memory.rows("dy", arguments[0]), memory.rows("x", arguments[1]), outputs
+        aligned = size % 16 == 0 and x.is_aligned and dy.is_aligned and dx.data_ptr() % 16 == 0
         bound[aligned].launch(
             grid, x=x.tensor, dy=dy.tensor, dx=dx, rows=rows, x_inner=x.inner, x_outer=x.outer, x_step=x.step,
             dy_inner=dy.inner, dy_outer=dy.outer, dy_step=dy.step,

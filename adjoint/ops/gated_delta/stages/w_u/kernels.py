@@ -35,9 +35,8 @@ from adjoint.core.kernels import (
 )
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.device.faults import record
-from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
-from adjoint.ops.gated_delta.stages.copies import add_copies, memory_of, readable
-from adjoint.ops.gated_delta.stages.w_u.parts import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V, TF32, parts_of
+from adjoint.ops.gated_delta.arguments import SEQUENCES_OUT_OF_ORDER
+from adjoint.ops.gated_delta.stages.w_u.guarantee import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V, TF32, parts_of
 
 # --------------------------------------------------------------------------------------- where chunks lie
 
@@ -455,8 +454,8 @@ class _Stage:
         tokens, element = chunks.batch * chunks.time, self.element
         keys, values = tokens * chunks.heads * chunks.K, tokens * chunks.heads * chunks.V
         matrices, shared_keys = tokens * chunks.heads * chunks.chunk, tokens * chunks.key_heads * chunks.K
-        add_copies(
-            setup, k=(element, shared_keys), v=(element, values), T=(self.T, matrices), dw=(element, keys),
+        setup.copies(
+            k=(element, shared_keys), v=(element, values), T=(self.T, matrices), dw=(element, keys),
             du=(element, values),
         )  # fmt: skip
 
@@ -511,13 +510,13 @@ def forward(setup: Setup) -> Execute:
         w, u = outputs
         if chunks.batch * chunks.time * chunks.heads == 0 and not chunks.packed:
             return
-        memory = memory_of(setup, workspace)
+        memory = setup.memory(workspace)
         bounds = stage.order_bounds(cu_seqlens, memory)
         if cu_seqlens is not None and device.type == "cpu":
             check()
         if chunks.time * chunks.heads * (K + V) == 0:
             return
-        k, v, T = readable("k", k, memory), readable("v", v, memory), readable("T", T, memory)
+        k, v, T = memory.contiguous("k", k), memory.contiguous("v", v), memory.contiguous("T", T)
         (k_row, k_time, k_head), (v_row, v_time, v_head) = of_k, of_v = _strides(k), _strides(v)
         (beta_row, beta_time, beta_head), (G_row, G_time, G_head) = _strides(beta), _strides(G)
         T_row, T_time, T_head = of_T = _strides(T)
@@ -557,13 +556,13 @@ def backward(setup: Setup) -> Execute:
         dk, dv, dbeta, dG, dT = outputs
         if need == 0 or chunks.batch * chunks.time * chunks.heads == 0:
             return
-        memory = memory_of(setup, workspace)
+        memory = setup.memory(workspace)
         bounds = stage.order_bounds(cu_seqlens, memory)
         has_dw, has_du = dw is not None, du is not None
-        k, v, T = readable("k", k, memory), readable("v", v, memory), readable("T", T, memory)
+        k, v, T = memory.contiguous("k", k), memory.contiguous("v", v), memory.contiguous("T", T)
         # What is absent is not read: any memory stands for it.
-        dw = readable("dw", dw, memory) if has_dw else k
-        du = readable("du", du, memory) if has_du else k
+        dw = memory.contiguous("dw", dw) if has_dw else k
+        du = memory.contiguous("du", du) if has_du else k
         (k_row, k_time, k_head), (v_row, v_time, v_head) = of_k, of_v = _strides(k), _strides(v)
         (beta_row, beta_time, beta_head), (G_row, G_time, G_head) = _strides(beta), _strides(G)
         T_row, T_time, T_head = of_T = _strides(T)
