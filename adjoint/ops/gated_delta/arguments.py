@@ -21,7 +21,7 @@ NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in ran
 
 
 def require_shape(op: str, name: str, value: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    if tuple(value.shape) != tuple(shape):
+    if value.shape != shape:
         raise ArgumentError(f"{op}: {name} must have shape {tuple(shape)}, {meaning}, got {tuple(value.shape)}")
 
 
@@ -110,7 +110,7 @@ def require_queries(op: str, q: Tensor, k: Tensor, v: Tensor, values: str = "v")
     """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, one device; `values` is what the caller calls v."""
     require_axes(op, "q", q, "batch, time, key heads, K")
     require_axes(op, "k", k, "batch, time, key heads, K")
-    require_shape(op, "k", k, tuple(q.shape), "that of q")
+    require_shape(op, "k", k, q.shape, "that of q")
     require_same(op, "k", k, "q", q)
     require_values(op, values, v, "q", q)
     require_heads(op, "q and k", q, values, v)
@@ -119,7 +119,7 @@ def require_queries(op: str, q: Tensor, k: Tensor, v: Tensor, values: str = "v")
 def require_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
     """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, g and beta [B, T, H] of it or in float32; one device."""
     require_queries(op, q, k, v)
-    shape, dtypes = tuple(v.shape[:3]), (torch.float32, q.dtype)
+    shape, dtypes = v.shape[:3], (torch.float32, q.dtype)
     for name, value in (("g", g), ("beta", beta)):
         require_beside(op, name, value, shape, "[batch, time, value heads]", dtypes, q)
 

@@ -12,7 +12,6 @@ from adjoint.core.op import Facts
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.arguments import count_sequences
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 
 LARGE = 2**17
@@ -167,22 +166,22 @@ def describe(
     Their sizes are those of a `Shape`; after them, 1 or 0 says of initial_state, dfinal_state and do, as far as the op
     takes them, whether each is there. Their layout names what kernels cannot read where it lies.
     """
-    q, v, g, beta = (tokens[name] for name in ("q", "v", "g", "beta"))
+    q, v, g, beta = tokens["q"], tokens["v"], tokens["g"], tokens["beta"]
     assert q is not None and v is not None and g is not None and beta is not None
     rows, time, key_heads, K = q.shape
-    heads, V = v.shape[2:]
+    _, _, heads, V = v.shape
     optional = (*states.values(), tokens["do"]) if "do" in tokens else tuple(states.values())
-    present = (0 if x is None else 1 for x in optional)
+    present = [0 if x is None else 1 for x in optional]
     copied = [name for name, x in tokens.items() if x is not None and x.dim() == 4 and not is_readable(x)]
     copied += [name for name, state in states.items() if state is not None and not state.is_contiguous()]
-    ids: tuple[torch.dtype, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (q.dtype, g.dtype, beta.dtype)
+    sequences = rows
     if cu_seqlens is not None:
-        ids = (cu_seqlens.dtype,)
+        dtypes, sequences = (*dtypes, cu_seqlens.dtype), cu_seqlens.shape[0] - 1
         if not cu_seqlens.is_contiguous():
             copied.append("cu_seqlens")
     layout = f"{', '.join(copied)} copied" if copied else ""
-    sizes = (rows, time, count_sequences(q, cu_seqlens), key_heads, heads, K, V, *present)
-    return Facts((q.dtype, g.dtype, beta.dtype, *ids), layout, sizes)
+    return Facts(dtypes, layout, (rows, time, sequences, key_heads, heads, K, V, *present))
 
 
 class TokenRows(NamedTuple):
