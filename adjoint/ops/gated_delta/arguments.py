@@ -7,6 +7,8 @@ from adjoint.core.arguments import require_floating, require_ids
 from adjoint.core.errors import ArgumentError, register_fault
 from adjoint.core.problem import short, wide_dtype
 
+Shape = tuple[int, ...]
+
 MAX_HEAD_SIZE = 256
 """The largest K and V: a state of 256 × 256 is what kernels can hold in a processor's registers, split over V."""
 
@@ -20,7 +22,7 @@ NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in ran
 """Bits of the gradients a backward computes."""
 
 
-def require_shape(op: str, name: str, value: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def require_shape(op: str, name: str, value: Tensor, shape: Shape, meaning: str) -> None:
     if value.shape != shape:
         raise ArgumentError(f"{op}: {name} must have shape {tuple(shape)}, {meaning}, got {tuple(value.shape)}")
 
@@ -51,7 +53,7 @@ def require_beside(
     op: str,
     name: str,
     value: Tensor,
-    shape: tuple[int, ...],
+    shape: Shape,
     axes: str,
     dtypes: tuple[torch.dtype, ...],
     like: Tensor,
@@ -125,13 +127,7 @@ def require_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
 
 
 def require_states(
-    op: str,
-    name: str,
-    value: Tensor,
-    shape: tuple[int, ...],
-    like: Tensor,
-    like_name: str = "q",
-    tokens: str = "q, k and v",
+    op: str, name: str, value: Tensor, shape: Shape, like: Tensor, like_name: str = "q", tokens: str = "q, k and v"
 ) -> None:
     """[N, H, K, V] in float32, float64 beside float64; `like_name` and `tokens` are what the caller has beside it."""
     dtypes = (wide_dtype(like.dtype),)

@@ -27,7 +27,6 @@ all heads of a block at once; only the state goes from chunk to chunk. All of it
 float64; the running sum of g in float64.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +34,7 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.gated_delta.arguments import (
-    EPSILON,
-    NEED_BETA,
-    NEED_G,
-    NEED_K,
-    NEED_Q,
-    NEED_STATE,
-    POSITIVE_GATE,
-)
+from adjoint.ops.gated_delta.arguments import EPSILON, NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, POSITIVE_GATE
 from adjoint.ops.gated_delta.packing import Group, Tokens, bounds, groups
 
 # --------------------------------------------------------------------------------------------- one block
@@ -136,8 +127,11 @@ class _Block:
     def _next(self, s: int, state: Tensor, new_values: Tensor) -> Tensor:
         return torch.baddbmm(state * self.chunk_decay[s], (self.k[s] * self.to_end[s]).mT, new_values)
 
-    def backward(self, state: Tensor, dstate: Tensor, dout: Tensor | None, need: int) -> "_Gradients":
-        """The gradients of the block's inputs, and of the state it begins with."""
+    def backward(
+        self, state: Tensor, dstate: Tensor, dout: Tensor | None, need: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient of the state the block begins with, by lane, and those of its inputs that are needed and not 0,
+        as `[steps, sequences, heads, chunk, ...]`."""
         shape = (self.steps, *state.shape)
         states, dstates = state.new_empty(shape), state.new_empty(shape)
         predicted, new_values, dnew, Y = (torch.empty_like(self.v) for _ in range(4))
@@ -159,15 +153,15 @@ class _Block:
                 dstate.baddbmm_((self.q[s] * self.from_start[s]).mT, dout[s])
             dstate.baddbmm_(self.k[s].mT, Y[s] * (self.beta[s] * self.from_start[s]), alpha=-1)
         dv = Y * self.beta
-        gradients = _Gradients(state=dstate, v=self.by_sequence(dv))
+        gradients = {"v": self.by_sequence(dv)}
         if not need & (NEED_Q | NEED_K | NEED_G | NEED_BETA):
-            return gradients
+            return dstate, gradients
         N = torch.matmul(Y, new_values.mT).mul_(self.decay).neg_().tril_(-1)
         of_grams = N * self.kk
         if need & NEED_BETA:
-            gradients.beta = self.by_sequence((Y * (self.v - predicted)).sum(-1).add_(of_grams.sum(-1)))
+            gradients["beta"] = self.by_sequence((Y * (self.v - predicted)).sum(-1).add_(of_grams.sum(-1)))
         if not need & (NEED_Q | NEED_K | NEED_G):
-            return gradients
+            return dstate, gradients
         of_state = torch.matmul(new_values, dstates.mT).mul_(self.to_end)
         through_decay = of_grams.mul_(self.beta)
         since_start = (dv * predicted).sum(-1).neg_()
@@ -179,20 +173,20 @@ class _Block:
                 since_start.add_((self.q * dq).sum(-1))
             if need & NEED_Q:
                 dq += torch.matmul(M, self.k)
-                gradients.q = self._unnormalized(dq, self.q, self.q_norm)
+                gradients["q"] = self._unnormalized(dq, self.q, self.q_norm)
         if need & NEED_G:
             until_end = (self.k * of_state).sum(-1)
             through_state = (states * dstates).sum((-1, -2)) * self.chunk_decay[..., 0, 0]
             dg = _passing(through_decay, since_start, until_end).add_(through_state.unsqueeze(-1))
-            gradients.g = self.by_sequence(dg)
+            gradients["g"] = self.by_sequence(dg)
         if need & NEED_K:
             dk = of_state.sub_(torch.matmul(dv * self.from_start, states.mT))
             E = N.mul_(self.beta)
             dk += torch.matmul(E + E.mT, self.k)
             if dout is not None:
                 dk += torch.matmul(M.mT, self.q)
-            gradients.k = self._unnormalized(dk, self.k, self.k_norm)
-        return gradients
+            gradients["k"] = self._unnormalized(dk, self.k, self.k_norm)
+        return dstate, gradients
 
     def _unnormalized(self, dy: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
         """The gradient of q or k for one of what was normalised; y = x·norm, so dx = norm·(dy − y (y·dy))."""
@@ -201,18 +195,6 @@ class _Block:
             return total
         y = y.view(self.steps, self.tokens.number, -1, self.repeat, *y.shape[2:])[:, :, :, 0]
         return total.sub_(y * (y * total).sum(-1, keepdim=True)).mul_(norm)
-
-
-@dataclass
-class _Gradients:
-    """What a block gives back: `[steps, sequences, heads, chunk, ...]`, the state's by lane; None where it is zero."""
-
-    state: Tensor
-    v: Tensor
-    q: Tensor | None = None
-    k: Tensor | None = None
-    g: Tensor | None = None
-    beta: Tensor | None = None
 
 
 def _decays(log_decay: Tensor, kind: torch.dtype) -> Tensor:
@@ -313,10 +295,8 @@ def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
     do, dfinal, *tokens, initial_state, cu_seqlens, saved, scale, normalize, need = arguments
     (q, _, v, _, _), dinitial = tokens, gradients[5]
     starts, lengths = bounds(q.shape[0], q.shape[1], cu_seqlens, raises=False)
-    targets = [gradient.flatten(0, 1) if need >> bit & 1 else None for bit, gradient in enumerate(gradients[:5])]
-    for target in targets:
-        if target is not None:
-            target.zero_()
+    names = ("q", "k", "v", "g", "beta")
+    targets = {name: gradients[bit].flatten(0, 1).zero_() for bit, name in enumerate(names) if need >> bit & 1}
     if need & NEED_STATE:
         _set(dinitial, dfinal)
     if not (q.numel() and v.numel()):
@@ -334,13 +314,11 @@ def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
             upstream = None
             if flat_do is not None:
                 upstream = block.tokens.gather(flat_do[:, block.heads], inputs.kind).flatten(1, 2)
-            parts = block.backward(state, dstates.active(block), upstream, need)
-            dstates.update(parts.state)
-            of_keys, of_values = (parts.q, parts.k), (parts.v, parts.g, parts.beta)
-            for number, (target, part) in enumerate(zip(targets, (*of_keys, *of_values), strict=True)):
-                if target is not None and part is not None:
-                    heads = block.key_heads if number < len(of_keys) else block.heads
-                    block.tokens.scatter(target[:, heads], part)
+            dstate, parts = block.backward(state, dstates.active(block), upstream, need)
+            dstates.update(dstate)
+            for name in targets.keys() & parts.keys():
+                heads = block.key_heads if name in ("q", "k") else block.heads
+                block.tokens.scatter(targets[name][:, heads], parts[name])
         if need & NEED_STATE:
             dinitial[group.numbers(v.device), dstates.heads] = dstates.all
 

@@ -1,6 +1,5 @@
 """Which code serves which problem of the gated delta rule, and what it guarantees."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,10 @@ def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     return promise(problem, dtypes, BACKWARD)
 
 
-def _in_pytorch(guarantee: Callable[[Problem], dict[str, Guarantee]], compute: Callable[..., None]) -> Candidate:
-    """A plan in plain PyTorch; where there is `cu_seqlens`, it has to count the chunks on the host."""
-    numeric = {"chunk": CHUNK, "segment": SEGMENT}
-    return eager_candidate(
-        "eager.chunked", guarantee, compute, lambda problem: numeric, waits=lambda problem: len(problem.dtypes) > 3
-    )
+_CHUNKS: dict[str, Any] = {
+    "numeric": lambda problem: {"chunk": CHUNK, "segment": SEGMENT},
+    "waits": lambda problem: len(problem.dtypes) > 3,  # with cu_seqlens, the number of chunks is data
+}
 
 
 # ---------------------------------------------------------------------------------------------- on kernels
@@ -192,10 +189,10 @@ def _on_kernels(kernel: str, direction: str, hopper: bool) -> Candidate:
 RULE = (
     _on_kernels("rule_forward_scan_hopper", "forward", hopper=True),
     _on_kernels("rule_state_scan", "forward", hopper=False),
-    _in_pytorch(_guarantee, eager.forward),
+    eager_candidate("eager.chunked", _guarantee, eager.forward, **_CHUNKS),
 )
 RULE_BACKWARD = (
     _on_kernels("rule_gradients_hopper", "backward", hopper=True),
     _on_kernels("rule_reverse_scan", "backward", hopper=False),
-    _in_pytorch(_backward_guarantee, eager.backward),
+    eager_candidate("eager.chunked", _backward_guarantee, eager.backward, **_CHUNKS),
 )

@@ -11,6 +11,7 @@ from adjoint.core.layout import copied_layout
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
+from adjoint.ops.gated_delta.promises import Promises
 
 MAX_ROWS = 2**31 - 2**16
 """Rows that the kernels' integers count."""
@@ -60,11 +61,7 @@ def guarantee(kind: torch.dtype, item: str, formula: str, bound: Callable[..., T
 
 
 def on_kernels(
-    kernel: str,
-    module: str,
-    refuse: Callable[[Problem], str],
-    guarantee: Callable[[Problem], dict[str, Guarantee]],
-    schedules: Schedules,
+    kernel: str, module: str, refuse: Callable[[Problem], str], guarantee: Promises, schedules: Schedules
 ) -> Candidate:
     direction = "backward" if kernel.endswith("_backward") else "forward"
     return Candidate(

@@ -12,7 +12,7 @@ from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.ops.gated_delta.promises import eager_candidate, promise
+from adjoint.ops.gated_delta.promises import Promises, eager_candidate, promise
 from adjoint.ops.gated_delta.step import eager
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -91,10 +91,7 @@ def _entry(problem: Problem) -> str:
 
 
 def _in_tiles(
-    kernel: str,
-    direction: str,
-    guarantee: Callable[[Problem], dict[str, Guarantee]],
-    entry: Callable[[Problem], str] | None = None,
+    kernel: str, direction: str, guarantee: Promises, entry: Callable[[Problem], str] | None = None
 ) -> Candidate:
     return Candidate(
         name="triton.tiles",

@@ -54,6 +54,15 @@ def _alone(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
 _INPUTS = ("k", "v", "beta", "G", "T", "cu_seqlens")
 _changed = partial(changed, w_u, _INPUTS)
 
+
+def _cases(narrow: bool) -> tuple[Case, ...]:
+    return (
+        Case("grouped heads", solved((2, 5, 1, 2, 3, 2), 4, narrow=narrow)),
+        Case("packed", solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40), narrow)),
+        Case("a layer", solved((1, 1000, 2, 4, 128, 128), 64, narrow=narrow), heavy=True),
+    )
+
+
 _SOLVED = Subject(
     name="recompute_w_u",
     function=recompute_w_u,
@@ -61,12 +70,7 @@ _SOLVED = Subject(
     by_name=("cu_seqlens",),
     reference=w_u,
     reference_backward=gradients(w_u),
-    cases=(
-        Case("grouped heads", solved((2, 5, 1, 2, 3, 2), 4)),
-        Case("packed", solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40))),
-        Case("a layer", solved((1, 1000, 2, 4, 128, 128), 64), heavy=True),
-        Case("no tokens", solved((1, 0, 1, 1, 4, 4), 16)),
-    ),
+    cases=(*_cases(narrow=False), Case("no tokens", solved((1, 0, 1, 1, 4, 4), 16))),
     mistakes={
         "zero output": zeros,
         "w without its decay": wrong(_changed(G=lambda G: G * 0)),
@@ -75,16 +79,7 @@ _SOLVED = Subject(
     },
     rebatched=_alone,
 )
-_NARROW = replace(
-    _SOLVED,
-    name="recompute_w_u[narrow T]",
-    cases=(
-        Case("grouped heads", solved((2, 5, 1, 2, 3, 2), 4, narrow=True)),
-        Case("packed", solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40), narrow=True)),
-        Case("a layer", solved((1, 1000, 2, 4, 128, 128), 64, narrow=True), heavy=True),
-    ),
-    dtypes=(torch.bfloat16,),
-)
+_NARROW = replace(_SOLVED, name="recompute_w_u[narrow T]", cases=_cases(narrow=True), dtypes=(torch.bfloat16,))
 
 SUBJECTS = (_SOLVED, _NARROW)
 
