@@ -16,7 +16,7 @@ the reverse scan is split in both plans: see `triton/compose_transitions.py`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,18 +74,10 @@ def _dtypes(shape: Shape) -> tuple[torch.dtype, ...]:
     return (*(shape.element,) * 3, shape.gate, shape.strength)
 
 
-class Options(NamedTuple):
-    """The options of the backward, as a problem has them; `need` is a mask of the gradients that are needed."""
-
-    scale: float
-    normalize: bool
-    need: int
-
-
 def backward(setup: Setup, hopper: bool = False) -> Execute:
-    """The gradients that `need` asks for."""
+    """The gradients that `need`, a mask, asks for."""
     shape = Shape.of(setup.problem)
-    _, normalize, need = Options(*setup.problem.options)
+    _scale, normalize, need = setup.problem.options
     setup.number(chunk=CHUNK, segment=packing.SEGMENT)
     if shape.is_empty:
         return _without_tokens(need)
@@ -173,7 +165,8 @@ def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Ca
 
 def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
     """The state scan and the reverse scan: `launch(memory, upstream, v, initial_state, saved, dinitial_state)`."""
-    ends = {"final": shape.has_final_gradient, "initial": bool(Options(*setup.problem.options).need & NEED_STATE)}
+    *_, need = setup.problem.options
+    ends = {"final": shape.has_final_gradient, "initial": bool(need & NEED_STATE)}
     upstream = shape.has_output_gradient
     states = _bind_state_scan(setup, shape, parts, hopper)
     if reverses_on_hopper(shape, hopper):
@@ -238,7 +231,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
 
 def _bind_triton_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     """The gradients of tokens: `launch(memory, upstream, v, outputs)`."""
-    _, normalize, need = Options(*setup.problem.options)
+    _scale, normalize, need = setup.problem.options
     upstream = shape.has_output_gradient
     matrices = gradients = gate_gradients = None
     setup.scratch(**gradient_regions(shape, need, normalize))
@@ -267,7 +260,7 @@ def _bind_hopper_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     """The same by one kernel, which computes all of them; those that are not needed go to the workspace."""
     from adjoint.ops.gated_delta.rule.hopper import gradients
 
-    _, normalize, need = Options(*setup.problem.options)
+    _scale, normalize, need = setup.problem.options
     if not need & NEED_TOKENS:
         return lambda *arguments: None
     keys, values = shape.tokens * shape.key_heads * shape.K, shape.tokens * shape.heads * shape.V

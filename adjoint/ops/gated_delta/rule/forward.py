@@ -38,19 +38,10 @@ PARTS = 1
 """Numbers of the storage type that an element of T is stored in."""
 
 
-class Options(NamedTuple):
-    """The options of the forward, as a problem has them."""
-
-    scale: float
-    normalize: bool
-    output_final_state: bool
-    keep: bool
-
-
 def forward(setup: Setup, hopper: bool = False) -> Execute:
     """o; the final states, and those between segments, where they are needed."""
     shape, device = Shape.of(setup.problem), setup.device
-    _, normalize, output_final_state, keep = Options(*setup.problem.options)
+    _scale, normalize, output_final_state, keep = setup.problem.options
     setup.number(chunk=CHUNK, segment=packing.SEGMENT)
     copies = Copies(setup, shape, normalize and not shape.is_empty)
     setup.scratch(**index_regions(shape, segments=shape.is_split and not shape.is_empty))
@@ -125,11 +116,11 @@ class _Kernels(NamedTuple):
 
 
 def _bind_triton(setup: Setup, shape: Shape) -> _Kernels:
-    options = Options(*setup.problem.options)
-    states = {"initial": shape.has_initial_state, "final": options.output_final_state}
+    *_, output_final_state, keep = setup.problem.options
+    states = {"initial": shape.has_initial_state, "final": output_final_state}
     setup.scratch(**scan_regions(shape))
     inverse, output = bind_chunk_inverse(setup, shape, PARTS), bind_output(setup, shape)
-    scan = bind_state_scan(setup, shape, PARTS, segmented=False, saves=options.keep, **states)
+    scan = bind_state_scan(setup, shape, PARTS, segmented=False, saves=keep, **states)
     if not shape.may_split:
         return _Kernels(inverse, scan, output)
     transitions = bind_transitions(setup, shape, PARTS)
@@ -143,7 +134,8 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
     from adjoint.ops.gated_delta.rule.hopper.forward_scan import bind_forward_scan
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
 
-    states = {"initial": shape.has_initial_state, "final": Options(*setup.problem.options).output_final_state}
+    *_, output_final_state, _keep = setup.problem.options
+    states = {"initial": shape.has_initial_state, "final": output_final_state}
     setup.scratch(**score_region(shape))
     inverse = bind_inverse_and_scores(setup, shape)
     scan = bind_forward_scan(setup, shape, segmented=False, **states)
