@@ -253,7 +253,7 @@ def wrong_norms() -> bool:
     bound = Kernels((x, x, x, gates, gates, None, None))
     out, factors = torch.full((2 * 9 * 3 + 1, 16), torch.nan), torch.full((2 * 9 * 3 + 1,), torch.nan)
     normalize = _triton("normalize").bind_normalize(bound.setup, bound.shape, factors=True)
-    normalize({"copied_q": out, "q_factors": factors}, "q", token_rows(x, out[:-1]))
+    normalize({"copy_of_q": out, "q_factors": factors}, "q", token_rows(x, out[:-1]))
     factor = (x.double().square().sum(-1) + EPSILON).rsqrt()
     right = torch.zeros(2, 9, 3, 16, dtype=torch.float64)
     right[..., :12] = x.double() * factor[..., None]

@@ -18,8 +18,8 @@ from adjoint.core.plan import bind
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.stages.gate.cases import GATE, gates
-from adjoint.ops.gated_delta.stages.values import solved
 from adjoint.ops.gated_delta.stages.w_u.cases import SUBJECTS as W_U
+from adjoint.ops.gated_delta.values import solved
 from tests.mutants.calls import at_the_edge
 
 CPU, TRITON, EAGER = torch.device("cpu"), Preference(backend="triton").text, Preference(backend="eager").text

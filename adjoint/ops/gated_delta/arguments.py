@@ -1,15 +1,19 @@
-"""Checks of what metadata shows about q, k, v, gates and states; shared by the whole op, its step and its stages."""
+"""Checks of what metadata shows about q, k, v, gates and states, and the value errors of the family."""
 
 import torch
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids
-from adjoint.core.errors import ArgumentError
+from adjoint.core.errors import ArgumentError, register_fault
 from adjoint.core.problem import short, wide_dtype
+
+Shape = tuple[int, ...]
 
 MAX_HEAD_SIZE = 256
 """The largest K and V: a state of 256 × 256 is what kernels can hold in a processor's registers, split over V."""
 
+MAX_CHUNK = 64
+"""The largest chunk of the stages."""
 
 EPSILON = 1e-6
 """Keeps the norm of q and k away from 0."""
@@ -18,15 +22,14 @@ NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in ran
 """Bits of the gradients a backward computes."""
 
 
-def _words(shape: tuple[object, ...]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+def require_shape(op: str, name: str, value: Tensor, shape: Shape, meaning: str) -> None:
+    if value.shape != shape:
+        raise ArgumentError(f"{op}: {name} must have shape {tuple(shape)}, {meaning}, got {tuple(value.shape)}")
 
 
-def require_shape(op: str, name: str, value: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    if tuple(value.shape) != tuple(shape):
-        raise ArgumentError(
-            f"{op}: {name} must have shape {_words(shape)}, {meaning}, got {_words(tuple(value.shape))}"
-        )
+def require_device(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ArgumentError(f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}")
 
 
 def require_same(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
@@ -39,16 +42,38 @@ def require_same(op: str, name: str, value: Tensor, like_name: str, like: Tensor
     require_device(op, name, value, like_name, like)
 
 
-def require_device(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
-    if value.device != like.device:
-        raise ArgumentError(f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}")
-
-
 def require_axes(op: str, name: str, value: Tensor, axes: str) -> None:
     """A floating tensor with as many axes as the words name."""
     require_floating(op, name, value)
     if value.dim() != len(axes.split(", ")):
-        raise ArgumentError(f"{op}: {name} must have the axes [{axes}], got shape {_words(tuple(value.shape))}")
+        raise ArgumentError(f"{op}: {name} must have the axes [{axes}], got shape {tuple(value.shape)}")
+
+
+def require_beside(
+    op: str,
+    name: str,
+    value: Tensor,
+    shape: Shape,
+    axes: str,
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor,
+    like_name: str = "q",
+    tokens: str = "",
+) -> None:
+    """A floating tensor of a shape and one of some dtypes, on the device of another.
+
+    Args:
+        axes: what the shape is, in words.
+        like, like_name: the other tensor.
+        tokens: the tensors whose dtype the error names, where it decides which dtypes are right.
+    """
+    require_floating(op, name, value)
+    require_shape(op, name, value, shape, axes)
+    if value.dtype not in dtypes:
+        expected = " or ".join(dict.fromkeys(map(short, dtypes)))
+        beside = f" beside {short(like.dtype)} {tokens}" if tokens else ""
+        raise ArgumentError(f"{op}: {name} must be {expected}{beside}, got {short(value.dtype)}")
+    require_device(op, name, value, like_name, like)
 
 
 def require_head_size(op: str, name: str, letter: str, size: int) -> None:
@@ -59,79 +84,64 @@ def require_head_size(op: str, name: str, letter: str, size: int) -> None:
         )
 
 
-def require_heads(op: str, key_name: str, key_heads: int, value_name: str, value_heads: int) -> None:
-    if key_heads == 0 and value_heads == 0:
-        return
-    if key_heads == 0 or value_heads % key_heads:
+def require_heads(op: str, keys: str, k: Tensor, values: str, v: Tensor) -> None:
+    """Sizes of heads below the cap, and value heads in groups; `v` may be gates, which have no size."""
+    require_head_size(op, keys, "K", k.shape[3])
+    if v.dim() == 4:
+        require_head_size(op, values, "V", v.shape[3])
+    key_heads, heads = k.shape[2], v.shape[2]
+    if heads % key_heads if key_heads else heads:
         raise ArgumentError(
-            f"{op}: the {value_heads} heads of {value_name} must be a multiple of the {key_heads} heads of {key_name}: "
+            f"{op}: the {heads} heads of {values} must be a multiple of the {key_heads} heads of {keys}: "
             f"value head h reads key head h // (H / Hg)"
         )
 
 
-def require_gate(op: str, name: str, value: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """[B, T, H] in float32, or the dtype of q, k and v."""
-    require_floating(op, name, value)
-    require_shape(op, name, value, shape, "[batch, time, value heads]")
-    if value.dtype not in (torch.float32, like.dtype):
-        expected = dict.fromkeys(("float32", short(like.dtype)))
-        raise ArgumentError(f"{op}: {name} must be {' or '.join(expected)}, got {short(value.dtype)}")
-    require_device(op, name, value, "q", like)
+def require_values(op: str, name: str, v: Tensor, like_name: str, like: Tensor) -> None:
+    """[B, T, H, V] with the batch, time, dtype and device of keys."""
+    require_axes(op, name, v, "batch, time, value heads, V")
+    if v.shape[:2] != like.shape[:2]:
+        raise ArgumentError(
+            f"{op}: {name} must begin with the batch and time of {like_name}, {tuple(like.shape[:2])}, got shape "
+            f"{tuple(v.shape)}"
+        )
+    require_same(op, name, v, like_name, like)
 
 
 def require_queries(op: str, q: Tensor, k: Tensor, v: Tensor, values: str = "v") -> None:
     """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, one device; `values` is what the caller calls v."""
     require_axes(op, "q", q, "batch, time, key heads, K")
-    batch, time, key_heads, K = q.shape
     require_axes(op, "k", k, "batch, time, key heads, K")
-    require_shape(op, "k", k, (batch, time, key_heads, K), "that of q")
+    require_shape(op, "k", k, q.shape, "that of q")
     require_same(op, "k", k, "q", q)
-    require_axes(op, values, v, "batch, time, value heads, V")
-    if tuple(v.shape[:2]) != (batch, time):
-        raise ArgumentError(
-            f"{op}: {values} must begin with the batch and time of q, {_words((batch, time))}, got shape "
-            f"{_words(tuple(v.shape))}"
-        )
-    require_same(op, values, v, "q", q)
-    require_head_size(op, "q and k", "K", K)
-    require_head_size(op, values, "V", v.shape[3])
-    require_heads(op, "q and k", key_heads, values, v.shape[2])
+    require_values(op, values, v, "q", q)
+    require_heads(op, "q and k", q, values, v)
 
 
 def require_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, g and beta [B, T, H]; one device."""
+    """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, g and beta [B, T, H] of it or in float32; one device."""
     require_queries(op, q, k, v)
+    shape, dtypes = v.shape[:3], (torch.float32, q.dtype)
     for name, value in (("g", g), ("beta", beta)):
-        require_gate(op, name, value, tuple(v.shape[:3]), q)
+        require_beside(op, name, value, shape, "[batch, time, value heads]", dtypes, q)
 
 
 def require_states(
-    op: str,
-    name: str,
-    value: Tensor,
-    shape: tuple[int, ...],
-    like: Tensor,
-    like_name: str = "q",
-    tokens: str = "q, k and v",
+    op: str, name: str, value: Tensor, shape: Shape, like: Tensor, like_name: str = "q", tokens: str = "q, k and v"
 ) -> None:
     """[N, H, K, V] in float32, float64 beside float64; `like_name` and `tokens` are what the caller has beside it."""
-    require_floating(op, name, value)
-    require_shape(op, name, value, shape, "[sequences, value heads, K, V]")
-    expected = wide_dtype(like.dtype)
-    if value.dtype != expected:
-        raise ArgumentError(
-            f"{op}: {name} must be {short(expected)} beside {short(like.dtype)} {tokens}, got {short(value.dtype)}"
-        )
-    require_device(op, name, value, like_name, like)
+    dtypes = (wide_dtype(like.dtype),)
+    require_beside(op, name, value, shape, "[sequences, value heads, K, V]", dtypes, like, like_name, tokens)
 
 
-def require_cu_seqlens(op: str, cu_seqlens: Tensor, like: Tensor, name: str = "q") -> None:
-    """[N + 1] int32 or int64, and a batch of one row; `name` is what the caller calls `like`."""
+def require_cu_seqlens(op: str, cu_seqlens: Tensor | None, like: Tensor, name: str = "q") -> None:
+    """[N + 1] int32 or int64, and a batch of one row, where there is one; `name` is what the caller calls `like`."""
+    if cu_seqlens is None:
+        return
     require_ids(op, "cu_seqlens", cu_seqlens, name, like)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ArgumentError(
-            f"{op}: cu_seqlens must have one axis, the N + 1 bounds of N sequences, got shape "
-            f"{_words(tuple(cu_seqlens.shape))}"
+            f"{op}: cu_seqlens must have one axis, the N + 1 bounds of N sequences, got shape {tuple(cu_seqlens.shape)}"
         )
     if like.shape[0] != 1:
         raise ArgumentError(
@@ -140,8 +150,20 @@ def require_cu_seqlens(op: str, cu_seqlens: Tensor, like: Tensor, name: str = "q
         )
 
 
+def require_chunk(op: str, name: str, chunk: int) -> None:
+    if chunk < 1 or chunk > MAX_CHUNK or chunk & (chunk - 1):
+        raise ArgumentError(
+            f"{op}: the chunk, the last axis of {name}, must be a power of two up to {MAX_CHUNK}, got {chunk}: the "
+            f"chunk's matrix must fit on a processor beside its keys and values"
+        )
+
+
+def count_sequences(like: Tensor, cu_seqlens: Tensor | None) -> int:
+    return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def scale_of(op: str, scale: float | None, K: int) -> float:
-    """The factor of the outputs: as given, or 1/sqrt(K)."""
+    """The factor of the outputs: the caller's, or 1/sqrt(K)."""
     if scale is None:
         return max(1, K) ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -166,13 +188,34 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[
     return cast(q), cast(k), cast(v), widen(g), widen(beta)
 
 
-MAX_CHUNK = 64
-"""The largest chunk of the stages."""
+# ---------------------------------------------------------------------------------------------- value errors
+
+SEQUENCES_OUT_OF_ORDER = register_fault(
+    "gated_delta: cu_seqlens must begin with 0, never descend, and end with the number of tokens, "
+    "got {value} at position {position} of cu_seqlens"
+)
+POSITIVE_GATE = register_fault(
+    "gated_delta: g is the logarithm of a decay and must be at most 0, got a positive number at position "
+    "{position} (counted in order); a decay factor goes in as its logarithm"
+)
+STATE_INDEX_OUT_OF_RANGE = register_fault(
+    "gated_delta_step: state_indices must be at least 0 and less than the number of states, or -1 for a row that is "
+    "skipped, got {value} at position {position}"
+)
+STATE_INDEX_REPEATED = register_fault(
+    "gated_delta_step: state_indices must not repeat, because two rows would write one state, got {value} again at "
+    "position {position}"
+)
 
 
-def require_chunk(op: str, name: str, chunk: int) -> None:
-    if chunk < 1 or chunk > MAX_CHUNK or chunk & (chunk - 1):
-        raise ArgumentError(
-            f"{op}: the chunk, the last axis of {name}, must be a power of two up to {MAX_CHUNK}, got {chunk}: the "
-            f"chunk's matrix must fit on a processor beside its keys and values"
-        )
+def out_of_range(indices: Tensor, states: int) -> Tensor:
+    """Which state indices are neither of a state nor −1."""
+    return (indices < -1) | (indices >= states)
+
+
+def repeated(indices: Tensor) -> Tensor:
+    """Which state indices, skipped rows aside, have occurred before."""
+    ordered, order = indices.sort(stable=True)
+    again = torch.zeros_like(indices, dtype=torch.bool)
+    again[order[1:]] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    return again

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.launch import refuse_capture
-from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
+from adjoint.ops.gated_delta.arguments import SEQUENCES_OUT_OF_ORDER
 
 CHUNK = 64
 """Tokens of a chunk, counted from the start of a sequence."""

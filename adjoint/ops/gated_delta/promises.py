@@ -1,4 +1,4 @@
-"""What the paths in plain PyTorch promise, and the words that all guarantees of the family share."""
+"""Candidates in plain PyTorch, what they promise, and the words that all guarantees of the family share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.plan import Candidate, Plan, Run, allocating_outputs, in_pytorch
+from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 
+Promises = Callable[[Problem], dict[str, Guarantee]]
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
+"""`compute(arguments, outputs)`"""
 
 DOMAIN = (
     "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and finite, where the recurrence cannot diverge; results that are "
@@ -25,22 +27,15 @@ RESIDUALS = (
 
 CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay and strong decay, packed"
 
-
-def without_autocast(compute: Compute) -> Run:
-    """A candidate's `run`; autocast would round the operands of every product."""
-
-    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        with torch.autocast(plan.problem.device.type, enabled=False):
-            compute(arguments, outputs)
-
-    return allocating_outputs(run)
-
-
 FORWARD, BACKWARD = 2e-6, 1e-5
 """Ceilings of what is computed in float32: several times what the cases show, an order below what a mistake does."""
 
 _IN_FLOAT64 = 1e-8
 """What the same computation in float64 has of them."""
+
+
+def domain_of(result: str) -> str:
+    return f"{DOMAIN}; {RESIDUALS}" if result == "dbeta" else DOMAIN
 
 
 def empirical_error(kind: torch.dtype, computed: torch.dtype, ceiling: float, cases: str = CASES) -> Empirical:
@@ -49,30 +44,51 @@ def empirical_error(kind: torch.dtype, computed: torch.dtype, ceiling: float, ca
     return Empirical(ceiling * (_IN_FLOAT64 if computed == torch.float64 else 1.0) + rounding, cases)
 
 
-def promise(problem: Problem, error: Empirical, roundings: int = 1, **words: Any) -> Guarantee:
-    """What torch's matrix products allow to promise: on the CPU, equal calls give equal bits; a sequence's bits may
-    depend on what shares its batch, because the shape of a product may choose its kernel."""
-    return Guarantee(
-        repeatable=problem.device.type == "cpu",
-        batch_invariant="",
-        device_invariant=False,
-        roundings=roundings,
-        error=error,
-        **({"domain": DOMAIN, "accumulator": short(wide_dtype(problem.dtypes[0]))} | words),
-    )
+def promise(
+    problem: Problem,
+    dtypes: dict[str, torch.dtype],
+    ceiling: float,
+    cases: str = CASES,
+    computed: torch.dtype | None = None,
+    order: str = "",
+    **words: Any,
+) -> dict[str, Guarantee]:
+    """Guarantees for results of these dtypes.
 
-
-def domain_of(gradient: str) -> str:
-    """The domain of a gradient."""
-    return f"{DOMAIN}; {RESIDUALS}" if gradient == "dbeta" else DOMAIN
+    Args:
+        computed: the type of the arithmetic; by default float32, float64 for float64.
+        order: what fixes the bits, for the domain.
+        words: in place of what torch's matrix products allow to promise: on the CPU, equal calls give equal bits; a
+            sequence's bits may depend on what shares its batch, because the shape of a product may choose its kernel.
+    """
+    kind = computed or wide_dtype(problem.dtypes[0])
+    bits: dict[str, Any] = {
+        "repeatable": problem.device.type == "cpu",
+        "batch_invariant": "",
+        "device_invariant": False,
+    }
+    return {
+        name: Guarantee(
+            accumulator=short(kind),
+            roundings=int(dtype != kind),
+            error=empirical_error(dtype, kind, ceiling, cases),
+            **({**bits, "domain": domain_of(name) + order} | words),
+        )
+        for name, dtype in dtypes.items()
+    }
 
 
 def eager_candidate(
     name: str,
-    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    guarantee: Promises,
     compute: Compute,
     numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
     waits: Callable[[Problem], bool] = lambda problem: False,
 ) -> Candidate:
     """A candidate in plain PyTorch, for every problem and layout."""
-    return in_pytorch(name, guarantee, without_autocast(compute), numeric, waits)
+
+    def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+        with torch.no_grad(), torch.autocast(plan.problem.device.type, enabled=False):  # which would round operands
+            compute(arguments, outputs)
+
+    return in_pytorch(name, guarantee, allocating_outputs(run), numeric, waits)

@@ -8,13 +8,13 @@ from torch import Tensor
 from adjoint.contract.cases import Inputs
 from adjoint.contract.inputs import differentiable, leaves, widened
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.rule import plans
+from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD, empirical_error
 from adjoint.ops.gated_delta.values import tokens
 
 CPU = torch.device("cpu")
 
 FORWARD_64, BACKWARD_64 = (
-    plans.empirical_error(torch.float64, torch.float64, ceiling).ceiling for ceiling in (plans.FORWARD, plans.BACKWARD)
+    empirical_error(torch.float64, torch.float64, ceiling).ceiling for ceiling in (FORWARD, BACKWARD)
 )
 """The errors that float64 plans promise, of outputs and of gradients."""
 

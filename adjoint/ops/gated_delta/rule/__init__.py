@@ -24,56 +24,34 @@ from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
-from adjoint.ops.gated_delta.arguments import NEED_STATE
+from adjoint.ops.gated_delta.arguments import NEED_STATE, count_sequences
 from adjoint.ops.gated_delta.packing import saved_states
 from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule.shape import describe
 
 _OP = "gated_delta_rule"
+_INPUTS = ("q", "k", "v", "g", "beta", "initial_state?", "cu_seqlens?")
 
 
 def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return (sequences, v.shape[2], q.shape[3], v.shape[3])
+    return (count_sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3])
 
 
 def _saved_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     return (saved_states(q.shape[0] * q.shape[1]), v.shape[2], q.shape[3], v.shape[3])
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *options: Any,
-) -> None:
+def _check(*arguments: Any) -> None:
+    q, k, v, g, beta, initial_state, cu_seqlens, *_ = arguments
     metadata.require_tokens(_OP, q, k, v, g, beta)
-    if cu_seqlens is not None:
-        metadata.require_cu_seqlens(_OP, cu_seqlens, q)
+    metadata.require_cu_seqlens(_OP, cu_seqlens, q)
     if initial_state is not None:
         metadata.require_states(_OP, "initial_state", initial_state, _state_shape(q, v, cu_seqlens), q)
 
 
-def _check_backward(
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    scale: float,
-    normalize_qk: bool,
-    need: int,
-) -> None:
-    _check(q, k, v, g, beta, initial_state, cu_seqlens)
+def _check_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: Any) -> None:
+    q, _k, v, _g, _beta, initial_state, cu_seqlens, saved, _scale, _normalize_qk, need = arguments
+    _check(*arguments)
     if do is not None:
         metadata.require_same(_OP, "do", do, "v", v)
         metadata.require_shape(_OP, "do", do, tuple(v.shape), "that of v")
@@ -84,19 +62,8 @@ def _check_backward(
         raise ArgumentError(f"{_OP}: need asks for the gradient of initial_state, and none is given")
 
 
-def _allocate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-    output_final_state: bool,
-    keep: bool,
-) -> tuple[Tensor, ...]:
+def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
+    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, keep = arguments
     kind = wide_dtype(q.dtype)
     return (
         v.new_empty(v.shape),
@@ -105,53 +72,20 @@ def _allocate(
     )
 
 
-def _describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *options: Any,
-) -> Facts:
-    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    return describe(tokens, {"initial_state": initial_state}, cu_seqlens)
+def _describe(*arguments: Any) -> Facts:
+    q, k, v, g, beta, initial_state, cu_seqlens, *_ = arguments
+    return describe({"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"initial_state": initial_state}, cu_seqlens)
 
 
-def _describe_backward(
-    do: Tensor | None,
-    dfinal_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *saved_and_options: Any,
-) -> Facts:
+def _describe_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: Any) -> Facts:
+    q, k, v, g, beta, initial_state, cu_seqlens, *_ = arguments
     tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "do": do}
     return describe(tokens, {"initial_state": initial_state, "dfinal_state": dfinal_state}, cu_seqlens)
 
 
-_INPUTS = ("q", "k", "v", "g", "beta", "initial_state?", "cu_seqlens?")
-
-
-def _options(arguments: tuple[Any, ...]) -> tuple[float, bool, bool]:
-    """scale, normalize_qk and output_final_state, among the arguments of the forward."""
-    scale, normalize_qk, output_final_state, *_ = arguments[len(_INPUTS) :]
-    return scale, normalize_qk, output_final_state
-
-
 def _absent(*arguments: Any) -> tuple[str, ...]:
-    _scale, _normalize_qk, output_final_state = _options(arguments)
+    _scale, _normalize_qk, output_final_state, *_ = arguments[len(_INPUTS) :]
     return () if output_final_state else ("final_state",)
-
-
-def _backward_options(*arguments: Any) -> tuple[float, bool]:
-    scale, normalize_qk, _output_final_state = _options(arguments)
-    return scale, normalize_qk
 
 
 _rule = Op(
@@ -170,7 +104,7 @@ _rule = Op(
         lambda: plans.RULE_BACKWARD,
         _describe_backward,
         options="float scale, bool normalize_qk",
-        options_of=_backward_options,
+        options_of=lambda *arguments: arguments[len(_INPUTS) : len(_INPUTS) + 2],
         check=_check_backward,
     ),
 )

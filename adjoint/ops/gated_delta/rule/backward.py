@@ -16,8 +16,9 @@ the reverse scan is split in both plans: see `triton/compose_transitions.py`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from adjoint.core.launch import Execute, Setup, run_concurrently
@@ -67,35 +68,38 @@ def parts_of(shape: Shape) -> int:
     return 1 if shape.is_float32 else 2
 
 
-class Options(NamedTuple):
-    """The options of the backward, as a problem has them; `need` is a mask of the gradients that are needed."""
-
-    scale: float
-    normalize: bool
-    need: int
+def _dtypes(shape: Shape) -> tuple[torch.dtype, ...]:
+    """Of the gradients with a row for each token."""
+    return (*(shape.element,) * 3, shape.gate, shape.strength)
 
 
 def backward(setup: Setup, hopper: bool = False) -> Execute:
-    """The gradients that `need` asks for."""
+    """The gradients that `need`, a mask, asks for."""
     shape = Shape.of(setup.problem)
-    _, normalize, need = Options(*setup.problem.options)
+    _scale, normalize, need = setup.problem.options
     setup.add_numeric(chunk=CHUNK, segment=packing.SEGMENT)
     if shape.is_empty:
         return _without_tokens(need)
     parts = parts_of(shape)
-    copies = Copies(setup, shape, ("q", "k") if normalize else ())
+    copies = Copies(setup, shape, normalize)
     setup.scratch(
         **index_regions(shape, segments=True), **gate_region(shape), **inverse_region(shape, parts),
         **scan_regions(shape), **local_regions(shape), **reverse_scan_regions(shape),
     )  # fmt: skip
     gates = bind_gates(setup, shape, (True,), raises=False)
     normalized = bind_normalize(setup, shape, factors=True) if normalize else None
-    inverse, local = _bind_chunks(setup, shape, parts, hopper)
+    if hopper:
+        from adjoint.ops.gated_delta.rule.hopper import local_gradients
+        from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
+
+        inverse, local = bind_inverse(setup, shape, parts), local_gradients.bind_local_gradients(setup, shape)
+    else:
+        local = bind_local_gradients(setup, shape, parts, shape.has_output_gradient)
+        inverse = bind_chunk_inverse(setup, shape, parts)
     scan = _bind_scans(setup, shape, parts, hopper)
     gradients = (_bind_hopper_gradients if hopper else _bind_triton_gradients)(setup, shape)
-    dtypes = (shape.element, shape.element, shape.element, shape.gate, shape.strength)
     places = [bit for bit in range(5) if need >> bit & 1]
-    clear = bind_clear(setup, shape, *(dtypes[bit] for bit in places)) if shape.is_packed else None
+    clear = bind_clear(setup, shape, *(_dtypes(shape)[bit] for bit in places)) if shape.is_packed else None
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         do, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, saved, scale, *_ = arguments
@@ -112,25 +116,13 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
         inverse(memory, keys)
         local(memory, queries, keys, gradient, scale)
         upstream = Upstream(queries, keys, gradient, dfinal_state, scale)
-        *_, dinitial_state = outputs
-        needed_state = dinitial_state if need & NEED_STATE else None
-        scan(memory, upstream, values, initial_state, saved.contiguous(), needed_state)
+        dinitial_state = outputs[5] if need & NEED_STATE else None
+        scan(memory, upstream, values, initial_state, saved.contiguous(), dinitial_state)
         gradients(memory, upstream, values, outputs)
         if clear:
             clear(memory, *[outputs[bit] for bit in places])
 
     return execute
-
-
-def _bind_chunks(setup: Setup, shape: Shape, parts: int, hopper: bool) -> tuple[Callable[..., None], ...]:
-    """The chunk inverse, and local gradients."""
-    if hopper:
-        from adjoint.ops.gated_delta.rule.hopper import local_gradients
-        from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
-
-        return bind_inverse(setup, shape, parts), local_gradients.bind_local_gradients(setup, shape)
-    local = bind_local_gradients(setup, shape, parts, shape.has_output_gradient)
-    return bind_chunk_inverse(setup, shape, parts), local
 
 
 # --------------------------------------------------------------------------------------------------- scans
@@ -161,52 +153,46 @@ def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Ca
     Where the number of sequences decides between two kernels, both are bound.
     """
     initial = shape.has_initial_state
-    triton_scan = hopper_scan = None
+    scans: dict[bool, Callable[..., None]] = {}
     if not hopper or reverses_on_hopper(shape, hopper):
-        triton_scan = bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
+        scans[False] = bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
     if hopper:
         from adjoint.ops.gated_delta.rule.hopper.state_scan import bind_segment_states
 
-        hopper_scan = bind_segment_states(setup, shape, initial)
-    chosen = hopper_scan if scans_on_hopper(shape, hopper) else triton_scan
-    assert chosen is not None
-    return chosen
+        scans[True] = bind_segment_states(setup, shape, initial)
+    return scans[scans_on_hopper(shape, hopper)]
 
 
 def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
     """The state scan and the reverse scan: `launch(memory, upstream, v, initial_state, saved, dinitial_state)`."""
-    final, upstream = shape.has_final_gradient, shape.has_output_gradient
-    initial = bool(Options(*setup.problem.options).need & NEED_STATE)
+    *_, need = setup.problem.options
+    ends = {"final": shape.has_final_gradient, "initial": bool(need & NEED_STATE)}
+    upstream = shape.has_output_gradient
     states = _bind_state_scan(setup, shape, parts, hopper)
     if reverses_on_hopper(shape, hopper):
         from adjoint.ops.gated_delta.rule.hopper import reverse_scan
 
-        whole: ReverseScan = reverse_scan.bind_reverse_scan(setup, shape, final=final, initial=initial)
+        whole: ReverseScan = reverse_scan.bind_reverse_scan(setup, shape, **ends)
     else:
-        whole = bind_reverse_scan(setup, shape, upstream=upstream, final=final, initial=initial)
+        whole = bind_reverse_scan(setup, shape, upstream=upstream, **ends)
     if shape.may_split:
         setup.add_numeric(reverse_segment=sizes.REVERSE_SEGMENT, unsplit_reverse=sizes.UNSPLIT_REVERSE)
         transitions = bind_reverse_transitions(setup, shape, parts)
-        terms = bind_segment_terms(setup, shape, upstream=upstream, final=final)
+        terms = bind_segment_terms(setup, shape, upstream=upstream, final=ends["final"])
         compose = bind_compose_reverse_transitions(setup, shape)
-        segments = bind_segment_scan(setup, shape, upstream=upstream, final=final, initial=initial)
+        segments = bind_segment_scan(setup, shape, upstream=upstream, **ends)
     if shape.is_split_in_reverse:
         setup.scratch(**reverse_transition_regions(shape))
     device, is_large, may_be_whole = setup.device, shape.is_large, shape.is_packed and shape.sequences > 1
 
     def launch(
-        memory: Memory,
-        upstream: Upstream,
-        v: TokenRows,
-        initial_state: Tensor | None,
-        saved: Tensor,
-        dinitial_state: Tensor | None,
+        memory: Memory, upstream: Upstream, v: TokenRows, initial: Tensor | None, saved: Tensor, dinitial: Tensor | None
     ) -> None:
         def scan_states() -> None:
-            states(memory, upstream.k, v, initial_state, saved)
+            states(memory, upstream.k, v, initial, saved)
 
         def scan_whole() -> None:
-            whole(memory, upstream, dinitial_state)
+            whole(memory, upstream, dinitial)
 
         # The reverse scan and the state scan do not need each other, and the reverse scan leaves most of the card idle
         # where sequences are few. It goes first: its programs need a whole SM each, and would find none after those of
@@ -228,7 +214,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
 
         def scan_segments() -> None:
             compose(memory)
-            segments(memory, upstream, dinitial_state)
+            segments(memory, upstream, dinitial)
 
         if may_be_whole:  # most sequences may not be split
             run_concurrently(device, scan_whole_and_transitions, scan_terms_and_states, is_large)
@@ -245,7 +231,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
 
 def _bind_triton_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     """The gradients of tokens: `launch(memory, upstream, v, outputs)`."""
-    _, normalize, need = Options(*setup.problem.options)
+    _scale, normalize, need = setup.problem.options
     upstream = shape.has_output_gradient
     matrices = gradients = gate_gradients = None
     setup.scratch(**gradient_regions(shape, need, normalize))
@@ -274,15 +260,14 @@ def _bind_hopper_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     """The same by one kernel, which computes all of them; those that are not needed go to the workspace."""
     from adjoint.ops.gated_delta.rule.hopper import gradients
 
-    _, normalize, need = Options(*setup.problem.options)
+    _scale, normalize, need = setup.problem.options
     if not need & NEED_TOKENS:
         return lambda *arguments: None
-    keys, values = (shape.element, shape.key_heads * shape.K), (shape.element, shape.heads * shape.V)
-    widths = (keys, keys, values, (shape.gate, shape.heads), (shape.strength, shape.heads))
+    keys, values = shape.tokens * shape.key_heads * shape.K, shape.tokens * shape.heads * shape.V
+    counts = (keys, keys, values, shape.tokens * shape.heads, shape.tokens * shape.heads)
     unneeded = [None if need >> bit & 1 else f"unneeded_{name}" for bit, name in enumerate(TOKEN_GRADIENTS)]
-    for name, (dtype, width) in zip(unneeded, widths, strict=True):
-        if name:
-            setup.scratch(**{name: (dtype, shape.tokens * width)})
+    regions = zip(unneeded, zip(_dtypes(shape), counts, strict=True), strict=True)
+    setup.scratch(**{name: region for name, region in regions if name})
     compute = gradients.bind_gradients(setup, shape, normalize)
 
     def launch(memory: Memory, upstream: Upstream, v: TokenRows, outputs: tuple[Tensor, ...]) -> None:
@@ -300,9 +285,8 @@ def _without_tokens(need: int) -> Execute:
         _do, dfinal_state, *_ = arguments
         for bit, out in enumerate(outputs):
             if need >> bit & 1:
-                if 1 << bit == NEED_STATE and dfinal_state is not None:
-                    out.copy_(dfinal_state)
-                else:
-                    out.zero_()
+                out.zero_()
+        if need & NEED_STATE and dfinal_state is not None:
+            outputs[5].copy_(dfinal_state)
 
     return execute

@@ -1,6 +1,6 @@
 """What `gated_delta_rule` is tested, verified and timed on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,14 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.contract.cases import Answers, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
+from adjoint.core.preference import Preference
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import NEED_STATE
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 from adjoint.ops.gated_delta.rule import eager, gated_delta_rule
-from adjoint.ops.gated_delta.rule.bad_calls import BAD_CALLS
-from adjoint.ops.gated_delta.values import gradients, nearly_equal, orthogonal, strided, tokens, wrong, zeros
+from adjoint.ops.gated_delta.values import (
+    blank,
+    calls_of,
+    changed,
+    drawn_on,
+    gradients,
+    integers,
+    nearly_equal,
+    on_meta,
+    orthogonal,
+    strided,
+    tokens,
+    wrong,
+    zeros,
+)
 
 _CASES = (
     Case("grouped heads", tokens((2, 4, 2, 4, 3, 2))),
@@ -75,21 +90,8 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
 
 # -------------------------------------------------------------------------------------------- mistakes
 
-
-def _changed(**changes: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The rule on inputs of which some are changed first."""
-    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-
-    def rule(*inputs: Any) -> tuple[Tensor, Tensor]:
-        named = zip(names, inputs, strict=True)
-        return reference.gated_delta_rule(*(changes[n](x) if n in changes and x is not None else x for n, x in named))
-
-    return rule
-
-
-def _late_decay(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Each token's decay one token too late."""
-    return reference.gated_delta_rule(q, k, v, torch.cat((g[:, :1] * 0, g[:, :-1]), 1), beta, *rest)
+_INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+_changed = partial(changed, reference.gated_delta_rule, _INPUTS)
 
 
 def _interleaved(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -101,16 +103,14 @@ def _interleaved(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
 _MISTAKES = {
     "zero output": zeros,
     "no decay": wrong(_changed(g=torch.zeros_like)),
-    "decay a token late": wrong(_late_decay),
+    "decay a token late": wrong(_changed(g=lambda g: torch.cat((g[:, :1] * 0, g[:, :-1]), 1))),
     "wrong head map": wrong(_interleaved),
-    "gradient of beta dropped": wrong(_changed(beta=Tensor.detach), right=reference.gated_delta_rule),
-    "gradient of g dropped": wrong(_changed(g=Tensor.detach), right=reference.gated_delta_rule),
+    "gradient of beta dropped": wrong(_changed(beta=Tensor.detach)),
+    "gradient of g dropped": wrong(_changed(g=Tensor.detach)),
     "values off by four units of bfloat16": wrong(_changed(v=lambda x: x * (1 + 2.0**-5))),
 }
 
-_INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
-
-RULE = Subject(
+_RULE = Subject(
     name="gated_delta_rule",
     function=gated_delta_rule,
     keywords={"output_final_state": True},
@@ -125,10 +125,6 @@ RULE = Subject(
 )
 
 
-def _normalizing(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return reference.gated_delta_rule(*inputs, normalize_qk=True, scale=0.7)
-
-
 def _scaled(make: Make) -> Make:
     """q and k of many lengths."""
 
@@ -139,13 +135,11 @@ def _scaled(make: Make) -> Make:
     return make_scaled
 
 
-NORMALIZED = Subject(
+_normalizing = partial(reference.gated_delta_rule, normalize_qk=True, scale=0.7)
+_NORMALIZED = replace(
+    _RULE,
     name="gated_delta_rule[normalize_qk]",
-    function=gated_delta_rule,
     keywords={"output_final_state": True, "normalize_qk": True, "scale": 0.7},
-    inputs=_INPUTS,
-    by_name=("initial_state", "cu_seqlens"),
-    autocast=("q", "k", "v"),
     reference=_normalizing,
     reference_backward=gradients(_normalizing),
     cases=(
@@ -153,21 +147,90 @@ NORMALIZED = Subject(
         Case("a tail", _scaled(tokens((1, 67, 1, 2, 12, 6)))),
     ),
     mistakes={
-        "not normalised": wrong(lambda *inputs: reference.gated_delta_rule(*inputs, scale=0.7)),
-        "default scale": wrong(lambda *inputs: reference.gated_delta_rule(*inputs, normalize_qk=True)),
+        "not normalised": wrong(partial(reference.gated_delta_rule, scale=0.7)),
+        "default scale": wrong(partial(reference.gated_delta_rule, normalize_qk=True)),
     },
     dtypes=(torch.float64, torch.bfloat16),
-    rebatched=_rebatched,
 )
 
-__all__ = ["BAD_CALLS", "SUBJECTS", "WORKLOADS", "built_calls"]
+SUBJECTS = (_RULE, _NORMALIZED)
 
-SUBJECTS = (RULE, NORMALIZED)
+# ------------------------------------------------------------------------------------------- bad calls
 
+_call = calls_of(gated_delta_rule, q=(1, 6, 1, 4), k=(1, 6, 1, 4), v=(1, 6, 2, 3), g=(1, 6, 2), beta=(1, 6, 2))
+
+
+def _positive_at_7(device: torch.device) -> Tensor:
+    return (torch.arange(12, device=device) == 7).view(1, 6, 2) * 0.25
+
+
+def _two_rows(device: torch.device) -> None:
+    shapes = ((2, 6, 1, 4), (2, 6, 1, 4), (2, 6, 2, 3), (2, 6, 2), (2, 6, 2))
+    gated_delta_rule(*(blank(*shape)(device) for shape in shapes), cu_seqlens=integers(0, 6)(device))
+
+
+def _backward(need: int, saved: int) -> Any:
+    """The operator of the backward, with so many saved states."""
+    shapes = ((1, 6, 2, 3), (1, 6, 1, 4), (1, 6, 1, 4), (1, 6, 2, 3), (1, 6, 2), (1, 6, 2), (saved, 2, 4, 3))
+
+    def call(device: torch.device) -> Any:
+        do, *inputs, states = (blank(*shape)(device) for shape in shapes)
+        operator = torch.ops.adjoint.gated_delta_rule_backward
+        return operator(do, None, *inputs, None, None, states, 1.0, False, need, "")
+
+    return call
+
+
+_INVARIANT = Preference(backend="eager", batch_invariant=True)
+_STATE = "initial_state"
+
+BAD_CALLS = (
+    BadCall("q with three axes", _call(q=blank(6, 1, 4)), "q", "batch, time", "(6, 1, 4)"),
+    BadCall("k of another shape", _call(k=blank(1, 5, 1, 4)), "k", "(1, 6, 1, 4)", "(1, 5, 1, 4)"),
+    BadCall("k of another dtype", _call(k=blank(1, 6, 1, 4, dtype=torch.float16)), "k", "float32", "float16"),
+    BadCall("v of another dtype", _call(v=blank(1, 6, 2, 3, dtype=torch.bfloat16)), "v", "float32", "bfloat16"),
+    BadCall("v of another time", _call(v=blank(1, 5, 2, 3)), "v", "(1, 6)", "(1, 5, 2, 3)"),
+    BadCall("g of another shape", _call(g=blank(1, 6, 1)), "g", "(1, 6, 2)", "(1, 6, 1)"),
+    BadCall("g of another dtype", _call(g=blank(1, 6, 2, dtype=torch.float64)), "g", "float32", "float64"),
+    BadCall("beta of another dtype", _call(beta=blank(1, 6, 2, dtype=torch.float16)), "beta", "float32", "float16"),
+    BadCall("beta with the values' axes", _call(beta=blank(1, 6, 2, 1)), "beta", "(1, 6, 2, 1)"),
+    BadCall("heads that do not divide", _call(q=blank(1, 6, 3, 4), k=blank(1, 6, 3, 4)),
+            "2 heads of v", "3 heads of q and k", "multiple"),
+    BadCall("K past the cap", _call(q=blank(1, 6, 1, 257), k=blank(1, 6, 1, 257)), "K", "257", "256", "because"),
+    BadCall("V past the cap", _call(v=blank(1, 6, 2, 300)), "V", "300", "256", "because"),
+    BadCall("a positive g", _call(g=_positive_at_7), "g", "at most 0", "position 7 "),
+    BadCall("states of the wrong shape", _call(initial_state=blank(2, 2, 4, 3)),
+            _STATE, "(1, 2, 4, 3)", "(2, 2, 4, 3)"),
+    BadCall("states with K and V exchanged", _call(initial_state=blank(1, 2, 3, 4)),
+            _STATE, "(1, 2, 4, 3)", "(1, 2, 3, 4)"),
+    BadCall("states of the wrong dtype", _call(initial_state=blank(1, 2, 4, 3, dtype=torch.bfloat16)),
+            _STATE, "float32", "bfloat16"),
+    BadCall("a state per row where sequences are packed",
+            _call(initial_state=blank(1, 2, 4, 3), cu_seqlens=integers(0, 2, 6)),
+            _STATE, "(2, 2, 4, 3)", "(1, 2, 4, 3)"),
+    BadCall("bounds that descend", _call(cu_seqlens=integers(0, 4, 3, 6)), "cu_seqlens", "got 3 at position 2 "),
+    BadCall("bounds that begin past 0", _call(cu_seqlens=integers(1, 6)), "cu_seqlens", "got 1 at position 0 "),
+    BadCall("bounds that end early", _call(cu_seqlens=integers(0, 5)),
+            "cu_seqlens", "end with", "got 5 at position 1 "),
+    BadCall("bounds past the end", _call(cu_seqlens=integers(0, 7)), "cu_seqlens", "got 7 at position 1 "),
+    BadCall("a negative bound", _call(cu_seqlens=integers(0, -1, 6)), "cu_seqlens", "got -1 at position 1 "),
+    BadCall("no bounds", _call(cu_seqlens=blank(0, dtype=torch.int64)), "cu_seqlens", "(0,)"),
+    BadCall("bounds with two axes", _call(cu_seqlens=blank(1, 2, dtype=torch.int64)), "cu_seqlens", "(1, 2)"),
+    BadCall("float bounds", _call(cu_seqlens=blank(2)), "cu_seqlens", "float32"),
+    BadCall("bounds elsewhere", _call(cu_seqlens=on_meta(2, dtype=torch.int64)), "cu_seqlens", "meta"),
+    BadCall("bounds and two rows", _two_rows, "cu_seqlens", "batch", "2"),
+    BadCall("a scale that is no number", _call(scale="auto"), "scale", "'auto'"),
+    BadCall("a preference of another type", _call(preference="eager"), "preference=", "str"),
+    BadCall("batch invariance, which nobody promises", _call(preference=_INVARIANT),
+            "gated_delta_rule", "o is not batch_invariant", error=Unsupported),
+    BadCall("a gradient of a state that is not given, to the operator", _backward(need=63, saved=0), "need", _STATE),
+    BadCall("saved states of the wrong shape, to the operator", _backward(need=31, saved=2),
+            "saved", "(0, 2, 4, 3)", "(2, 2, 4, 3)"),
+)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------- workloads
 
-ROWS = (
+_ROWS = (
     (32768, 16, 32, 1, 1),
     (32768, 16, 32, 4, 1),
     (8192, 16, 32, 1, 1),
@@ -188,46 +251,35 @@ def _layer(time: int, key_heads: int, heads: int, sequences: int, slower: int) -
     """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        source = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(1, time, *shape, device=device, generator=source)
-
-        bounds = None
-        if sequences > 1:
-            bounds = torch.arange(0, time + 1, time // sequences, device=device)
-        return (
-            F.normalize(normal(key_heads, K), dim=-1).to(dtype),
-            F.normalize(normal(key_heads, K), dim=-1).to(dtype),
-            normal(heads, V).to(dtype),
-            F.logsigmoid(normal(heads)) / slower,
-            normal(heads).sigmoid(),
-            None,
-            bounds,
-        )
+        normal = partial(torch.randn, **drawn_on(device, generator))
+        q, k = (F.normalize(normal(1, time, key_heads, K), dim=-1).to(dtype) for _ in range(2))
+        v = normal(1, time, heads, V).to(dtype)
+        g, beta = F.logsigmoid(normal(1, time, heads)) / slower, normal(1, time, heads).sigmoid()
+        bounds = torch.arange(0, time + 1, time // sequences, device=device) if sequences > 1 else None
+        return q, k, v, g, beta, None, bounds
 
     return make
 
 
 def _by_chunks(*inputs: Any) -> tuple[Tensor]:
     """The chunked form in float64, which other tests hold to the recurrence: that would take minutes here."""
-    out = torch.empty_like(inputs[2])
-    eager.forward(*(*inputs, K**-0.5, False, out, None, None))
+    v = inputs[2]
+    out, unused = torch.empty_like(v), v.new_empty(0)
+    eager.forward((*inputs, K**-0.5, False, False, False), (out, unused, unused))
     return (out,)
 
 
 def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    differentiable, rest, v = inputs[:5], inputs[5:], inputs[2]
-    saved = v.new_zeros(saved_states(v.shape[1]), v.shape[2], K, V)
-    options = (K**-0.5, False)
-    eager.forward(*(*inputs, *options, torch.empty_like(v), None, saved))
-    slopes = tuple(map(torch.empty_like, differentiable))
-    eager.backward(*(do, None, *differentiable, *rest, saved, *options, NEED_STATE - 1, (*slopes, v.new_empty(0))))
+    v, options = inputs[2], (K**-0.5, False)
+    saved, unused = v.new_zeros(saved_states(v.shape[1]), v.shape[2], K, V), v.new_empty(0)
+    eager.forward((*inputs, *options, False, True), (torch.empty_like(v), unused, saved))
+    slopes = tuple(map(torch.empty_like, inputs[:5]))
+    eager.backward((do, None, *inputs, saved, *options, NEED_STATE - 1), (*slopes, unused))
     return slopes
 
 
-TIMED = replace(
-    RULE,
+_TIMED = replace(
+    _RULE,
     keywords={},
     reference=_by_chunks,
     reference_backward=_gradients,
@@ -237,26 +289,25 @@ TIMED = replace(
 )
 
 
-def _workloads() -> Iterator[Workload]:
-    for time, key_heads, heads, sequences, slower in ROWS:
-        keys, values, gates = time * key_heads * K * 2, time * heads * V * 2, time * heads * 4
-        products = CHUNK * (2 * K + 2 * V) + 3 * K * V  # k kᵀ, q kᵀ; T r, P v'; k S, q S, kᵀ v'
-        packed = f", {sequences} sequences" if sequences > 1 else ""
-        slow = ", slow decay" if slower > 1 else ""
-        yield Workload(
-            f"gated_delta_rule {time} tokens, {key_heads} and {heads} heads{packed}{slow}",
-            TIMED,
-            _layer(time, key_heads, heads, sequences, slower),
-            2 * keys + 2 * values + 2 * gates,
-            4 * keys + 3 * values + 4 * gates,
-            None,
-            peers=("fla_gated_delta_rule", "flash_qla_gated_delta_rule"),
-            compile=False,
-            devices=("cuda",),
-            operations=2 * time * heads * products,
-            kept=True,
-            recorded=True,
-        )
+def _workload(time: int, key_heads: int, heads: int, sequences: int, slower: int) -> Workload:
+    keys, values, gates = time * key_heads * K * 2, time * heads * V * 2, time * heads * 4
+    products = CHUNK * (2 * K + 2 * V) + 3 * K * V  # k kᵀ, q kᵀ; T r, P v'; k S, q S, kᵀ v'
+    packed = f", {sequences} sequences" if sequences > 1 else ""
+    slow = ", slow decay" if slower > 1 else ""
+    return Workload(
+        name=f"gated_delta_rule {time} tokens, {key_heads} and {heads} heads{packed}{slow}",
+        subject=_TIMED,
+        make=_layer(time, key_heads, heads, sequences, slower),
+        forward_bytes=2 * keys + 2 * values + 2 * gates,
+        backward_bytes=4 * keys + 3 * values + 4 * gates,
+        baseline=None,
+        peers=("fla_gated_delta_rule", "flash_qla_gated_delta_rule"),
+        compile=False,
+        devices=("cuda",),
+        operations=2 * time * heads * products,
+        kept=True,
+        recorded=True,
+    )
 
 
 _chunked = partial(reference.gated_delta_rule, by_chunks=True)
@@ -266,7 +317,7 @@ _BYTES = _TIME * _HEADS * K * 4
 _ON_A_CPU = Workload(
     name=f"{_TIME} tokens × {_HEADS} heads of {K}×{V}, float32",
     # The recurrence would keep a state for every token; by chunks it is the same function, and fits.
-    subject=replace(RULE, reference=_chunked, reference_backward=gradients(_chunked)),
+    subject=replace(_RULE, reference=_chunked, reference_backward=gradients(_chunked)),
     make=tokens((1, _TIME, _HEADS, _HEADS, K, V), decay=0.1),
     forward_bytes=4 * _BYTES,
     backward_bytes=8 * _BYTES,
@@ -277,12 +328,12 @@ _ON_A_CPU = Workload(
     compile=False,
 )
 
-WORKLOADS = (*_workloads(), _ON_A_CPU)
+WORKLOADS = (*(_workload(*row) for row in _ROWS), _ON_A_CPU)
 
 
 # ---------------------------------------------------------------------------------------------- builds
 
-_LAYERS = (
+_LAYERS: tuple[tuple[Any, ...], ...] = (
     (torch.bfloat16, (16, 32), (128, 128), False, True),
     (torch.bfloat16, (16, 32), (128, 128), True, True),
     (torch.bfloat16, (4, 8), (128, 128), False, True),
@@ -295,7 +346,7 @@ _LAYERS = (
 """Element type, key and value heads, K and V, whether q and k are normalised, and whether kernels are built for memory
 of the caller without alignment too. Few heads are split."""
 
-_ON_HOPPER = (
+_ON_HOPPER: tuple[tuple[Any, ...], ...] = (
     (torch.bfloat16, (16, 32), (128, 128), False, True),
     (torch.bfloat16, (16, 32), (128, 128), True, False),
     (torch.bfloat16, (32, 32), (128, 128), False, False),
@@ -312,22 +363,22 @@ _ON_HOPPER = (
 
 def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
     (key_heads, value_heads), (K, V), time = heads, sizes, 32768
-    q, k, v = (
-        torch.empty(1, time, *shape, dtype=dtype, device="meta")
-        for shape in ((key_heads, K), (key_heads, K), (value_heads, V))
-    )
-    g, beta = (torch.empty(1, time, value_heads, device="meta") for _ in range(2))
+    q, k = (on_meta(1, time, key_heads, K, dtype=dtype) for _ in range(2))
+    v = on_meta(1, time, value_heads, V, dtype=dtype)
+    g, beta = (on_meta(1, time, value_heads) for _ in range(2))
     return bind(gated_delta_rule, q, k, v, g, beta, normalize_qk=normalize, **rest)
 
 
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
-    for dtype, heads, sizes, normalize, unaligned in _LAYERS:
-        states = {"initial_state": torch.empty(4, heads[1], *sizes, device="meta"), "output_final_state": True}
-        bounds = torch.empty(5, dtype=torch.int64, device="meta")
-        yield _built(dtype, heads, sizes, normalize, cu_seqlens=bounds, **states), "triton.chunked", unaligned
+    for *layer, unaligned in _LAYERS:
+        _, heads, sizes, _ = layer
+        states: dict[str, Any] = {"initial_state": on_meta(4, heads[1], *sizes), "output_final_state": True}
+        bounds = on_meta(5, dtype=torch.int64)
+        yield _built(*layer, cu_seqlens=bounds, **states), "triton.chunked", unaligned
     yield _built(torch.bfloat16, (4, 8), (128, 128), False), "triton.chunked", False  # rows of a batch, which are split
-    for dtype, heads, sizes, normalize, unaligned in _ON_HOPPER:
-        states = {"initial_state": torch.empty(1, heads[1], *sizes, device="meta"), "output_final_state": True}
-        yield _built(dtype, heads, sizes, normalize), "gluon.fused", unaligned
-        yield _built(dtype, heads, sizes, normalize, **states), "gluon.fused", unaligned
+    for *layer, unaligned in _ON_HOPPER:
+        _, heads, sizes, _ = layer
+        states = {"initial_state": on_meta(1, heads[1], *sizes), "output_final_state": True}
+        yield _built(*layer), "gluon.fused", unaligned
+        yield _built(*layer, **states), "gluon.fused", unaligned

@@ -27,23 +27,20 @@ all heads of a block at once; only the state goes from chunk to chunk. All of it
 float64; the running sum of g in float64.
 """
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.gated_delta.arguments import EPSILON, NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE
-from adjoint.ops.gated_delta.faults import POSITIVE_GATE
-from adjoint.ops.gated_delta.inverse import inverse
+from adjoint.ops.gated_delta.arguments import EPSILON, NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, POSITIVE_GATE
 from adjoint.ops.gated_delta.packing import Group, Tokens, bounds, groups
 
 # --------------------------------------------------------------------------------------------- one block
 
 
-@dataclass(frozen=True)
-class _Inputs:
+class _Inputs(NamedTuple):
     """The op's tensors on the flat token axis: q, k [tokens, Hg, K], v [tokens, H, V], g, beta [tokens, H]."""
 
     q: Tensor
@@ -54,9 +51,20 @@ class _Inputs:
     scale: float
     normalize: bool
 
+    @staticmethod
+    def of(tokens: list[Tensor], scale: float, normalize: bool) -> "_Inputs":
+        q, k, v, g, beta = (x.flatten(0, 1) for x in tokens)
+        return _Inputs(q, k, v, g, beta, scale, normalize)
+
     @property
-    def per_key_head(self) -> int:
-        return self.v.shape[1] // max(1, self.q.shape[1])
+    def kind(self) -> torch.dtype:
+        """The type everything is computed in."""
+        return wide_dtype(self.v.dtype)
+
+    def heads(self, group: Group) -> slice:
+        """The value heads of a group's key heads."""
+        repeat = self.v.shape[1] // max(1, self.q.shape[1])
+        return slice(group.first_head * repeat, (group.first_head + group.heads) * repeat)
 
 
 class _Block:
@@ -64,12 +72,10 @@ class _Block:
 
     def __init__(self, inputs: _Inputs, group: Group, segment: int) -> None:
         tokens = self.tokens = Tokens(group, segment, inputs.v.device)
-        kind = wide_dtype(inputs.v.dtype)
-        self.repeat = inputs.per_key_head
+        self.steps, self.scale, kind = tokens.steps, inputs.scale, inputs.kind
         self.key_heads = slice(group.first_head, group.first_head + group.heads)
-        self.heads = slice(group.first_head * self.repeat, (group.first_head + group.heads) * self.repeat)
-        self.steps, self.lanes = tokens.steps, tokens.number * group.heads * self.repeat
-        self.scale = inputs.scale
+        self.heads = inputs.heads(group)
+        self.repeat = (self.heads.stop - self.heads.start) // group.heads
         q, k = (tokens.gather(x[:, self.key_heads], kind) for x in (inputs.q, inputs.k))
         self.q_norm = self.k_norm = None
         if inputs.normalize:
@@ -98,6 +104,10 @@ class _Block:
         x = x.view(self.steps, self.tokens.number, -1, self.repeat, *x.shape[2:])
         return x.sum(3) if self.repeat > 1 else x.squeeze(3)
 
+    def by_sequence(self, x: Tensor) -> Tensor:
+        """[steps, lanes, ...] -> [steps, sequences, value heads, ...]"""
+        return x.unflatten(1, (self.tokens.number, -1))
+
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of all chunks, and the state after them."""
         scores = self.qk * self.decay
@@ -117,8 +127,11 @@ class _Block:
     def _next(self, s: int, state: Tensor, new_values: Tensor) -> Tensor:
         return torch.baddbmm(state * self.chunk_decay[s], (self.k[s] * self.to_end[s]).mT, new_values)
 
-    def backward(self, state: Tensor, dstate: Tensor, dout: Tensor | None, need: int) -> "_Gradients":
-        """The gradients of the block's inputs, and of the state it begins with."""
+    def backward(
+        self, state: Tensor, dstate: Tensor, dout: Tensor | None, need: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient of the state the block begins with, by lane, and those of its inputs that are needed and not 0,
+        as `[steps, sequences, heads, chunk, ...]`."""
         shape = (self.steps, *state.shape)
         states, dstates = state.new_empty(shape), state.new_empty(shape)
         predicted, new_values, dnew, Y = (torch.empty_like(self.v) for _ in range(4))
@@ -139,30 +152,16 @@ class _Block:
             if dout is not None:
                 dstate.baddbmm_((self.q[s] * self.from_start[s]).mT, dout[s])
             dstate.baddbmm_(self.k[s].mT, Y[s] * (self.beta[s] * self.from_start[s]), alpha=-1)
-        return self._collect(states, dstates, dstate, dout, predicted, new_values, Y, need)
-
-    def _collect(
-        self,
-        states: Tensor,
-        dstates: Tensor,
-        dstate: Tensor,
-        dout: Tensor | None,
-        predicted: Tensor,
-        new_values: Tensor,
-        Y: Tensor,
-        need: int,
-    ) -> "_Gradients":
         dv = Y * self.beta
-        gradients = _Gradients(state=dstate, v=dv.unflatten(1, (self.tokens.number, -1)))
+        gradients = {"v": self.by_sequence(dv)}
         if not need & (NEED_Q | NEED_K | NEED_G | NEED_BETA):
-            return gradients
+            return dstate, gradients
         N = torch.matmul(Y, new_values.mT).mul_(self.decay).neg_().tril_(-1)
         of_grams = N * self.kk
         if need & NEED_BETA:
-            dbeta = (Y * (self.v - predicted)).sum(-1).add_(of_grams.sum(-1))
-            gradients.beta = dbeta.unflatten(1, (self.tokens.number, -1))
+            gradients["beta"] = self.by_sequence((Y * (self.v - predicted)).sum(-1).add_(of_grams.sum(-1)))
         if not need & (NEED_Q | NEED_K | NEED_G):
-            return gradients
+            return dstate, gradients
         of_state = torch.matmul(new_values, dstates.mT).mul_(self.to_end)
         through_decay = of_grams.mul_(self.beta)
         since_start = (dv * predicted).sum(-1).neg_()
@@ -174,40 +173,28 @@ class _Block:
                 since_start.add_((self.q * dq).sum(-1))
             if need & NEED_Q:
                 dq += torch.matmul(M, self.k)
-                gradients.q = self._unnormalized(dq, self.q, self.q_norm)
+                gradients["q"] = self._unnormalized(dq, self.q, self.q_norm)
         if need & NEED_G:
             until_end = (self.k * of_state).sum(-1)
             through_state = (states * dstates).sum((-1, -2)) * self.chunk_decay[..., 0, 0]
             dg = _passing(through_decay, since_start, until_end).add_(through_state.unsqueeze(-1))
-            gradients.g = dg.unflatten(1, (self.tokens.number, -1))
+            gradients["g"] = self.by_sequence(dg)
         if need & NEED_K:
             dk = of_state.sub_(torch.matmul(dv * self.from_start, states.mT))
             E = N.mul_(self.beta)
             dk += torch.matmul(E + E.mT, self.k)
             if dout is not None:
                 dk += torch.matmul(M.mT, self.q)
-            gradients.k = self._unnormalized(dk, self.k, self.k_norm)
-        return gradients
+            gradients["k"] = self._unnormalized(dk, self.k, self.k_norm)
+        return dstate, gradients
 
     def _unnormalized(self, dy: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
         """The gradient of q or k for one of what was normalised; y = x·norm, so dx = norm·(dy − y (y·dy))."""
-        if norm is None:
-            return self._each_key_head(dy)
         total = self._each_key_head(dy)
+        if norm is None:
+            return total
         y = y.view(self.steps, self.tokens.number, -1, self.repeat, *y.shape[2:])[:, :, :, 0]
         return total.sub_(y * (y * total).sum(-1, keepdim=True)).mul_(norm)
-
-
-@dataclass
-class _Gradients:
-    """What a block gives back: `[steps, sequences, heads, chunk, ...]`, the state's by lane; None where it is zero."""
-
-    state: Tensor
-    v: Tensor
-    q: Tensor | None = None
-    k: Tensor | None = None
-    g: Tensor | None = None
-    beta: Tensor | None = None
 
 
 def _decays(log_decay: Tensor, kind: torch.dtype) -> Tensor:
@@ -239,103 +226,100 @@ def _normalize(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * norm, norm
 
 
+# ----------------------------------------------------------------------------------------- chunk inverse
+
+_SUBSTITUTED = 16
+"""Rows of a diagonal block that is inverted row by row; larger ones are put together from these."""
+
+
+def inverse(A: Tensor) -> Tensor:
+    """(I + A)⁻¹ of strictly lower triangular matrices [..., C, C], C a power of two.
+
+    Diagonal blocks by substitution, then pairs of blocks into one of twice the size:
+    the inverse of [[X, 0], [Z, Y]] is [[X⁻¹, 0], [−Y⁻¹ Z X⁻¹, Y⁻¹]].
+    """
+    size = A.shape[-1]
+    A = A.reshape(-1, size, size)
+    width = min(size, _SUBSTITUTED)
+    blocks = [slice(begin, begin + width) for begin in range(0, size, width)]
+    T = torch.zeros_like(A)
+    T.diagonal(dim1=1, dim2=2).fill_(1)
+    diagonal, inverses = (torch.cat([X[:, at, at] for at in blocks]) for X in (A, T))
+    for i in range(1, width):
+        inverses[:, i, :i] = torch.bmm(diagonal[:, i : i + 1, :i], inverses[:, :i, :i]).neg_()[:, 0]
+    for number, at in enumerate(blocks):
+        T[:, at, at] = inverses[number * len(A) : (number + 1) * len(A)]
+    while width < size:
+        for begin in range(0, size, 2 * width):
+            upper, lower = slice(begin, begin + width), slice(begin + width, begin + 2 * width)
+            joined = torch.bmm(torch.bmm(T[:, lower, lower], A[:, lower, upper]), T[:, upper, upper])
+            T[:, lower, upper] = joined.neg_()
+        width *= 2
+    return T
+
+
 # ------------------------------------------------------------------------------------------- the whole op
 
 
-def _flat(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, normalize: bool) -> _Inputs:
-    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    return _Inputs(q, k, v, g, beta, scale, normalize)
-
-
-@torch.no_grad()
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    normalize: bool,
-    out: Tensor,
-    final_state: Tensor | None,
-    saved: Tensor | None,
-) -> None:
+def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     """Writes the outputs; the final states, and those between segments, where they are needed."""
+    *tokens, initial_state, cu_seqlens, scale, normalize, output_final_state, keep = arguments
+    (q, _, v, g, _), (out, final_state, saved) = tokens, outputs
     report(POSITIVE_GATE, g, g > 0)
     starts, lengths = bounds(q.shape[0], q.shape[1], cu_seqlens, raises=True)
-    if final_state is not None:
+    if output_final_state:
         _set(final_state, initial_state)
-    if saved is not None:
+    if keep:
         saved.zero_()
     if cu_seqlens is not None or not q.numel():  # tokens that belong to no sequence, keys of no size
         out.zero_()
     if not (q.numel() and v.numel()):
         return
-    inputs, flat_out = _flat(q, k, v, g, beta, scale, normalize), out.flatten(0, 1)
+    inputs, flat_out = _Inputs.of(tokens, scale, normalize), out.flatten(0, 1)
     for group in groups(starts, lengths, q.shape[2], v.shape[2]):
         states = _States(inputs, group, initial_state)
         for segment in range(group.segments):
             block = _Block(inputs, group, segment)
             state = states.active(block)
-            if saved is not None and segment:
+            if keep and segment:
                 saved[group.saved(segment, saved.device), block.heads] = states.by_sequence(state)
             chunks, state = block.forward(state)
             states.update(state)
-            block.tokens.scatter(flat_out[:, block.heads], chunks.unflatten(1, (block.tokens.number, -1)))
-        if final_state is not None:
+            block.tokens.scatter(flat_out[:, block.heads], block.by_sequence(chunks))
+        if output_final_state:
             final_state[group.numbers(v.device), states.heads] = states.all
 
 
-@torch.no_grad()
-def backward(
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    scale: float,
-    normalize: bool,
-    need: int,
-    gradients: tuple[Tensor, ...],
-) -> None:
+def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
     """Writes the gradients of q, k, v, g, beta and the initial states, those that `need` asks for."""
+    do, dfinal, *tokens, initial_state, cu_seqlens, saved, scale, normalize, need = arguments
+    (q, _, v, _, _), dinitial = tokens, gradients[5]
     starts, lengths = bounds(q.shape[0], q.shape[1], cu_seqlens, raises=False)
-    for bit, gradient in enumerate(gradients[:5]):
-        if need >> bit & 1:
-            gradient.zero_()
-    dinitial = gradients[5] if need & NEED_STATE else None
-    if dinitial is not None:
+    names = ("q", "k", "v", "g", "beta")
+    targets = {name: gradients[bit].flatten(0, 1).zero_() for bit, name in enumerate(names) if need >> bit & 1}
+    if need & NEED_STATE:
         _set(dinitial, dfinal)
     if not (q.numel() and v.numel()):
         return
-    inputs = _flat(q, k, v, g, beta, scale, normalize)
-    flat_dout = None if dout is None else dout.flatten(0, 1)
-    targets = [gradient.flatten(0, 1) if need >> bit & 1 else None for bit, gradient in enumerate(gradients[:5])]
+    inputs = _Inputs.of(tokens, scale, normalize)
+    flat_do = None if do is None else do.flatten(0, 1)
     for group in groups(starts, lengths, q.shape[2], v.shape[2]):
         initial_states, dstates = _States(inputs, group, initial_state), _States(inputs, group, dfinal)
         for segment in reversed(range(group.segments)):
             block = _Block(inputs, group, segment)
             if segment:
-                at = saved[group.saved(segment, saved.device), block.heads].to(initial_states.all.dtype).flatten(0, 1)
+                state = saved[group.saved(segment, saved.device), block.heads].to(inputs.kind).flatten(0, 1)
             else:
-                at = initial_states.active(block)
+                state = initial_states.active(block)
             upstream = None
-            if flat_dout is not None:
-                upstream = block.tokens.gather(flat_dout[:, block.heads], at.dtype).flatten(1, 2)
-            block_gradients = block.backward(at, dstates.active(block), upstream, need)
-            dstates.update(block_gradients.state)
-            parts = (block_gradients.q, block_gradients.k, block_gradients.v, block_gradients.g, block_gradients.beta)
-            for number, (target, part) in enumerate(zip(targets, parts, strict=True)):
-                if target is not None and part is not None:
-                    block.tokens.scatter(target[:, block.key_heads if number < 2 else block.heads], part)
-        if dinitial is not None:
+            if flat_do is not None:
+                upstream = block.tokens.gather(flat_do[:, block.heads], inputs.kind).flatten(1, 2)
+            dstate, parts = block.backward(state, dstates.active(block), upstream, need)
+            dstates.update(dstate)
+            for name in targets.keys() & parts.keys():
+                heads = block.key_heads if name in ("q", "k") else block.heads
+                block.tokens.scatter(targets[name][:, heads], parts[name])
+        if need & NEED_STATE:
             dinitial[group.numbers(v.device), dstates.heads] = dstates.all
 
 
@@ -350,14 +334,12 @@ class _States:
     """The states of a group's sequences and heads, as they go from segment to segment."""
 
     def __init__(self, inputs: _Inputs, group: Group, states: Tensor | None) -> None:
-        first, repeat = group.first_head, inputs.per_key_head
-        self.heads = slice(first * repeat, (first + group.heads) * repeat)
-        kind, device = wide_dtype(inputs.v.dtype), inputs.v.device
+        self.heads, device = inputs.heads(group), inputs.v.device
         if states is None:
             shape = (len(group.sequences), self.heads.stop - self.heads.start, inputs.q.shape[-1], inputs.v.shape[-1])
-            self.all = torch.zeros(shape, dtype=kind, device=device)
+            self.all = torch.zeros(shape, dtype=inputs.kind, device=device)
         else:
-            self.all = states[group.numbers(device)][:, self.heads].to(kind, copy=True).contiguous()
+            self.all = states[group.numbers(device)][:, self.heads].to(inputs.kind, copy=True).contiguous()
 
     def active(self, block: _Block) -> Tensor:
         """The states of the sequences that reach a block, by lane."""

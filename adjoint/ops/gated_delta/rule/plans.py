@@ -1,30 +1,18 @@
 """Which code serves which problem of the gated delta rule, and what it guarantees."""
 
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.kernels import NVIDIA
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
-from adjoint.ops.gated_delta.promises import (
-    BACKWARD,
-    CASES,
-    DOMAIN,
-    FORWARD,
-    domain_of,
-    eager_candidate,
-    empirical_error,
-    promise,
-)
+from adjoint.ops.gated_delta.promises import BACKWARD, CASES, FORWARD, domain_of, eager_candidate, promise
 from adjoint.ops.gated_delta.rule import eager
 from adjoint.ops.gated_delta.rule.shape import FEW_HEADS, REVERSE_SEGMENT, UNSPLIT_REVERSE, Shape
 
@@ -35,47 +23,30 @@ _OUT_OF_RANGE = (
     "then taken as it is, cu_seqlens as what lies within bounds, and tokens of no sequence give 0"
 )
 
-
-def _rule_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    dtype, wide = problem.dtypes[0], wide_dtype(problem.dtypes[0])
-    state = empirical_error(wide, wide, FORWARD)
-    return {
-        "o": promise(problem, empirical_error(dtype, wide, FORWARD), int(dtype != wide), out_of_range=_OUT_OF_RANGE),
-        "final_state": promise(problem, state, 0, out_of_range=_OUT_OF_RANGE),
-        "saved": promise(problem, state, 0, domain="what the backward begins its segments with"),
-    }
+# ---------------------------------------------------------------------------------------- in plain PyTorch
 
 
-def _rule_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
+def _guarantee(problem: Problem) -> dict[str, Guarantee]:
+    wide = wide_dtype(problem.dtypes[0])
+    outputs = {"o": problem.dtypes[0], "final_state": wide}
+    kept = promise(problem, {"saved": wide}, FORWARD, domain="what the backward begins its segments with")
+    return promise(problem, outputs, FORWARD, out_of_range=_OUT_OF_RANGE) | kept
+
+
+def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, g, beta = problem.dtypes[:3]
-    wide = wide_dtype(dtype)
-    kinds = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dinitial_state": wide}
-    return {
-        name: promise(problem, empirical_error(kind, wide, BACKWARD), int(kind != wide), domain=domain_of(name))
-        for name, kind in kinds.items()
-    }
+    state = wide_dtype(dtype)
+    dtypes = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dinitial_state": state}
+    return promise(problem, dtypes, BACKWARD)
 
 
-def _rule(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    *inputs, output_final_state, keep = arguments
-    out, final_state, saved = outputs
-    eager.forward(*(*inputs, out, final_state if output_final_state else None, saved if keep else None))
+_CHUNKS: dict[str, Any] = {
+    "numeric": lambda problem: {"chunk": CHUNK, "segment": SEGMENT},
+    "waits": lambda problem: len(problem.dtypes) > 3,  # with cu_seqlens, the number of chunks is data
+}
 
 
-def _rule_backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    eager.backward(*(*arguments, outputs))
-
-
-def _is_packed(problem: Problem) -> bool:
-    """Whether there is `cu_seqlens`, whose chunks plain PyTorch has to count."""
-    return len(problem.dtypes) > 3
-
-
-def _chunks(problem: Problem) -> dict[str, Any]:
-    return {"chunk": CHUNK, "segment": SEGMENT}
-
-
-# ---------------------------------------------------------------------------------------------- kernels
+# ---------------------------------------------------------------------------------------------- on kernels
 
 MAX_TOKENS = 2**31 - 2**17
 """Places on the token axis are 32 bits, with room for the rows of a chunk past the last."""
@@ -104,122 +75,90 @@ def refuse(problem: Problem) -> str:
     return ""
 
 
-CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
-"""Of o, final and saved states, as the kernels compute them. The largest measured are in docs/gated-delta.md."""
-
-_FLOORS = {torch.float16: torch.finfo(torch.float16).smallest_normal}
-"""What lies in memory between kernels loses digits below this."""
-
-_KERNEL_CASES = f"{CASES}; K and V up to 256"
-
-_ROUNDINGS = {"o": 5, "final_state": 4, "saved": 4}
-"""Of what a product takes, to the storage type: T, the state, the residual, the new values, and with o itself."""
-
-
-_CHUNKS_OF_A_SEQUENCE = f"products of chunks of {CHUNK} tokens, counted from the start of a sequence"
-
-
-def _order(shape: Shape) -> str:
-    """What fixes the bits of a sequence."""
-    order = _CHUNKS_OF_A_SEQUENCE
-    longer = ""
-    if shape.may_split:
-        order += f"; up to {FEW_HEADS} value heads, segments of {SEGMENT} begin with M S + B of the state S before"
-        longer = f", unless it is longer than {SEGMENT} tokens"
-    return f"{order}; cut after a whole number of chunks with the state carried on, a sequence keeps its bits{longer}"
-
-
-def _kernel_promise(problem: Problem, name: str, **words: Any) -> Guarantee:
-    """What the kernels promise of an output of the forward."""
-    dtype = problem.dtypes[0]
-    narrow = dtype != torch.float32
-    products = "" if narrow else "; products are IEEE float32, those with M three of TF32 parts each"
-    limits = "; new values and states stay below 65504" if dtype == torch.float16 else ""
-    return Guarantee(
-        repeatable=True,
-        batch_invariant="sequence",
-        prefix_invariant=True,
-        device_invariant=False,
-        accumulator="float32",
-        roundings=_ROUNDINGS[name] if narrow else 0,
-        error=Empirical(CEILINGS[dtype], _KERNEL_CASES, _FLOORS.get(dtype, 0.0)),
-        domain=f"{DOMAIN}{limits}; {_order(Shape.of(problem))}{products}",
-        **words,
-    )
-
-
-def _kernel_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    return {
-        name: _kernel_promise(problem, name, **({} if name == "saved" else {"out_of_range": _OUT_OF_RANGE}))
-        for name in ("o", "final_state", "saved")
-    }
-
-
-def _refuse_dtype(problem: Problem) -> str:
-    """Why the kernels for Hopper cannot serve the types of a problem."""
-    element = problem.dtypes[0]
-    return "" if element in (torch.bfloat16, torch.float16) else f"takes 16-bit types, this is {element}"
-
-
 def _refuse_hopper(problem: Problem) -> str:
-    """Why the forward scan for Hopper cannot serve a problem."""
-    shape = Shape.of(problem)
-    if refusal := _refuse_dtype(problem):
-        return refusal
+    """Why the kernels for Hopper cannot serve a problem."""
+    shape, backward = Shape.of(problem), problem.op.endswith("backward")
+    if shape.element not in (torch.bfloat16, torch.float16):
+        return f"takes 16-bit types, this is {shape.element}"
+    if backward and (shape.K not in (64, 128) or shape.V not in (64, 128)):
+        return f"takes K and V of 64 or 128, these are {shape.K} and {shape.V}"
     if shape.K not in (64, 128) or shape.V % 64 or not shape.V:
         return f"takes K of 64 or 128 and V of a multiple of 64, these are {shape.K} and {shape.V}"
+    if backward and not shape.has_output_gradient:
+        return "takes a gradient of the outputs, and there is none"
     return refuse(problem)
 
+
+CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
+"""Of o, final and saved states, as the kernels compute them. The largest measured are in docs/gated-delta.md."""
 
 BACKWARD_CEILINGS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of every gradient. The largest that was measured: 2.1e-6, 2.0e-2 and 1e-3, of dg where states are random and their
 products ⟨S, dS⟩, of 16-bit numbers, cancel; on layers of 1024 tokens and more 7e-7, 1.3e-2 and 9e-4."""
 
-_BACKWARD_ROUNDINGS = {"dq": 7, "dk": 8, "dv": 8, "dg": 8, "dbeta": 8, "dinitial_state": 6}
-"""Of what a product takes or memory keeps, on the longest way to a gradient: T, S, the residual and v' as forward;
-W, Tᵀ Pᵀ do, dS⁺, β·e^G·Y, Y; M or E; and the gradient itself."""
+_ROUNDINGS = {
+    "o": 5, "final_state": 4, "saved": 4,
+    "dq": 7, "dk": 8, "dv": 8, "dg": 8, "dbeta": 8, "dinitial_state": 6,
+}  # fmt: skip
+"""Of what a product takes or memory keeps, to the storage type, on the longest way to a result.
 
+Forward: T, the state, the residual, the new values, and with o itself. Backward: T, S, the residual and v' as forward;
+W, Tᵀ Pᵀ do, dS⁺, β·e^G·Y, Y; M or E; and the gradient itself.
+"""
 
 _THROUGH_M = 3
 """More on the way of what depends on dS, where it passes through the M of a segment: S, the residual and v'."""
 
+_FLOORS = {torch.float16: torch.finfo(torch.float16).smallest_normal}
+"""What lies in memory between kernels loses digits below this."""
 
-def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    dtype, shape = problem.dtypes[0], Shape.of(problem)
-    narrow = dtype != torch.float32
-    products = "" if narrow else ", in IEEE float32 or as three of TF32 parts"
-    order = _CHUNKS_OF_A_SEQUENCE + products
-    if shape.may_split:
-        order += f"; up to {FEW_HEADS} value heads, sequences of more than {UNSPLIT_REVERSE} tokens are segments of "
-        order += f"{REVERSE_SEGMENT} that end with Mᵀ dS + B of the gradient dS after"
-    limits = "; new values, states and their gradients stay below 65504" if dtype == torch.float16 else ""
+
+def _promise(
+    problem: Problem, name: str, ceiling: float, domain: str, extra_roundings: int = 0, **words: Any
+) -> Guarantee:
+    """What the kernels promise of a result."""
+    dtype = problem.dtypes[0]
+    return Guarantee(
+        repeatable=True,
+        batch_invariant="sequence",
+        device_invariant=False,
+        accumulator="float32",
+        roundings=_ROUNDINGS[name] + extra_roundings if dtype != torch.float32 else 0,
+        error=Empirical(ceiling, f"{CASES}; K and V up to 256", _FLOORS.get(dtype, 0.0)),
+        domain=f"{domain_of(name)}{domain}",
+        **words,
+    )
+
+
+def _kernel_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    dtype, may_split = problem.dtypes[0], Shape.of(problem).may_split
+    domain = "; new values and states stay below 65504" if dtype == torch.float16 else ""
+    domain += f"; products of chunks of {CHUNK} tokens, counted from the start of a sequence"
+    if may_split:
+        domain += f"; up to {FEW_HEADS} value heads, segments of {SEGMENT} begin with M S + B of the state S before"
+    domain += "; cut after a whole number of chunks with the state carried on, a sequence keeps its bits"
+    domain += f", unless it is longer than {SEGMENT} tokens" if may_split else ""
+    if dtype == torch.float32:
+        domain += "; products are IEEE float32, those with M three of TF32 parts each"
+    out_of_range = {"o": _OUT_OF_RANGE, "final_state": _OUT_OF_RANGE, "saved": ""}
     return {
-        name: Guarantee(
-            repeatable=True,
-            batch_invariant="sequence",
-            device_invariant=False,
-            accumulator="float32",
-            roundings=roundings + _THROUGH_M * (shape.may_split and name != "dq") if narrow else 0,
-            error=Empirical(BACKWARD_CEILINGS[dtype], _KERNEL_CASES, _FLOORS.get(dtype, 0.0)),
-            domain=f"{domain_of(name)}{limits}; {order}",
-        )
-        for name, roundings in _BACKWARD_ROUNDINGS.items()
+        name: _promise(problem, name, CEILINGS[dtype], domain, prefix_invariant=True, out_of_range=words)
+        for name, words in out_of_range.items()
     }
 
 
-def _refuse_hopper_backward(problem: Problem) -> str:
-    """Why the kernel of all gradients for Hopper cannot serve a problem."""
-    shape = Shape.of(problem)
-    if refusal := _refuse_dtype(problem):
-        return refusal
-    if shape.K not in (64, 128) or shape.V not in (64, 128):
-        return f"takes K and V of 64 or 128, these are {shape.K} and {shape.V}"
-    if not shape.has_output_gradient:
-        return "takes a gradient of the outputs, and there is none"
-    return refuse(problem)
-
-
-# ------------------------------------------------------------------------------------------ candidates
+def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
+    dtype, may_split = problem.dtypes[0], Shape.of(problem).may_split
+    domain = "; new values, states and their gradients stay below 65504" if dtype == torch.float16 else ""
+    domain += f"; products of chunks of {CHUNK} tokens, counted from the start of a sequence"
+    domain += ", in IEEE float32 or as three of TF32 parts" if dtype == torch.float32 else ""
+    if may_split:
+        domain += f"; up to {FEW_HEADS} value heads, sequences of more than {UNSPLIT_REVERSE} tokens are segments of "
+        domain += f"{REVERSE_SEGMENT} that end with Mᵀ dS + B of the gradient dS after"
+    return {
+        name: _promise(problem, name, BACKWARD_CEILINGS[dtype], domain, _THROUGH_M * (may_split and name != "dq"))
+        for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
+    }
 
 
 def _entry(problem: Problem, hopper: bool) -> str:
@@ -234,27 +173,16 @@ def _entry(problem: Problem, hopper: bool) -> str:
     return ", ".join(words)
 
 
-def _on_kernels(
-    kernel: str,
-    direction: str,
-    refuse: Callable[[Problem], str],
-    guarantee: Callable[[Problem], dict[str, Guarantee]],
-    hopper: bool = False,
-) -> Candidate:
+def _on_kernels(kernel: str, direction: str, hopper: bool) -> Candidate:
     """A plan on kernels, in Triton alone or with those for Hopper."""
-
-    def setup(setup: Setup) -> Execute:
-        module = import_module(f"adjoint.ops.gated_delta.rule.{direction}")
-        return getattr(module, direction)(setup, hopper)  # type: ignore[no-any-return]
-
     return Candidate(
         name="gluon.fused" if hopper else "triton.chunked",
         backend="triton",
         kernel=kernel,
         revision=2,
-        refuse=refuse,
-        guarantee=guarantee,
-        setup=setup,
+        refuse=_refuse_hopper if hopper else refuse,
+        guarantee=_kernel_guarantee if direction == "forward" else _kernel_backward_guarantee,
+        setup=imported(f"adjoint.ops.gated_delta.rule.{direction}:{direction}", hopper=hopper),
         targets=("sm_90",) if hopper else NVIDIA,
         schedules=_SCHEDULES,
         entry=lambda problem: _entry(problem, hopper),
@@ -262,12 +190,12 @@ def _on_kernels(
 
 
 RULE = (
-    _on_kernels("rule_forward_scan_hopper", "forward", _refuse_hopper, _kernel_guarantee, hopper=True),
-    _on_kernels("rule_state_scan", "forward", refuse, _kernel_guarantee),
-    eager_candidate("eager.chunked", _rule_guarantee, _rule, _chunks, _is_packed),
+    _on_kernels("rule_forward_scan_hopper", "forward", hopper=True),
+    _on_kernels("rule_state_scan", "forward", hopper=False),
+    eager_candidate("eager.chunked", _guarantee, eager.forward, **_CHUNKS),
 )
 RULE_BACKWARD = (
-    _on_kernels("rule_gradients_hopper", "backward", _refuse_hopper_backward, _kernel_backward_guarantee, hopper=True),
-    _on_kernels("rule_reverse_scan", "backward", refuse, _kernel_backward_guarantee),
-    eager_candidate("eager.chunked", _rule_backward_guarantee, _rule_backward, _chunks, _is_packed),
+    _on_kernels("rule_gradients_hopper", "backward", hopper=True),
+    _on_kernels("rule_reverse_scan", "backward", hopper=False),
+    eager_candidate("eager.chunked", _backward_guarantee, eager.backward, **_CHUNKS),
 )

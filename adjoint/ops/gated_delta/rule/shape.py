@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.launch import Setup
+from adjoint.core.layout import copied_names
 from adjoint.core.op import Facts
 from adjoint.core.problem import Problem
 from adjoint.core.workspace import Memory
@@ -165,22 +166,22 @@ def describe(
     Their sizes are those of a `Shape`; after them, 1 or 0 says of initial_state, dfinal_state and do, as far as the op
     takes them, whether each is there. Their layout names what kernels cannot read where it lies.
     """
-    q, v, g, beta = (tokens[name] for name in ("q", "v", "g", "beta"))
+    q, v, g, beta = tokens["q"], tokens["v"], tokens["g"], tokens["beta"]
     assert q is not None and v is not None and g is not None and beta is not None
     rows, time, key_heads, K = q.shape
-    ids: tuple[torch.dtype, ...] = ()
-    sequences = rows
-    if cu_seqlens is not None:
-        ids, sequences = (cu_seqlens.dtype,), cu_seqlens.shape[0] - 1
+    _, _, heads, V = v.shape
     optional = (*states.values(), tokens["do"]) if "do" in tokens else tuple(states.values())
-    present = (0 if x is None else 1 for x in optional)
+    present = [0 if x is None else 1 for x in optional]
     copied = [name for name, x in tokens.items() if x is not None and x.dim() == 4 and not is_readable(x)]
     copied += [name for name, state in states.items() if state is not None and not state.is_contiguous()]
-    if cu_seqlens is not None and not cu_seqlens.is_contiguous():
-        copied.append("cu_seqlens")
-    layout = " ".join((*copied, "copied")) if copied else ""
-    sizes = (rows, time, sequences, key_heads, v.shape[2], K, v.shape[3], *present)
-    return Facts((q.dtype, g.dtype, beta.dtype, *ids), layout, sizes)
+    dtypes: tuple[torch.dtype, ...] = (q.dtype, g.dtype, beta.dtype)
+    sequences = rows
+    if cu_seqlens is not None:
+        dtypes, sequences = (*dtypes, cu_seqlens.dtype), cu_seqlens.shape[0] - 1
+        if not cu_seqlens.is_contiguous():
+            copied.append("cu_seqlens")
+    layout = f"{', '.join(copied)} copied" if copied else ""
+    return Facts(dtypes, layout, (rows, time, sequences, key_heads, heads, K, V, *present))
 
 
 class TokenRows(NamedTuple):
@@ -215,47 +216,39 @@ def is_readable(x: Tensor) -> bool:
 
 def token_rows(x: Tensor, copy: Tensor | None = None) -> TokenRows:
     """Tokens for the kernels: where they lie, or copied into memory for [B, T, heads, padded size]."""
-    if copy is None and x.data_ptr() % 16 == 0:
-        return TokenRows(x, *_strides(x))
     rows, time, heads, size = x.shape
+    if copy is None and x.data_ptr() % 16 == 0:  # where there is one token or head, the strides are as if of more
+        token = x.stride(1) if time > 1 else x.stride(0) if rows > 1 else heads * size
+        return TokenRows(x, token, x.stride(2) if heads > 1 else size)
+    padded = pad_to_16(size)
     if copy is None:  # memory that torch did not allocate
-        copy = x.new_empty(rows * time * heads * pad_to_16(size))
-    wide = copy.view(rows, time, heads, pad_to_16(size))
+        copy = x.new_empty(rows * time * heads * padded)
+    wide = copy.view(rows, time, heads, padded)
     wide[..., :size].copy_(x)
-    if size < pad_to_16(size):
+    if size < padded:
         wide[..., size:].zero_()
-    return TokenRows(copy, heads * pad_to_16(size), pad_to_16(size))
-
-
-def _strides(x: Tensor) -> tuple[int, int]:
-    """The strides of the tokens of all rows and of their heads; where there is one, as if there were more."""
-    rows, time, heads, size = x.shape
-    token = x.stride(1) if time > 1 else x.stride(0) if rows > 1 else heads * size
-    return token, x.stride(2) if heads > 1 else size
+    return TokenRows(copy, heads * padded, padded)
 
 
 class Copies:
-    """Memory for the inputs that kernels cannot read where they lie, and for those that are normalised."""
+    """Memory for the inputs that kernels cannot read where they lie, and for q and k where they are normalised."""
 
-    def __init__(self, setup: Setup, shape: Shape, normalized: tuple[str, ...]) -> None:
-        keys, values = shape.key_heads * pad_to_16(shape.K), shape.heads * pad_to_16(shape.V)
-        widths = {"q": keys, "k": keys, "v": values, "do": values}
-        self.names = frozenset(setup.problem.layout.split()[:-1])
-        for name in dict.fromkeys((*setup.problem.layout.split()[:-1], *normalized)):
-            if name in widths:
-                setup.scratch(**{f"copied_{name}": (shape.element, shape.tokens * widths[name])})
-            elif name == "cu_seqlens":
-                setup.scratch(copied_cu_seqlens=(shape.ids or torch.int64, shape.sequences + 1))
-            else:
-                states = shape.sequences * shape.heads * shape.K * shape.V
-                setup.scratch(**{f"copied_{name}": (torch.float32, states)})
+    def __init__(self, setup: Setup, shape: Shape, normalize: bool) -> None:
+        keys = (shape.element, shape.tokens * shape.key_heads * pad_to_16(shape.K))
+        values = (shape.element, shape.tokens * shape.heads * pad_to_16(shape.V))
+        states = (torch.float32, shape.sequences * shape.heads * shape.K * shape.V)
+        self.names = frozenset(copied_names(setup.problem.layout))
+        setup.copies(
+            q=keys, k=keys, v=values, do=values, initial_state=states, dfinal_state=states,
+            cu_seqlens=(shape.ids or torch.int64, shape.sequences + 1),
+        )  # fmt: skip
+        if normalize:
+            setup.scratch(**{f"copy_of_{name}": keys for name in ("q", "k") if name not in self.names})
 
     def contiguous(self, memory: Memory, name: str, x: Tensor | None) -> Tensor | None:
         """A state or cu_seqlens, or its copy."""
-        if x is None or name not in self.names:
-            return x
-        return memory.tensor(f"copied_{name}").view(x.shape).copy_(x)
+        return memory.contiguous(name, x) if x is not None and name in self.names else x
 
     def token_rows(self, memory: Memory, name: str, x: Tensor) -> TokenRows:
         """Tokens, or their copy."""
-        return token_rows(x, memory.tensor(f"copied_{name}") if name in self.names else None)
+        return token_rows(x, memory.tensor(f"copy_of_{name}") if name in self.names else None)

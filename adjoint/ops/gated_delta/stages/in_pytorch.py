@@ -8,10 +8,8 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.plan import Candidate
-from adjoint.core.problem import Problem, short, wide_dtype
-from adjoint.ops.gated_delta.promises import DOMAIN, eager_candidate, empirical_error, promise
-
-Promises = Callable[[Problem], dict[str, Guarantee]]
+from adjoint.core.problem import Problem, wide_dtype
+from adjoint.ops.gated_delta.promises import DOMAIN, Promises, eager_candidate, promise
 
 _CASES = "the family's cases: grouped heads, packed, tails"
 
@@ -21,18 +19,8 @@ def promised(ceiling: float, computed: torch.dtype | None = None, domain: str = 
 
     def promises(problem: Problem) -> dict[str, Guarantee]:
         wide = wide_dtype(problem.dtypes[0])
-        accumulator = computed or wide
         dtypes = {name: wide if isinstance(kind, str) else problem.dtypes[kind] for name, kind in kinds.items()}
-        return {
-            name: promise(
-                problem,
-                empirical_error(dtype, accumulator, ceiling, _CASES),
-                int(dtype != accumulator),
-                accumulator=short(accumulator),
-                domain=domain,
-            )
-            for name, dtype in dtypes.items()
-        }
+        return promise(problem, dtypes, ceiling, _CASES, computed, domain=domain)
 
     return promises
 
@@ -46,9 +34,8 @@ def backward(compute: Callable[..., tuple[Tensor, ...]], promises: Promises, has
     """Of `compute(*upstream, *inputs, *options) -> gradients`; `has_need` where the operator takes a mask of them."""
 
     def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        need = arguments[-1] if has_need else 1
-        gradients = compute(*arguments[:-1]) if has_need else compute(*arguments)
-        for bit, (target, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+        *inputs, need = arguments if has_need else (*arguments, 1)
+        for bit, (target, gradient) in enumerate(zip(outputs, compute(*inputs), strict=True)):
             if need >> bit & 1:
                 target.copy_(gradient)
 

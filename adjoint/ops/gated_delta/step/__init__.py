@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.arguments import require_ids
 from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.layout import overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.step import plans
 
@@ -25,31 +24,19 @@ MAX_TOKENS = 16
 """Tokens of a row a step takes."""
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_indices: Tensor | None, *_: Any
-) -> None:
+def _check(*arguments: Any) -> None:
+    q, k, v, g, beta, state, state_indices, *_ = arguments
     metadata.require_tokens(_OP, q, k, v, g, beta)
     if not 1 <= q.shape[1] <= MAX_TOKENS:
         raise ArgumentError(
             f"{_OP}: takes 1 to {MAX_TOKENS} tokens of each row, got {q.shape[1]}: tokens go one after the other here; "
             f"gated_delta_rule takes long sequences by chunks"
         )
-    require_floating(_OP, "state", state)
-    if state.dim() != 4:
-        raise ArgumentError(
-            f"{_OP}: state must have the axes [states, value heads, K, V], got shape {tuple(state.shape)}"
-        )
+    metadata.require_axes(_OP, "state", state, "states, value heads, K, V")
     number = q.shape[0] if state_indices is None else state.shape[0]
-    metadata.require_shape(
-        _OP, "state", state, (number, v.shape[2], q.shape[3], v.shape[3]), "[states, value heads, K, V]"
-    )
-    kinds = (torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)
-    if state.dtype not in kinds:
-        raise ArgumentError(
-            f"{_OP}: state must be {' or '.join(map(short, kinds))} beside {short(q.dtype)} q, k and v, got "
-            f"{short(state.dtype)}"
-        )
-    metadata.require_device(_OP, "state", state, "q", q)
+    shape = (number, v.shape[2], q.shape[3], v.shape[3])
+    dtypes = (torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)
+    metadata.require_beside(_OP, "state", state, shape, "[states, value heads, K, V]", dtypes, q, tokens="q, k and v")
     if state_indices is not None:
         require_ids(_OP, "state_indices", state_indices, "q", q)
         metadata.require_shape(_OP, "state_indices", state_indices, (q.shape[0],), "one for each row")
@@ -57,7 +44,7 @@ def _check(
 
 def _check_in_place(*arguments: Any) -> None:
     _check(*arguments)
-    state = arguments[5]
+    _q, _k, _v, _g, _beta, state, *_ = arguments
     if overlaps_itself(state):
         raise ArgumentError(
             f"{_OP}: state, which in_place=True overwrites, has elements that share memory: shape "
@@ -65,67 +52,66 @@ def _check_in_place(*arguments: Any) -> None:
         )
 
 
-def _allocate(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, indices: Any, *options: Any
-) -> tuple[Tensor, ...]:
-    all_states = options[2]
+def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
+    q, _k, v, _g, _beta, state, _indices, _scale, _normalize_qk, all_states, *_ = arguments
     rows = q.shape[:2] if all_states else q.shape[:1]
     return v.new_empty(v.shape), state.new_empty((*rows, v.shape[2], q.shape[3], v.shape[3]))
 
 
+def _absent_in_place(*arguments: Any) -> tuple[str, ...]:
+    _scale, _normalize_qk, all_states, *_ = arguments[len(_INPUTS) :]
+    return () if all_states else ("states",)
+
+
 def _allocate_in_place(*arguments: Any) -> tuple[Tensor, ...]:
-    all_states = arguments[9]
     out, states = _allocate(*arguments)
-    return out, states if all_states else states.new_empty(0)
+    return out, states.new_empty(0) if _absent_in_place(*arguments) else states
 
 
-def _describe(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_indices: Tensor | None, *_: Any
-) -> Facts:
-    kinds: tuple[torch.dtype, ...] = (q.dtype, g.dtype, beta.dtype, state.dtype)
+def _describe(*arguments: Any) -> Facts:
+    q, _k, v, g, beta, state, state_indices, *_ = arguments
+    dtypes: tuple[torch.dtype, ...] = (q.dtype, g.dtype, beta.dtype, state.dtype)
     if state_indices is not None:
-        kinds = (*kinds, state_indices.dtype)
-    return Facts(kinds, sizes=(q.shape[3], v.shape[3]))
+        dtypes = (*dtypes, state_indices.dtype)
+    return Facts(dtypes, sizes=(q.shape[3], v.shape[3]))
 
 
 def _describe_backward(do: Any, dnew_state: Any, *arguments: Any) -> Facts:
     """Those of the forward, and the rows, tokens and heads that the workspace depends on."""
+    _q, _k, v, *_ = arguments
     facts = _describe(*arguments)
-    return facts._replace(sizes=(*facts.sizes, *arguments[2].shape[:3]))
+    return facts._replace(sizes=(*facts.sizes, *v.shape[:3]))
 
 
 _INPUTS = ("q", "k", "v", "g", "beta", "state", "state_indices?")
 _OPTIONS = "float scale, bool normalize_qk, bool all_states"
+_FORWARD: dict[str, Any] = {"inputs": _INPUTS, "options": f"{_OPTIONS}, bool checking", "describe": _describe}
 
 _step = Op(
     _OP,
-    inputs=_INPUTS,
+    **_FORWARD,
     differentiable=_INPUTS[:6],
-    options=f"{_OPTIONS}, bool checking",
     outputs=("o", "new_state"),
     check=_check,
     allocate=_allocate,
-    describe=_describe,
     forward=lambda: plans.STEP,
     adjoint=Adjoint(
         lambda: plans.STEP_BACKWARD,
         _describe_backward,
         options=_OPTIONS,
-        options_of=lambda *arguments: arguments[7:10],
+        options_of=lambda *arguments: arguments[len(_INPUTS) : -1],
     ),
 )
 _step_in_place = Op(
     f"{_OP}_in_place",
+    **_FORWARD,
     label=_OP,
-    inputs=_INPUTS,
     differentiable=(),
-    options=f"{_OPTIONS}, bool checking",
     outputs=("o", "states"),
-    absent=lambda *arguments: () if arguments[9] else ("states",),
+    absent=_absent_in_place,
     overwrites=("state",),
     check=_check_in_place,
     allocate=_allocate_in_place,
-    describe=_describe,
     forward=lambda: plans.STEP_IN_PLACE,
 )
 

@@ -1,27 +1,36 @@
 """What `gated_delta_step` is tested, verified and timed on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-import adjoint
 from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
 from adjoint.core.plan import Call, bind
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.step import gated_delta_step
-from adjoint.ops.gated_delta.values import gradients, tokens, wrong, zeros
+from adjoint.ops.gated_delta.values import (
+    Sizes,
+    blank,
+    calls_of,
+    changed,
+    drawn_on,
+    gradients,
+    integers,
+    on_meta,
+    tokens,
+    wrong,
+    zeros,
+)
 
 
 def _rows(
-    shape: tuple[int, int, int, int, int, int],
-    state_indices: tuple[int, ...] | None = None,
-    states: int = 0,
-    narrow_state: bool = False,
+    shape: Sizes, state_indices: tuple[int, ...] | None = None, states: int = 0, narrow_state: bool = False
 ) -> Make:
     """q, k, v, g, beta, a pool of states, and which of them each row reads."""
 
@@ -53,15 +62,6 @@ def _step(
     return torch.stack(outputs), torch.stack(states)
 
 
-def _every_state(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return _step(*(*inputs, True))
-
-
-def _other_rows(*inputs: Any) -> tuple[Tensor, Tensor]:
-    *tokens, state, indices = inputs
-    return _step(*(*tokens, state.flip(0), indices))
-
-
 def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
     """Rows with their states, or the last rows with the whole pool."""
     return batching.rebatched(inputs, upstream, 0) if inputs[-1] is None else _last_rows(inputs, upstream)
@@ -86,127 +86,75 @@ def _last_rows(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
 
 _INPUTS = ("q", "k", "v", "g", "beta", "state", "state_indices")
 
-SUBJECTS = (
-    Subject(
-        name="gated_delta_step",
-        function=gated_delta_step,
-        inputs=_INPUTS,
-        by_name=("state_indices",),
-        autocast=("q", "k", "v"),
-        reference=_step,
-        reference_backward=gradients(_step),
-        rebatched=_rebatched,
-        cases=(
-            Case("states in 16 bits", _rows((2, 1, 1, 1, 3, 4), narrow_state=True)),
-            Case("grouped heads", _rows((2, 2, 1, 2, 3, 2))),
-            Case("paged", _rows((3, 2, 1, 1, 4, 3), (3, -1, 0), 5)),
-            Case("sixteen tokens", _rows((8, 16, 2, 4, 128, 128)), heavy=True),
-            Case("large heads, paged", _rows((5, 3, 1, 2, 256, 200), (6, 2, -1, 0, 3), 9, True), heavy=True),
-        ),
-        mistakes={
-            "zero output": zeros,
-            "the states of other rows": wrong(_other_rows),
-            "gradient of the state dropped": wrong(
-                lambda q, k, v, g, beta, state, indices: _step(q, k, v, g, beta, state.detach(), indices), right=_step
-            ),
-        },
+_changed = partial(changed, _step, _INPUTS)
+_every_state = partial(_step, every=True)
+
+_STEP = Subject(
+    name="gated_delta_step",
+    function=gated_delta_step,
+    inputs=_INPUTS,
+    by_name=("state_indices",),
+    autocast=("q", "k", "v"),
+    reference=_step,
+    reference_backward=gradients(_step),
+    rebatched=_rebatched,
+    cases=(
+        Case("states in 16 bits", _rows((2, 1, 1, 1, 3, 4), narrow_state=True)),
+        Case("grouped heads", _rows((2, 2, 1, 2, 3, 2))),
+        Case("paged", _rows((3, 2, 1, 1, 4, 3), (3, -1, 0), 5)),
+        Case("sixteen tokens", _rows((8, 16, 2, 4, 128, 128)), heavy=True),
+        Case("large heads, paged", _rows((5, 3, 1, 2, 256, 200), (6, 2, -1, 0, 3), 9, True), heavy=True),
     ),
-    Subject(
-        name="gated_delta_step[all states]",
-        function=gated_delta_step,
-        keywords={"return_all_states": True},
-        inputs=_INPUTS,
-        by_name=("state_indices",),
-        autocast=("q", "k", "v"),
-        reference=_every_state,
-        reference_backward=gradients(_every_state),
-        rebatched=_rebatched,
-        cases=(Case("two tokens", _rows((1, 2, 1, 1, 3, 2))),),
-        mistakes={"zero output": zeros},
-        dtypes=(torch.float64, torch.bfloat16),
-    ),
+    mistakes={
+        "zero output": zeros,
+        "the states of other rows": wrong(_changed(state=lambda x: x.flip(0))),
+        "gradient of the state dropped": wrong(_changed(state=Tensor.detach)),
+    },
 )
+_ALL_STATES = replace(
+    _STEP,
+    name="gated_delta_step[all states]",
+    keywords={"return_all_states": True},
+    reference=_every_state,
+    reference_backward=gradients(_every_state),
+    cases=(Case("two tokens", _rows((1, 2, 1, 1, 3, 2))),),
+    mistakes={"zero output": zeros},
+    dtypes=(torch.float64, torch.bfloat16),
+)
+
+SUBJECTS = (_STEP, _ALL_STATES)
 
 # -------------------------------------------------------------------------------------------- bad calls
 
-META = torch.device("meta")
-BATCH, TIME, KEY_HEADS, HEADS, K, V = 1, 2, 1, 2, 4, 3
+_TOKENS = {"q": (1, 4), "k": (1, 4), "v": (2, 3), "g": (2,), "beta": (2,)}
+_call = calls_of(gated_delta_step, **{name: (1, 2, *rest) for name, rest in _TOKENS.items()}, state=(1, 2, 4, 3))
 
 
-def _arguments(device: torch.device) -> dict[str, Tensor]:
-    return {
-        "q": torch.zeros(BATCH, TIME, KEY_HEADS, K, device=device),
-        "k": torch.zeros(BATCH, TIME, KEY_HEADS, K, device=device),
-        "v": torch.zeros(BATCH, TIME, HEADS, V, device=device),
-        "g": torch.zeros(BATCH, TIME, HEADS, device=device),
-        "beta": torch.zeros(BATCH, TIME, HEADS, device=device),
-        "state": torch.zeros(BATCH, HEADS, K, V, device=device),
-    }
+def _with_tokens(count: int) -> Any:
+    return _call(**{name: blank(1, count, *rest) for name, rest in _TOKENS.items()})
 
 
-def _state(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[torch.device], Tensor]:
-    return lambda device: torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _indices(*values: int) -> Callable[[torch.device], Tensor]:
-    return lambda device: torch.tensor(values, device=device)
-
-
-def _with(**changes: Any) -> Callable[[torch.device], Any]:
-    """A step with other arguments; those that are functions are called with the device."""
-
-    def call(device: torch.device) -> None:
-        others = {name: value(device) if callable(value) else value for name, value in changes.items()}
-        gated_delta_step(**(_arguments(device) | others))
-        adjoint.check()
-
-    return call
-
-
-def _tokens(count: int) -> dict[str, Callable[[torch.device], Tensor]]:
-    """So many tokens of every input."""
-
-    def of(name: str) -> Callable[[torch.device], Tensor]:
-        return lambda device: _arguments(device)[name][:, :1].repeat_interleave(count, 1)
-
-    return {name: of(name) for name in ("q", "k", "v", "g", "beta")}
+def _leaf(device: torch.device) -> Tensor:
+    return torch.zeros(1, 2, 4, 3, device=device, requires_grad=True)
 
 
 BAD_CALLS = (
-    BadCall("no token", _with(**_tokens(0)), "gated_delta_step", "1 to 16", "got 0"),
-    BadCall("too many tokens", _with(**_tokens(17)), "1 to 16", "got 17", "gated_delta_rule"),
-    BadCall("a state with three axes", _with(state=_state(HEADS, K, V)), "state", "axes", "(2, 4, 3)"),
-    BadCall(
-        "a state of another head size", _with(state=_state(BATCH, HEADS, K, 5)), "state", "(1, 2, 4, 3)", "(1, 2, 4, 5)"
-    ),
-    BadCall(
-        "a state in float16",
-        _with(state=_state(BATCH, HEADS, K, V, dtype=torch.float16)),
-        "state",
-        "float32 or bfloat16",
-        "float16",
-    ),
-    BadCall("a state elsewhere", _with(state=lambda d: _state(BATCH, HEADS, K, V)(META)), "state", "meta"),
-    BadCall("a pool without indices", _with(state=_state(5, HEADS, K, V)), "state", "(1, 2, 4, 3)", "(5, 2, 4, 3)"),
-    BadCall("more indices than rows", _with(state_indices=_indices(0, 0)), "state_indices", "(1,)", "(2,)"),
-    BadCall("float indices", _with(state_indices=lambda d: torch.zeros(1, device=d)), "state_indices", "float32"),
-    BadCall("an index past the pool", _with(state_indices=_indices(1)), "state_indices", "got 1 at position 0"),
-    BadCall("an index below −1", _with(state_indices=_indices(-2)), "state_indices", "got -2 at position 0"),
-    BadCall(
-        "a positive g in a step",
-        _with(g=lambda d: torch.full((BATCH, 2, HEADS), 0.5, device=d)),
-        "g",
-        "at most 0",
-        "position 0 ",
-    ),
-    BadCall(
-        "a gradient of an in-place step",
-        _with(state=lambda d: torch.zeros(BATCH, HEADS, K, V, device=d).requires_grad_(), in_place=True),
-        "in_place",
-        "gradient",
-        "no_grad",
-    ),
-)
+    BadCall("no token", _with_tokens(0), "gated_delta_step", "1 to 16", "got 0"),
+    BadCall("too many tokens", _with_tokens(17), "1 to 16", "got 17", "gated_delta_rule"),
+    BadCall("a state with three axes", _call(state=blank(2, 4, 3)), "state", "axes", "(2, 4, 3)"),
+    BadCall("a state of another head size", _call(state=blank(1, 2, 4, 5)), "state", "(1, 2, 4, 3)", "(1, 2, 4, 5)"),
+    BadCall("a state in float16", _call(state=blank(1, 2, 4, 3, dtype=torch.float16)),
+            "state", "float32 or bfloat16", "float16"),
+    BadCall("a state elsewhere", _call(state=on_meta(1, 2, 4, 3)), "state", "meta"),
+    BadCall("a pool without indices", _call(state=blank(5, 2, 4, 3)), "state", "(1, 2, 4, 3)", "(5, 2, 4, 3)"),
+    BadCall("more indices than rows", _call(state_indices=integers(0, 0)), "state_indices", "(1,)", "(2,)"),
+    BadCall("float indices", _call(state_indices=blank(1)), "state_indices", "float32"),
+    BadCall("an index past the pool", _call(state_indices=integers(1)), "state_indices", "got 1 at position 0"),
+    BadCall("an index below −1", _call(state_indices=integers(-2)), "state_indices", "got -2 at position 0"),
+    BadCall("a positive g in a step", _call(g=lambda device: torch.full((1, 2, 2), 0.5, device=device)),
+            "g", "at most 0", "position 0 "),
+    BadCall("a gradient of an in-place step", _call(state=_leaf, in_place=True), "in_place", "gradient", "no_grad"),
+)  # fmt: skip
 
 # -------------------------------------------------------------------------------------------- workloads
 
@@ -217,13 +165,11 @@ def _decoding(batch: int, states: torch.dtype) -> Make:
     """One token of each row, drawn on the device: the states are gigabytes."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        on_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        drawn = partial(torch.randn, generator=on_device, device=device, dtype=torch.float32)
-        q, k = (drawn(batch, 1, _KEY_HEADS, _SIZE) for _ in range(2))
-        q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
-        v = drawn(batch, 1, _HEADS, _SIZE).to(dtype)
-        g, beta = -0.1 * drawn(batch, 1, _HEADS).abs(), drawn(batch, 1, _HEADS).sigmoid()
-        return q, k, v, g, beta, drawn(batch, _HEADS, _SIZE, _SIZE).to(states), None
+        normal = partial(torch.randn, **drawn_on(device, generator))
+        q, k = (F.normalize(normal(batch, 1, _KEY_HEADS, _SIZE), dim=-1).to(dtype) for _ in range(2))
+        v = normal(batch, 1, _HEADS, _SIZE).to(dtype)
+        g, beta = -0.1 * normal(batch, 1, _HEADS).abs(), normal(batch, 1, _HEADS).sigmoid()
+        return q, k, v, g, beta, normal(batch, _HEADS, _SIZE, _SIZE).to(states), None
 
     return make
 
@@ -250,7 +196,7 @@ def _workload(batch: int, states: torch.dtype) -> Workload:
     name = "" if states == torch.float32 else ", bfloat16 states"
     return Workload(
         name=f"decode {batch} × {_HEADS} heads of {_SIZE}×{_SIZE}{name}",
-        subject=replace(SUBJECTS[0], reference=_token, reference_backward=gradients(_token)),
+        subject=replace(_STEP, reference=_token, reference_backward=gradients(_token)),
         make=_decoding(batch, states),
         forward_bytes=small + 2 * heads * _SIZE * _SIZE * states.itemsize,
         backward_bytes=2 * small + 3 * heads * _SIZE * _SIZE * states.itemsize,
@@ -290,14 +236,11 @@ def built_calls() -> Iterator[Call]:
 def _built(
     element: torch.dtype, gates: torch.dtype, states: torch.dtype, index: torch.dtype | None, size: int, **options: bool
 ) -> Call:
-    def empty(*shape: int, dtype: torch.dtype = element) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     return bind(
         gated_delta_step,
-        *(empty(2, 1, heads, size) for heads in (1, 1, 2)),
-        *(empty(2, 1, 2, dtype=gates) for _ in range(2)),
-        empty(2, 2, size, size, dtype=states),
-        state_indices=None if index is None else empty(2, dtype=index),
+        *(on_meta(2, 1, heads, size, dtype=element) for heads in (1, 1, 2)),
+        *(on_meta(2, 1, 2, dtype=gates) for _ in range(2)),
+        on_meta(2, 2, size, size, dtype=states),
+        state_indices=None if index is None else on_meta(2, dtype=index),
         **options,
     )

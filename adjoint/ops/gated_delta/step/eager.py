@@ -9,16 +9,22 @@ Adjoint, given do and dS⁺:
     dZ = dS⁺ − k ⊗ de,   dg = ⟨Z, dZ⟩,   dS = e^g dZ
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.gated_delta.arguments import EPSILON, NEED_STATE
-from adjoint.ops.gated_delta.faults import POSITIVE_GATE, STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
-from adjoint.ops.gated_delta.step.indices import out_of_range, repeated
+from adjoint.ops.gated_delta.arguments import (
+    EPSILON,
+    NEED_STATE,
+    POSITIVE_GATE,
+    STATE_INDEX_OUT_OF_RANGE,
+    STATE_INDEX_REPEATED,
+    out_of_range,
+    repeated,
+)
 
 
 class _Tokens(NamedTuple):
@@ -33,9 +39,10 @@ class _Tokens(NamedTuple):
     k_norm: Tensor | None
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> "_Tokens":
-        kind, repeat = wide_dtype(v.dtype), v.shape[2] // max(1, q.shape[2])
-        q, k, v, g, beta = (x.to(kind) for x in (q, k, v, g, beta))
+    def of(inputs: list[Tensor], normalize: bool) -> "_Tokens":
+        kind = wide_dtype(inputs[0].dtype)
+        q, k, v, g, beta = (x.to(kind) for x in inputs)
+        repeat = v.shape[2] // max(1, q.shape[2])
         q_norm = k_norm = None
         if normalize:
             q_norm, k_norm = (x.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_() for x in (q, k))
@@ -78,41 +85,27 @@ def _advance(tokens: _Tokens, t: int, state: Tensor) -> tuple[Tensor, Tensor, Te
     return decayed, error, decayed + tokens.k[:, t, :, :, None] * (error * tokens.beta[:, t, :, None])[:, :, None]
 
 
-@torch.no_grad()
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-    normalize: bool,
-    all_states: bool,
-    checking: bool,
-    out: Tensor,
-    states: Tensor | None,
-    in_place: bool = False,
-) -> None:
+def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], in_place: bool = False) -> None:
     """Writes the outputs, and the states: the last of each row or all of them; in place the pool's own."""
+    *inputs, state, state_indices, scale, normalize, all_states, checking = arguments
+    out, states = outputs
+    g, time = inputs[3], out.shape[1]
     report(POSITIVE_GATE, g, g > 0)
     if state_indices is not None:
         report(STATE_INDEX_OUT_OF_RANGE, state_indices, out_of_range(state_indices, len(state)))
         if checking:
             report(STATE_INDEX_REPEATED, state_indices, repeated(state_indices))
-    rows = _Rows.of(state_indices, len(state))
-    tokens = _Tokens.of(q, k, v, g, beta, normalize)
-    current = rows.read(state, wide_dtype(v.dtype))
-    for t in range(q.shape[1]):
+    rows, tokens = _Rows.of(state_indices, len(state)), _Tokens.of(inputs, normalize)
+    current = rows.read(state, tokens.v.dtype)
+    for t in range(time):
         _, _, current = _advance(tokens, t, current)
         out[:, t] = torch.einsum("bhkv,bhk->bhv", current, tokens.q[:, t]).mul_(scale)
-        if all_states and states is not None:
+        if all_states:
             states[:, t] = current
     rows.clear_skipped(out)
-    if states is not None:
-        if not all_states:
-            states.copy_(current)
+    if not all_states and not in_place:
+        states.copy_(current)
+    if all_states or not in_place:
         rows.clear_skipped(states)
     if in_place:
         if rows.places is None or rows.skipped is None:
@@ -121,27 +114,11 @@ def forward(
             state[rows.places[~rows.skipped]] = current[~rows.skipped].to(state.dtype)
 
 
-@torch.no_grad()
-def backward(
-    do: Tensor | None,
-    dstates: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-    normalize: bool,
-    all_states: bool,
-    need: int,
-    gradients: tuple[Tensor, ...],
-) -> None:
+def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
     """Writes the gradients of q, k, v, g, beta and the pool of states, those that `need` asks for."""
-    kind, time = wide_dtype(v.dtype), q.shape[1]
-    rows = _Rows.of(state_indices, len(state))
-    tokens = _Tokens.of(q, k, v, g, beta, normalize)
+    do, dstates, *inputs, state, state_indices, scale, normalize, all_states, need = arguments
+    rows, tokens = _Rows.of(state_indices, len(state)), _Tokens.of(inputs, normalize)
+    kind, time = tokens.v.dtype, tokens.v.shape[1]
     history = []
     current = rows.read(state, kind)
     for t in range(time):
@@ -168,6 +145,7 @@ def backward(
         dstate = dstate - tokens.k[:, t, :, :, None] * dv[:, t, :, None]
         dg[:, t] = (decayed * dstate).sum((-1, -2))
         dstate = dstate * tokens.g[:, t].exp()[..., None, None]
+    q, k, *_ = inputs
     dq = _to_key_heads(dq, tokens.q, tokens.q_norm, q)
     dk = _to_key_heads(dk, tokens.k, tokens.k_norm, k)
     rows.clear_skipped(dq, dk, dv, dg, dbeta, dstate)
@@ -175,11 +153,10 @@ def backward(
         if need >> bit & 1:
             target.copy_(gradient)
     if need & NEED_STATE:
-        if rows.places is None:
-            gradients[5].copy_(dstate)
-        else:  # rows that share a state, which only an out-of-place step may, add up
+        if rows.places is not None:  # rows that share a state, which only an out-of-place step may, add up
             pool = torch.zeros(state.shape, dtype=kind, device=state.device)
-            gradients[5].copy_(pool.index_add_(0, rows.places, dstate) if len(state) else pool)
+            dstate = pool.index_add_(0, rows.places, dstate) if len(state) else pool
+        gradients[5].copy_(dstate)
 
 
 def _to_key_heads(gradient: Tensor, normalized: Tensor, norm: Tensor | None, like: Tensor) -> Tensor:

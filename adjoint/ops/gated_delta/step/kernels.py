@@ -38,9 +38,19 @@ from adjoint.core.kernels import Budget, Float, Int32, Int64, Int64If16, Pointer
 from adjoint.core.launch import Execute, Launch, Setup, is_aligned
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.device.faults import record
-from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, NEED_V
-from adjoint.ops.gated_delta.faults import POSITIVE_GATE, STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
-from adjoint.ops.gated_delta.step.indices import out_of_range, repeated
+from adjoint.ops.gated_delta.arguments import (
+    NEED_BETA,
+    NEED_G,
+    NEED_K,
+    NEED_Q,
+    NEED_STATE,
+    NEED_V,
+    POSITIVE_GATE,
+    STATE_INDEX_OUT_OF_RANGE,
+    STATE_INDEX_REPEATED,
+    out_of_range,
+    repeated,
+)
 from adjoint.ops.gated_delta.step.plans import backward_columns, power_of_two
 
 

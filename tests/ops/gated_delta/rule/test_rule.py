@@ -9,7 +9,8 @@ from torch import Tensor
 import adjoint
 from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import packing, reference
-from adjoint.ops.gated_delta.rule.plans import BACKWARD, FORWARD, RULE
+from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
+from adjoint.ops.gated_delta.rule.plans import RULE
 from adjoint.ops.gated_delta.values import nearly_equal, orthogonal
 from tests.ops.gated_delta.sequences import (
     BACKWARD_64,

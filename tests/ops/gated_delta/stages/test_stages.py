@@ -6,7 +6,7 @@ import torch
 import adjoint
 from adjoint import gated_delta
 from adjoint.contract.inputs import leaves
-from adjoint.ops.gated_delta.inverse import inverse
+from adjoint.ops.gated_delta.rule.eager import inverse
 from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, by_recurrence, drawn, gradients_of, relative
 
 

@@ -26,7 +26,7 @@ from adjoint.core.launch import Setup
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
+from adjoint.ops.gated_delta.arguments import SEQUENCES_OUT_OF_ORDER
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.shape import Shape
 

@@ -17,7 +17,7 @@ from adjoint.core.launch import Setup
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.faults import POSITIVE_GATE
+from adjoint.ops.gated_delta.arguments import POSITIVE_GATE
 from adjoint.ops.gated_delta.rule.shape import Shape
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import (
     INDEX_COUNT,

@@ -51,7 +51,7 @@ def bind_normalize(setup: Setup, shape: Shape, factors: bool) -> Callable[..., T
         setup.scratch(q_factors=(torch.float32, rows), k_factors=(torch.float32, rows))
 
     def launch(memory: Memory, name: str, x: TokenRows) -> TokenRows:
-        out = memory[f"copied_{name}"]
+        out = memory[f"copy_of_{name}"]
         normalize(Rows(x.start, heads, *x.strides), out, rows, EPSILON, memory[f"{name}_factors"] if factors else None)
         return TokenRows(out, heads * width, width)
 

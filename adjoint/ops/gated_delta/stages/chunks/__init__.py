@@ -3,16 +3,19 @@
 Their mathematics stand in the docstring of `stages`, their adjoints beside the code, in `eager.py`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
+from adjoint.ops.gated_delta.arguments import count_sequences
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.stages.chunks import plans
 from adjoint.ops.gated_delta.stages.in_chunks import state_count
@@ -20,28 +23,37 @@ from adjoint.ops.gated_delta.stages.in_chunks import state_count
 Bounds = Int[Tensor, " bounds"] | None
 
 
-def _facts(*inputs: Tensor) -> Facts:
-    return Facts(tuple(x.dtype for x in inputs), sizes=(inputs[0].shape[-1],))
+def _stage(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    check: Callable[..., None],
+    allocate: Callable[..., tuple[Tensor, ...]],
+    options: str = "int chunk",
+) -> Op:
+    """A stage that takes `cu_seqlens` after its inputs, and has one plan."""
+
+    def describe(*arguments: Any) -> Facts:
+        return Facts(tuple(x.dtype for x in arguments[: len(inputs)]), sizes=(arguments[0].shape[-1],))
+
+    return Op(
+        name,
+        inputs=(*inputs, "cu_seqlens?"),
+        differentiable=inputs,
+        options=options,
+        outputs=outputs,
+        check=check,
+        allocate=allocate,
+        describe=describe,
+        forward=lambda: plans.STAGES[name][:1],
+        adjoint=Adjoint(lambda: plans.STAGES[name][1:], lambda *everything: describe(*everything[len(outputs) :])),
+    )
 
 
-def _require_wide(
-    op: str, name: str, value: Tensor, shape: tuple[int, ...], meaning: str, like_name: str, like: Tensor
-) -> None:
-    """A tensor in float32, float64 beside float64."""
-    require_floating(op, name, value)
-    metadata.require_shape(op, name, value, shape, meaning)
-    if value.dtype != wide_dtype(like.dtype):
-        raise ArgumentError(f"{op}: {name} must be {short(wide_dtype(like.dtype))}, got {short(value.dtype)}")
-    metadata.require_device(op, name, value, like_name, like)
-
-
-def _require_packing(op: str, like_name: str, like: Tensor, cu_seqlens: Tensor | None) -> None:
-    if cu_seqlens is not None:
-        metadata.require_cu_seqlens(op, cu_seqlens, like, like_name)
-
-
-def _sequences(like: Tensor, cu_seqlens: Tensor | None) -> int:
-    return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _require_gate(op: str, name: str, gate: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
+    """[B, T, H] in float32, float64 beside float64."""
+    dtypes = (wide_dtype(like.dtype),)
+    metadata.require_beside(op, name, gate, shape, "[batch, time, value heads]", dtypes, like, like_name)
 
 
 # ------------------------------------------------------------------------------------- cumulative_decay
@@ -50,20 +62,15 @@ def _sequences(like: Tensor, cu_seqlens: Tensor | None) -> int:
 def _check_decay(g: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
     metadata.require_axes("cumulative_decay", "g", g, "batch, time, value heads")
     metadata.require_chunk("cumulative_decay", "a chunk's matrix", chunk)
-    _require_packing("cumulative_decay", "g", g, cu_seqlens)
+    metadata.require_cu_seqlens("cumulative_decay", cu_seqlens, g, "g")
 
 
-_decay = Op(
+_decay = _stage(
     "cumulative_decay",
-    inputs=("g", "cu_seqlens?"),
-    differentiable=("g",),
-    options="int chunk",
-    outputs=("G",),
-    check=_check_decay,
-    allocate=lambda g, cu_seqlens, chunk: (g.new_empty(g.shape, dtype=wide_dtype(g.dtype)),),
-    describe=lambda g, cu_seqlens, chunk: _facts(g),
-    forward=lambda: plans.CUMULATIVE_DECAY,
-    adjoint=Adjoint(lambda: plans.CUMULATIVE_DECAY_BACKWARD, lambda dG, g, *_: _facts(g)),
+    ("g",),
+    ("G",),
+    _check_decay,
+    lambda g, cu_seqlens, chunk: (g.new_empty(g.shape, dtype=wide_dtype(g.dtype)),),
 )
 
 
@@ -90,27 +97,21 @@ def cumulative_decay(
 def _check_gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
     op = "gram"
     metadata.require_axes(op, "k", k, "batch, time, key heads, K")
-    metadata.require_head_size(op, "k", "K", k.shape[3])
     metadata.require_axes(op, "beta", beta, "batch, time, value heads")
     shape = (k.shape[0], k.shape[1], beta.shape[2])
-    _require_wide(op, "beta", beta, shape, "[batch, time, value heads]", "k", k)
-    _require_wide(op, "G", G, shape, "[batch, time, value heads]", "k", k)
-    metadata.require_heads(op, "k", k.shape[2], "beta", beta.shape[2])
+    _require_gate(op, "beta", beta, shape, "k", k)
+    _require_gate(op, "G", G, shape, "k", k)
+    metadata.require_heads(op, "k", k, "beta", beta)
     metadata.require_chunk(op, "the result", chunk)
-    _require_packing(op, "k", k, cu_seqlens)
+    metadata.require_cu_seqlens(op, cu_seqlens, k, "k")
 
 
-_gram = Op(
+_gram = _stage(
     "gram",
-    inputs=("k", "beta", "G", "cu_seqlens?"),
-    differentiable=("k", "beta", "G"),
-    options="int chunk",
-    outputs=("A",),
-    check=_check_gram,
-    allocate=lambda k, beta, G, cu_seqlens, chunk: (beta.new_empty((*beta.shape, chunk)),),
-    describe=lambda k, beta, G, cu_seqlens, chunk: _facts(k, beta, G),
-    forward=lambda: plans.GRAM,
-    adjoint=Adjoint(lambda: plans.GRAM_BACKWARD, lambda dA, k, beta, G, *_: _facts(k, beta, G)),
+    ("k", "beta", "G"),
+    ("A",),
+    _check_gram,
+    lambda k, beta, G, cu_seqlens, chunk: (beta.new_empty((*beta.shape, chunk)),),
 )
 
 
@@ -144,20 +145,10 @@ def _check_solve(A: Tensor, cu_seqlens: Tensor | None) -> None:
     if A.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(f"solve: A must be float32 or float64, got {short(A.dtype)}; 16 bits lose the solution")
     metadata.require_chunk("solve", "A", A.shape[3])
-    _require_packing("solve", "A", A, cu_seqlens)
+    metadata.require_cu_seqlens("solve", cu_seqlens, A, "A")
 
 
-_solve = Op(
-    "solve",
-    inputs=("A", "cu_seqlens?"),
-    differentiable=("A",),
-    outputs=("T",),
-    check=_check_solve,
-    allocate=lambda A, cu_seqlens: (A.new_empty(A.shape),),
-    describe=lambda A, cu_seqlens: _facts(A),
-    forward=lambda: plans.SOLVE,
-    adjoint=Adjoint(lambda: plans.SOLVE_BACKWARD, lambda dT, A, cu_seqlens: _facts(A)),
-)
+_solve = _stage("solve", ("A",), ("T",), _check_solve, lambda A, cu_seqlens: (A.new_empty(A.shape),), options="")
 
 
 @_solve.public
@@ -186,18 +177,16 @@ def _check_carry(
     op = "carry"
     metadata.require_axes(op, "k", k, "batch, time, key heads, K")
     metadata.require_axes(op, "u", u, "batch, time, value heads, V")
-    batch, time, key_heads, K = k.shape
+    batch, time, _, K = k.shape
     heads, V = u.shape[2:]
     metadata.require_same(op, "u", u, "k", k)
     metadata.require_shape(op, "u", u, (batch, time, heads, V), "with the batch and time of k")
     metadata.require_same(op, "w", w, "k", k)
     metadata.require_shape(op, "w", w, (batch, time, heads, K), "[batch, time, value heads, K]")
-    metadata.require_head_size(op, "k", "K", K)
-    metadata.require_head_size(op, "u", "V", V)
-    metadata.require_heads(op, "k", key_heads, "u", heads)
-    _require_wide(op, "G", G, (batch, time, heads), "[batch, time, value heads]", "k", k)
-    _require_packing(op, "k", k, cu_seqlens)
-    shape = (_sequences(k, cu_seqlens), heads, K, V)
+    metadata.require_heads(op, "k", k, "u", u)
+    _require_gate(op, "G", G, (batch, time, heads), "k", k)
+    metadata.require_cu_seqlens(op, cu_seqlens, k, "k")
+    shape = (count_sequences(k, cu_seqlens), heads, K, V)
     metadata.require_states(op, "state", state, shape, k, "k", "k, w and u")
     metadata.require_chunk(op, "a chunk's matrix", chunk)
 
@@ -205,21 +194,12 @@ def _check_carry(
 def _allocate_carry(
     k: Tensor, w: Tensor, u: Tensor, G: Tensor, state: Tensor, cu_seqlens: Tensor | None, chunk: int
 ) -> tuple[Tensor, ...]:
-    places = state_count(k.shape[0] * k.shape[1], _sequences(k, cu_seqlens), chunk)
+    places = state_count(k.shape[0] * k.shape[1], count_sequences(k, cu_seqlens), chunk)
     return u.new_empty(u.shape), state.new_empty((places, *state.shape[1:])), state.new_empty(state.shape)
 
 
-_carry = Op(
-    "carry",
-    inputs=("k", "w", "u", "G", "state", "cu_seqlens?"),
-    differentiable=("k", "w", "u", "G", "state"),
-    options="int chunk",
-    outputs=("values", "states", "final_state"),
-    check=_check_carry,
-    allocate=_allocate_carry,
-    describe=lambda k, w, u, G, state, *_: _facts(k, w, u, G, state),
-    forward=lambda: plans.CARRY,
-    adjoint=Adjoint(lambda: plans.CARRY_BACKWARD, lambda dvalues, dstates, dfinal, *inputs: _facts(*inputs[:5])),
+_carry = _stage(
+    "carry", ("k", "w", "u", "G", "state"), ("values", "states", "final_state"), _check_carry, _allocate_carry
 )
 
 
@@ -252,37 +232,25 @@ def carry(
 # ----------------------------------------------------------------------------------------------- output
 
 
-def _check_output(
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    states: Tensor,
-    G: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk: int,
-    scale: float,
-) -> None:
+def _check_output(*arguments: Any) -> None:
+    q, k, values, states, G, cu_seqlens, chunk, _scale = arguments
     op = "output"
     metadata.require_queries(op, q, k, values, "values")
-    _require_wide(op, "G", G, tuple(values.shape[:3]), "[batch, time, value heads]", "q", q)
-    _require_packing(op, "q", q, cu_seqlens)
+    _require_gate(op, "G", G, tuple(values.shape[:3]), "q", q)
+    metadata.require_cu_seqlens(op, cu_seqlens, q, "q")
     metadata.require_chunk(op, "a chunk's matrix", chunk)
-    places = state_count(q.shape[0] * q.shape[1], _sequences(q, cu_seqlens), chunk)
+    places = state_count(q.shape[0] * q.shape[1], count_sequences(q, cu_seqlens), chunk)
     shape = (places, values.shape[2], q.shape[3], values.shape[3])
     metadata.require_states(op, "states", states, shape, q, tokens="q, k and values")
 
 
-_output = Op(
+_output = _stage(
     "output",
-    inputs=("q", "k", "values", "states", "G", "cu_seqlens?"),
-    differentiable=("q", "k", "values", "states", "G"),
+    ("q", "k", "values", "states", "G"),
+    ("o",),
+    _check_output,
+    lambda q, k, values, *_: (values.new_empty(values.shape),),
     options="int chunk, float scale",
-    outputs=("o",),
-    check=_check_output,
-    allocate=lambda q, k, values, states, G, cu_seqlens, chunk, scale: (values.new_empty(values.shape),),
-    describe=lambda q, k, values, states, G, *_: _facts(q, k, values, states, G),
-    forward=lambda: plans.OUTPUT,
-    adjoint=Adjoint(lambda: plans.OUTPUT_BACKWARD, lambda do, *inputs: _facts(*inputs[:5])),
 )
 
 

@@ -4,28 +4,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.contract.cases import BadCall, Case, Inputs, Make, Subject, Workload
 from adjoint.core.plan import Call
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.stages.chunks import carry, cumulative_decay, gram, output, solve
-from adjoint.ops.gated_delta.stages.values import CPU, w_u
-from adjoint.ops.gated_delta.values import gradients, tokens, zeros
+from adjoint.ops.gated_delta.values import CPU, Function, Sizes, chunk_places, gradients, tokens, w_u, zeros
 
-_SMALL, _SMALL_CHUNK = (1, 5, 1, 2, 3, 2), 4
-_PACKED = (0, 0, 1, 18, 30)
-
-
-def _places(like: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int, tuple[int, slice]]]:
-    """Every chunk: its sequence, where its state is stored, and its tokens."""
-    chunks = []
-    batch, time = like.shape[:2]
-    for number, (row, part) in enumerate(reference.sequences(batch, time, cu_seqlens)):
-        for index, begin in enumerate(range(part.start, part.stop, chunk)):
-            place = (row * time + part.start) // chunk + number + index
-            chunks.append((number, place, (row, slice(begin, min(begin + chunk, part.stop)))))
-    return chunks
+_CHUNK = 4
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
@@ -33,74 +21,56 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(parts).unflatten(0, like.shape[:2])
 
 
-def _padded(matrix: Tensor, chunk: int) -> Tensor:
+def _padded(matrix: Tensor) -> Tensor:
     """[H, c, c] as rows of C for each token."""
-    return torch.nn.functional.pad(matrix, (0, chunk - matrix.shape[-1])).transpose(0, 1)
+    return F.pad(matrix, (0, _CHUNK - matrix.shape[-1])).transpose(0, 1)
 
 
-def _decay_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
-    def decay(g: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        return (_joined([g[at].cumsum(0) for _, _, at in _places(g, cu_seqlens, chunk)], g),)
-
-    return decay
+def _decay(g: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    return (_joined([g[at].cumsum(0) for _, _, at in chunk_places(g, cu_seqlens, _CHUNK)], g),)
 
 
-def _gram_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
-    def gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        at = [place for _, _, place in _places(k, cu_seqlens, chunk)]
-        return (_joined([_padded(reference.gram(k[x], beta[x], G[x]), chunk) for x in at], k),)
-
-    return gram
+def _gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    places = [at for _, _, at in chunk_places(k, cu_seqlens, _CHUNK)]
+    return (_joined([_padded(reference.gram(k[at], beta[at], G[at])) for at in places], k),)
 
 
 def _solve(A: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-    parts = []
-    for _, _, at in _places(A, cu_seqlens, A.shape[-1]):
-        matrix = A[at].transpose(0, 1)
-        parts.append(_padded(reference.solve(matrix[..., : matrix.shape[1]].tril(-1)), A.shape[-1]))
-    return (_joined(parts, A),)
+    matrices = [A[at].transpose(0, 1) for _, _, at in chunk_places(A, cu_seqlens, _CHUNK)]
+    return (_joined([_padded(reference.solve(x[..., : x.shape[1]].tril(-1))) for x in matrices], A),)
 
 
-def _carry_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
-    def carry(
-        k: Tensor, w: Tensor, u: Tensor, G: Tensor, state: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        current, values = list(state), []
-        states = [torch.zeros_like(state[0])] * (k.shape[0] * k.shape[1] // chunk + len(state))
-        for number, place, at in _places(k, cu_seqlens, chunk):
-            S = states[place] = current[number]
-            values.append(u[at] - torch.einsum("thk,hkv->thv", w[at], S))
-            keys = k[at].repeat_interleave(u.shape[2] // k.shape[2], 1) * (G[at][-1] - G[at]).exp()[..., None]
-            current[number] = G[at][-1].exp()[:, None, None] * S + torch.einsum("thk,thv->hkv", keys, values[-1])
-        return _joined(values, u), torch.stack(states), torch.stack(current)
-
-    return carry
+def _carry(k: Tensor, w: Tensor, u: Tensor, G: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    current, values = list(state), []
+    states = [torch.zeros_like(state[0])] * (k.shape[0] * k.shape[1] // _CHUNK + len(state))
+    for number, place, at in chunk_places(k, cu_seqlens, _CHUNK):
+        S = states[place] = current[number]
+        values.append(u[at] - torch.einsum("thk,hkv->thv", w[at], S))
+        keys = k[at].repeat_interleave(u.shape[2] // k.shape[2], 1) * (G[at][-1] - G[at]).exp()[..., None]
+        current[number] = G[at][-1].exp()[:, None, None] * S + torch.einsum("thk,thv->hkv", keys, values[-1])
+    return _joined(values, u), torch.stack(states), torch.stack(current)
 
 
-def _output_of(chunk: int) -> Callable[..., tuple[Tensor, ...]]:
-    def output(
-        q: Tensor, k: Tensor, values: Tensor, states: Tensor, G: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        scale = q.shape[-1] ** -0.5
-        parts = [
-            reference.output(q[at], k[at], values[at], states[place], G[at], scale)
-            for _, place, at in _places(q, cu_seqlens, chunk)
-        ]
-        return (_joined(parts, values),)
-
-    return output
+def _output(
+    q: Tensor, k: Tensor, values: Tensor, states: Tensor, G: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, ...]:
+    parts = [
+        reference.output(q[at], k[at], values[at], states[place], G[at], q.shape[-1] ** -0.5)
+        for _, place, at in chunk_places(q, cu_seqlens, _CHUNK)
+    ]
+    return (_joined(parts, values),)
 
 
-def _inputs_of(stage: str, shape: tuple[int, int, int, int, int, int], chunk: int, cu_seqlens: Any = None) -> Make:
+def _inputs_of(stage: str, shape: Sizes, cu_seqlens: tuple[int, ...] | None = None) -> Make:
     """The inputs of a stage, as the stages before it give them."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         q, k, v, g, beta, state, bounds = tokens(shape, cu_seqlens=cu_seqlens)(dtype, CPU, generator)
         wide = g.dtype
-        (G,) = _decay_of(chunk)(g, bounds)
-        (A,) = _gram_of(chunk)(k.to(wide), beta, G, bounds)
+        (G,) = _decay(g, bounds)
+        (A,) = _gram(k.to(wide), beta, G, bounds)
         w, u = (x.to(dtype) for x in w_u(k.to(wide), v.to(wide), beta, G, _solve(A, bounds)[0], bounds))
-        values, states, _ = _carry_of(chunk)(k.to(wide), w.to(wide), u.to(wide), G, state, bounds)
+        values, states, _ = _carry(k.to(wide), w.to(wide), u.to(wide), G, state, bounds)
         inputs = {
             "cumulative_decay": (g.to(dtype),),
             "gram": (k, beta, G),
@@ -113,20 +83,17 @@ def _inputs_of(stage: str, shape: tuple[int, int, int, int, int, int], chunk: in
     return make
 
 
-def _stage(
-    function: Callable[..., Any],
-    inputs: tuple[str, ...],
-    reference_of: Callable[[int], Callable[..., tuple[Tensor, ...]]],
-    outputs: int = 1,
-    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.bfloat16),
-) -> Subject:
-    """One subject of one chunk size, on few tokens and on packed ones."""
-    name, chunk = function.__name__, _SMALL_CHUNK
-    exact, options = reference_of(chunk), {} if name == "solve" else {"chunk": chunk}
+_SMALL, _PACKED = (1, 5, 1, 2, 3, 2), (1, 30, 1, 2, 4, 5)
+
+
+def _stage(function: Callable[..., Any], inputs: tuple[str, ...], exact: Function, outputs: int = 1) -> Subject:
+    """A subject on few tokens and on packed ones."""
+    name = function.__name__
+    options = {} if name == "solve" else {"chunk": _CHUNK}
 
     def resized(whole: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
         """The same tokens in every row; as many places for states as that makes."""
-        rows = {"states": size * _SMALL[1] // chunk + size}
+        rows = {"states": size * _SMALL[1] // _CHUNK + size}
         named = zip(inputs, whole, strict=False)
         other = (*(x[:1].repeat_interleave(rows.get(name, size), 0) for name, x in named), None)
         with torch.no_grad():
@@ -142,21 +109,21 @@ def _stage(
         reference=exact,
         reference_backward=gradients(exact, outputs),
         cases=(
-            Case("few tokens", _inputs_of(name, _SMALL, chunk)),
-            Case("packed", _inputs_of(name, (1, 30, 1, 2, 4, 5), chunk, _PACKED)),
+            Case("few tokens", _inputs_of(name, _SMALL)),
+            Case("packed", _inputs_of(name, _PACKED, (0, 0, 1, 18, 30))),
         ),
         mistakes={"zero output": zeros},
-        dtypes=dtypes,
+        dtypes=(torch.float64, torch.float32 if name == "solve" else torch.bfloat16),
         resized=resized,
     )
 
 
 SUBJECTS = (
-    _stage(cumulative_decay, ("g",), _decay_of),
-    _stage(gram, ("k", "beta", "G"), _gram_of),
-    _stage(solve, ("A",), lambda chunk: _solve, dtypes=(torch.float64, torch.float32)),
-    _stage(carry, ("k", "w", "u", "G", "state"), _carry_of, 3),
-    _stage(output, ("q", "k", "values", "states", "G"), _output_of),
+    _stage(cumulative_decay, ("g",), _decay),
+    _stage(gram, ("k", "beta", "G"), _gram),
+    _stage(solve, ("A",), _solve),
+    _stage(carry, ("k", "w", "u", "G", "state"), _carry, 3),
+    _stage(output, ("q", "k", "values", "states", "G"), _output),
 )
 BAD_CALLS: tuple[BadCall, ...] = ()
 WORKLOADS: tuple[Workload, ...] = ()

@@ -4,11 +4,14 @@
 its outputs; an adjoint, which takes upstream gradients first, gives all gradients.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.gated_delta.inverse import inverse
+from adjoint.ops.gated_delta.rule.eager import inverse
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, decays
 
 # ------------------------------------------------------------------------------------- cumulative_decay
@@ -82,26 +85,25 @@ def solve_backward(dT: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> tuple[Te
 # ------------------------------------------------------------------------------------------------ carry
 
 
-def carry(
-    k: Tensor,
-    w: Tensor,
-    u: Tensor,
-    G: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk: int,
-    outputs: tuple[Tensor, ...],
-) -> None:
-    """v' = u − w S,   S⁺ = e^Γ S + (e^{Γ−G} ⊙ k)ᵀ v', from chunk to chunk."""
-    values, states, final = outputs
-    chunks, kind, repeat = Chunks(k, cu_seqlens, chunk, raises=True), wide_dtype(k.dtype), _repeat(u, k)
-    keys, W, U = chunks.gather(k, kind, repeat), chunks.gather(w, kind), chunks.gather(u, kind)
-    to_end, over = _until_end(chunks.gather(G, kind), chunks)
-    begins, new_values, current = _scan_states(chunks, keys * to_end, W, U, over, state.to(kind).clone())
-    values.copy_(chunks.tokens(new_values))
-    states.zero_()
-    states[chunks.state_places] = begins
-    final.copy_(current)
+class _Carry:
+    """The inputs of `carry` by chunks, the state each chunk begins with, v' of all chunks, and the last states."""
+
+    def __init__(self, inputs: Sequence[Any], raises: bool = False) -> None:
+        k, w, u, G, state, cu_seqlens, chunk = inputs
+        chunks, kind = Chunks(k, cu_seqlens, chunk, raises), wide_dtype(k.dtype)
+        self.chunks, self.kind, self.repeat = chunks, kind, _repeat(u, k)
+        self.keys, self.W, U = chunks.gather(k, kind, self.repeat), chunks.gather(w, kind), chunks.gather(u, kind)
+        self.to_end, self.over = _until_end(chunks.gather(G, kind), chunks)
+        self.faded = self.keys * self.to_end
+        self.final = state.to(kind).clone()
+        self.begins = self.final.new_zeros(len(U), *state.shape[1:])
+        self.values = torch.zeros_like(U)
+        for step in range(chunks.steps):
+            sequences, at = chunks.at(step)
+            S = self.final[sequences]
+            self.begins[at] = S
+            values = self.values[at] = U[at] - self.W[at] @ S
+            self.final[sequences] = S * self.over[at] + self.faded[at].mT @ values
 
 
 def _until_end(G: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -111,121 +113,82 @@ def _until_end(G: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     return between.exp_().unsqueeze(-1), last.exp().unsqueeze(-1)
 
 
-def _scan_states(
-    chunks: Chunks, faded: Tensor, W: Tensor, U: Tensor, over: Tensor, current: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The state each chunk begins with, v' of all chunks, and the last states."""
-    begins = current.new_zeros(len(W), *current.shape[1:])
-    new_values = torch.zeros_like(U)
-    for step in range(chunks.steps):
-        sequences, at = chunks.at(step)
-        S = current[sequences]
-        begins[at] = S
-        values = U[at] - W[at] @ S
-        new_values[at] = values
-        current[sequences] = S * over[at] + faded[at].mT @ values
-    return begins, new_values, current
+def carry(*arguments: Any) -> None:
+    """v' = u − w S,   S⁺ = e^Γ S + (e^{Γ−G} ⊙ k)ᵀ v', from chunk to chunk."""
+    *inputs, (values, states, final) = arguments
+    c = _Carry(inputs, raises=True)
+    values.copy_(c.chunks.tokens(c.values))
+    states.zero_()
+    states[c.chunks.state_places] = c.begins
+    final.copy_(c.final)
 
 
 def carry_backward(
-    dvalues: Tensor | None,
-    dstates: Tensor | None,
-    dfinal: Tensor | None,
-    k: Tensor,
-    w: Tensor,
-    u: Tensor,
-    G: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk: int,
+    dvalues: Tensor | None, dstates: Tensor | None, dfinal: Tensor | None, *inputs: Any
 ) -> tuple[Tensor, ...]:
     """dv' += (e^{Γ−G} ⊙ k) dS⁺:  du = dv',  dw = −dv' Sᵀ,  dk = e^{Γ−G} ⊙ (v' dS⁺ᵀ),  dS = e^Γ dS⁺ − wᵀ dv'"""
-    chunks, kind, repeat = Chunks(k, cu_seqlens, chunk), wide_dtype(k.dtype), _repeat(u, k)
-    keys, W, U = chunks.gather(k, kind, repeat), chunks.gather(w, kind), chunks.gather(u, kind)
-    to_end, over = _until_end(chunks.gather(G, kind), chunks)
-    begins, new_values, _ = _scan_states(chunks, keys * to_end, W, U, over, state.to(kind).clone())
-    dnew_values = torch.zeros_like(U) if dvalues is None else chunks.gather(dvalues, kind)
-    of_begins = torch.zeros_like(begins)
-    if dstates is not None:
-        of_begins = dstates[chunks.state_places].to(kind)
-    after = torch.zeros_like(begins)
-    current = torch.zeros_like(state, dtype=kind) if dfinal is None else dfinal.to(kind).clone()
+    c = _Carry(inputs)
+    chunks, kind = c.chunks, c.kind
+    dnew_values = torch.zeros_like(c.values) if dvalues is None else chunks.gather(dvalues, kind)
+    of_begins = torch.zeros_like(c.begins) if dstates is None else dstates[chunks.state_places].to(kind)
+    after = torch.zeros_like(c.begins)
+    current = torch.zeros_like(c.final) if dfinal is None else dfinal.to(kind).clone()
     for step in reversed(range(chunks.steps)):
         sequences, at = chunks.at(step)
         dS = current[sequences]
         after[at] = dS
-        total = dnew_values[at] + (keys[at] * to_end[at]) @ dS
+        total = dnew_values[at] + c.faded[at] @ dS
         dnew_values[at] = total
-        current[sequences] = dS * over[at] - W[at].mT @ total + of_begins[at]
-    of_keys = (new_values @ after.mT) * to_end
-    until_end = (of_keys * keys).sum(-1)
+        current[sequences] = dS * c.over[at] - c.W[at].mT @ total + of_begins[at]
+    of_keys = (c.values @ after.mT) * c.to_end
+    until_end = (of_keys * c.keys).sum(-1)
     dG = -until_end
-    at_end = until_end.sum(-1) + (begins * after).sum((-1, -2)) * over[..., 0, 0]
+    at_end = until_end.sum(-1) + (c.begins * after).sum((-1, -2)) * c.over[..., 0, 0]
     dG.scatter_add_(-1, chunks.last.expand(*dG.shape[:2], 1), at_end.unsqueeze(-1))
-    return (
-        chunks.tokens(of_keys, repeat),
-        chunks.tokens(-(dnew_values @ begins.mT)),
-        chunks.tokens(dnew_values),
-        chunks.tokens(dG),
-        current,
-    )
+    dk, dw = chunks.tokens(of_keys, c.repeat), chunks.tokens(-(dnew_values @ c.begins.mT))
+    return dk, dw, chunks.tokens(dnew_values), chunks.tokens(dG), current
 
 
 # ----------------------------------------------------------------------------------------------- output
 
 
-def output(
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    states: Tensor,
-    G: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk: int,
-    scale: float,
-    outputs: tuple[Tensor, ...],
-) -> None:
+class _Output:
+    """The inputs of `output` by chunks, with e^G, D, and the state each chunk begins with."""
+
+    def __init__(self, inputs: Sequence[Any], raises: bool = False) -> None:
+        q, k, values, states, G, cu_seqlens, chunk = inputs
+        chunks, kind = Chunks(q, cu_seqlens, chunk, raises), wide_dtype(q.dtype)
+        self.chunks, self.kind, self.repeat = chunks, kind, _repeat(values, q)
+        self.q, self.k = chunks.gather(q, kind, self.repeat), chunks.gather(k, kind, self.repeat)
+        self.values, self.states = chunks.gather(values, kind), states[chunks.state_places]
+        decay = chunks.gather(G, kind)
+        self.from_start, self.between = decay.exp().unsqueeze(-1), decays(decay, 0)
+
+
+def output(*arguments: Any) -> None:
     """o = scale·(e^G ⊙ (q S) + (q kᵀ ⊙ D) v')"""
-    chunks, kind, repeat = Chunks(q, cu_seqlens, chunk, raises=True), wide_dtype(q.dtype), _repeat(values, q)
-    Q, keys, decay = chunks.gather(q, kind, repeat), chunks.gather(k, kind, repeat), chunks.gather(G, kind)
-    S = states[chunks.state_places]
-    out = (Q @ S).mul_(decay.exp().unsqueeze(-1))
-    out += (Q @ keys.mT).mul_(decays(decay, 0)) @ chunks.gather(values, kind)
-    outputs[0].copy_(chunks.tokens(out.mul_(scale)))
+    *inputs, scale, outputs = arguments
+    x = _Output(inputs, raises=True)
+    out = (x.q @ x.states).mul_(x.from_start)
+    out += (x.q @ x.k.mT).mul_(x.between) @ x.values
+    outputs[0].copy_(x.chunks.tokens(out.mul_(scale)))
 
 
-def output_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    states: Tensor,
-    G: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk: int,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def output_backward(do: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """M = scale·(do v'ᵀ) ⊙ D:  dq = scale·e^G ⊙ (do Sᵀ) + M k,  dk = Mᵀ q,  dv' = scale·(q kᵀ ⊙ D)ᵀ do,
     dS = scale·(e^G ⊙ q)ᵀ do,  dG = scale·e^G·(q·(S do)) + rowsum − colsum of M ⊙ q kᵀ"""
-    chunks, kind, repeat = Chunks(q, cu_seqlens, chunk), wide_dtype(q.dtype), _repeat(values, q)
-    Q, keys, decay = chunks.gather(q, kind, repeat), chunks.gather(k, kind, repeat), chunks.gather(G, kind)
-    S = states[chunks.state_places]
-    from_start, between = decay.exp().unsqueeze(-1), decays(decay, 0)
-    upstream = chunks.gather(do, kind) * scale
-    scores = Q @ keys.mT
-    M = (upstream @ chunks.gather(values, kind).mT).mul_(between)
-    dq = (upstream @ S.mT).mul_(from_start)
+    *inputs, scale = arguments
+    x, states = _Output(inputs), inputs[3]
+    chunks, upstream = x.chunks, x.chunks.gather(do, x.kind) * scale
+    scores = x.q @ x.k.mT
+    M = (upstream @ x.values.mT).mul_(x.between)
+    dq = (upstream @ x.states.mT).mul_(x.from_start)
     through = (M * scores).tril_(-1)
-    dG = (Q * dq).sum(-1) + through.sum(-1) - through.sum(-2)
+    dG = (x.q * dq).sum(-1) + through.sum(-1) - through.sum(-2)
     dstates = torch.zeros_like(states)
-    dstates[chunks.state_places] = (Q * from_start).mT @ upstream
-    return (
-        chunks.tokens(dq + M @ keys, repeat),
-        chunks.tokens(M.mT @ Q, repeat),
-        chunks.tokens((scores * between).mT @ upstream),
-        dstates,
-        chunks.tokens(dG),
-    )
+    dstates[chunks.state_places] = (x.q * x.from_start).mT @ upstream
+    dq, dk = chunks.tokens(dq + M @ x.k, x.repeat), chunks.tokens(M.mT @ x.q, x.repeat)
+    return dq, dk, chunks.tokens((scores * x.between).mT @ upstream), dstates, chunks.tokens(dG)
 
 
 def _repeat(values: Tensor, keys: Tensor) -> int:

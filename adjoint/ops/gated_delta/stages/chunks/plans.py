@@ -8,17 +8,26 @@ from adjoint.ops.gated_delta.stages.in_pytorch import backward, forward, promise
 
 _DOUBLE = torch.float64
 
-CUMULATIVE_DECAY = (forward(eager.cumulative_decay, promised(FORWARD, _DOUBLE, G="wide")),)
-CUMULATIVE_DECAY_BACKWARD = (
-    backward(eager.cumulative_decay_backward, promised(BACKWARD, _DOUBLE, dg=0), has_need=False),
-)
-GRAM = (forward(eager.gram, promised(FORWARD, A="wide")),)
-GRAM_BACKWARD = (backward(eager.gram_backward, promised(BACKWARD, dk=0, dbeta="wide", dG="wide")),)
-SOLVE = (forward(eager.solve, promised(FORWARD, T="wide")),)
-SOLVE_BACKWARD = (backward(eager.solve_backward, promised(BACKWARD, dA="wide"), has_need=False),)
-CARRY = (forward(eager.carry, promised(FORWARD, values=0, states="wide", final_state="wide")),)
-CARRY_BACKWARD = (backward(eager.carry_backward, promised(BACKWARD, dk=0, dw=0, du=0, dG="wide", dstate="wide")),)
-OUTPUT = (forward(eager.output, promised(FORWARD, o=0)),)
-OUTPUT_BACKWARD = (
-    backward(eager.output_backward, promised(BACKWARD, dq=0, dk=0, dvalues=0, dstates="wide", dG="wide")),
-)
+STAGES = {
+    "cumulative_decay": (
+        forward(eager.cumulative_decay, promised(FORWARD, _DOUBLE, G="wide")),
+        backward(eager.cumulative_decay_backward, promised(BACKWARD, _DOUBLE, dg=0), has_need=False),
+    ),
+    "gram": (
+        forward(eager.gram, promised(FORWARD, A="wide")),
+        backward(eager.gram_backward, promised(BACKWARD, dk=0, dbeta="wide", dG="wide")),
+    ),
+    "solve": (
+        forward(eager.solve, promised(FORWARD, T="wide")),
+        backward(eager.solve_backward, promised(BACKWARD, dA="wide"), has_need=False),
+    ),
+    "carry": (
+        forward(eager.carry, promised(FORWARD, values=0, states="wide", final_state="wide")),
+        backward(eager.carry_backward, promised(BACKWARD, dk=0, dw=0, du=0, dG="wide", dstate="wide")),
+    ),
+    "output": (
+        forward(eager.output, promised(FORWARD, o=0)),
+        backward(eager.output_backward, promised(BACKWARD, dq=0, dk=0, dvalues=0, dstates="wide", dG="wide")),
+    ),
+}
+"""The plan of the forward and that of the backward."""

@@ -12,7 +12,7 @@ from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
 from adjoint.ops.gated_delta.stages import in_pytorch
 from adjoint.ops.gated_delta.stages.gate import eager
-from adjoint.ops.gated_delta.stages.rows import TINY, Bounds, U, guarantee, on_kernels, refuse, stored
+from adjoint.ops.gated_delta.stages.rows import TINY, U, guarantee, on_kernels, refuse, stored
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -46,44 +46,33 @@ class _Gates:
         self.share_of_beta = U * (6 * b.abs() + 40)
 
 
-def _bounds(problem: Problem) -> Bounds:
-    def g(*inputs: Tensor) -> Tensor:
-        m = _Gates(*inputs)
-        return m.rate * m.softplus * m.share + m.rate * TINY + TINY
-
-    def beta(*inputs: Tensor) -> Tensor:
-        m = _Gates(*inputs)
-        return m.beta * m.share_of_beta + TINY
-
-    return {"g": (torch.float32, g), "beta": (torch.float32, beta)}
-
-
-def _backward_bounds(problem: Problem) -> Bounds:
+def _bound(problem: Problem, name: str, kind: torch.dtype) -> Callable[..., Tensor]:
     additions = (RUN.bit_length() - 1) * len(levels(problem.sizes[1]))
-    kinds = dict(zip(("da", "db", "dA_log", "ddt_bias"), problem.dtypes, strict=True))
 
-    def of(name: str) -> Callable[..., Tensor]:
-        def bound(dg: Tensor, dbeta: Tensor, *inputs: Tensor) -> Tensor:
-            m = _Gates(*inputs)
-            exact = {
-                "da": lambda: dg * m.rate * m.slope,
-                "db": lambda: dbeta * m.beta * m.other,
-                "dA_log": lambda: dg * m.rate * m.softplus,
-                "ddt_bias": lambda: dg * m.rate * m.slope,
-            }[name]().abs()
-            share = m.share_of_beta if name == "db" else m.share
-            tiny = (dbeta.abs() if name == "db" else dg.abs() * (1 + m.rate)) * TINY
-            if name in ("da", "db"):
-                return stored(exact, exact * share + tiny, kinds[name])
-            columns = exact.shape[-1]
-            before = (exact * (share + additions * U) + tiny).reshape(-1, columns).sum(0)
-            return stored(exact.reshape(-1, columns).sum(0), before, kinds[name])
+    def of_result(*inputs: Tensor) -> Tensor:
+        m = _Gates(*inputs)
+        return m.rate * m.softplus * m.share + m.rate * TINY + TINY if name == "g" else m.beta * m.share_of_beta + TINY
 
-        return bound
+    def of_gradient(dg: Tensor, dbeta: Tensor, *inputs: Tensor) -> Tensor:
+        m = _Gates(*inputs)
+        exact = {
+            "da": lambda: dg * m.rate * m.slope,
+            "db": lambda: dbeta * m.beta * m.other,
+            "dA_log": lambda: dg * m.rate * m.softplus,
+            "ddt_bias": lambda: dg * m.rate * m.slope,
+        }[name]().abs()
+        share = m.share_of_beta if name == "db" else m.share
+        tiny = (dbeta.abs() if name == "db" else dg.abs() * (1 + m.rate)) * TINY
+        if name in ("da", "db"):
+            return stored(exact, exact * share + tiny, kind)
+        columns = exact.shape[-1]
+        before = (exact * (share + additions * U) + tiny).reshape(-1, columns).sum(0)
+        return stored(exact.reshape(-1, columns).sum(0), before, kind)
 
-    return {name: (kind, of(name)) for name, kind in kinds.items()}
+    return of_gradient if name in _GRADIENT_NAMES else of_result
 
 
+_GRADIENT_NAMES = ("da", "db", "dA_log", "ddt_bias")
 _FINITE = "every finite input of which e^{A_log} and the results are finite"
 _ORDER = f"tokens in runs of {RUN}, by halves; runs {RUN} at a time likewise: the number of tokens alone decides"
 _SUM = "½ ulp + the error of its terms, and u·Σ|terms| for each of its additions"
@@ -98,14 +87,15 @@ _FORMULAS = {
 
 
 def _guarantee(problem: Problem) -> dict[str, Guarantee]:
-    bounds = (_backward_bounds if problem.op.endswith("_backward") else _bounds)(problem)
+    dtypes = {"g": torch.float32, "beta": torch.float32}
+    if problem.op.endswith("_backward"):
+        dtypes = dict(zip(_GRADIENT_NAMES, problem.dtypes, strict=True))
 
-    def of(name: str, kind: torch.dtype, bound: Callable[..., Tensor]) -> Guarantee:
-        if _FORMULAS[name] is _SUM:
-            return guarantee(kind, "", _SUM, bound, f"{_FINITE}; {_ORDER}")
-        return guarantee(kind, "token", _FORMULAS[name], bound, _FINITE)
+    def of(name: str, kind: torch.dtype) -> Guarantee:
+        item, domain = ("", f"{_FINITE}; {_ORDER}") if _FORMULAS[name] is _SUM else ("token", _FINITE)
+        return guarantee(kind, item, _FORMULAS[name], _bound(problem, name, kind), domain)
 
-    return {name: of(name, kind, bound) for name, (kind, bound) in bounds.items()}
+    return {name: of(name, kind) for name, kind in dtypes.items()}
 
 
 # ------------------------------------------------------------------------------------------ candidates
@@ -116,7 +106,4 @@ _OUTPUTS = in_pytorch.promised(FORWARD, torch.float64, _EAGER_DOMAIN, g="wide", 
 _GRADIENTS = in_pytorch.promised(BACKWARD, torch.float64, _EAGER_DOMAIN, da=0, db=1, dA_log=2, ddt_bias=3)
 
 GATE = (on_kernels("gated_delta_gate", *_KERNELS), in_pytorch.forward(eager.forward, _OUTPUTS))
-GATE_BACKWARD = (
-    on_kernels("gated_delta_gate_backward", *_KERNELS),
-    in_pytorch.backward(eager.backward, _GRADIENTS),
-)
+GATE_BACKWARD = (on_kernels("gated_delta_gate_backward", *_KERNELS), in_pytorch.backward(eager.backward, _GRADIENTS))

@@ -14,11 +14,9 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating
-from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short, wide_dtype
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.stages.w_u import plans
 
@@ -27,41 +25,27 @@ _OP = "recompute_w_u"
 
 def _check(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> None:
     metadata.require_axes(_OP, "k", k, "batch, time, key heads, K")
-    metadata.require_axes(_OP, "v", v, "batch, time, value heads, V")
-    batch, time, key_heads, K = k.shape
-    if tuple(v.shape[:2]) != (batch, time):
-        raise ArgumentError(
-            f"{_OP}: v must begin with the batch and time of k, ({batch}, {time}), got shape {tuple(v.shape)}"
-        )
-    metadata.require_same(_OP, "v", v, "k", k)
-    metadata.require_head_size(_OP, "k", "K", K)
-    metadata.require_head_size(_OP, "v", "V", v.shape[3])
-    metadata.require_heads(_OP, "k", key_heads, "v", v.shape[2])
-    wide = wide_dtype(k.dtype)
+    metadata.require_values(_OP, "v", v, "k", k)
+    metadata.require_heads(_OP, "k", k, "v", v)
+    shape, wide, beside = tuple(v.shape[:3]), wide_dtype(k.dtype), {"like_name": "k", "tokens": "k and v"}
     for name, value in (("beta", beta), ("G", G)):
-        require_floating(_OP, name, value)
-        metadata.require_shape(_OP, name, value, (batch, time, v.shape[2]), "[batch, time, value heads]")
-        if value.dtype != wide:
-            raise ArgumentError(
-                f"{_OP}: {name} must be {short(wide)} beside {short(k.dtype)} k and v, got {short(value.dtype)}"
-            )
-        metadata.require_device(_OP, name, value, "k", k)
+        metadata.require_beside(_OP, name, value, shape, "[batch, time, value heads]", (wide,), k, **beside)
     metadata.require_axes(_OP, "T", T, "batch, time, value heads, chunk")
     metadata.require_chunk(_OP, "T", T.shape[3])
-    metadata.require_shape(_OP, "T", T, (batch, time, v.shape[2], T.shape[3]), "[batch, time, value heads, chunk]")
-    if T.dtype not in (wide, k.dtype):
-        expected = " or ".join(dict.fromkeys((short(wide), short(k.dtype))))
-        raise ArgumentError(f"{_OP}: T must be {expected} beside {short(k.dtype)} k and v, got {short(T.dtype)}")
-    metadata.require_device(_OP, "T", T, "k", k)
-    if cu_seqlens is not None:
-        metadata.require_cu_seqlens(_OP, cu_seqlens, k, "k")
+    axes = "[batch, time, value heads, chunk]"
+    metadata.require_beside(_OP, "T", T, (*shape, T.shape[3]), axes, (wide, k.dtype), k, **beside)
+    metadata.require_cu_seqlens(_OP, cu_seqlens, k, "k")
 
 
 def _describe(
     k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None, **upstream: Tensor | None
 ) -> Facts:
-    layout = plans.layout_of(k=k, v=v, T=T, **upstream)
-    return Facts((k.dtype, T.dtype), layout, plans.sizes_of(k, v, T, cu_seqlens))
+    """The sizes are K, V, chunk; then what workspaces and grids need: rows, tokens, heads, bounds of sequences."""
+    tensors = {"k": k, "v": v, "T": T, **upstream}
+    copied = [name for name, tensor in tensors.items() if tensor is not None and not plans.is_readable(tensor)]
+    bounds = 0 if cu_seqlens is None else cu_seqlens.shape[0]
+    sizes = (k.shape[3], v.shape[3], T.shape[3], *k.shape[:3], v.shape[2], bounds)
+    return Facts((k.dtype, T.dtype), f"{', '.join(copied)} copied" if copied else "", sizes)
 
 
 def _describe_backward(dw: Tensor | None, du: Tensor | None, *arguments: Any) -> Facts:

@@ -3,19 +3,34 @@
 It is timed on a layer of Qwen3-Next on one sequence, with T as it is solved and in 16 bits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-import adjoint
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.inputs import each
 from adjoint.core.plan import Call, bind
+from adjoint.core.problem import short
 from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.stages.values import solved, w_u
 from adjoint.ops.gated_delta.stages.w_u import recompute_w_u
-from adjoint.ops.gated_delta.values import gradients, wrong, zeros
+from adjoint.ops.gated_delta.values import (
+    blank,
+    calls_of,
+    changed,
+    drawn_on,
+    gradients,
+    integers,
+    on_meta,
+    solved,
+    w_u,
+    wrong,
+    zeros,
+)
 
 
 def _alone(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
@@ -36,110 +51,75 @@ def _alone(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
         )
 
 
-_MISTAKES = {
-    "zero output": zeros,
-    "w without its decay": wrong(lambda k, v, beta, G, T, cu: w_u(k, v, beta, G * 0, T, cu)),
-    "T transposed": wrong(lambda k, v, beta, G, T, cu: w_u(k, v, beta, G, T.flip(-1), cu)),
-    "gradient of T dropped": wrong(lambda k, v, beta, G, T, cu: w_u(k, v, beta, G, T.detach(), cu)),
-}
+_INPUTS = ("k", "v", "beta", "G", "T", "cu_seqlens")
+_changed = partial(changed, w_u, _INPUTS)
 
 
-def _subject(name: str, narrow: bool, dtypes: tuple[torch.dtype, ...]) -> Subject:
-    cases: tuple[Case, ...] = (
+def _cases(narrow: bool) -> tuple[Case, ...]:
+    return (
         Case("grouped heads", solved((2, 5, 1, 2, 3, 2), 4, narrow=narrow)),
         Case("packed", solved((1, 40, 1, 2, 9, 7), 16, (0, 0, 1, 18, 40, 40), narrow)),
         Case("a layer", solved((1, 1000, 2, 4, 128, 128), 64, narrow=narrow), heavy=True),
     )
-    if not narrow:
-        cases = (*cases, Case("no tokens", solved((1, 0, 1, 1, 4, 4), 16)))
-    return Subject(
-        name=name,
-        function=recompute_w_u,
-        inputs=("k", "v", "beta", "G", "T", "cu_seqlens"),
-        by_name=("cu_seqlens",),
-        reference=w_u,
-        reference_backward=gradients(w_u),
-        cases=cases,
-        mistakes=_MISTAKES,
-        rebatched=_alone,
-        dtypes=dtypes,
-    )
 
 
-SUBJECTS = (
-    _subject("recompute_w_u", False, (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
-    _subject("recompute_w_u[narrow T]", True, (torch.bfloat16,)),
+_SOLVED = Subject(
+    name="recompute_w_u",
+    function=recompute_w_u,
+    inputs=_INPUTS,
+    by_name=("cu_seqlens",),
+    reference=w_u,
+    reference_backward=gradients(w_u),
+    cases=(*_cases(narrow=False), Case("no tokens", solved((1, 0, 1, 1, 4, 4), 16))),
+    mistakes={
+        "zero output": zeros,
+        "w without its decay": wrong(_changed(G=lambda G: G * 0)),
+        "T transposed": wrong(_changed(T=lambda T: T.flip(-1))),
+        "gradient of T dropped": wrong(_changed(T=Tensor.detach)),
+    },
+    rebatched=_alone,
 )
+_NARROW = replace(_SOLVED, name="recompute_w_u[narrow T]", cases=_cases(narrow=True), dtypes=(torch.bfloat16,))
+
+SUBJECTS = (_SOLVED, _NARROW)
 
 # -------------------------------------------------------------------------------------------- bad calls
 
-META = torch.device("meta")
-BATCH, TIME, KEY_HEADS, HEADS, K, V = 1, 6, 1, 2, 4, 3
-
-
-def _with(**changes: Any) -> Callable[[torch.device], Any]:
-    """The stage with other arguments; those that are functions are called with the device."""
-
-    def call(device: torch.device) -> None:
-        arguments = {
-            "k": torch.zeros(BATCH, TIME, KEY_HEADS, K, device=device),
-            "v": torch.zeros(BATCH, TIME, HEADS, V, device=device),
-            "beta": torch.zeros(BATCH, TIME, HEADS, device=device),
-            "G": torch.zeros(BATCH, TIME, HEADS, device=device),
-            "T": torch.zeros(BATCH, TIME, HEADS, 4, device=device),
-        }
-        others = {name: value(device) if callable(value) else value for name, value in changes.items()}
-        recompute_w_u(**(arguments | others))
-        adjoint.check()
-
-    return call
-
-
-def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[torch.device], Tensor]:
-    return lambda device: torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _bounds(*values: int) -> Callable[[torch.device], Tensor]:
-    return lambda device: torch.tensor(values, device=device)
-
+_call = calls_of(recompute_w_u, k=(1, 6, 1, 4), v=(1, 6, 2, 3), beta=(1, 6, 2), G=(1, 6, 2), T=(1, 6, 2, 4))
 
 BAD_CALLS = (
-    BadCall("T of another time", _with(T=_zeros(1, 5, HEADS, 4)), "recompute_w_u", "T", "(1, 6, 2, 4)"),
-    BadCall("a chunk of 48", _with(T=_zeros(1, TIME, HEADS, 48)), "chunk", "power of two", "64", "48"),
-    BadCall("a chunk of 128", _with(T=_zeros(1, TIME, HEADS, 128)), "chunk", "64", "128", "fit"),
-    BadCall("T in another 16 bits", _with(T=_zeros(1, TIME, HEADS, 4, dtype=torch.float16)), "T", "float32", "float16"),
-    BadCall("G of another dtype", _with(G=_zeros(1, TIME, HEADS, dtype=torch.float64)), "G", "float64"),
-    BadCall("beta elsewhere", _with(beta=lambda d: _zeros(1, TIME, HEADS)(META)), "beta", "meta"),
-    BadCall("heads of v that do not divide", _with(k=_zeros(1, TIME, 3, K)), "2 heads of v", "3 heads of k"),
-    BadCall("K past the cap in a stage", _with(k=_zeros(1, TIME, 1, 300)), "K", "300", "256"),
-    BadCall(
-        "bounds of a stage that descend", _with(cu_seqlens=_bounds(0, 4, 2, 6)), "cu_seqlens", "got 2 at position 2 "
-    ),
-)
+    BadCall("T of another time", _call(T=blank(1, 5, 2, 4)), "recompute_w_u", "T", "(1, 6, 2, 4)"),
+    BadCall("a chunk of 48", _call(T=blank(1, 6, 2, 48)), "chunk", "power of two", "64", "48"),
+    BadCall("a chunk of 128", _call(T=blank(1, 6, 2, 128)), "chunk", "64", "128", "fit"),
+    BadCall("T in another 16 bits", _call(T=blank(1, 6, 2, 4, dtype=torch.float16)), "T", "float32", "float16"),
+    BadCall("G of another dtype", _call(G=blank(1, 6, 2, dtype=torch.float64)), "G", "float64"),
+    BadCall("beta elsewhere", _call(beta=on_meta(1, 6, 2)), "beta", "meta"),
+    BadCall("heads of v that do not divide", _call(k=blank(1, 6, 3, 4)), "2 heads of v", "3 heads of k"),
+    BadCall("K past the cap in a stage", _call(k=blank(1, 6, 1, 300)), "K", "300", "256"),
+    BadCall("bounds of a stage that descend", _call(cu_seqlens=integers(0, 4, 2, 6)),
+            "cu_seqlens", "got 2 at position 2 "),
+)  # fmt: skip
 
 # -------------------------------------------------------------------------------------------- workloads
 
-_CHUNK = 64
+_TIME, _KEY_HEADS, _HEADS, _SIZE, _CHUNK = 32768, 16, 32, 128, 64
+
 _PIECE = 1024
 """Tokens that are compared with the reference at once: whole chunks."""
 
 
-def _layer(time: int, key_heads: int, heads: int, size: int, narrow: bool) -> Make:
+def _layer(narrow: bool) -> Make:
     """Keys of length one, gates in their ranges, and matrices like solved ones: lower, with a diagonal of 1."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        on_device = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-
-        def values(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, generator=on_device)
-
-        k = torch.nn.functional.normalize(values(1, time, key_heads, size), dim=-1).to(dtype)
-        v = values(1, time, heads, size).to(dtype)
-        beta = torch.rand(1, time, heads, device=device, generator=on_device)
-        G = -torch.rand(1, time, heads, device=device, generator=on_device) * 3
-        place = (torch.arange(time, device=device) % _CHUNK).view(1, time, 1, 1)
+        source = drawn_on(device, generator)
+        k = F.normalize(torch.randn(1, _TIME, _KEY_HEADS, _SIZE, **source), dim=-1).to(dtype)
+        v = torch.randn(1, _TIME, _HEADS, _SIZE, **source).to(dtype)
+        beta, G = torch.rand(1, _TIME, _HEADS, **source), -torch.rand(1, _TIME, _HEADS, **source) * 3
+        place = (torch.arange(_TIME, device=device) % _CHUNK).view(1, _TIME, 1, 1)
         column = torch.arange(_CHUNK, device=device)
-        T = (values(1, time, heads, _CHUNK) * 0.1).masked_fill_(column > place, 0).masked_fill_(column == place, 1)
+        T = torch.randn(1, _TIME, _HEADS, _CHUNK, **source) * 0.1
+        T.masked_fill_(column > place, 0).masked_fill_(column == place, 1)
         return k, v, beta, G, T.to(dtype) if narrow else T, None
 
     return make
@@ -162,38 +142,24 @@ def composed(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlen
 def _pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
     time = next(x for x in arguments if x is not None).shape[1]
     for begin in range(0, time, _PIECE):
-        here = slice(begin, begin + _PIECE)
-        yield tuple(None if x is None else x[:, here] for x in arguments), tuple(x[:, here] for x in outputs)
-
-
-def _timed(subject: Subject) -> Subject:
-    return Subject(
-        name=subject.name,
-        function=subject.function,
-        inputs=subject.inputs,
-        by_name=subject.by_name,
-        reference=subject.reference,
-        reference_backward=subject.reference_backward,
-        cases=(),
-        pieces=_pieces,
-    )
+        part = partial(Tensor.narrow, dim=1, start=begin, length=min(_PIECE, time - begin))
+        yield each(part, arguments), tuple(map(part, outputs))
 
 
 def _workloads() -> Iterator[Workload]:
-    time, key_heads, heads, size = 32768, 16, 32, 128
-    for subject, narrow in zip(SUBJECTS, (False, True), strict=True):
-        keys, values = time * key_heads * size * 2, time * heads * size * 2
-        gates, matrices = 2 * time * heads * 4, time * heads * _CHUNK * (2 if narrow else 4)
-        inputs = keys + values + gates + matrices
-        words = f"{time} tokens, {key_heads} and {heads} heads of {size}, T {'bfloat16' if narrow else 'float32'}"
+    keys, values = _TIME * _KEY_HEADS * _SIZE * 2, _TIME * _HEADS * _SIZE * 2
+    for subject, kind in ((_SOLVED, torch.float32), (_NARROW, torch.bfloat16)):
+        narrow = subject is _NARROW
+        inputs = keys + values + 2 * _TIME * _HEADS * 4 + _TIME * _HEADS * _CHUNK * kind.itemsize
+        words = f"{_TIME} tokens, {_KEY_HEADS} and {_HEADS} heads of {_SIZE}, T {short(kind)}"
         for direction in ("forward", "backward"):
             yield Workload(
-                f"recompute_w_u {words}",
-                _timed(subject),
-                _layer(time, key_heads, heads, size, narrow),
-                inputs + 2 * values,
-                inputs + 2 * values + inputs,
-                composed,
+                name=f"recompute_w_u {words}",
+                subject=replace(subject, cases=(), mistakes={}, rebatched=None, dtypes=_SOLVED.dtypes, pieces=_pieces),
+                make=_layer(narrow),
+                forward_bytes=inputs + 2 * values,
+                backward_bytes=inputs + 2 * values + inputs,
+                baseline=composed,
                 peers=("fla_recompute_w_u",) if narrow and direction == "forward" else (),
                 devices=("cuda",),
                 directions=(direction,),
@@ -218,11 +184,7 @@ def built_calls() -> Iterator[Call]:
 
 
 def _built(element: torch.dtype, T: torch.dtype, size: int, chunk: int = _CHUNK, packed: bool = False) -> Call:
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    k, v = empty(1, 64, 1, size, dtype=element), empty(1, 64, 2, size, dtype=element)
-    bounds = empty(3, dtype=torch.int64) if packed else None
-    return bind(
-        recompute_w_u, k, v, empty(1, 64, 2), empty(1, 64, 2), empty(1, 64, 2, chunk, dtype=T), cu_seqlens=bounds
-    )
+    k, v = (on_meta(1, 64, heads, size, dtype=element) for heads in (1, 2))
+    beta, G, matrices = on_meta(1, 64, 2), on_meta(1, 64, 2), on_meta(1, 64, 2, chunk, dtype=T)
+    bounds = on_meta(3, dtype=torch.int64) if packed else None
+    return bind(recompute_w_u, k, v, beta, G, matrices, cu_seqlens=bounds)

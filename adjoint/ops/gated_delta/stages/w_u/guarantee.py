@@ -7,9 +7,66 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Derived, Guarantee, spacing
-from adjoint.core.problem import Problem, wide_dtype
-from adjoint.ops.gated_delta.packing import bounds, chunks_of
-from adjoint.ops.gated_delta.stages.w_u.parts import parts_of
+from adjoint.core.problem import Problem, short, wide_dtype
+from adjoint.ops.gated_delta.stages.in_chunks import Chunks
+
+NEED_K, NEED_V, NEED_BETA, NEED_DECAY, NEED_T = (1 << bit for bit in range(5))
+"""Bits of the gradients a backward computes."""
+
+TF32 = 1
+"""The mode of a product in which every float32 is the sum of two TF32 numbers."""
+
+PARTS = 2
+"""bfloat16 numbers whose sum stands for a number of T in float32, beside keys and values in bfloat16, whose own
+rounding is 2⁸ times coarser. Part of the bits."""
+
+
+def parts_of(element: torch.dtype, T: torch.dtype) -> int:
+    """How a product with T is computed, as `times` in the kernels counts."""
+    if T == element != torch.float32:
+        return 0
+    return PARTS if element == torch.bfloat16 else TF32
+
+
+Bound = Callable[..., Tensor]
+
+
+class _Magnitudes:
+    """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs."""
+
+    def __init__(self, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> None:
+        self.chunks = Chunks(k, cu_seqlens, T.shape[-1])
+        self.tokens = self.chunks.tokens
+        self.repeat = v.shape[2] // max(1, k.shape[2])
+        self.k = self.gather(k).repeat_interleave(self.repeat, 1)
+        self.v, self.T = self.gather(v), self.gather(T)
+        self.beta, self.from_start = self.gather(beta)[..., None], self.gather(G.exp())[..., None]
+        self.exponent = self.gather(G)[..., None]
+        self.beta_k, self.beta_v = self.beta * self.from_start * self.k, self.beta * self.v
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self.chunks.gather(x.abs(), torch.float64)
+
+
+def _stored(before: Tensor, magnitude: Tensor, terms: int, kind: torch.dtype, wide: torch.dtype) -> Tensor:
+    """A bound before rounding, and half a unit in the last place of anything the result may be; products underflow."""
+    before = before + terms * _smallest(wide)
+    return before if kind == wide else before + spacing(magnitude + before, kind) / 2
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """The distance of the smallest numbers of a dtype: what rounding to it may cost where it is no share."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def _dtypes(problem: Problem) -> dict[str, torch.dtype]:
+    """Of the results."""
+    element, T = problem.dtypes
+    if not problem.op.endswith("_backward"):
+        return {"w": element, "u": element}
+    wide = wide_dtype(element)
+    return {"dk": element, "dv": element, "dbeta": wide, "dG": wide, "dT": T}
+
 
 # ------------------------------------------------------------------------------------- in plain PyTorch
 
@@ -30,104 +87,54 @@ def _eager_share(problem: Problem, terms: int, rounded: bool) -> float:
     return gamma + (torch.finfo(dtype).eps / 2 * (1 + gamma) if rounded and dtype != wide else 0.0)
 
 
-def _stored(before: Tensor, magnitude: Tensor, terms: int, kind: torch.dtype, wide: torch.dtype) -> Tensor:
-    """A bound before rounding, and half a unit in the last place of anything the result may be; products underflow."""
-    before = before + terms * torch.finfo(wide).smallest_normal * torch.finfo(wide).eps
-    return before if kind == wide else before + spacing(magnitude + before, kind) / 2
+def _eager_bound(problem: Problem, name: str, kind: torch.dtype) -> Bound:
+    dtype, wide = problem.dtypes[0], wide_dtype(problem.dtypes[0])
+    K, V, chunk = problem.sizes[:3]
 
+    def of_result(*inputs: Any) -> Tensor:
+        m = _Magnitudes(*inputs)
+        operand = m.beta_k if name == "w" else m.beta_v
+        magnitude = m.tokens(m.T @ operand)
+        underflow = m.tokens(m.T @ torch.full_like(operand, _smallest(dtype)))
+        return _stored(_eager_share(problem, chunk, True) * magnitude + underflow, magnitude, chunk, kind, wide)
 
-def _smallest(dtype: torch.dtype) -> float:
-    """The distance of the smallest numbers of a dtype: what rounding to it may cost where it is no share."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    def of_gradient(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
+        m = _Magnitudes(*inputs)
+        dw, du = m.gather(dw), m.gather(du)
+        X, Y = m.T.mT @ dw, m.T.mT @ du
+        of_keys = (X * m.k).sum(-1) * m.from_start[..., 0]
+        magnitude = {
+            "dk": lambda: (X * m.beta * m.from_start).unflatten(1, (-1, m.repeat)).sum(2),
+            "dv": lambda: Y * m.beta,
+            "dbeta": lambda: (Y * m.v).sum(-1) + of_keys,
+            "dG": lambda: of_keys * m.beta[..., 0],
+            "dT": lambda: dw @ m.beta_k.mT + du @ m.beta_v.mT,
+        }[name]()
+        terms = chunk + K + V + m.repeat
+        of_tokens = m.tokens(magnitude)
+        before = _eager_share(problem, terms, rounded=name == "dT") * of_tokens
+        if name == "dT":
+            before += m.tokens((dw.sum(-1) + du.sum(-1))[..., None].expand_as(magnitude)) * _smallest(dtype)
+        return _stored(before, of_tokens, terms, kind, wide)
 
-
-class _Magnitudes:
-    """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs."""
-
-    def __init__(self, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> None:
-        starts, lengths = bounds(k.shape[0], k.shape[1], cu_seqlens, raises=False)
-        places, inside = (x.to(k.device) for x in chunks_of(starts, lengths, T.shape[-1]))
-        self.places, self.inside, self.shape = places, inside, k.shape[:2]
-        self.repeat = v.shape[2] // max(1, k.shape[2])
-        self.k = self.gather(k).repeat_interleave(self.repeat, 1)
-        self.v, self.T = self.gather(v), self.gather(T)
-        self.beta, self.from_start = self.gather(beta)[..., None], self.gather(G.exp())[..., None]
-        self.exponent = self.gather(G)[..., None]
-
-    def gather(self, x: Tensor) -> Tensor:
-        rows = x.abs().flatten(0, 1)[self.places]
-        return rows.masked_fill(~self.inside.view(*self.inside.shape, *(1,) * (rows.dim() - 2)), 0).transpose(1, 2)
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """[chunks, heads, chunk, ...] -> [B, T, heads, ...]"""
-        rows = x.transpose(1, 2)
-        out = rows.new_zeros(self.shape.numel(), *rows.shape[2:])
-        out[self.places[self.inside]] = rows[self.inside]
-        return out.unflatten(0, self.shape)
+    return of_result if name in ("w", "u") else of_gradient
 
 
 def in_pytorch(problem: Problem) -> dict[str, Guarantee]:
-    dtype, wide = problem.dtypes[0], wide_dtype(problem.dtypes[0])
-    chunk = problem.sizes[2]
-    share = _eager_share(problem, chunk, rounded=True)
-
-    def of(values: Callable[[_Magnitudes], Tensor]) -> Callable[..., Tensor]:
-        def bound(*inputs: Any) -> Tensor:
-            m = _Magnitudes(*inputs)
-            operand = values(m)
-            magnitude = m.tokens(m.T @ operand)
-            underflow = m.tokens(m.T @ torch.full_like(operand, _smallest(dtype)))
-            return _stored(share * magnitude + underflow, magnitude, chunk, dtype, wide)
-
-        return bound
-
-    bounds_of = {"w": of(lambda m: m.beta * m.from_start * m.k), "u": of(lambda m: m.beta * m.v)}
-    return {name: _promise(problem, bound, int(dtype != wide)) for name, bound in bounds_of.items()}
-
-
-def _promise(problem: Problem, bound: Callable[..., Tensor], stored: int) -> Guarantee:
-    return Guarantee(
-        repeatable=problem.device.type == "cpu",
-        batch_invariant="",
-        device_invariant=False,
-        accumulator=str(wide_dtype(problem.dtypes[0])).removeprefix("torch."),
-        roundings=2 * stored,
-        error=Derived(_FORMULA, bound),
-        out_of_range="cu_seqlens out of order is reported; tokens of no sequence give 0",
-        domain="every finite input of which e^G is finite",
-    )
-
-
-def backward_in_pytorch(problem: Problem) -> dict[str, Guarantee]:
-    dtype, T_dtype = problem.dtypes
-    wide = wide_dtype(dtype)
-    K, V, chunk = problem.sizes[:3]
-    kinds = {"dk": dtype, "dv": dtype, "dbeta": wide, "dG": wide, "dT": T_dtype}
-
-    def of(name: str) -> Callable[..., Tensor]:
-        def bound(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
-            m = _Magnitudes(*inputs)
-            dw, du = m.gather(dw), m.gather(du)
-            X, Y = m.T.mT @ dw, m.T.mT @ du
-            of_keys = (X * m.k).sum(-1) * m.from_start[..., 0]
-            magnitude = {
-                "dk": lambda: (X * m.beta * m.from_start).unflatten(1, (-1, m.repeat)).sum(2),
-                "dv": lambda: Y * m.beta,
-                "dbeta": lambda: (Y * m.v).sum(-1) + of_keys,
-                "dG": lambda: of_keys * m.beta[..., 0],
-                "dT": lambda: dw @ (m.beta * m.from_start * m.k).mT + du @ (m.beta * m.v).mT,
-            }[name]()
-            terms = chunk + K + V + m.repeat
-            share = _eager_share(problem, terms, rounded=name == "dT")
-            of_tokens = m.tokens(magnitude)
-            before = share * of_tokens
-            if name == "dT":
-                before += m.tokens((dw.sum(-1) + du.sum(-1))[..., None].expand_as(magnitude)) * _smallest(dtype)
-            return _stored(before, of_tokens, terms, kinds[name], wide)
-
-        return bound
-
-    return {name: _promise(problem, of(name), int(kind != wide)) for name, kind in kinds.items()}
+    wide = wide_dtype(problem.dtypes[0])
+    return {
+        name: Guarantee(
+            repeatable=problem.device.type == "cpu",
+            batch_invariant="",
+            device_invariant=False,
+            accumulator=short(wide),
+            roundings=2 * int(kind != wide),
+            error=Derived(_FORMULA, _eager_bound(problem, name, kind)),
+            out_of_range="cu_seqlens out of order is reported; tokens of no sequence give 0",
+            domain="every finite input of which e^G is finite",
+        )
+        for name, kind in _dtypes(problem).items()
+    }
 
 
 # ------------------------------------------------------------------------------------------- on kernels
@@ -141,6 +148,8 @@ _T = {
     1: "float32 numbers as the sums of two TF32 numbers, 2⁻¹⁹ of each product",
     2: "T as the sum of two bfloat16 numbers, 2⁻¹⁷ of it",
 }
+_TERMS = "c twice the terms of a product and 3·|G| + 8 more"
+_ITEM = "chunk of a value head"
 
 
 def _share(parts: int, terms: int) -> float:
@@ -152,96 +161,65 @@ def _share(parts: int, terms: int) -> float:
     return 2 * U * steps / (1 - 2 * U * steps) + {0: 0.0, 1: 2.0**-19, 2: 2.0**-17}[parts]
 
 
-def _decayed(m: _Magnitudes) -> Tensor:
-    """The error of β·e^G·k before it is rounded, of itself: an exponential costs 3·|G|·u + 5·u."""
-    return U * (3 * m.exponent + 8)
-
-
-def _forward_bounds(problem: Problem) -> dict[str, Callable[..., Tensor]]:
-    element, T = problem.dtypes[:2]
-    chunk = problem.sizes[2]
-    share = _share(parts_of(element, T), chunk)
-    rounding = torch.finfo(element).eps / 2 if element != torch.float32 else 0.0
-
-    def of(operand: Callable[[_Magnitudes], tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-        def bound(*inputs: Any) -> Tensor:
-            m = _Magnitudes(*inputs)
-            values, unscaled = operand(m)
-            error = values * (share + (rounding + _decayed(m)) * (1 + share)) + _smallest(element) + unscaled * _FLUSHED
-            magnitude = m.tokens(m.T @ values)
-            lost = m.tokens(m.T @ error + values.sum(-2, keepdim=True) * _FLUSHED)
-            return _stored(lost, magnitude, chunk, element, torch.float32)
-
-        return bound
-
-    return {
-        "w": of(lambda m: (m.beta * m.from_start * m.k, m.beta * m.k)),
-        "u": of(lambda m: (m.beta * m.v, m.beta * m.v)),
-    }
-
-
-def _backward_bounds(problem: Problem) -> dict[str, Callable[..., Tensor]]:
-    element, T_dtype = problem.dtypes[:2]
+def _kernel_bound(problem: Problem, name: str, kind: torch.dtype) -> Bound:
+    element, T_dtype = problem.dtypes
     K, V, chunk = problem.sizes[:3]
     parts, plain = parts_of(element, T_dtype), parts_of(element, element)
-    kinds = {"dk": element, "dv": element, "dbeta": torch.float32, "dG": torch.float32, "dT": T_dtype}
+    rounding = torch.finfo(element).eps / 2 if element != torch.float32 else 0.0
 
-    def of(name: str) -> Callable[..., Tensor]:
-        def bound(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
-            m = _Magnitudes(*inputs)
-            dw, du = m.gather(dw), m.gather(du)
-            products, sums = _share(parts, chunk + m.repeat), _share(plain, K + V + chunk)
-            if name in ("dk", "dv"):
-                through = m.T.mT @ (dw if name == "dk" else du)
-                factor = m.beta * m.from_start if name == "dk" else m.beta
-                terms = through * factor
-                lost = terms * (products + _decayed(m)) + m.beta * through * _FLUSHED
-                if name == "dk":
-                    terms, lost = (x.unflatten(1, (-1, m.repeat)).sum(2) for x in (terms, lost))
-            elif name == "dT":
-                P, Q = dw @ m.k.mT, du @ m.v.mT
-                terms = (P * m.from_start.mT + Q) * m.beta.mT
-                lost = terms * (sums + _decayed(m).mT) + P * m.beta.mT * _FLUSHED
-            else:
-                of_keys = (m.T * (dw @ m.k.mT)).sum(-2)[..., None]
-                of_values = (m.T * (du @ m.v.mT)).sum(-2)[..., None]
-                by = m.beta if name == "dG" else torch.ones_like(m.beta)
-                terms = of_keys * m.from_start * by + (0.0 if name == "dG" else of_values)
-                lost = terms * (sums + _decayed(m)) + of_keys * by * _FLUSHED
-                terms, lost = terms[..., 0], lost[..., 0]
-            return _stored(m.tokens(lost), m.tokens(terms), chunk + K + V, kinds[name], torch.float32)
+    def decayed(m: _Magnitudes) -> Tensor:
+        """The error of β·e^G·k before it is rounded, of itself: an exponential costs 3·|G|·u + 5·u."""
+        return U * (3 * m.exponent + 8)
 
-        return bound
+    def of_result(*inputs: Any) -> Tensor:
+        m, share = _Magnitudes(*inputs), _share(parts, chunk)
+        values, unscaled = (m.beta_k, m.beta * m.k) if name == "w" else (m.beta_v, m.beta_v)
+        error = values * (share + (rounding + decayed(m)) * (1 + share)) + _smallest(element) + unscaled * _FLUSHED
+        lost = m.tokens(m.T @ error + values.sum(-2, keepdim=True) * _FLUSHED)
+        return _stored(lost, m.tokens(m.T @ values), chunk, kind, torch.float32)
 
-    return {name: of(name) for name in kinds}
+    def of_gradient(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
+        m = _Magnitudes(*inputs)
+        dw, du = m.gather(dw), m.gather(du)
+        products, sums = _share(parts, chunk + m.repeat), _share(plain, K + V + chunk)
+        if name in ("dk", "dv"):
+            through = m.T.mT @ (dw if name == "dk" else du)
+            terms = through * (m.beta * m.from_start if name == "dk" else m.beta)
+            lost = terms * (products + decayed(m)) + m.beta * through * _FLUSHED
+            if name == "dk":
+                terms, lost = (x.unflatten(1, (-1, m.repeat)).sum(2) for x in (terms, lost))
+        elif name == "dT":
+            P, Q = dw @ m.k.mT, du @ m.v.mT
+            terms = (P * m.from_start.mT + Q) * m.beta.mT
+            lost = terms * (sums + decayed(m).mT) + P * m.beta.mT * _FLUSHED
+        else:
+            of_keys = (m.T * (dw @ m.k.mT)).sum(-2)[..., None]
+            of_values = (m.T * (du @ m.v.mT)).sum(-2)[..., None]
+            by = m.beta if name == "dG" else torch.ones_like(m.beta)
+            terms = of_keys * m.from_start * by + (0.0 if name == "dG" else of_values)
+            lost = terms * (sums + decayed(m)) + of_keys * by * _FLUSHED
+            terms, lost = terms[..., 0], lost[..., 0]
+        return _stored(m.tokens(lost), m.tokens(terms), chunk + K + V, kind, torch.float32)
 
-
-_ROUNDED = {"w": 2, "u": 2, "dk": 1, "dv": 1, "dbeta": 0, "dG": 0, "dT": 1}
-_ITEM = "chunk of a value head"
+    return of_result if name in ("w", "u") else of_gradient
 
 
 def on_kernels(problem: Problem) -> dict[str, Guarantee]:
-    element, T = problem.dtypes[:2]
     backward = problem.op.endswith("_backward")
-    formula = (
-        "½ ulp + c·u·Σ|terms|, c twice the terms of a product and 3·|G| + 8 more"
-        if backward
-        else "½ ulp + (ρ + c·u)·Σ|terms|, ρ the rounding of β·e^G·k and β·v, c twice the terms of a product and "
-        "3·|G| + 8 more"
-    )
-    bounds = (_backward_bounds if backward else _forward_bounds)(problem)
-    kinds = dict.fromkeys(bounds, element) | {"dT": T}
+    formula = f"½ ulp + (ρ + c·u)·Σ|terms|, ρ the rounding of β·e^G·k and β·v, {_TERMS}"
+    if backward:
+        formula = f"½ ulp + c·u·Σ|terms|, {_TERMS}"
     return {
         name: Guarantee(
             repeatable=True,
             batch_invariant=_ITEM if name != "dk" else "chunk of a key head",
             device_invariant=False,
             accumulator="float32",
-            roundings=0 if kinds[name] == torch.float32 else _ROUNDED[name],
-            error=Derived(f"{formula}, u = 2⁻²⁴; {_T[parts_of(element, T)]}", bound),
+            roundings=0 if kind == torch.float32 else 1 if backward else 2,
+            error=Derived(f"{formula}, u = 2⁻²⁴; {_T[parts_of(*problem.dtypes)]}", _kernel_bound(problem, name, kind)),
             domain="every finite input of which e^G is finite and T is below 2¹²⁷",
             out_of_range="cu_seqlens out of order is reported, at once on the CPU, by adjoint.check() on a GPU, and "
             "taken as what lies within bounds; tokens of no sequence give 0",
         )
-        for name, bound in bounds.items()
+        for name, kind in _dtypes(problem).items()
     }

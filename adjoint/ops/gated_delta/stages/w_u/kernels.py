@@ -26,8 +26,8 @@ from adjoint.core.launch import Execute, Launch, Setup, is_aligned
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.device.row_tiles import halves
-from adjoint.ops.gated_delta.faults import SEQUENCES_OUT_OF_ORDER
-from adjoint.ops.gated_delta.stages.w_u.parts import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V, TF32, parts_of
+from adjoint.ops.gated_delta.arguments import SEQUENCES_OUT_OF_ORDER
+from adjoint.ops.gated_delta.stages.w_u.guarantee import NEED_BETA, NEED_DECAY, NEED_K, NEED_T, NEED_V, TF32, parts_of
 
 # --------------------------------------------------------------------------------------- where chunks lie
 

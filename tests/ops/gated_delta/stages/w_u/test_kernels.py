@@ -10,7 +10,7 @@ from adjoint.core.errors import status_word
 from adjoint.core.launch import Setup
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.stages.values import solved
+from adjoint.ops.gated_delta.values import solved
 from tests.ops.gated_delta.sequences import CPU
 
 pytestmark = pytest.mark.kernels

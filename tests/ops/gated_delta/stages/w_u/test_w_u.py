@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.ops.gated_delta.stages.values import solved
+from adjoint.ops.gated_delta.values import solved
 from tests.ops.gated_delta.sequences import CPU
 
 
