@@ -8,7 +8,7 @@ from torch import Tensor
 from adjoint.core.launch import Setup
 from adjoint.core.plan import Call, Candidate, Operator
 from adjoint.ops.gated_delta.rule.hopper import gradients
-from tests.gluon.model import Schedule, modelled
+from tests.gluon.model import Codes, Schedule, modelled
 
 TARGET = "sm_90"
 
@@ -22,7 +22,9 @@ def candidate_of(operator: Operator) -> Candidate:
     return only
 
 
-def run(operator: Operator, arguments: tuple[Any, ...], schedule: Schedule) -> tuple[Tensor, ...]:
+def run(
+    operator: Operator, arguments: tuple[Any, ...], schedule: Schedule, codes: Codes | None = None
+) -> tuple[Tensor, ...]:
     """The outputs of the plan for Hopper; they are full of NaN before it runs."""
     candidate, problem = candidate_of(operator), operator.describe(*arguments)
     if refusal := candidate.refuse(problem):
@@ -33,7 +35,7 @@ def run(operator: Operator, arguments: tuple[Any, ...], schedule: Schedule) -> t
     outputs = operator.allocate(*arguments)
     for output in outputs:
         output.fill_(float("nan"))
-    with modelled(schedule), patch.object(gradients, "_multiprocessors", lambda device: MULTIPROCESSORS):
+    with modelled(schedule, codes), patch.object(gradients, "_multiprocessors", lambda device: MULTIPROCESSORS):
         execute(arguments, outputs, None)
     return outputs
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from types import FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,13 +34,24 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Schedule:
-    """When asynchronous work is done, and which partitions go first: their numbers, by precedence; others follow."""
+    """When work is done.
+
+    Attributes:
+        eager: copies and products are done when they are asked for; else as late as possible.
+        first: the numbers of the partitions that go before others, by precedence.
+        yields: a partition that arrives at a barrier lets others go on, by precedence.
+    """
 
     eager: bool = True
     first: tuple[int, ...] = ()
+    yields: bool = False
 
 
-SCHEDULES = (Schedule(), Schedule(False), Schedule(True, (2, 1, 0)), Schedule(False, (2, 1, 0)), Schedule(False, (1, 2, 0)))
+SCHEDULES = (
+    Schedule(), Schedule(False, (2, 1, 0), True), Schedule(False, (1, 2, 0), True), Schedule(True, (2, 1, 0), True),
+    Schedule(False),
+)  # fmt: skip
+"""The first is the fastest; the second finds most of what is wrong."""
 
 # ------------------------------------------------------------------------------------------------ programs
 
@@ -246,6 +257,12 @@ def _wait(barrier: Barrier, phase: Any) -> None:
     _current.program.wait(lambda: barrier.phase != parity)
 
 
+def _arrive(barrier: Barrier, count: int = 1) -> None:
+    barrier.arrive(count)
+    if _current.program.schedule.yields:
+        _current.program.wait(lambda: True)
+
+
 # ------------------------------------------------------------------------------------------ asynchronous work
 
 
@@ -269,11 +286,8 @@ def _commit() -> None:
 
 
 def _wait_group(number: int) -> None:
+    """Waits for groups: copies that no group has yet are not among them."""
     partition = _current.partition
-    if partition.group:
-        if number:
-            raise Fault("copies are waited for that no group has")
-        _commit()
     while len(partition.copies) > number:
         for finish in partition.copies.popleft():
             finish()
@@ -375,7 +389,9 @@ def _scan(x: Value, axis: int, combine: Callable[[Value, Value], Value], reverse
     return Value(torch.stack([each.tensor for each in (sums[::-1] if reverse else sums)], axis))
 
 
-def _assembly(text: str, constraints: str, arguments: list[Value], dtype: torch.dtype, is_pure: bool, pack: int) -> Value:
+def _assembly(
+    text: str, constraints: str, arguments: list[Value], dtype: torch.dtype, is_pure: bool, pack: int
+) -> Value:
     (x,) = arguments
     name = text.split()[0]
     if name in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
@@ -431,7 +447,7 @@ _NAMES = {
     "barrier": lambda: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
     "async_copy_global_to_shared": _copy, "commit_group": _commit, "wait_group": _wait_group,
     "mbarrier_arrive": _arrive_after_copies,
-    "init": _initialise, "wait": _wait, "arrive": lambda barrier, count=1: barrier.arrive(count),
+    "init": _initialise, "wait": _wait, "arrive": _arrive,
     "MBarrierLayout": _BarrierLayout,
     "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "mma_v2": mma_v2,
 }  # fmt: skip
@@ -440,10 +456,15 @@ _NAMES = {
 _LANGUAGE = SimpleNamespace(**_NAMES)
 
 
+Codes = dict[tuple[str, str], CodeType]
+"""Other code for functions, by their modules and names."""
+
+
 class Translated:
     """Functions of Gluon as functions of the model, each translated once."""
 
-    def __init__(self) -> None:
+    def __init__(self, codes: Codes) -> None:
+        self._codes = codes
         self._known: dict[int, Any] = {}
         self._keep: list[Any] = []
 
@@ -469,9 +490,9 @@ class Translated:
         return made
 
     def _function(self, function: FunctionType) -> Callable[..., Any]:
-        scope = _Scope(function.__globals__, self)
-        closure = function.__closure__
-        return FunctionType(function.__code__, scope.names(function), function.__name__, function.__defaults__, closure)
+        code = self._codes.get((function.__module__, function.__name__), function.__code__)
+        scope = _Scope(function.__globals__, self).names(code, function)
+        return FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
 
     def _aggregate(self, value: Any) -> Any:
         members: dict[str, Any] = {}
@@ -491,7 +512,7 @@ class _Scope:
     def __init__(self, globals_: dict[str, Any], translated: Translated) -> None:
         self._globals, self._translated = globals_, translated
 
-    def names(self, function: FunctionType) -> dict[str, Any]:
+    def names(self, code: CodeType, function: FunctionType) -> dict[str, Any]:
         scope: dict[str, Any] = {"__builtins__": __builtins__}
 
         def collect(code: Any) -> None:
@@ -502,7 +523,7 @@ class _Scope:
                 if inspect.iscode(constant):
                     collect(constant)
 
-        collect(function.__code__)
+        collect(code)
         for name in list(scope):
             if name != "__builtins__" and scope[name] is not function:
                 value = scope[name]
@@ -523,11 +544,11 @@ class _Later:
 class Modelled:
     """A kernel of Gluon in the place of its compiled function: `kernel[grid](*arguments, **constants)`."""
 
-    def __init__(self, kernel: kernels.Kernel, schedule: Schedule) -> None:
+    def __init__(self, kernel: kernels.Kernel, schedule: Schedule, codes: Codes) -> None:
         self._kernel, self._schedule = kernel, schedule
         self.fn, self.arg_names, self.__name__ = kernel.function.fn, kernel.function.arg_names, kernel.name
         self.__module__ = kernel.function.__module__
-        self._function = Translated()(kernel.function)
+        self._function = Translated(codes)(kernel.function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
@@ -545,12 +566,12 @@ class Modelled:
 
 
 @contextmanager
-def modelled(schedule: Schedule = SCHEDULES[0]) -> Iterator[None]:
-    """Runs every kernel of Gluon that is registered in the model instead of on a GPU."""
+def modelled(schedule: Schedule = SCHEDULES[0], codes: Codes | None = None) -> Iterator[None]:
+    """Runs every kernel of Gluon in the model instead of on a GPU; some functions with other code."""
     every = [k for k in kernels.registered().values() if getattr(k.function, "is_gluon", lambda: False)()]
     before = [(kernel, kernel.function) for kernel in every]
     for kernel in every:
-        kernel.function = Modelled(kernel, schedule)
+        kernel.function = Modelled(kernel, schedule, codes or {})
     kernels.forget()
     try:
         yield

@@ -1,12 +1,7 @@
 """Every kernel for Hopper on small problems, in the model of Gluon: errors, bits under other schedules, and mutants."""
 
-import ast
-import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +15,6 @@ from adjoint.ops.gated_delta.rule import gated_delta_rule
 from adjoint.ops.gated_delta.values import gradients, nearly_equal, tokens
 from tests.gluon import hopper
 from tests.gluon.model import SCHEDULES, Schedule
-from tests.gluon.values import Fault
 
 pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter")
 
@@ -33,7 +27,9 @@ class Example:
     normalize: bool = False
 
     @staticmethod
-    def of(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, normalize: bool = False, **options: object) -> "Example":
+    def of(
+        shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, normalize: bool = False, **options: object
+    ) -> "Example":
         make = tokens(shape, **options)  # type: ignore[arg-type]
         return Example(make(dtype, torch.device("cpu"), torch.Generator().manual_seed(1)), normalize)
 

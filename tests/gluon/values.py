@@ -1,4 +1,4 @@
-"""Values of a Gluon program on a CPU: tensors with the arithmetic of the language, and pointers that know their memory."""
+"""Values of a Gluon program on a CPU: tensors with the language's arithmetic, and pointers that know their memory."""
 
 from typing import Any
 
