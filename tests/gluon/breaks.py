@@ -1,0 +1,67 @@
+"""Kernels with one piece of synchronisation taken out."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+
+SYNCHRONISATION = ("wait", "arrive", "wait_group", "commit_group", "mbarrier_arrive", "warpgroup_mma_wait")
+"""Calls that a program cannot do without."""
+
+
+@dataclass(frozen=True)
+class Break:
+    """A function of a module without one statement."""
+
+    module: str
+    function: str
+    statement: str
+    line: int
+    code: CodeType
+
+    def __str__(self) -> str:
+        return f"{self.module.rpartition('.')[2]}.{self.function}, line {self.line}: without {self.statement}"
+
+
+def _called(statement: ast.stmt) -> ast.Call | None:
+    """The call that a statement is, or assigns."""
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+    value = value.left if isinstance(value, ast.BinOp) else value
+    if not isinstance(value, ast.Call):
+        return None
+    name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+    return value if name in SYNCHRONISATION else None
+
+
+class _Without(ast.NodeTransformer):
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return ast.copy_location(ast.Pass(), node) if node.lineno == self.line else node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if node.lineno == self.line and getattr(node.func, "id", "") == "warpgroup_mma_wait":
+            (deps,) = [keyword.value for keyword in node.keywords]
+            assert isinstance(deps, ast.List)
+            return deps.elts[0] if len(deps.elts) == 1 else ast.Tuple(deps.elts, ast.Load())
+        return self.generic_visit(node)
+
+
+def breaks(module: ModuleType) -> Iterator[Break]:
+    """Every way to leave out one statement."""
+    source = inspect.getsource(module)
+    for function in ast.parse(source).body:
+        if not isinstance(function, ast.FunctionDef) or "gluon.jit" not in map(ast.unparse, function.decorator_list):
+            continue
+        for statement in ast.walk(function):
+            if isinstance(statement, ast.stmt) and _called(statement) is not None:
+                changed = ast.fix_missing_locations(_Without(statement.lineno).visit(ast.parse(source)))
+                code = next(
+                    constant
+                    for constant in compile(changed, str(module.__file__), "exec").co_consts
+                    if inspect.iscode(constant) and constant.co_name == function.name
+                )
+                text = ast.unparse(statement)
+                yield Break(module.__name__, function.name, text, statement.lineno, code)

@@ -1,0 +1,159 @@
+"""Values of a Gluon program on a CPU: tensors with the language's arithmetic, and pointers that know their memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCALARS = {"i32": torch.int32, "i64": torch.int64, "fp32": torch.float32}
+
+
+class Fault(Exception):
+    """What a program must not do, and what a GPU might do in silence."""
+
+
+def unwrap(value: Any, like: torch.dtype | None = None) -> Tensor:
+    """A value's tensor; Python's numbers have the type of their partner where that can hold them."""
+    if isinstance(value, Value):
+        return value.tensor
+    if isinstance(value, bool):
+        return torch.tensor(value)
+    if isinstance(value, int):
+        return torch.tensor(value, dtype=torch.int32 if like in (None, torch.bool) else like)
+    return torch.tensor(value, dtype=like if like is not None and like.is_floating_point else torch.float32)
+
+
+def both(first: Any, second: Any) -> tuple[Tensor, Tensor]:
+    """Two operands in their common type; a scalar counts as much as a tensor does."""
+    a = unwrap(first, second.tensor.dtype if isinstance(second, Value) else None)
+    b = unwrap(second, first.tensor.dtype if isinstance(first, Value) else None)
+    common = torch.promote_types(a.dtype, b.dtype)
+    return a.to(common), b.to(common)
+
+
+class Value:
+    """A tensor, or a number that only the device knows."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        return Value(self.tensor.view(dtype) if bitcast else self.tensor.to(dtype))
+
+    def reshape(self, shape: list[int]) -> "Value":
+        return Value(self.tensor.reshape(shape))
+
+    def __getitem__(self, key: Any) -> "Value":
+        return Value(self.tensor[key])
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor)
+
+    def __index__(self) -> int:
+        return int(self.tensor)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __neg__(self) -> "Value":
+        return Value(-self.tensor)
+
+    def __eq__(self, other: object) -> "Value":  # type: ignore[override]
+        a, b = both(self, other)
+        return Value(a == b)
+
+    def __ne__(self, other: object) -> "Value":  # type: ignore[override]
+        a, b = both(self, other)
+        return Value(a != b)
+
+
+def _truncated(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+_OPERATORS = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "floordiv": _truncated,
+    "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "rshift": torch.bitwise_right_shift, "lshift": torch.bitwise_left_shift,
+    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+}  # fmt: skip
+
+
+def _define(name: str, function: Any) -> None:
+    def forward(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        return Value(function(*both(self, other)))
+
+    def reflected(self: Value, other: Any) -> Value:
+        return Value(function(*both(other, self)))
+
+    setattr(Value, f"__{name}__", forward)
+    setattr(Value, f"__r{name}__", reflected)
+
+
+for _name, _function in _OPERATORS.items():
+    _define(_name, _function)
+
+
+class Pointer:
+    """Addresses in the memory of one tensor, as numbers of elements from where it begins."""
+
+    class Type:
+        def __init__(self, element: torch.dtype) -> None:
+            self.element_ty = element
+
+    def __init__(self, name: str, memory: Tensor, offset: Tensor) -> None:
+        self.name, self.memory, self.offset = name, memory, offset
+        self.dtype = Pointer.Type(memory.dtype)
+
+    @staticmethod
+    def to_tensor(name: str, tensor: Tensor) -> "Pointer":
+        """The address of a tensor; its memory ends with its last element, and nothing outside may be touched."""
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        count = reach + 1 if tensor.numel() else 0
+        return Pointer(name, torch.as_strided(tensor, (count,), (1,)), torch.zeros((), dtype=torch.int64))
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.name, self.memory, self.offset + unwrap(other).long())
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "Pointer":
+        return Pointer(self.name, self.memory, self.offset - unwrap(other).long())
+
+    def _inside(self, mask: Any) -> tuple[Tensor, Tensor]:
+        chosen = torch.ones((), dtype=torch.bool) if mask is None else unwrap(mask)
+        offset, chosen = torch.broadcast_tensors(self.offset, chosen)
+        touched = offset[chosen]
+        if touched.numel() and (int(touched.min()) < 0 or int(touched.max()) >= len(self.memory)):
+            raise Fault(
+                f"{self.name}: elements {int(touched.min())} to {int(touched.max())} of memory with {len(self.memory)}"
+            )
+        return offset, chosen
+
+    def load(self, mask: Any = None, other: Any = 0) -> Value:
+        offset, chosen = self._inside(mask)
+        result = torch.full(offset.shape, float(unwrap(other)), dtype=torch.float64).to(self.memory.dtype)
+        result[chosen] = self.memory[offset[chosen]]
+        return Value(result)
+
+    def store(self, value: Any, mask: Any = None) -> None:
+        offset, chosen = self._inside(mask)
+        written = unwrap(value, self.memory.dtype).expand(offset.shape)[chosen].to(self.memory.dtype)
+        places = offset[chosen]
+        if len(places.unique()) != places.numel():
+            raise Fault(f"{self.name}: one store writes an element twice")
+        self.memory[places] = written
