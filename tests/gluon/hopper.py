@@ -6,7 +6,8 @@ from unittest.mock import patch
 from torch import Tensor
 
 from adjoint.core.launch import Setup
-from adjoint.core.plan import Call, Candidate, Operator
+from adjoint.core.operator import Operator
+from adjoint.core.plan import Call, Candidate
 from adjoint.ops.gated_delta.rule.hopper import gradients
 from tests.gluon.model import Codes, Schedule, modelled
 
