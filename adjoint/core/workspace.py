@@ -29,8 +29,9 @@ class Memory(dict[str, Any]):
 
     def contiguous(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor, or its contiguous copy where the plan makes one: see `Setup.copies`."""
-        region = f"copy_of_{name}" if f"copy_of_{name}" in self else name  # TODO: families move to `Setup.copies`
-        return self.tensor(region).view(tensor.shape).copy_(tensor) if region in self else tensor
+        if not self or f"copy_of_{name}" not in self:
+            return tensor
+        return self.tensor(f"copy_of_{name}").view(tensor.shape).copy_(tensor)
 
     def rows(self, name: str, tensor: Tensor) -> Rows:
         """The tensor, or its copy, as rows."""
@@ -81,9 +82,9 @@ class Regions:
 
     def divide(self, workspace: Tensor | None, device: torch.device) -> Memory:
         """The regions of a workspace, which is kept with them; where there is none, one is allocated."""
-        if workspace is None and self._end:
-            workspace = self.allocate(device)
-        return Memory(self, workspace if self._end else None)
+        if not self._end:
+            return _NOTHING
+        return Memory(self, self.allocate(device) if workspace is None else workspace)
 
     def allocate(self, device: torch.device) -> Tensor:
         """A workspace that holds all regions."""
@@ -95,3 +96,7 @@ class Regions:
             return dict(self.tensors(workspace))
         base = -(-workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         return {name: base + offset for name, offset in self._offsets.items()}
+
+
+_NOTHING = Memory(Regions(), None)
+"""The memory of every plan that needs none."""
