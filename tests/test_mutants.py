@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 
+import adjoint.core.operator
 import adjoint.core.plan
 from adjoint import ops
 from adjoint.contract.cases import Case, Subject
@@ -244,7 +245,7 @@ def _load(name: str, source: str) -> None:
     exec(compile(source, file, "exec"), vars(module))
     parent, _, leaf = name.rpartition(".")
     vars(import_module(parent))[leaf] = module
-    for operator in adjoint.core.plan.operators():
+    for operator in adjoint.core.operator.operators():
         operator.plans.clear()
 
 

@@ -106,12 +106,12 @@ def _two_parts() -> Iterator[None]:
         return launch
 
     vars(backward).update(bind_chunk_inverse=bind_second_part_alone, parts_of=lambda shape: 2)
-    adjoint.core.plan.forget()
+    adjoint.core.operator.forget()
     try:
         yield
     finally:
         vars(backward).update(bind_chunk_inverse=bind, parts_of=parts_of)
-        adjoint.core.plan.forget()
+        adjoint.core.operator.forget()
 
 
 def calls() -> Iterator[Sequences]:
@@ -136,7 +136,7 @@ def noticed() -> bool:
     """Whether any call does not give what it should; segments have one chunk, or two, and two heads are few."""
     packing.SEGMENT = 64
     rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = 2, 128, 128
-    adjoint.core.plan.forget()
+    adjoint.core.operator.forget()
     try:
         return any(call.wrong_result() for call in calls())
     except Exception:
