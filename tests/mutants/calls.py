@@ -20,7 +20,7 @@ import adjoint
 from adjoint.contract.poison import poison
 from adjoint.core.plan import Plan
 from adjoint.core.schedules import Schedules
-from adjoint.core.workspace import Regions
+from adjoint.core.workspace import Memory, Regions
 from adjoint.device import grouping
 from adjoint.verify.bits import same_bits
 
@@ -57,11 +57,11 @@ _edges = _Edges()
 
 def guard() -> None:
     """From now on, every region of a workspace and every output lies at an edge, and programs run in either order."""
-    allocate_outputs = Plan.allocate
+    divide_regions, allocate_outputs = Regions.divide, Plan.allocate
 
-    def allocate(self: Regions, device: torch.device) -> Tensor:
+    def divide(self: Regions, workspace: Tensor | None, device: torch.device) -> Memory:
         _edges.held = {}
-        return torch.empty(self.bytes, dtype=torch.uint8, device=device)
+        return divide_regions(self, workspace, device)
 
     def tensor(self: Regions, workspace: Tensor, name: str) -> Tensor:
         if name not in _edges.held:
@@ -84,7 +84,7 @@ def guard() -> None:
         begin(self, *program)
 
     InterpreterBuilder.set_grid_idx = begin_in_order
-    Regions.allocate, Regions.tensor, Plan.allocate = allocate, tensor, outputs  # type: ignore[method-assign]
+    Regions.divide, Regions.tensor, Plan.allocate = divide, tensor, outputs  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------------------------------- layouts
