@@ -374,6 +374,7 @@ def _indexing_noticed(mutant: Mutant, device: torch.device, stage: str) -> bool:
 
 
 PLANS = {
+    "take_forward": ("few", "scatter"),
     "take_backward_few": ("few",),
     "take_backward_lines": ("lines",),
     "larger": ("lines",),
@@ -381,8 +382,7 @@ PLANS = {
 }
 """The plans that run a function; those of its module where it is not listed."""
 SHARED = {
-    "offsets": ("few", "lines", "scatter"),
-    "take": ("few", "scatter"),
+    "take": ("few", "lines", "scatter"),
     "lines": ("few", "lines", "scatter"),
     "sorting": ("sorted",),
 }
