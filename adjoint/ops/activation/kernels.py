@@ -313,14 +313,14 @@ def _constants(setup: Setup, **more: Any) -> dict[str, Any]:
     return {"element": dtype, "NARROW": dtype.itemsize == 2, "NATIVE": setup.nvidia, **more}
 
 
-def _by_parameter(views: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Views as a kernel's tensors and numbers; without an up, other tensors stand in its place."""
+def _by_parameter(views: tuple[Any, ...]) -> dict[str, Tensor]:
+    """The tensors of views by a kernel's parameters; without an up, others stand in its place."""
     if len(views) == 3:
         gate, up, y = views
-        return {"gate": gate, "up": y if up is None else up, "y": y}, {}
-    dy, gate, up, dgate, dup, need = views
+        return {"gate": gate, "up": y if up is None else up, "y": y}
+    dy, gate, up, dgate, dup, _ = views
     up, dup = gate if up is None else up, dgate if dup is None else dup
-    return {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup}, {"need": need}
+    return {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup}
 
 
 class _Rows:
@@ -393,9 +393,10 @@ def rows(setup: Setup, of: Activation) -> Execute:
             variants.launch({"gate": gate, "up": up, "y": y}, [gate, up, y])
 
     def backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        tensors, numbers = _by_parameter(views(arguments, outputs))
-        last = tensors["dgate"] if numbers["need"] & NEED_GATE else tensors["dup"]
-        variants.launch(tensors, [x for x in tensors.values() if x.numel()] + [last], **numbers)
+        viewed = views(arguments, outputs)
+        tensors, need = _by_parameter(viewed), viewed[-1]
+        last = tensors["dgate"] if need & NEED_GATE else tensors["dup"]
+        variants.launch(tensors, [x for x in tensors.values() if x.numel()] + [last], need=need)
 
     return forward if of.is_forward else backward
 
@@ -403,14 +404,16 @@ def rows(setup: Setup, of: Activation) -> Execute:
 def pairs(setup: Setup, of: Activation) -> Execute:
     """Gate and up interleaved in one tensor, and their gradients in one that lies like it, or over it."""
     variants = _Rows(setup, swiglu_forward_pairs if of.is_forward else swiglu_backward_pairs)
-    names = ("packed", "y") if of.is_forward else ("dy", "packed", "dpacked")
 
-    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        inputs = arguments[:-1]  # the last one is the order
-        tensors = dict(zip(names, (*inputs, *(outputs or inputs[1:])), strict=True))
-        variants.launch(tensors, [x[..., 0::2] if "packed" in name else x for name, x in tensors.items()])
+    def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        packed, (y,) = arguments[0], outputs
+        variants.launch({"packed": packed, "y": y}, [packed[..., 0::2], y])
 
-    return execute
+    def backward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        dy, packed, dpacked = *arguments[:2], outputs[0] if outputs else arguments[1]
+        variants.launch({"dy": dy, "packed": packed, "dpacked": dpacked}, [dy, packed[..., 0::2], dpacked[..., 0::2]])
+
+    return forward if of.is_forward else backward
 
 
 def strided(setup: Setup, of: Activation) -> Execute:
@@ -423,7 +426,8 @@ def strided(setup: Setup, of: Activation) -> Execute:
     no_strides = dict.fromkeys([name for names in stride_names.values() for name in names], 0)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        tensors, numbers = _by_parameter(views(arguments, outputs))
+        viewed = views(arguments, outputs)
+        tensors, numbers = _by_parameter(viewed), {} if of.is_forward else {"need": viewed[-1]}
         present = [name for name, tensor in tensors.items() if tensor.numel()]
         if not present:
             return
