@@ -32,7 +32,7 @@ def by_recurrence(inputs: Inputs, by_chunks: bool = False, **options: Any) -> tu
 
 
 def upstream_of(output: Tensor) -> Tensor:
-    return torch.arange(output.numel(), dtype=torch.float64).cos().view(output.shape).to(output.dtype)
+    return torch.arange(output.numel(), dtype=torch.float64).cos().view(output.shape).to(output)
 
 
 def gradients_of(outputs: tuple[Tensor, ...], inputs: Inputs) -> list[Tensor]:
