@@ -84,7 +84,7 @@ def _columns(gram, decay, gates, i, j):
     return gl.where(upper, first, second), second
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=98304), targets=("sm_90",), numeric=("PARTS",))
+@kernel(budget=Budget(registers=255, shared_bytes=96 * 1024), targets=("sm_90",), numeric=("PARTS",))
 @gluon.jit
 def rule_chunk_inverse_hopper(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,

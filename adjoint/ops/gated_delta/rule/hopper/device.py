@@ -4,7 +4,7 @@ One warpgroup copies, 16 bytes a thread, while others compute. ptxas begins anot
 function was inlined, which can cost registers: that is why some code is written out that a function here has.
 """
 
-from typing import Any
+from typing import Any, dataclass_transform
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,6 +34,7 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """Makes the threads of a partition wait for each other; versions of Triton have different names for it."""
 
 
+@dataclass_transform()
 def bundle(cls: type) -> type:
     """An aggregate whose constructor takes its fields in their order."""
     names = gl.constexpr(tuple(cls.__annotations__))  # a constant, on which Triton's cache depends

@@ -29,6 +29,9 @@ from adjoint.ops.gated_delta.rule.triton.gates import GATE_DECAY, GATE_ROWS
 LINES = gl.constexpr(64)
 """Columns of M or B of a program."""
 
+BUDGET = Budget(registers=255, shared_bytes=113 * 1024)
+"""Of shared memory half of what a multiprocessor has: two programs run on it."""
+
 Chunks = device.fields("ks vs Ts gates")
 """The chunks in shared memory, a stage each: k, v, T and the gates."""
 
@@ -43,7 +46,7 @@ def _fetch(tiles, stage, k, v, T, gates, count, value_count, K_STRIDE: gl.conste
     async_copy.commit_group()
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=115712), targets=("sm_90",), numeric=("SEGMENT",))
+@kernel(budget=BUDGET, targets=("sm_90",), numeric=("SEGMENT",))
 @gluon.jit
 def rule_transitions_hopper(
     k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
