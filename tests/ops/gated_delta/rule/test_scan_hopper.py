@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint import Preference
 from adjoint.contract.inputs import Inputs
 from adjoint.core.kernels import triton_missing
 from adjoint.core.plan import Candidate
@@ -17,10 +16,8 @@ from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule.shape import Shape, token_rows
 from tests.ops.gated_delta.rule.kernels import Kernels
 from tests.ops.gated_delta.rule.test_backward import FORWARD, drawn
-from tests.ops.gated_delta.rule.test_gradients_hopper import hopper
+from tests.ops.gated_delta.rule.test_gradients_hopper import CANDIDATE, FUSED, hopper
 
-FUSED = Preference(plan="gluon.fused").text
-(BACKWARD_CANDIDATE,) = (candidate for candidate in plans.RULE_BACKWARD if candidate.name == "gluon.fused")
 PACKED = (0, 0, 1, 66, 194, 2300, 2300)
 """Sequences without tokens, of one, of one more than a chunk, of two chunks, and of more than two segments."""
 
@@ -46,7 +43,7 @@ def scanned(inputs: Inputs, on_hopper: bool) -> tuple[Tensor, Tensor]:
 
     _, k, v, g, beta, state, cu_seqlens = inputs
     _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, True), FUSED)
-    bound = Kernels(inputs, BACKWARD_CANDIDATE, "gated_delta_rule_backward")
+    bound = Kernels(inputs, CANDIDATE, "gated_delta_rule_backward")
     setup, shape = bound.setup, bound.shape
     memory = bound.memory(
         **index_regions(shape, segments=True), **gate_region(shape), **inverse_region(shape, 2), **scan_regions(shape)
@@ -132,7 +129,7 @@ def test_which_scan_is_chosen(sequences: int, heads: int, V: int, chosen: bool) 
         return bound & {"rule_state_scan", "rule_state_scan_hopper"}
 
     both = {"rule_state_scan", "rule_state_scan_hopper"}
-    assert scans(BACKWARD_CANDIDATE) == ({"rule_state_scan_hopper"} if heads <= 8 else both)
+    assert scans(CANDIDATE) == ({"rule_state_scan_hopper"} if heads <= 8 else both)
     (chunked,) = (candidate for candidate in plans.RULE_BACKWARD if candidate.name == "triton.chunked")
     assert scans(chunked) == {"rule_state_scan"}
 

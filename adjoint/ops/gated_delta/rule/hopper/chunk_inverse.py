@@ -15,10 +15,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from adjoint.core.kernels import Budget, Float32, Int64x16, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup, run_concurrently
+from adjoint.ops.gated_delta.rule.hopper import device
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, TILE
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import bind_chunk_inverse, bind_scores
@@ -65,13 +67,6 @@ def _exp(x):
 
 
 @gluon.jit
-def _start_product(left, right, MMA: gl.constexpr):
-    """left·rightᵀ of rows in shared memory; to be waited for."""
-    nothing = gl.zeros([64, 64], gl.float32, MMA)
-    return warpgroup_mma(left, right.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _decay(gates, i, j):
     """e^{G_i − G_j}, of which only i ≥ j is used."""
     return _exp(gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None])
@@ -80,7 +75,7 @@ def _decay(gates, i, j):
 @gluon.jit
 def _columns(gram, decay, gates, i, j):
     """Columns of −A, from k kᵀ: [block, column, row] of the blocks on its diagonal, and of what is right of row 31."""
-    strength = -gl.load(gates + GATE_STRENGTH * 64 + i)[None, :]
+    strength = -gl.load(gates + GATE_STRENGTH * CHUNK + i)[None, :]
     A = gl.where(i[None, :] > j[:, None], strength * (gram * decay), 0.0)
     first, second = gl.split(gl.permute(A.reshape([2, 32, 2, 32]), (0, 1, 3, 2)))
     half = gl.zeros_like(A).to(gl.int1) | (j < 32)[:, None]
@@ -88,7 +83,7 @@ def _columns(gram, decay, gates, i, j):
     return gl.where(upper, first, second), second
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=98304), targets=("sm_90",), numeric=("PARTS",))
+@kernel(budget=Budget(registers=255, shared_bytes=96 * 1024), targets=("sm_90",), numeric=("PARTS",))
 @gluon.jit
 def rule_chunk_inverse_hopper(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,
@@ -97,12 +92,10 @@ def rule_chunk_inverse_hopper(
     HEADS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """T − I of two value heads of a chunk; with SCORES also P = scale·(q kᵀ) ⊙ D, 0 above the diagonal."""
-    CHUNK: gl.constexpr = 64
-    HALF: gl.constexpr = 32
+    HALF: gl.constexpr = CHUNK // 2
     kind: gl.constexpr = k.dtype.element_ty
-    GRAM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    GRAM: gl.constexpr = device.product_layout(CHUNK)
+    WIDE_ROWS: gl.constexpr = device.row_layout(K)
     TILE_32: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     PARTS_OF: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     PARTS_OF_ALL: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
@@ -113,8 +106,8 @@ def rule_chunk_inverse_hopper(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    ROWS: gl.constexpr = device.row_layout(CHUNK)
+    OUT: gl.constexpr = device.row_layout(HALF)
     pairs: gl.constexpr = HEADS // 2
     keyed: gl.constexpr = 1 if GROUP % 2 == 0 else 2
 
@@ -146,6 +139,7 @@ def rule_chunk_inverse_hopper(
             async_copy.async_copy_global_to_shared(queries.index(which), place, mask=inside)
     async_copy.commit_group()
 
+    nothing = gl.zeros([CHUNK, CHUNK], gl.float32, GRAM)
     # Everything is transposed: rows are the keys of a product, columns its queries.
     j = gl.arange(0, CHUNK, gl.SliceLayout(1, GRAM))
     i = gl.arange(0, CHUNK, gl.SliceLayout(0, GRAM))
@@ -157,7 +151,7 @@ def rule_chunk_inverse_hopper(
     if SCORES:
         for which in gl.static_range(2):
             if which < keyed:
-                seen = _start_product(keys.index(which), queries.index(which), GRAM)
+                seen = device.start_product(keys.index(which), queries.index(which).permute((1, 0)), nothing)
             decay = _decay(gates + which * (GATE_ROWS * CHUNK), i, j)
             if which < keyed:
                 seen = warpgroup_mma_wait(0, deps=[seen])
@@ -174,7 +168,7 @@ def rule_chunk_inverse_hopper(
     for which in gl.static_range(2):
         head_gates = gates + which * (GATE_ROWS * CHUNK)
         if which < keyed:
-            gram = _start_product(keys.index(which), keys.index(which), GRAM)
+            gram = device.start_product(keys.index(which), keys.index(which).permute((1, 0)), nothing)
         decay = _decay(head_gates, i, j)
         if which < keyed:
             gram = warpgroup_mma_wait(0, deps=[gram])
@@ -189,9 +183,9 @@ def rule_chunk_inverse_hopper(
     # The inverses of the blocks of size 32: [row, head and block, column]; a thread has a column.
     row = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]
     column = gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
-    nothing = gl.zeros([16, 4, HALF], gl.float32, COLUMN)
-    upper = nothing + gl.where(row == column, 1.0, 0.0)
-    lower = nothing + gl.where(row + 16 == column, 1.0, 0.0)
+    empty = gl.zeros([16, 4, HALF], gl.float32, COLUMN)
+    upper = empty + gl.where(row == column, 1.0, 0.0)
+    lower = empty + gl.where(row + 16 == column, 1.0, 0.0)
     lines = on_diagonal._reinterpret(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     for step in gl.static_range(HALF - 1):
         line = lines.index(step).permute((1, 0))

@@ -24,190 +24,123 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adjoint.core.kernels import Budget, Float32, Int32, Pointer, Pointer16, PointerIf16, kernel
+from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, ScanBarriers, aggregate, arrive, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper import device
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, TILE, V_BLOCK
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
-from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
-
-V_BLOCK = 64
-"""Columns of V of a program."""
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
 
 NEVER = 2**30
 """More chunks than a sequence has."""
 
+Chunks = device.fields("qs ks vs Ts Ps gates ring")
+"""The chunks in shared memory, a stage each: q, k, v, T, P and the gates."""
 
-@aggregate
-class ChunkTiles:
-    """The chunks in shared memory, a stage each: q, k, v, T, P, β, e^G and e^{Γ−G}."""
-
-    qs: gl.shared_memory_descriptor
-    ks: gl.shared_memory_descriptor
-    vs: gl.shared_memory_descriptor
-    Ts: gl.shared_memory_descriptor
-    Ps: gl.shared_memory_descriptor
-    strengths: gl.shared_memory_descriptor
-    starts: gl.shared_memory_descriptor
-    ends: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, qs, ks, vs, Ts, Ps, strengths, starts, ends):
-        self.qs = qs
-        self.ks = ks
-        self.vs = vs
-        self.Ts = Ts
-        self.Ps = Ps
-        self.strengths = strengths
-        self.starts = starts
-        self.ends = ends
-
-
-@aggregate
-class StagedTiles:
-    """What the state scan leaves for the outputs: Sᵀ, and v'ᵀ in two parts."""
-
-    Ss: gl.shared_memory_descriptor
-    highs: gl.shared_memory_descriptor
-    lows: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, Ss, highs, lows):
-        self.Ss = Ss
-        self.highs = highs
-        self.lows = lows
+Staged = device.fields("Ss highs lows of_S of_new")
+"""What the state scan leaves for the outputs: Sᵀ, and v'ᵀ in two parts, and a handoff of either."""
 
 
 @gluon.jit
 def _producer(
-    q, k, v, T, P, gates, tiles, barriers, count, chunks,
+    q, k, v, T, P, gates, tiles, count, chunks,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
-    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies a chunk as soon as there is room for it; rows past the end of its sequence are zeros."""
-    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
-    row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
-    column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
-    of_q = (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    of_k = (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    token = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    value = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    of_v = (token.to(gl.int64) * V_STRIDE)[:, None] + value.to(gl.int64)[None, :]
-    of_square = (token.to(gl.int64) * 64)[:, None] + value.to(gl.int64)[None, :]
-    lane = gl.arange(0, 64, GATES)
+    q_rows = device.Rows.of(CHUNK, K, Q_STRIDE)
+    k_rows = device.Rows.of(CHUNK, K, K_STRIDE)
+    v_rows = device.Rows.of(CHUNK, V_BLOCK, V_STRIDE)
+    square_rows = device.Rows.of(CHUNK, CHUNK, CHUNK)
     remaining = count
     stage = 0
     phase = 1
     pending = 0
     for chunk in range(chunks):
-        mbarrier.wait(barriers.empty.index(stage), phase)
-        inside = (row < remaining)[:, None] & (column < K)[None, :]
-        async_copy.async_copy_global_to_shared(tiles.ks.index(stage), k + of_k, mask=inside)
-        inside_values = (token < remaining)[:, None] & (value < 64)[None, :]
-        async_copy.async_copy_global_to_shared(tiles.vs.index(stage), v + of_v, mask=inside_values)
-        async_copy.async_copy_global_to_shared(tiles.strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
-        async_copy.async_copy_global_to_shared(tiles.starts.index(stage), gates + GATE_FROM_START * 64 + lane)
-        async_copy.async_copy_global_to_shared(tiles.ends.index(stage), gates + GATE_TO_END * 64 + lane)
-        async_copy.async_copy_global_to_shared(tiles.Ts.index(stage), T + of_square)
-        async_copy.async_copy_global_to_shared(tiles.qs.index(stage), q + of_q, mask=inside)
-        async_copy.async_copy_global_to_shared(tiles.Ps.index(stage), P + of_square)
+        mbarrier.wait(tiles.ring.empty.index(stage), phase)
+        k_rows.fetch_tokens(tiles.ks.index(stage), k, remaining)
+        v_rows.fetch_tokens(tiles.vs.index(stage), v, remaining)
+        tiles.gates.fetch(stage, gates)
+        square_rows.fetch(tiles.Ts.index(stage), T)
+        q_rows.fetch_tokens(tiles.qs.index(stage), q, remaining)
+        square_rows.fetch(tiles.Ps.index(stage), P)
         async_copy.commit_group()
         if chunk > 0:
             async_copy.wait_group(1)
-            arrive(barriers.full, pending)
+            tiles.ring.fill(pending)
             pending = stage
-        q += 64 * Q_STRIDE
-        k += 64 * K_STRIDE
-        v += 64 * V_STRIDE
-        T += HEADS * (64 * 64)
-        P += HEADS * (64 * 64)
-        gates += HEADS * (GATE_ROWS * 64)
-        remaining -= 64
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        q += CHUNK * Q_STRIDE
+        k += CHUNK * K_STRIDE
+        v += CHUNK * V_STRIDE
+        T += HEADS * (CHUNK * CHUNK)
+        P += HEADS * (CHUNK * CHUNK)
+        gates += HEADS * (GATE_ROWS * CHUNK)
+        remaining -= CHUNK
+        stage, phase = tiles.ring.after(stage, phase)
     async_copy.wait_group(0)
     if chunks > 0:
-        arrive(barriers.full, pending)
+        tiles.ring.fill(pending)
 
 
 @gluon.jit
-def _output_consumer(
-    out, tiles, staged, outs, barriers, count, chunks, scale,
-    HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _output_consumer(out, tiles, staged, outs, count, chunks, scale, HEADS: gl.constexpr, V: gl.constexpr):
     """The outputs of every chunk, from its state and v'."""
     kind: gl.constexpr = tiles.qs.dtype
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = device.product_layout(CHUNK)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    of_out = (row.to(gl.int64) * (HEADS * V))[:, None] + column.to(gl.int64)[None, :]
-    nothing = gl.zeros([64, 64], gl.float32, VALUES)
+    out_rows = device.Rows.of(CHUNK, V_BLOCK, HEADS * V)
+    nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
     remaining = count
     stage = 0
     phase = 0
     phase_staged = 0
     for _ in range(chunks):
-        mbarrier.wait(barriers.full.index(stage), phase)
-        mbarrier.wait(barriers.S_staged, phase_staged)
+        mbarrier.wait(tiles.ring.full.index(stage), phase)
+        mbarrier.wait(staged.of_S.staged, phase_staged)
         fence_async_shared()
-        seen = warpgroup_mma(staged.Ss, tiles.qs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        from_start = tiles.starts.index(stage).load(COLUMNS)
+        seen = device.start_product(staged.Ss, tiles.qs.index(stage).permute((1, 0)), nothing)
+        from_start = tiles.gates.starts.index(stage).load(COLUMNS)
         seen = warpgroup_mma_wait(0, deps=[seen])
-        thread_barrier()
-        mbarrier.arrive(barriers.S_drained)
+        device.thread_barrier()
+        mbarrier.arrive(staged.of_S.drained)
         seen = seen * (from_start * scale)[None, :]
         scores = tiles.Ps.index(stage).permute((1, 0))
-        mbarrier.wait(barriers.new_staged, phase_staged)
+        mbarrier.wait(staged.of_new.staged, phase_staged)
         fence_async_shared()
         total = warpgroup_mma(staged.highs, scores, seen, is_async=True)
         total = warpgroup_mma(staged.lows, scores, total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
-        thread_barrier()
-        mbarrier.arrive(barriers.new_drained)
-        mbarrier.arrive(barriers.empty.index(stage))
+        device.thread_barrier()
+        mbarrier.arrive(staged.of_new.drained)
+        mbarrier.arrive(tiles.ring.empty.index(stage))
         outs.permute((1, 0)).store(total.to(kind))
-        thread_barrier()
-        inside = (row < remaining)[:, None] & (column < 64)[None, :]
-        gl.store(out + of_out, outs.load(ROWS), mask=inside)
-        out += (64 * V) * HEADS
-        remaining -= 64
+        device.thread_barrier()
+        inside = out_rows.inside(remaining)
+        gl.store(out + out_rows.offset, outs.load(device.row_layout(V_BLOCK)), mask=inside)
+        out += (CHUNK * V) * HEADS
+        remaining -= CHUNK
         phase_staged ^= 1
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = tiles.ring.after(stage, phase)
 
 
 @gluon.jit
 def _state_consumer(
-    source, source_rows, saved, final_state, tiles, staged, barriers, chunks, save_every, ends_here,
-    HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr,
-    FINAL: gl.constexpr,
+    source, source_rows, saved, final_state, tiles, staged, chunks, save_every, ends_here,
+    HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SEGMENTED: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
     """The products from chunk to chunk."""
     kind: gl.constexpr = tiles.ks.dtype
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    STATE: gl.constexpr = device.product_layout(K)
+    VALUES: gl.constexpr = device.product_layout(CHUNK)
     BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
-    v_row = gl.arange(0, 64, gl.SliceLayout(1, STATE)).to(gl.int64)
+    v_row = gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE)).to(gl.int64)
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE)).to(gl.int64)
-    S = gl.load(
-        source + v_row[:, None] + (k_column * V)[None, :],
-        mask=(v_row < source_rows)[:, None] & (k_column < K)[None, :],
-        other=0.0,
-    )
-    nothing = gl.zeros([64, 64], gl.float32, VALUES)
+    first_place = source + v_row[:, None] + (k_column * V)[None, :]
+    S = gl.load(first_place, mask=(v_row < source_rows)[:, None] & (k_column < K)[None, :], other=0.0)
+    nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
     until_saved = save_every
     before = 0
     stage = 0
@@ -216,33 +149,30 @@ def _state_consumer(
     for chunk in range(chunks):
         rounded = S.to(kind)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
-        mbarrier.wait(barriers.full.index(stage), phase)
-        predicted = warpgroup_mma(narrow, tiles.ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(tiles.ring.full.index(stage), phase)
+        predicted = device.start_product(narrow, tiles.ks.index(stage).permute((1, 0)), nothing)
         values = tiles.vs.index(stage).permute((1, 0)).load(VALUES)
-        strength = tiles.strengths.index(stage).load(COLUMNS)
-        from_start = tiles.starts.index(stage).load(COLUMNS)
-        mbarrier.wait(barriers.S_drained, drained)
-        staged.Ss.store(rounded)
-        thread_barrier()
-        mbarrier.arrive(barriers.S_staged)
+        strength = tiles.gates.strengths.index(stage).load(COLUMNS)
+        from_start = tiles.gates.starts.index(stage).load(COLUMNS)
+        staged.of_S.put(staged.Ss, rounded, drained)
         if chunk > 0:
-            mbarrier.arrive(barriers.empty.index(before))  # whose last product all warps have waited for
+            mbarrier.arrive(tiles.ring.empty.index(before))  # whose last product all warps have waited for
         predicted = warpgroup_mma_wait(0, deps=[predicted])
         residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * predicted
         operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
         v_new = warpgroup_mma(operand, tiles.Ts.index(stage).permute((1, 0)), residual, is_async=True)
-        S = S * tiles.starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
-        to_end = tiles.ends.index(stage).load(COLUMNS)
+        S = S * tiles.gates.starts.index(stage).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, STATE))[None, :]
+        to_end = tiles.gates.ends.index(stage).load(COLUMNS)
         v_new = warpgroup_mma_wait(0, deps=[v_new])
         carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
         S = warpgroup_mma(carried, tiles.ks.index(stage), S, is_async=True)
         high = v_new.to(kind)
         low = (v_new - high.to(gl.float32)).to(kind)
-        mbarrier.wait(barriers.new_drained, drained)
+        mbarrier.wait(staged.of_new.drained, drained)
         staged.highs.store(high)
         staged.lows.store(low)
-        thread_barrier()
-        mbarrier.arrive(barriers.new_staged)
+        device.thread_barrier()
+        mbarrier.arrive(staged.of_new.staged)
         S = warpgroup_mma_wait(0, deps=[S])
         if SEGMENTED:
             if FINAL:  # noqa: SIM102  (a constant, and what only the GPU knows)
@@ -265,15 +195,10 @@ def _state_consumer(
                 gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
         drained ^= 1
         before = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = tiles.ring.after(stage, phase)
 
 
-@kernel(
-    budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",)
-)
+@kernel(budget=device.BUDGET, targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",))
 @gluon.jit
 def rule_forward_scan_hopper(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
@@ -291,13 +216,9 @@ def rule_forward_scan_hopper(
     tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved at its start, and
     saves none.
     """
-    CHUNK: gl.constexpr = 64
-    V_BLOCK: gl.constexpr = 64
     blocks: gl.constexpr = V // V_BLOCK
     size: gl.constexpr = K * V
     kind: gl.constexpr = k.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     program = gl.program_id(0)
     span = (program // (HEADS * blocks)).to(gl.int64)
@@ -341,54 +262,24 @@ def rule_forward_scan_hopper(
     vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V_BLOCK], TILE)
     Ts = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
     Ps = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
-    strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
-    starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
-    ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    tile_gates = device.Gates.allocate(STAGES)
     Ss = gl.allocate_shared_memory(kind, [V_BLOCK, K], TILE)
     highs = gl.allocate_shared_memory(kind, [V_BLOCK, CHUNK], TILE)
     lows = gl.allocate_shared_memory(kind, [V_BLOCK, CHUNK], TILE)
     outs = gl.allocate_shared_memory(kind, [CHUNK, V_BLOCK], TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    S_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    S_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    new_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    new_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(S_staged, count=1)
-    mbarrier.init(S_drained, count=1)
-    mbarrier.init(new_staged, count=1)
-    mbarrier.init(new_drained, count=1)
-    tiles = ChunkTiles(qs, ks, vs, Ts, Ps, strengths, starts, ends)
-    staged = StagedTiles(Ss, highs, lows)
-    barriers = ScanBarriers(full, empty, S_staged, S_drained, new_staged, new_drained)
+    # The outputs and the state scan read every chunk.
+    tiles = Chunks(qs, ks, vs, Ts, Ps, tile_gates, device.Ring.allocate(STAGES, 1, 2))
+    staged = Staged(Ss, highs, lows, device.Handoff.allocate(), device.Handoff.allocate())
     gl.warp_specialize(
         [
-            (
-                _state_consumer,
-                (
-                    source, source_rows, saved, final_state, tiles, staged, barriers, chunks, save_every, ends_here,
-                    HEADS, K, V, STAGES, SEGMENTED, FINAL,
-                ),
-            ),
-            (
-                _output_consumer,
-                (
-                    out, tiles, staged, outs, barriers, count, chunks, scale, HEADS, K, V, STAGES,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    q, k, v, T, P, gates, tiles, barriers, count, chunks,
-                    HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K, STAGES,
-                ),
-            ),
+            (_state_consumer, (
+                source, source_rows, saved, final_state, tiles, staged, chunks, save_every, ends_here,
+                HEADS, K, V, SEGMENTED, FINAL,
+            )),
+            (_output_consumer, (out, tiles, staged, outs, count, chunks, scale, HEADS, V)),
+            (_producer, (q, k, v, T, P, gates, tiles, count, chunks, HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K)),
         ],
-        [4, 4],
-        [144, 128],
+        worker_num_warps=[4, 4], worker_num_regs=[144, 128],
     )  # fmt: skip
 
 
@@ -404,28 +295,20 @@ def bind_forward_scan(
         final: whether final states are written.
     """
     scan = {
-        aligned: ByStrides(
-            setup, shape, rule_forward_scan_hopper, "Q K V", element=shape.element, HEADS=shape.heads,
-            GROUP=shape.group, K=shape.K, V=shape.V, STAGES=setup.schedule["scan_stages"], SEGMENTED=segmented,
-            INITIAL=initial, FINAL=final, SEGMENT=packing.SEGMENT, aligned=aligned,
+        aligned: device.ByStrides(
+            setup, shape, rule_forward_scan_hopper, "Q K V", HEADS=shape.heads, STAGES=setup.schedule["scan_stages"],
+            SEGMENTED=segmented, INITIAL=initial, FINAL=final, SEGMENT=packing.SEGMENT, aligned=aligned,
         )
         for aligned in (True, False)
     }  # fmt: skip
-    grid = ((shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // V_BLOCK),)
+    grid = ((shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // V_BLOCK.value),)
     spans_of = "segment_indices" if segmented else "sequence_begins"
-    segment_chunks = packing.SEGMENT // CHUNK
+    segment_chunks = packing.SEGMENT // packing.CHUNK
 
     def launch(
-        memory: Mapping[str, Any],
-        q: TokenRows,
-        k: TokenRows,
-        v: TokenRows,
-        scale: float,
-        initial_state: Tensor | None,
-        saved: Tensor | None,
-        final_state: Tensor | None,
-        out: Tensor,
-    ) -> None:
+        memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, scale: float,
+        initial_state: Tensor | None, saved: Tensor | None, final_state: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
         if final_state is not None and shape.is_packed:  # for sequences without tokens, which no program scans
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         absent = memory["gates"]  # stands for a pointer that no variant reads

@@ -26,12 +26,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core.kernels import Budget, Float32, Int32, Pointer, Pointer16, kernel
+from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup, is_aligned
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper import device
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
-from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
 
 
 @gluon.jit
@@ -42,58 +43,34 @@ def _add(a, b):
 @gluon.jit
 def _halves(x, COLUMNS: gl.constexpr):
     """The sums of every row of x, of either half, each of which a warpgroup has: [64, 2]."""
-    return gl.sum(gl.reshape(x, [64, 2, COLUMNS // 2]), 2)
+    return gl.sum(gl.reshape(x, [CHUNK, 2, COLUMNS // 2]), 2)
 
 
 @gluon.jit
-def _fetch_tokens(tile, base, rows, STRIDE: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Starts the copy of a chunk's tokens; rows past its end are zeros."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
-    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
-    place = base + (row.to(gl.int64) * STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    async_copy.async_copy_global_to_shared(tile, place, mask=inside)
-
-
-@gluon.jit
-def _fetch_tile(tile, base, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def _fetch(tile, base, STRIDE: gl.constexpr):
     """Starts the copy of a matrix."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    place = base + (row.to(gl.int64) * COLUMNS)[:, None] + column.to(gl.int64)[None, :]
-    async_copy.async_copy_global_to_shared(tile, place)
+    async_copy.async_copy_global_to_shared(tile, device.Rows.of(tile.shape[0], tile.shape[1], STRIDE).at(base))
 
 
 @gluon.jit
-def _fetch_gates(sums, strengths, starts, ends, stage, gates, LAYOUT: gl.constexpr):
-    """Starts the copy of a chunk's G, β, e^G and e^{Γ−G}."""
-    token = gl.arange(0, 64, LAYOUT)
-    async_copy.async_copy_global_to_shared(sums.index(stage), gates + token)
-    async_copy.async_copy_global_to_shared(strengths.index(stage), gates + GATE_STRENGTH * 64 + token)
-    async_copy.async_copy_global_to_shared(starts.index(stage), gates + GATE_FROM_START * 64 + token)
-    async_copy.async_copy_global_to_shared(ends.index(stage), gates + GATE_TO_END * 64 + token)
-
-
-@gluon.jit
-def _store_tokens(out, tile, rows, STRIDE: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+def _store_tokens(out, tile, count, STRIDE: gl.constexpr):
     """Stores the rows of a tile in shared memory that are tokens of the chunk."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
-    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
-    gl.store(out + (row.to(gl.int64) * STRIDE)[:, None] + column.to(gl.int64)[None, :], tile.load(LAYOUT), mask=inside)
+    rows = device.Rows.of(CHUNK, tile.shape[1], STRIDE)
+    inside = rows.inside(count)
+    gl.store(rows.at(out), tile.load(device.row_layout(tile.shape[1], gl.num_warps())), mask=inside)
 
 
 @gluon.jit
 def _unnormalized(gradient, tile, factors, rows, KEY_HEADS: gl.constexpr, LAYOUT: gl.constexpr):
     """The gradient of x for one of y = factor·x: factor·(dy − y (y·dy))."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
     factor = gl.load(factors + row.to(gl.int64) * KEY_HEADS, mask=row < rows, other=0.0)
     y = tile.load(LAYOUT).to(gl.float32)
     along = gl.sum(y * gradient, 1)
     return (gradient - y * along[:, None]) * factor[:, None]
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",))
+@kernel(budget=device.BUDGET, targets=("sm_90",))
 @gluon.jit
 def rule_gradients_hopper(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
@@ -121,19 +98,13 @@ def rule_gradients_hopper(
     in shared memory until all are there. `items` are chunks times key heads. Programs share them out evenly; which
     has which changes no bit.
     """
-    CHUNK: gl.constexpr = 64
     HEADS: gl.constexpr = KEY_HEADS * GROUP
     kind: gl.constexpr = k.dtype.element_ty
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, V // 2, 16])
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, CHUNK // 2, 16])
-    KEY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [8, 1], [1, 0])
-    VALUE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [8, 1], [1, 0])
-    TOKEN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    KEY_ROWS: gl.constexpr = device.row_layout(K, gl.num_warps())
     PLANE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HALVES: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [8, 1], [1, 0])
     BY_WARP: gl.constexpr = gl.BlockedLayout([4, 2], [1, 32], [8, 1], [1, 0])
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [8], [0])
@@ -160,16 +131,7 @@ def rule_gradients_hopper(
     of_columns = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLANE)
     of_states = gl.allocate_shared_memory(gl.float32, [SLICE], LINE)
     sums = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-    strengths = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-    starts = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-    ends = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-
-    qs = q_tiles.index(0)
-    ks = k_tiles.index(0)
-    Ys = Y_tiles.index(0)
-    vs = v_tiles.index(0)
-    Ss = S_tiles.index(0)
-    dSs = dS_tiles.index(0)
+    tile_gates = device.Gates.allocate(2)
 
     program = gl.program_id(0)
     step = gl.num_programs(0)
@@ -184,22 +146,23 @@ def rule_gradients_hopper(
 
     # Five groups of copies for every value head, in the order they are waited for.
     place = do + first_token.to(gl.int64) * DO_STRIDE + head * DO_HEAD
-    _fetch_tokens(dos.index(0), place, rows, DO_STRIDE, V, VALUE_ROWS)
-    _fetch_tile(news.index(0), new_values + lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
+    device.fetch_tokens(dos.index(0), place, DO_STRIDE, rows)
+    _fetch(news.index(0), new_values + lane * (V * CHUNK), CHUNK)
     async_copy.commit_group()
-    _fetch_tile(Ys, Y + lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
+    _fetch(Y_tiles.index(0), Y + lane * (V * CHUNK), CHUNK)
     place = v + first_token.to(gl.int64) * V_STRIDE + head * V_HEAD
-    _fetch_tokens(vs, place, rows, V_STRIDE, V, VALUE_ROWS)
-    _fetch_gates(sums, strengths, starts, ends, 0, gates + lane * (GATE_ROWS * CHUNK), GATES)
+    device.fetch_tokens(v_tiles.index(0), place, V_STRIDE, rows)
+    device.fetch_gates(sums, 0, gates + lane * (GATE_ROWS * CHUNK), device.GATE_SUM)
+    tile_gates.fetch(0, gates + lane * (GATE_ROWS * CHUNK))
     async_copy.commit_group()
-    _fetch_tile(Ss, states + lane * (V * K), V, K, KEY_ROWS)
+    _fetch(S_tiles.index(0), states + lane * (V * K), K)
     async_copy.commit_group()
-    _fetch_tile(dSs, dstates + lane * (V * K), V, K, KEY_ROWS)
+    _fetch(dS_tiles.index(0), dstates + lane * (V * K), K)
     async_copy.commit_group()
     place = q + first_token.to(gl.int64) * Q_STRIDE + key_head * Q_HEAD
-    _fetch_tokens(qs, place, rows, Q_STRIDE, K, KEY_ROWS)
+    device.fetch_tokens(q_tiles.index(0), place, Q_STRIDE, rows)
     place = k + first_token.to(gl.int64) * K_STRIDE + key_head * K_HEAD
-    _fetch_tokens(ks, place, rows, K_STRIDE, K, KEY_ROWS)
+    device.fetch_tokens(k_tiles.index(0), place, K_STRIDE, rows)
     async_copy.commit_group()
 
     no_keys = gl.zeros([CHUNK, K], gl.float32, KEYS)
@@ -233,64 +196,65 @@ def rule_gradients_hopper(
         next_rows = gl.load(chunk_indices + next_slot * INDEX_WIDTH + INDEX_COUNT)
         async_copy.wait_group(3)  # do, v', Y, v and the gates are there
         fence_async_shared()
-        thread_barrier()
-        do_new = warpgroup_mma(dos.index(stage), news.index(stage), nothing, use_acc=False, is_async=True)
-        Y_new = warpgroup_mma(Ys.permute((1, 0)), news.index(stage), nothing, use_acc=False, is_async=True)
-        strength = strengths.index(stage).load(gl.SliceLayout(1, VALUES))
+        device.thread_barrier()
+        do_new = device.start_product(dos.index(stage), news.index(stage), nothing)
+        Y_new = device.start_product(Ys.permute((1, 0)), news.index(stage), nothing)
+        strength = tile_gates.strengths.index(stage).load(gl.SliceLayout(1, VALUES))
         Y_rows = Ys.permute((1, 0)).load(VALUES).to(gl.float32)
         values = vs.load(VALUES).to(gl.float32)
-        thread_barrier()
+        device.thread_barrier()
         vs.store((Y_rows * strength[:, None]).to(kind))
         of_values.store(_halves(Y_rows * values, V))
         if more:
             place = do + next_first_token.to(gl.int64) * DO_STRIDE + next_head * DO_HEAD
-            _fetch_tokens(dos.index(1 - stage), place, next_rows, DO_STRIDE, V, VALUE_ROWS)
-            _fetch_tile(news.index(1 - stage), new_values + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
+            device.fetch_tokens(dos.index(1 - stage), place, DO_STRIDE, next_rows)
+            _fetch(news.index(1 - stage), new_values + next_lane * (V * CHUNK), CHUNK)
         async_copy.commit_group()
         async_copy.wait_group(3)  # S
         fence_async_shared()
-        thread_barrier()
+        device.thread_barrier()
         do_new, Y_new = warpgroup_mma_wait(0, deps=[do_new, Y_new])
 
-        do_S = warpgroup_mma(dos.index(stage), Ss, no_keys, use_acc=False, is_async=True)
-        _store_tokens(dv + (first_token.to(gl.int64) * HEADS + head) * V, vs, rows, HEADS * V, V, VALUE_ROWS)
+        do_S = device.start_product(dos.index(stage), Ss, no_keys)
+        _store_tokens(dv + (first_token.to(gl.int64) * HEADS + head) * V, vs, rows, HEADS * V)
         i = (gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE)) + zero)[:, None]
         j = gl.arange(0, CHUNK, gl.SliceLayout(0, SQUARE))[None, :]
         G = sums.index(stage).load(gl.SliceLayout(1, SQUARE))
         G_column = sums.index(stage).load(gl.SliceLayout(0, SQUARE))
-        beta = strengths.index(stage).load(gl.SliceLayout(1, SQUARE))
+        beta = tile_gates.strengths.index(stage).load(gl.SliceLayout(1, SQUARE))
         decays = gl.exp(gl.where(i >= j, G[:, None] - G_column[None, :], float("-inf")))
         M = do_new * (decays * scale)
         N = gl.where(i > j, -Y_new * decays, 0.0)
         Ms.store(M.to(kind))
         Es.store((N * beta[:, None]).to(kind))
-        from_start = starts.index(stage).load(gl.SliceLayout(1, KEYS))
-        strength = strengths.index(stage).load(gl.SliceLayout(1, KEYS))
+        from_start = tile_gates.starts.index(stage).load(gl.SliceLayout(1, KEYS))
+        strength = tile_gates.strengths.index(stage).load(gl.SliceLayout(1, KEYS))
         do_S = warpgroup_mma_wait(0, deps=[do_S])
 
-        Y_S = warpgroup_mma(Ys.permute((1, 0)), Ss, no_keys, use_acc=False, is_async=True)
+        Y_S = device.start_product(Ys.permute((1, 0)), Ss, no_keys)
         async_copy.wait_group(1)  # dS⁺, q and k
         fence_async_shared()
-        thread_barrier()
+        device.thread_barrier()
         d_queries = gl.fma(do_S, gl.expand_dims(from_start * scale, 1), d_queries)
         of_queries.store(_halves(do_S * qs.load(KEYS).to(gl.float32), K))
         Y_S = warpgroup_mma_wait(0, deps=[Y_S])
 
-        qk = warpgroup_mma(qs, ks.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        kk = warpgroup_mma(ks, ks.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        new_dS = warpgroup_mma(news.index(stage).permute((1, 0)), dSs, no_keys, use_acc=False, is_async=True)
+        qk = device.start_product(qs, ks.permute((1, 0)), nothing)
+        kk = device.start_product(ks, ks.permute((1, 0)), nothing)
+        new_dS = device.start_product(news.index(stage).permute((1, 0)), dSs, no_keys)
         d_queries = warpgroup_mma(Ms, ks, d_queries, is_async=True)
         d_keys = gl.fma(Y_S, gl.expand_dims(-(strength * from_start), 1), d_keys)
         of_keys.store(_halves(Y_S * ks.load(KEYS).to(gl.float32), K))
         d_keys = warpgroup_mma(Ms.permute((1, 0)), qs, d_keys, is_async=True)
         d_keys = warpgroup_mma(Es, ks, d_keys, is_async=True)
         d_keys = warpgroup_mma(Es.permute((1, 0)), ks, d_keys, is_async=True)
-        thread_barrier()
+        device.thread_barrier()
         if more:
-            _fetch_tile(Ys, Y + next_lane * (V * CHUNK), V, CHUNK, TOKEN_ROWS)
+            _fetch(Y_tiles.index(zero), Y + next_lane * (V * CHUNK), CHUNK)
             place = v + next_first_token.to(gl.int64) * V_STRIDE + next_head * V_HEAD
-            _fetch_tokens(vs, place, next_rows, V_STRIDE, V, VALUE_ROWS)
-            _fetch_gates(sums, strengths, starts, ends, 1 - stage, gates + next_lane * (GATE_ROWS * CHUNK), GATES)
+            device.fetch_tokens(v_tiles.index(zero), place, V_STRIDE, next_rows)
+            device.fetch_gates(sums, 1 - stage, gates + next_lane * (GATE_ROWS * CHUNK), device.GATE_SUM)
+            tile_gates.fetch(1 - stage, gates + next_lane * (GATE_ROWS * CHUNK))
         async_copy.commit_group()
         qk, kk = warpgroup_mma_wait(5, deps=[qk, kk])
         N = N * kk
@@ -303,28 +267,29 @@ def rule_gradients_hopper(
             S_part = Ss.slice(part * SLICE, SLICE).load(KEY_ROWS).to(gl.float32)
             products = gl.fma(S_part, dSs.slice(part * SLICE, SLICE).load(KEY_ROWS).to(gl.float32), products)
         of_states.store(gl.sum(products, 1))
-        thread_barrier()
+        device.thread_barrier()
         if more:
-            _fetch_tile(Ss, states + next_lane * (V * K), V, K, KEY_ROWS)
+            _fetch(S_tiles.index(zero), states + next_lane * (V * K), K)
         async_copy.commit_group()
-        to_end = ends.index(stage).load(gl.SliceLayout(1, KEYS))
+        to_end = tile_gates.ends.index(stage).load(gl.SliceLayout(1, KEYS))
         new_dS = warpgroup_mma_wait(4, deps=[new_dS])
         of_ends.store(_halves(new_dS * ks.load(KEYS).to(gl.float32), K))
         d_queries, d_keys = warpgroup_mma_wait(0, deps=[d_queries, d_keys])
-        thread_barrier()
+        device.thread_barrier()
         if more:
-            _fetch_tile(dSs, dstates + next_lane * (V * K), V, K, KEY_ROWS)
+            _fetch(dS_tiles.index(zero), dstates + next_lane * (V * K), K)
         async_copy.commit_group()
         d_keys = gl.fma(new_dS, gl.expand_dims(to_end, 1), d_keys)
 
-        e_G = starts.index(stage).load(BY_TOKEN)
+        e_G = tile_gates.starts.index(stage).load(BY_TOKEN)
         through_keys = gl.sum(of_keys.load(HALVES), 1) * e_G
         d_strengths = gl.sum(of_values.load(HALVES), 1) + gl.sum(of_N.load(HALVES), 1) - through_keys
         since = (
-            gl.sum(of_queries.load(HALVES), 1) * (e_G * scale) - strengths.index(stage).load(BY_TOKEN) * through_keys
+            gl.sum(of_queries.load(HALVES), 1) * (e_G * scale)
+            - tile_gates.strengths.index(stage).load(BY_TOKEN) * through_keys
         )
         columns = gl.convert_layout(gl.sum(of_columns.load(BY_WARP), 0), BY_TOKEN)
-        until = gl.sum(of_ends.load(HALVES), 1) * ends.index(stage).load(BY_TOKEN)
+        until = gl.sum(of_ends.load(HALVES), 1) * tile_gates.ends.index(stage).load(BY_TOKEN)
         until = gl.convert_layout(until + (columns - gl.sum(of_rows.load(HALVES), 1)), TOKENS)
         before = gl.associative_scan(until, 0, _add) - until
         d_gates = gl.associative_scan(gl.convert_layout(since, TOKENS), 0, _add, reverse=True) + before
@@ -343,21 +308,21 @@ def rule_gradients_hopper(
             if NORMALIZED:
                 d_queries = _unnormalized(d_queries, qs, q_factors + first, rows, KEY_HEADS, KEYS)
                 d_keys = _unnormalized(d_keys, ks, k_factors + first, rows, KEY_HEADS, KEYS)
-            thread_barrier()
+            device.thread_barrier()
             qs.store(d_queries.to(kind))
             ks.store(d_keys.to(kind))
-            thread_barrier()
-            _store_tokens(dq + first * K, qs, rows, KEY_HEADS * K, K, KEY_ROWS)
-            _store_tokens(dk + first * K, ks, rows, KEY_HEADS * K, K, KEY_ROWS)
-            thread_barrier()
+            device.thread_barrier()
+            _store_tokens(dq + first * K, qs, rows, KEY_HEADS * K)
+            _store_tokens(dk + first * K, ks, rows, KEY_HEADS * K)
+            device.thread_barrier()
             d_queries = no_keys
             d_keys = no_keys
             if more:
                 key_head = (next_item % KEY_HEADS).to(gl.int64)
                 place = q + next_first_token.to(gl.int64) * Q_STRIDE + key_head * Q_HEAD
-                _fetch_tokens(qs, place, next_rows, Q_STRIDE, K, KEY_ROWS)
+                device.fetch_tokens(q_tiles.index(zero), place, Q_STRIDE, next_rows)
                 place = k + next_first_token.to(gl.int64) * K_STRIDE + key_head * K_HEAD
-                _fetch_tokens(ks, place, next_rows, K_STRIDE, K, KEY_ROWS)
+                device.fetch_tokens(k_tiles.index(zero), place, K_STRIDE, next_rows)
         async_copy.commit_group()
         first_token = next_first_token
         rows = next_rows
@@ -372,22 +337,16 @@ def _multiprocessors(device: torch.device) -> int:
 
 def bind_gradients(setup: Setup, shape: Shape, normalize: bool) -> Callable[..., None]:
     """dq, dk, dv, dg and dβ, all of them: `launch(memory, q, k, v, do, scale, gradients)`."""
-    gradient_kernel = ByStrides(
-        setup, shape, rule_gradients_hopper, "Q K V DO", element=shape.element, gate=shape.gate,
-        strength=shape.strength, KEY_HEADS=shape.key_heads, GROUP=shape.group, K=shape.K, V=shape.V,
-        NORMALIZED=normalize, num_warps=8,
+    gradient_kernel = device.ByStrides(
+        setup, shape, rule_gradients_hopper, "Q K V DO", gate=shape.gate, strength=shape.strength,
+        KEY_HEADS=shape.key_heads, NORMALIZED=normalize, num_warps=8,
     )  # fmt: skip
     items = shape.chunks * shape.key_heads
 
     def launch(
-        memory: Mapping[str, Any],
-        q: TokenRows,
-        k: TokenRows,
-        v: TokenRows,
-        do: TokenRows | None,
-        scale: float,
+        memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, do: TokenRows | None, scale: float,
         gradients: tuple[Tensor, ...],
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert do is not None  # or the plan refused
         # Where a caller's begin at no multiple of 16 bytes, by way of others: narrower stores have no registers.
         dq, dk, dv = (out if is_aligned(out) else torch.empty_like(out) for out in gradients[:3])

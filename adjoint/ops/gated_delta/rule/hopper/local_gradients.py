@@ -16,43 +16,41 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core.kernels import Budget, Float32, Pointer, Pointer16, kernel
+from adjoint.core.kernels import Float32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, rounded_to, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper import device
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS, GATE_TO_END
 
 
 @gluon.jit
-def _fetch(
-    T, do, gates, Ts, dos, sums, ends, buffer, rows,
-    DO_STRIDE: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, GATES: gl.constexpr,
-):  # fmt: skip
+def _fetch(T, do, gates, Ts, dos, sums, ends, buffer, rows, DO_STRIDE: gl.constexpr, V: gl.constexpr):
     """Starts the copies of a value head: `rows` rows, and zeros for the others; nothing where it is 0."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    present = (row * 0 < rows)[:, None] & (column < 64)[None, :]
-    of_T = T + (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
+    T_rows = device.Rows.of(CHUNK, CHUNK, CHUNK)
+    present = (T_rows.row * 0 < rows)[:, None] & (T_rows.column < CHUNK)[None, :]
+    of_T = T_rows.at(T)
     for part in gl.static_range(2):
-        async_copy.async_copy_global_to_shared(Ts.index(buffer * 2 + part), of_T + part * 4096, mask=present)
-    inside = (row < rows)[:, None] & (column < 64)[None, :]
-    of_do = do + (row.to(gl.int64) * DO_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    for block in gl.static_range(V // 64):
-        place = dos.index(buffer * (V // 64) + block)
-        async_copy.async_copy_global_to_shared(place, of_do + block * 64, mask=inside)
-    lane = gl.arange(0, 64, GATES)
+        async_copy.async_copy_global_to_shared(Ts.index(buffer * 2 + part), of_T + part * (CHUNK * CHUNK), mask=present)
+    do_rows = device.Rows.of(CHUNK, CHUNK, DO_STRIDE)
+    inside = do_rows.inside(rows)
+    of_do = do_rows.at(do)
+    for block in gl.static_range(V // CHUNK):
+        tile = dos.index(buffer * (V // CHUNK) + block)
+        async_copy.async_copy_global_to_shared(tile, of_do + block * CHUNK, mask=inside)
+    lane = gl.arange(0, CHUNK, gl.BlockedLayout([4], [32], [4], [0]))
     async_copy.async_copy_global_to_shared(sums.index(buffer), gates + lane, mask=lane * 0 < rows)
-    async_copy.async_copy_global_to_shared(ends.index(buffer), gates + GATE_TO_END * 64 + lane, mask=lane * 0 < rows)
+    async_copy.async_copy_global_to_shared(ends.index(buffer), gates + GATE_TO_END * CHUNK + lane, mask=lane * 0 < rows)
     async_copy.commit_group()
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",))
+@kernel(budget=device.BUDGET, targets=("sm_90",))
 @gluon.jit
 def rule_local_gradients_hopper(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
-    chunk_indices: Pointer.int32,
-    T: Pointer16.element, W: Pointer16.element, local_gradients: Pointer16.element, scale: Float32,
+    chunk_indices: Pointer.int32, T: Pointer16.element, W: Pointer16.element, local_gradients: Pointer16.element,
+    scale: Float32,
     KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr,
@@ -61,20 +59,14 @@ def rule_local_gradients_hopper(
 
     For 16-bit types, K of 64 or 128 and V a multiple of 64. T is two numbers of the storage type each.
     """
-    CHUNK: gl.constexpr = 64
-    BLOCKS: gl.constexpr = V // 64
+    BLOCKS: gl.constexpr = V // CHUNK
     kind: gl.constexpr = k.dtype.element_ty
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    STATE: gl.constexpr = device.product_layout(K)
+    VALUES: gl.constexpr = device.product_layout(CHUNK)
     BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
     LINES: gl.constexpr = gl.SliceLayout(1, VALUES)
-    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     slot = (gl.program_id(0) // KEY_HEADS).to(gl.int64)
     key_head = (gl.program_id(0) % KEY_HEADS).to(gl.int64)
@@ -99,26 +91,21 @@ def rule_local_gradients_hopper(
     ends = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     staged_tile = gl.allocate_shared_memory(kind, [CHUNK, CHUNK], TILE)
 
-    # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
-    row = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE_ROWS))
-    column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
-    inside = (row < rows)[:, None] & (column < K)[None, :]
-    of_W = (row.to(gl.int64) * K)[:, None] + column.to(gl.int64)[None, :]
-    of_k = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    of_q = q + (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
+    W_rows = device.Rows.of(CHUNK, K, K)
+    inside = W_rows.inside(rows)
+    of_k = device.Rows.of(CHUNK, K, K_STRIDE).at(k)
+    of_q = device.Rows.of(CHUNK, K, Q_STRIDE).at(q)
     async_copy.async_copy_global_to_shared(ks, of_k, mask=inside)
     async_copy.async_copy_global_to_shared(qs, of_q, mask=inside)
-    _fetch(T, do, gates, Ts, dos, sums, ends, 0, rows, DO_STRIDE, V, ROWS, GATES)
-    value = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
-    token = gl.arange(0, CHUNK, gl.SliceLayout(0, ROWS))
-    of_local = (value.to(gl.int64) * CHUNK)[:, None] + token.to(gl.int64)[None, :]
+    _fetch(T, do, gates, Ts, dos, sums, ends, 0, rows, DO_STRIDE, V)
+    local_rows = device.Rows.of(CHUNK, CHUNK, CHUNK)
     i = gl.arange(0, CHUNK, LINES)[:, None]
     j = gl.arange(0, CHUNK, COLUMNS)[None, :]
     nothing = gl.zeros([CHUNK, CHUNK], gl.float32, VALUES)
     no_keys = gl.zeros([CHUNK, K], gl.float32, STATE)
     async_copy.wait_group(0)
     fence_async_shared()
-    scores = warpgroup_mma(qs, ks.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = device.start_product(qs, ks.permute((1, 0)), nothing)
     scores = warpgroup_mma_wait(0, deps=[scores]) * scale
     for member in range(GROUP):
         buffer = member % 2
@@ -129,23 +116,23 @@ def rule_local_gradients_hopper(
         do += DO_HEAD
         gates += GATE_ROWS * CHUNK
         next_rows = gl.where(member + 1 < GROUP, rows, 0)
-        _fetch(T, do, gates, Ts, dos, sums, ends, 1 - buffer, next_rows, DO_STRIDE, V, ROWS, GATES)
+        _fetch(T, do, gates, Ts, dos, sums, ends, 1 - buffer, next_rows, DO_STRIDE, V)
         inverse = Ts.index(buffer * 2)
         inverse_low = Ts.index(buffer * 2 + 1)
 
         T_transposed = inverse.permute((1, 0)).load(VALUES).to(gl.float32)
         T_transposed += inverse_low.permute((1, 0)).load(VALUES).to(gl.float32)
         T_transposed = gl.where(i == j, 1.0, T_transposed) * ends.index(buffer).load(COLUMNS)[None, :]
-        high = rounded_to(T_transposed, kind)
-        low = gl.convert_layout(rounded_to(T_transposed - high.to(gl.float32), kind), BY_KEYS)
-        of_keys = warpgroup_mma(gl.convert_layout(high, BY_KEYS), ks, no_keys, use_acc=False, is_async=True)
+        high = device.rounded_to(T_transposed, kind)
+        low = gl.convert_layout(device.rounded_to(T_transposed - high.to(gl.float32), kind), BY_KEYS)
+        of_keys = device.start_product(gl.convert_layout(high, BY_KEYS), ks, no_keys)
         of_keys = warpgroup_mma(low, ks, of_keys, is_async=True)
 
         between = sums.index(buffer).load(LINES)[:, None] - sums.index(buffer).load(COLUMNS)[None, :]
         scores = warpgroup_mma_wait(2, deps=[scores])  # waits for nothing, and the next product not for those before
         P = scores * gl.exp(gl.where(i >= j, between, float("-inf")))
-        high = rounded_to(P, kind)
-        low = gl.convert_layout(rounded_to(P - high.to(gl.float32), kind), BY_CHUNK)
+        high = device.rounded_to(P, kind)
+        low = gl.convert_layout(device.rounded_to(P - high.to(gl.float32), kind), BY_CHUNK)
         left_operand = gl.convert_layout(high, BY_CHUNK)
         P_T = warpgroup_mma(left_operand, inverse, P, is_async=True)
         P_T = warpgroup_mma(low, inverse, P_T, is_async=True)
@@ -153,20 +140,23 @@ def rule_local_gradients_hopper(
         of_keys = warpgroup_mma_wait(3, deps=[of_keys])
         qs.store(of_keys.to(kind))
         P_T = warpgroup_mma_wait(0, deps=[P_T])
-        high = rounded_to(P_T, kind)
-        thread_barrier()  # T has been read by all
+        high = device.rounded_to(P_T, kind)
+        device.thread_barrier()  # T has been read by all
         inverse.store(high)
-        inverse_low.store(rounded_to(P_T - high.to(gl.float32), kind))
+        inverse_low.store(device.rounded_to(P_T - high.to(gl.float32), kind))
         fence_async_shared()
         for block in gl.static_range(BLOCKS):
             upstream = dos.index(buffer * BLOCKS + block).permute((1, 0))
-            local_tile = warpgroup_mma(upstream, inverse, nothing, use_acc=False, is_async=True)
+            local_tile = device.start_product(upstream, inverse, nothing)
             local_tile = warpgroup_mma(upstream, inverse_low, local_tile, is_async=True)
             if block == 0:
-                gl.store(W + of_W, qs.load(WIDE_ROWS))
+                gl.store(W + W_rows.offset, qs.load(device.row_layout(K)))
             local_tile = warpgroup_mma_wait(0, deps=[local_tile])
             staged_tile.store(local_tile.to(kind))
-            gl.store(local_gradients + block * (CHUNK * CHUNK) + of_local, staged_tile.load(ROWS))
+            gl.store(
+                local_gradients + block * (CHUNK * CHUNK) + local_rows.offset,
+                staged_tile.load(device.row_layout(CHUNK)),
+            )
         W += CHUNK * K
         local_gradients += V * CHUNK
     async_copy.wait_group(0)
@@ -174,9 +164,8 @@ def rule_local_gradients_hopper(
 
 def bind_local_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     """W and the local gradients of every chunk and value head: `launch(memory, q, k, do, scale)`."""
-    local = ByStrides(
-        setup, shape, rule_local_gradients_hopper, "Q K DO", element=shape.element, KEY_HEADS=shape.key_heads,
-        GROUP=shape.group, K=shape.K, V=shape.V,
+    local = device.ByStrides(
+        setup, shape, rule_local_gradients_hopper, "Q K DO", KEY_HEADS=shape.key_heads
     )  # fmt: skip
     grid = (shape.chunks * shape.key_heads,)
 

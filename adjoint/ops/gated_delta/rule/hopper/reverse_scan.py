@@ -19,211 +19,149 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core.kernels import Budget, Float32, Pointer, Pointer16, kernel
+from adjoint.core.kernels import Float32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, aggregate, arrive, rounded_to, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper import device
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE, V_BLOCK
 from adjoint.ops.gated_delta.rule.shape import Shape
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH
 from adjoint.ops.gated_delta.rule.triton.reverse_scan import ReverseScan, Upstream
 
-V_BLOCK = 64
-"""Columns of V of a program."""
+Chunks = device.fields("qs ks dos Ws local_tiles strengths starts ring")
+"""The chunks in shared memory, a stage each: q, k, do, W, Tᵀ Pᵀ do, β and e^G."""
 
-
-@aggregate
-class ChunkTiles:
-    """The chunks in shared memory, a stage each: q, k, do, W, Tᵀ Pᵀ do, β and e^G."""
-
-    qs: gl.shared_memory_descriptor
-    ks: gl.shared_memory_descriptor
-    dos: gl.shared_memory_descriptor
-    Ws: gl.shared_memory_descriptor
-    local_tiles: gl.shared_memory_descriptor
-    strengths: gl.shared_memory_descriptor
-    starts: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, qs, ks, dos, Ws, local_tiles, strengths, starts):
-        self.qs = qs
-        self.ks = ks
-        self.dos = dos
-        self.Ws = Ws
-        self.local_tiles = local_tiles
-        self.strengths = strengths
-        self.starts = starts
-
-
-@aggregate
-class ReverseBarriers:
-    """When a chunk's tiles are there and no longer read, and the same of Y and dS⁺ on their way out."""
-
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    staged: gl.shared_memory_descriptor
-    drained: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, full, empty, staged, drained):
-        self.full = full
-        self.empty = empty
-        self.staged = staged
-        self.drained = drained
+Results = device.fields("Ys dSs handoff")
+"""What a chunk leaves in shared memory: Yᵀ and dS⁺ᵀ."""
 
 
 @gluon.jit
 def _producer(
-    q, k, do, W, local_gradients, gates, tiles, barriers, count, chunks,
+    q, k, do, W, local_gradients, gates, tiles, count, chunks,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, STAGES: gl.constexpr,
+    V: gl.constexpr,
 ):  # fmt: skip
     """Copies a chunk as soon as there is room for it; rows past the end of a sequence are zeros."""
-    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
-    row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
-    column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
-    of_W = (row.to(gl.int64) * K)[:, None] + column.to(gl.int64)[None, :]
-    of_k = (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    of_q = (row.to(gl.int64) * Q_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    value = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    place = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    of_local = (value.to(gl.int64) * 64)[:, None] + place.to(gl.int64)[None, :]
-    of_do = (value.to(gl.int64) * DO_STRIDE)[:, None] + place.to(gl.int64)[None, :]
-    lane = gl.arange(0, 64, GATES)
-    remaining = count - (chunks - 1) * 64
+    W_rows = device.Rows.of(CHUNK, K, K)
+    k_rows = device.Rows.of(CHUNK, K, K_STRIDE)
+    q_rows = device.Rows.of(CHUNK, K, Q_STRIDE)
+    local_rows = device.Rows.of(V_BLOCK, CHUNK, CHUNK)
+    do_rows = device.Rows.of(CHUNK, V_BLOCK, DO_STRIDE)
+    remaining = count - (chunks - 1) * CHUNK
     stage = 0
     phase = 1
     pending = 0
     for chunk in range(chunks):
-        mbarrier.wait(barriers.empty.index(stage), phase)
-        inside = (row < remaining)[:, None] & (column < K)[None, :]
-        async_copy.async_copy_global_to_shared(tiles.Ws.index(stage), W + of_W)
-        async_copy.async_copy_global_to_shared(tiles.qs.index(stage), q + of_q, mask=inside)
-        async_copy.async_copy_global_to_shared(tiles.ks.index(stage), k + of_k, mask=inside)
-        inside = (value < remaining)[:, None] & (place < 64)[None, :]
-        async_copy.async_copy_global_to_shared(tiles.dos.index(stage), do + of_do, mask=inside)
-        async_copy.async_copy_global_to_shared(tiles.local_tiles.index(stage), local_gradients + of_local)
-        async_copy.async_copy_global_to_shared(tiles.strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
-        async_copy.async_copy_global_to_shared(tiles.starts.index(stage), gates + GATE_FROM_START * 64 + lane)
+        mbarrier.wait(tiles.ring.empty.index(stage), phase)
+        W_rows.fetch(tiles.Ws.index(stage), W)
+        q_rows.fetch_tokens(tiles.qs.index(stage), q, remaining)
+        k_rows.fetch_tokens(tiles.ks.index(stage), k, remaining)
+        do_rows.fetch_tokens(tiles.dos.index(stage), do, remaining)
+        local_rows.fetch(tiles.local_tiles.index(stage), local_gradients)
+        device.fetch_gates(tiles.strengths, stage, gates, GATE_STRENGTH)
+        device.fetch_gates(tiles.starts, stage, gates, GATE_FROM_START)
         async_copy.commit_group()
         if chunk > 0:
             async_copy.wait_group(1)
-            arrive(barriers.full, pending)
+            tiles.ring.fill(pending)
             pending = stage
-        q -= 64 * Q_STRIDE
-        k -= 64 * K_STRIDE
-        do -= 64 * DO_STRIDE
-        gates -= HEADS * (GATE_ROWS * 64)
-        W -= HEADS * (64 * K)
-        local_gradients -= HEADS * (V * 64)
-        remaining = 64
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        q -= CHUNK * Q_STRIDE
+        k -= CHUNK * K_STRIDE
+        do -= CHUNK * DO_STRIDE
+        gates -= HEADS * (GATE_ROWS * CHUNK)
+        W -= HEADS * (CHUNK * K)
+        local_gradients -= HEADS * (V * CHUNK)
+        remaining = CHUNK
+        stage, phase = tiles.ring.after(stage, phase)
     async_copy.wait_group(0)
     if chunks > 0:
-        arrive(barriers.full, pending)
+        tiles.ring.fill(pending)
 
 
 @gluon.jit
-def _store_results(
-    Y, dstates, Ys, dSs, barriers, chunks, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr
-):  # fmt: skip
+def _store_results(Y, dstates, results, chunks, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     """Takes Yᵀ and dS⁺ᵀ of every chunk out of shared memory."""
-    WIDE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    of_Y = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
-    row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_ROWS))
-    column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
-    of_dS = (row.to(gl.int64) * K)[:, None] + column.to(gl.int64)[None, :]
+    of_Y = device.Rows.of(V_BLOCK, CHUNK, CHUNK).offset
+    of_dS = device.Rows.of(V_BLOCK, K, K).offset
     phase = 0
     for _ in range(chunks):
-        mbarrier.wait(barriers.staged, phase)
-        dS_rows = dSs.load(WIDE_ROWS)
-        Y_rows = Ys.load(ROWS)
-        thread_barrier()
-        mbarrier.arrive(barriers.drained)
+        mbarrier.wait(results.handoff.staged, phase)
+        dS_rows = results.dSs.load(device.row_layout(K))
+        Y_rows = results.Ys.load(device.row_layout(CHUNK))
+        device.thread_barrier()
+        mbarrier.arrive(results.handoff.drained)
         gl.store(dstates + of_dS, dS_rows)
         gl.store(Y + of_Y, Y_rows)
         dstates -= HEADS * (V * K)
-        Y -= HEADS * (V * 64)
+        Y -= HEADS * (V * CHUNK)
         phase ^= 1
 
 
 @gluon.jit
 def _consumer(
-    dfinal_state, dinitial_state, state, tiles, Ys, dSs, barriers, chunks, scale,
-    K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
+    dfinal_state, dinitial_state, state, tiles, results, chunks, scale,
+    K: gl.constexpr, V: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
 ):  # fmt: skip
     """The products, from chunk to chunk."""
     kind: gl.constexpr = tiles.ks.dtype
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    STATE: gl.constexpr = device.product_layout(K)
+    VALUES: gl.constexpr = device.product_layout(CHUNK)
     BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
-    v_row = gl.arange(0, 64, gl.SliceLayout(1, STATE)).to(gl.int64)
+    v_row = gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE)).to(gl.int64)
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE)).to(gl.int64)
-    dS = gl.zeros([64, K], gl.float32, STATE)
+    dS = gl.zeros([V_BLOCK, K], gl.float32, STATE)
     if FINAL:
         dS = gl.load(dfinal_state + state + v_row[:, None] + (k_column * V)[None, :])
-    nothing = gl.zeros([64, 64], gl.float32, VALUES)
+    nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
     stage = 0
     phase = 0
     out_phase = 1
     for _ in range(chunks):
-        rounded = rounded_to(dS, kind)
-        rest = gl.convert_layout(rounded_to(dS - rounded.to(gl.float32), kind), BY_CHUNK)
+        rounded = device.rounded_to(dS, kind)
+        rest = gl.convert_layout(device.rounded_to(dS - rounded.to(gl.float32), kind), BY_CHUNK)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
-        mbarrier.wait(barriers.full.index(stage), phase)
-        Y_tile = warpgroup_mma(rest, tiles.Ws.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(tiles.ring.full.index(stage), phase)
+        Y_tile = device.start_product(rest, tiles.Ws.index(stage).permute((1, 0)), nothing)
         Y_tile = warpgroup_mma(narrow, tiles.Ws.index(stage).permute((1, 0)), Y_tile, is_async=True)
         # Waits for nothing: without it the next product would be preceded by a wait for this one.
         dS = warpgroup_mma_wait(2, deps=[dS])
         from_start = tiles.starts.index(stage).load(COLUMNS)
-        decay = tiles.starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))
+        decay = tiles.starts.index(stage).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, STATE))
         upstream = tiles.dos.index(stage).permute((1, 0)).load(VALUES).to(gl.float32) * (from_start * scale)[None, :]
-        high = rounded_to(upstream, kind)
-        low = gl.convert_layout(rounded_to(upstream - high.to(gl.float32), kind), BY_KEYS)
+        high = device.rounded_to(upstream, kind)
+        low = gl.convert_layout(device.rounded_to(upstream - high.to(gl.float32), kind), BY_KEYS)
         high = gl.convert_layout(high, BY_KEYS)
         dS = warpgroup_mma(low, tiles.qs.index(stage), dS * decay[None, :], is_async=True)
         dS = warpgroup_mma(high, tiles.qs.index(stage), dS, is_async=True)
         local_tile = tiles.local_tiles.index(stage).load(VALUES).to(gl.float32)
         factor = tiles.strengths.index(stage).load(COLUMNS) * from_start
-        mbarrier.wait(barriers.drained, out_phase)
-        dSs.store(rounded)
+        mbarrier.wait(results.handoff.drained, out_phase)
+        results.dSs.store(rounded)
         Y_tile = warpgroup_mma_wait(2, deps=[Y_tile])
         Y_tile += local_tile
         carried = gl.convert_layout((-(Y_tile * factor[None, :])).to(kind), BY_KEYS)
         dS = warpgroup_mma(carried, tiles.ks.index(stage), dS, is_async=True)
-        Ys.store(Y_tile.to(kind))
-        thread_barrier()
-        mbarrier.arrive(barriers.staged)
+        results.Ys.store(Y_tile.to(kind))
+        device.thread_barrier()
+        mbarrier.arrive(results.handoff.staged)
         dS = warpgroup_mma_wait(0, deps=[dS])
-        thread_barrier()
-        mbarrier.arrive(barriers.empty.index(stage))
+        tiles.ring.release(stage)
         out_phase ^= 1
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = tiles.ring.after(stage, phase)
     if INITIAL:
         # 0, and known after the loop alone: or the places would stay in registers through it.
         state += gl.minimum(stage, 0)
         gl.store(dinitial_state + state + v_row[:, None] + (k_column * V)[None, :], dS)
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",), schedule=("STAGES",))
+@kernel(budget=device.BUDGET, targets=("sm_90",), schedule=("STAGES",))
 @gluon.jit
 def rule_reverse_scan_hopper(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32, W: Pointer16.element,
     local_gradients: Pointer16.element, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
-    dfinal_state: Pointer.float32,
-    dinitial_state: Pointer.float32, Y: Pointer16.element, dstates: Pointer16.element, scale: Float32,
+    dfinal_state: Pointer.float32, dinitial_state: Pointer.float32, Y: Pointer16.element, dstates: Pointer16.element,
+    scale: Float32,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr,
@@ -233,12 +171,8 @@ def rule_reverse_scan_hopper(
     For 16-bit types, K of 64 or 128 and V a multiple of 64. FINAL: whether there is a gradient of the final state.
     INITIAL: whether that of the initial state is needed.
     """
-    CHUNK: gl.constexpr = 64
-    V_BLOCK: gl.constexpr = 64
     blocks: gl.constexpr = V // V_BLOCK
     kind: gl.constexpr = k.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     program = gl.program_id(0)
     sequence = (program // (HEADS * blocks)).to(gl.int64)
@@ -270,43 +204,23 @@ def rule_reverse_scan_hopper(
     starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     dSs = gl.allocate_shared_memory(kind, [V_BLOCK, K], TILE)
     Ys = gl.allocate_shared_memory(kind, [V_BLOCK, CHUNK], TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    mbarrier.init(staged, count=1)
-    mbarrier.init(drained, count=1)
-    tiles = ChunkTiles(qs, ks, dos, Ws, local_tiles, strengths, starts)
-    barriers = ReverseBarriers(full, empty, staged, drained)
+    tiles = Chunks(qs, ks, dos, Ws, local_tiles, strengths, starts, device.Ring.allocate(STAGES, 1, 1))
+    results = Results(Ys, dSs, device.Handoff.allocate())
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    dfinal_state, dinitial_state, state, tiles, Ys, dSs, barriers, chunks, scale, K, V, STAGES, FINAL,
-                    INITIAL,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    q, k, do, W, local_gradients, gates, tiles, barriers, count, chunks,
-                    HEADS, Q_STRIDE, K_STRIDE, DO_STRIDE, K, V, STAGES,
-                ),
-            ),
-            (_store_results, (Y, dstates, Ys, dSs, barriers, chunks, HEADS, K, V)),
+            (_consumer, (dfinal_state, dinitial_state, state, tiles, results, chunks, scale, K, V, FINAL, INITIAL)),
+            (_producer, (
+                q, k, do, W, local_gradients, gates, tiles, count, chunks, HEADS, Q_STRIDE, K_STRIDE, DO_STRIDE, K, V,
+            )),
+            (_store_results, (Y, dstates, results, chunks, HEADS, K, V)),
         ],
-        [4, 4],
-        [128, 96],
+        worker_num_warps=[4, 4], worker_num_regs=[128, 96],
     )  # fmt: skip
 
 
 def programs(shape: Shape) -> int:
     """Programs of a reverse scan."""
-    return shape.sequences * shape.heads * (shape.V // V_BLOCK)
+    return shape.sequences * shape.heads * (shape.V // V_BLOCK.value)
 
 
 def bind_reverse_scan(setup: Setup, shape: Shape, *, final: bool, initial: bool) -> ReverseScan:
@@ -316,9 +230,9 @@ def bind_reverse_scan(setup: Setup, shape: Shape, *, final: bool, initial: bool)
         final: whether there is a gradient of the final states.
         initial: whether that of the initial states is needed.
     """
-    scan = ByStrides(
-        setup, shape, rule_reverse_scan_hopper, "Q K DO", element=shape.element, HEADS=shape.heads, GROUP=shape.group,
-        K=shape.K, V=shape.V, STAGES=setup.schedule["hopper_reverse_stages"], FINAL=final, INITIAL=initial,
+    scan = device.ByStrides(
+        setup, shape, rule_reverse_scan_hopper, "Q K DO", HEADS=shape.heads,
+        STAGES=setup.schedule["hopper_reverse_stages"], FINAL=final, INITIAL=initial,
     )  # fmt: skip
     grid = (programs(shape),)
 

@@ -23,114 +23,57 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adjoint.core.kernels import Budget, Pointer, Pointer16, kernel
+from adjoint.core.kernels import Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.rule.hopper.device import ByStrides, ScanBarriers, aggregate, thread_barrier
+from adjoint.ops.gated_delta.rule.hopper import device
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, TILE
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
-from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_ROWS, GATE_STRENGTH, GATE_TO_END
+from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
 
+Chunks = device.fields("ks vs highs lows gates ring")
+"""The chunks in shared memory, a stage each: k, v, both parts of T and the gates."""
 
-@aggregate
-class ChunkTiles:
-    """The chunks in shared memory, a stage each: k, v, both parts of T, β, e^G and e^{Γ−G}."""
-
-    ks: gl.shared_memory_descriptor
-    vs: gl.shared_memory_descriptor
-    highs: gl.shared_memory_descriptor
-    lows: gl.shared_memory_descriptor
-    strengths: gl.shared_memory_descriptor
-    starts: gl.shared_memory_descriptor
-    ends: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, ks, vs, highs, lows, strengths, starts, ends):
-        self.ks = ks
-        self.vs = vs
-        self.highs = highs
-        self.lows = lows
-        self.strengths = strengths
-        self.starts = starts
-        self.ends = ends
-
-
-@gluon.jit
-def _fetch(
-    k, v, T, gates, tiles, stage, remaining,
-    K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-):  # fmt: skip
-    """Starts the copies of a chunk; rows past the end of its sequence are zeros."""
-    KEY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    VALUE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    GATES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
-    row = gl.arange(0, 64, gl.SliceLayout(1, KEY_ROWS))
-    column = gl.arange(0, K, gl.SliceLayout(0, KEY_ROWS))
-    place = k + (row.to(gl.int64) * K_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    inside = (row < remaining)[:, None] & (column < K)[None, :]
-    async_copy.async_copy_global_to_shared(tiles.ks.index(stage), place, mask=inside)
-    row = gl.arange(0, 64, gl.SliceLayout(1, VALUE_ROWS))
-    column = gl.arange(0, V, gl.SliceLayout(0, VALUE_ROWS))
-    place = v + (row.to(gl.int64) * V_STRIDE)[:, None] + column.to(gl.int64)[None, :]
-    inside = (row < remaining)[:, None] & (column < V)[None, :]
-    async_copy.async_copy_global_to_shared(tiles.vs.index(stage), place, mask=inside)
-    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    offset = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
-    async_copy.async_copy_global_to_shared(tiles.highs.index(stage), T + offset)
-    async_copy.async_copy_global_to_shared(tiles.lows.index(stage), T + 64 * 64 + offset)
-    lane = gl.arange(0, 64, GATES)
-    async_copy.async_copy_global_to_shared(tiles.strengths.index(stage), gates + GATE_STRENGTH * 64 + lane)
-    async_copy.async_copy_global_to_shared(tiles.starts.index(stage), gates + GATE_FROM_START * 64 + lane)
-    async_copy.async_copy_global_to_shared(tiles.ends.index(stage), gates + GATE_TO_END * 64 + lane)
+Results = device.fields("Ss news of_S of_new")
+"""What a chunk leaves in shared memory: Sᵀ and v'ᵀ, and a handoff of either."""
 
 
 @gluon.jit
 def _producer(
-    k, v, T, gates, states, new_values, tiles, barriers, Ss, news, count, chunks,
+    k, v, T, gates, states, new_values, tiles, results, count, chunks,
     HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Takes Sᵀ and v'ᵀ of a chunk out of shared memory, and copies another into the room the chunk leaves."""
-    KEY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, V, gl.SliceLayout(1, KEY_ROWS))
-    column = gl.arange(0, K, gl.SliceLayout(0, KEY_ROWS))
-    of_state = (row.to(gl.int64) * K)[:, None] + column.to(gl.int64)[None, :]
-    row = gl.arange(0, V, gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    of_new = (row.to(gl.int64) * 64)[:, None] + column.to(gl.int64)[None, :]
+    of_state = device.Rows.of(V, K, K).offset
+    of_new = device.Rows.of(V, CHUNK, CHUNK).offset
     stage = 0
     stage_phase = 1
     phase = 0
     for step in range(chunks + STAGES):
         if step >= STAGES:
-            mbarrier.wait(barriers.S_staged, phase)
-            rows = Ss.load(KEY_ROWS)
-            thread_barrier()
-            mbarrier.arrive(barriers.S_drained)
+            rows = results.of_S.take(results.Ss, phase)
             gl.store(states + of_state, rows)
-            mbarrier.wait(barriers.new_staged, phase)
-            rows = news.load(ROWS)
-            thread_barrier()
-            mbarrier.arrive(barriers.new_drained)
+            rows = results.of_new.take(results.news, phase)
             gl.store(new_values + of_new, rows)
             states += HEADS * (V * K)
-            new_values += HEADS * (V * 64)
+            new_values += HEADS * (V * CHUNK)
             phase ^= 1
         if step < chunks:
-            mbarrier.wait(barriers.empty.index(stage), stage_phase)
-            _fetch(
-                k, v, T, gates, tiles, stage, count - step * 64,
-                K_STRIDE, V_STRIDE, K, V,
-            )  # fmt: skip
-            async_copy.mbarrier_arrive(barriers.full.index(stage), increment_count=False)
-            k += 64 * K_STRIDE
-            v += 64 * V_STRIDE
-            T += HEADS * (2 * 64 * 64)
-            gates += HEADS * (GATE_ROWS * 64)
+            mbarrier.wait(tiles.ring.empty.index(stage), stage_phase)
+            remaining = count - step * CHUNK
+            device.fetch_tokens(tiles.ks.index(stage), k, K_STRIDE, remaining)
+            device.fetch_tokens(tiles.vs.index(stage), v, V_STRIDE, remaining)
+            T_rows = device.Rows.of(CHUNK, CHUNK, CHUNK)
+            T_rows.fetch(tiles.highs.index(stage), T)
+            T_rows.fetch(tiles.lows.index(stage), T + CHUNK * CHUNK)
+            tiles.gates.fetch(stage, gates)
+            async_copy.mbarrier_arrive(tiles.ring.full.index(stage), increment_count=False)
+            k += CHUNK * K_STRIDE
+            v += CHUNK * V_STRIDE
+            T += HEADS * (2 * CHUNK * CHUNK)
+            gates += HEADS * (GATE_ROWS * CHUNK)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -139,15 +82,11 @@ def _producer(
 
 
 @gluon.jit
-def _consumer(
-    state, source_rows, tiles, barriers, Ss, news, chunks,
-    K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _consumer(state, source_rows, tiles, results, chunks, K: gl.constexpr, V: gl.constexpr):
     """The products, from chunk to chunk."""
     kind: gl.constexpr = tiles.ks.dtype
-    WARPS: gl.constexpr = V // 16
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
+    STATE: gl.constexpr = device.product_layout(K, gl.num_warps())
+    VALUES: gl.constexpr = device.product_layout(CHUNK, gl.num_warps())
     BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
@@ -155,56 +94,43 @@ def _consumer(
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
     place = state + v_row.to(gl.int64)[:, None] + (k_column.to(gl.int64) * V)[None, :]
     S = gl.load(place, mask=(v_row < source_rows)[:, None] & (k_column < K)[None, :], other=0.0)
-    nothing = gl.zeros([V, 64], gl.float32, VALUES)
+    nothing = gl.zeros([V, CHUNK], gl.float32, VALUES)
     stage = 0
     phase = 0
     out_phase = 1
     for _ in range(chunks):
         rounded = S.to(kind)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
-        mbarrier.wait(barriers.full.index(stage), phase)
+        mbarrier.wait(tiles.ring.full.index(stage), phase)
         fence_async_shared()
-        predicted = warpgroup_mma(narrow, tiles.ks.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        predicted = device.start_product(narrow, tiles.ks.index(stage).permute((1, 0)), nothing)
         values = tiles.vs.index(stage).permute((1, 0)).load(VALUES)
-        mbarrier.wait(barriers.S_drained, out_phase)
-        Ss.store(rounded)
-        thread_barrier()
-        mbarrier.arrive(barriers.S_staged)
+        results.of_S.put(results.Ss, rounded, out_phase)
         predicted = warpgroup_mma_wait(0, deps=[predicted])
-        strength = tiles.strengths.index(stage).load(COLUMNS)  # not before, when S in 16 bits takes registers too
-        from_start = tiles.starts.index(stage).load(COLUMNS)
+        strength = tiles.gates.strengths.index(stage).load(COLUMNS)  # not before, when S in 16 bits takes registers too
+        from_start = tiles.gates.starts.index(stage).load(COLUMNS)
         residual = strength[None, :] * values.to(gl.float32) - (strength * from_start)[None, :] * predicted
         operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
         v_new = warpgroup_mma(operand, tiles.highs.index(stage).permute((1, 0)), residual, is_async=True)
         v_new = warpgroup_mma(operand, tiles.lows.index(stage).permute((1, 0)), v_new, is_async=True)
-        S = S * tiles.starts.index(stage).slice(63, 1).load(gl.SliceLayout(0, STATE))[None, :]
-        to_end = tiles.ends.index(stage).load(COLUMNS)
+        S = S * tiles.gates.starts.index(stage).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, STATE))[None, :]
+        to_end = tiles.gates.ends.index(stage).load(COLUMNS)
         v_new = warpgroup_mma_wait(0, deps=[v_new])
         carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
         S = warpgroup_mma(carried, tiles.ks.index(stage), S, is_async=True)
-        mbarrier.wait(barriers.new_drained, out_phase)
-        news.store(v_new.to(kind))
-        thread_barrier()
-        mbarrier.arrive(barriers.new_staged)
+        results.of_new.put(results.news, v_new, out_phase)
         S = warpgroup_mma_wait(0, deps=[S])
-        thread_barrier()
-        mbarrier.arrive(barriers.empty.index(stage))
+        tiles.ring.release(stage)
         out_phase ^= 1
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = tiles.ring.after(stage, phase)
 
 
-@kernel(
-    budget=Budget(registers=255, shared_bytes=232448), targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",)
-)
+@kernel(budget=device.BUDGET, targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",))
 @gluon.jit
 def rule_state_scan_hopper(
     k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
-    segment_indices: Pointer.int32,
-    sequence_begins: Pointer.int32, first_chunks: Pointer.int32, initial_state: Pointer.float32, saved: Pointer.float32,
-    states: Pointer16.element, new_values: Pointer16.element,
+    segment_indices: Pointer.int32, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
+    initial_state: Pointer.float32, saved: Pointer.float32, states: Pointer16.element, new_values: Pointer16.element,
     HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr,
     GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, INITIAL: gl.constexpr,
     SEGMENT: gl.constexpr,
@@ -214,10 +140,7 @@ def rule_state_scan_hopper(
     For 16-bit types, K and V of 64 or 128. A segment begins with the state that was saved at its start, the first of a
     sequence with an initial one, where there is one (INITIAL), or 0. A warpgroup scans every 64 columns of V.
     """
-    CHUNK: gl.constexpr = 64
     kind: gl.constexpr = k.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     program = gl.program_id(0)
     span = (program // HEADS).to(gl.int64)
@@ -246,53 +169,29 @@ def rule_state_scan_hopper(
     vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V], TILE)
     highs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
     lows = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
-    strengths = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
-    starts = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
-    ends = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
+    tile_gates = device.Gates.allocate(STAGES)
     Ss = gl.allocate_shared_memory(kind, [V, K], TILE)
     news = gl.allocate_shared_memory(kind, [V, CHUNK], TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    S_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    S_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    new_staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    new_drained = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=128)  # each thread that copies arrives when its copies have
-        mbarrier.init(empty.index(stage), count=1)
-    mbarrier.init(S_staged, count=1)
-    mbarrier.init(S_drained, count=1)
-    mbarrier.init(new_staged, count=1)
-    mbarrier.init(new_drained, count=1)
-    tiles = ChunkTiles(ks, vs, highs, lows, strengths, starts, ends)
-    barriers = ScanBarriers(full, empty, S_staged, S_drained, new_staged, new_drained)
+    # Each thread that copies arrives when its copies have.
+    tiles = Chunks(ks, vs, highs, lows, tile_gates, device.Ring.allocate(STAGES, 128, 1))
+    results = Results(Ss, news, device.Handoff.allocate(), device.Handoff.allocate())
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    state, source_rows, tiles, barriers, Ss, news, chunks, K, V, STAGES,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    k, v, T, gates, states, new_values, tiles, barriers, Ss, news, count, chunks,
-                    HEADS, K_STRIDE, V_STRIDE, K, V, STAGES,
-                ),
-            ),
+            (_consumer, (state, source_rows, tiles, results, chunks, K, V)),
+            (_producer, (
+                k, v, T, gates, states, new_values, tiles, results, count, chunks,
+                HEADS, K_STRIDE, V_STRIDE, K, V, STAGES,
+            )),
         ],
-        [4],
-        [120],
+        worker_num_warps=[4], worker_num_regs=[120],
     )  # fmt: skip
 
 
 def bind_segment_states(setup: Setup, shape: Shape, initial: bool) -> Callable[..., None]:
     """States and new values of every chunk, over segments: `launch(memory, k, v, initial_state, saved)`."""
-    scan = ByStrides(
-        setup, shape, rule_state_scan_hopper, "K V", element=shape.element, HEADS=shape.heads, GROUP=shape.group,
-        K=shape.K, V=shape.V, STAGES=setup.schedule["hopper_scan_stages"], INITIAL=initial, SEGMENT=packing.SEGMENT,
-        num_warps=shape.V // 16,
+    scan = device.ByStrides(
+        setup, shape, rule_state_scan_hopper, "K V", HEADS=shape.heads, STAGES=setup.schedule["hopper_scan_stages"],
+        INITIAL=initial, SEGMENT=packing.SEGMENT, num_warps=shape.V // 16,
     )  # fmt: skip
     grid = (shape.segments * shape.heads,)
 
