@@ -52,16 +52,25 @@ class _Without(ast.NodeTransformer):
 def breaks(module: ModuleType) -> Iterator[Break]:
     """Every way to leave out one statement."""
     source = inspect.getsource(module)
-    for function in ast.parse(source).body:
-        if not isinstance(function, ast.FunctionDef) or "gluon.jit" not in map(ast.unparse, function.decorator_list):
-            continue
-        for statement in ast.walk(function):
-            if isinstance(statement, ast.stmt) and _called(statement) is not None:
-                changed = ast.fix_missing_locations(_Without(statement.lineno).visit(ast.parse(source)))
-                code = next(
-                    constant
-                    for constant in compile(changed, str(module.__file__), "exec").co_consts
-                    if inspect.iscode(constant) and constant.co_name == function.name
-                )
-                text = ast.unparse(statement)
-                yield Break(module.__name__, function.name, text, statement.lineno, code)
+    tree = ast.parse(source)
+    functions = [("", tree), *((f"{each.name}.", each) for each in tree.body if isinstance(each, ast.ClassDef))]
+    for prefix, scope in functions:
+        for function in scope.body:
+            is_jit = isinstance(function, ast.FunctionDef) and "gluon.jit" in map(ast.unparse, function.decorator_list)
+            for statement in ast.walk(function) if is_jit else ():
+                if isinstance(statement, ast.stmt) and _called(statement) is not None:
+                    changed = ast.fix_missing_locations(_Without(statement.lineno).visit(ast.parse(source)))
+                    name = f"{prefix}{function.name}"  # type: ignore[attr-defined]
+                    code = _find(compile(changed, str(module.__file__), "exec"), name)
+                    yield Break(module.__name__, name, ast.unparse(statement), statement.lineno, code)
+
+
+def _find(code: CodeType, name: str) -> CodeType:
+    """The code of a function, by its qualified name."""
+    inner = [constant for constant in code.co_consts if inspect.iscode(constant)]
+    for each in inner:
+        if each.co_qualname == name:
+            return each
+        if name.startswith(f"{each.co_qualname}."):
+            return _find(each, name)
+    raise LookupError(name)

@@ -225,7 +225,7 @@ class Barriers(Barrier):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.each = [Barrier() for _ in range(number)]
+        self.each, self.shape = [Barrier() for _ in range(number)], [number]
 
     def index(self, at: Any) -> Barrier:
         if not 0 <= int(at) < len(self.each):
@@ -410,6 +410,10 @@ def _fma(a: Value, b: Value, c: Value) -> Value:
     return Value((a.tensor.double() * b.tensor.double() + c.tensor.double()).float())
 
 
+def _specialize(functions: list[Any], worker_num_warps: list[int], worker_num_regs: list[int]) -> None:
+    _current.program.specialize(functions, worker_num_warps)
+
+
 def _layout(*arguments: Any, **keywords: Any) -> Any:
     return None
 
@@ -422,7 +426,9 @@ _NAMES = {
     "allocate_shared_memory": allocate_shared_memory,
     "program_id": lambda axis: Value(torch.tensor(_current.program.place[axis], dtype=torch.int32)),
     "num_programs": lambda axis: Value(torch.tensor(_current.program.grid[axis], dtype=torch.int32)),
-    "warp_specialize": lambda functions, warps, registers: _current.program.specialize(functions, warps),
+    "num_warps": lambda: _current.partition.warps,
+    "constexpr": lambda value: value,
+    "warp_specialize": _specialize,
     "static_range": range,
     "arange": lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
     "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
@@ -457,7 +463,7 @@ _LANGUAGE = SimpleNamespace(**_NAMES)
 
 
 Codes = dict[tuple[str, str], CodeType]
-"""Other code for functions, by their modules and names."""
+"""Other code for functions, by their modules and qualified names."""
 
 
 class Translated:
@@ -479,6 +485,8 @@ class Translated:
             made = self._aggregate(value)
         elif inspect.ismodule(value) and module.startswith("triton.experimental.gluon"):
             made = _LANGUAGE
+        elif inspect.ismodule(value) and module.startswith("adjoint."):
+            made = _Module(self, value)
         elif module.startswith("triton.experimental.gluon") and getattr(value, "__name__", None) in _NAMES:
             made = _NAMES[value.__name__]
         elif hasattr(value, "value") and type(value).__name__ == "constexpr":
@@ -490,7 +498,7 @@ class Translated:
         return made
 
     def _function(self, function: FunctionType) -> Callable[..., Any]:
-        code = self._codes.get((function.__module__, function.__name__), function.__code__)
+        code = self._codes.get((function.__module__, function.__qualname__), function.__code__)
         scope = _Scope(function.__globals__, self).names(code, function)
         return FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
 
@@ -503,7 +511,7 @@ class Translated:
 
 
 def _is_jit(value: Any) -> bool:
-    return type(value).__name__ in ("JITFunction", "GluonJITFunction", "InterpretedFunction")
+    return type(value).__name__ in ("JITFunction", "GluonJITFunction", "InterpretedFunction", "ConstexprFunction")
 
 
 class _Scope:
@@ -527,18 +535,32 @@ class _Scope:
         for name in list(scope):
             if name != "__builtins__" and scope[name] is not function:
                 value = scope[name]
-                scope[name] = _Later(self._translated, value) if _is_jit(value) else self._translated(value)
+                later = _is_jit(value) or getattr(value, "__triton_aggregate__", False) is True
+                scope[name] = _Later(self._translated, value) if later else self._translated(value)
         return scope
 
 
 class _Later:
-    """A function that is translated when it is first called: functions may call each other."""
+    """What is translated when it is first used: functions and aggregates may name each other."""
 
     def __init__(self, translated: Translated, value: Any) -> None:
         self._translated, self._value = translated, value
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._translated(self._value)(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._translated(self._value), name)
+
+
+class _Module:
+    """A module of ours, whose functions are translated when they are asked for."""
+
+    def __init__(self, translated: Translated, value: Any) -> None:
+        self._translated, self._value = translated, value
+
+    def __getattr__(self, name: str) -> Any:
+        return self._translated(getattr(self._value, name))
 
 
 class Modelled:
