@@ -193,16 +193,19 @@ def _found(module: str) -> Iterator[Mutant]:
             for node in ast.walk(part)
         }  # inline assembly: no interpreter runs it; the builds check its text
         parents = {child: parent for parent in ast.walk(function) for child in ast.iter_child_nodes(parent)}
-        decorators = {id(node) for decorator in function.decorator_list for node in ast.walk(decorator)}
+        outside = (*function.decorator_list, *(each.annotation for each in function.args.args if each.annotation))
+        declared = {
+            id(node) for part in outside for node in ast.walk(part)
+        }  # computes nothing
         for statement in ast.walk(function):
-            if id(statement) in decorators:
+            if id(statement) in declared:
                 continue
             for field, value in ast.iter_fields(statement):
                 children = value if isinstance(value, list) else [value]
                 for index, child in enumerate(children):
                     if not isinstance(child, ast.AST) or isinstance(child, ast.FunctionDef):
                         continue
-                    if id(child) in native or id(child) in decorators:
+                    if id(child) in native or id(child) in declared:
                         continue
                     for changed in _mutations(child):
                         place = _named(statement, child, parents)

@@ -20,7 +20,7 @@ import adjoint
 from adjoint.contract.inputs import poison
 from adjoint.core.plan import Plan
 from adjoint.core.schedules import Schedules
-from adjoint.core.workspace import Memory, Regions
+from adjoint.core.workspace import Regions
 from adjoint.device import grouping
 from adjoint.verify.bits import same_bits
 
@@ -57,11 +57,11 @@ _edges = _Edges()
 
 def guard() -> None:
     """From now on, every region of a workspace and every output lies at an edge, and programs run in either order."""
-    divide_regions, allocate_outputs = Regions.divide, Plan.allocate
+    allocate_regions, allocate_outputs = Regions.allocate, Plan.allocate
 
-    def divide(self: Regions, workspace: Tensor | None, device: torch.device) -> Memory:
+    def allocate(self: Regions, device: torch.device) -> Tensor:
         _edges.held = {}
-        return divide_regions(self, workspace, device)
+        return allocate_regions(self, device)
 
     def tensor(self: Regions, workspace: Tensor, name: str) -> Tensor:
         if name not in _edges.held:
@@ -84,7 +84,7 @@ def guard() -> None:
         begin(self, *program)
 
     InterpreterBuilder.set_grid_idx = begin_in_order
-    Regions.divide, Regions.tensor, Plan.allocate = divide, tensor, outputs  # type: ignore[method-assign]
+    Regions.allocate, Regions.tensor, Plan.allocate = allocate, tensor, outputs  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------------------------------- layouts

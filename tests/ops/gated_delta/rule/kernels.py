@@ -29,5 +29,4 @@ class Kernels:
     def memory(self, **regions: tuple[torch.dtype, int]) -> dict[str, Tensor]:
         """Regions as tensors, beside those that were asked for before."""
         self.setup.scratch(**regions)
-        regions = self.setup.regions
-        return regions.tensors(torch.full((regions.bytes,), 0xFF, dtype=torch.uint8, device=self.setup.device))
+        return self.setup.regions.tensors(self.setup.regions.allocate(self.setup.device).fill_(0xFF))
