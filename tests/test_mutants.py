@@ -194,9 +194,7 @@ def _found(module: str) -> Iterator[Mutant]:
         }  # inline assembly: no interpreter runs it; the builds check its text
         parents = {child: parent for parent in ast.walk(function) for child in ast.iter_child_nodes(parent)}
         outside = (*function.decorator_list, *(each.annotation for each in function.args.args if each.annotation))
-        declared = {
-            id(node) for part in outside for node in ast.walk(part)
-        }  # computes nothing
+        declared = {id(node) for part in outside for node in ast.walk(part)}  # computes nothing
         for statement in ast.walk(function):
             if id(statement) in declared:
                 continue
