@@ -35,7 +35,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 # Triton runs kernels either on a GPU or in its interpreter, and one process can do only one of the two.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal
 
 test: lint
 	$(PYTEST)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from adjoint.core import kernels
 from adjoint.core.kernels import TARGETS, TUNED, Variant
 from adjoint.ops import builds
+from tests.build_kernels import listed
 
 SCRIPT = Path(__file__).with_name("build_kernels.py")
 SHARDS = 4
@@ -21,10 +23,10 @@ AMD_REGISTERS = 256
 """Vector registers a thread of four resident waves may have; NVIDIA's are in each kernel's budget."""
 
 
-def _build(target: str, part: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _build(target: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The builds of one shard, in a process that compiles even where this one interprets."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), target, part]
+    command = [sys.executable, str(SCRIPT), target, *options]
     return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, timeout=600)
 
 
@@ -48,11 +50,11 @@ def test_builds_are_inside_their_budget(target: str, shard: int, everything: boo
     """A shard has some kernels of every family: a process of its own for each family would mostly import torch."""
     if target != "sm_90" and not everything:
         pytest.skip("sm_90 alone, unless --all")
-    built = _build(target, f"{shard}/{SHARDS}")
+    built = _build(target, f"{shard}/{SHARDS}", *("every",) * everything)
     assert built.returncode == 0, "\n".join(built.stderr.splitlines()[-15:])
     reports = [json.loads(line) for line in built.stdout.splitlines()]
-    every = [name for name, _ in builds(target)]
-    assert [report["name"] for report in reports] == every[shard - 1 :: SHARDS]
+    names = list(listed(target, everything))
+    assert [report["name"] for report in reports] == names[shard - 1 :: SHARDS]
     wrong = [line for report in reports for line in _over_budget(report, target)]
     assert not wrong, "\n".join(wrong)
 
@@ -65,6 +67,14 @@ def test_every_kernel_is_built(target: str) -> None:
     assert len({variant for _, variant in listed}) == len(listed), "a build listed twice"
     known = [k for k in kernels.registered().values() if k.function.__module__.startswith("adjoint.")]
     assert built == {kernel.name for kernel in known if target in kernel.targets}
+
+
+def test_variants_that_are_left_for_all_know_less_about_alignment() -> None:
+    every, most = listed("sm_90", True), listed("sm_90", False)
+    assert every == dict(builds("sm_90")) and most.items() < every.items()
+    kept = {replace(variant, aligned=()): set(variant.aligned) for variant in most.values()}
+    left = [every[name] for name in every.keys() - most.keys()]
+    assert left and all(set(variant.aligned) < kept[replace(variant, aligned=())] for variant in left)
 
 
 def test_a_budget_can_be_exceeded() -> None:
