@@ -1,4 +1,4 @@
-"""Operators, each one direction of an op: what torch registers, and when a call may go past torch's dispatcher.
+"""Operators, each one direction of an op: what torch registers, and when a call may bypass torch's dispatcher.
 
 They are registered through the low-level interface, and an `autograd.Function` outside joins forward and backward: that
 costs about a third of `custom_op` with `register_autograd` a call, and works with `torch.compile(fullgraph=True)` and

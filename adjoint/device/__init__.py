@@ -1,1 +1,1 @@
-"""Triton functions that several ops are made of: sorting by id, sums in a fixed order, the report of a fault."""
+"""What several families build on: sorting by id, sums in a fixed order, rows and their tiles, the report of a fault."""
