@@ -1,8 +1,8 @@
 """The operations, one folder per op, in a folder for each family.
 
-The files of an op are the contract (`__init__`), `reference`, `eager`, `kernels`, `plans` and `cases`. A folder in `OPS`
-has the first and the last of them, and of the others those that the ops of its family do not share. An op listed here is
-verified, benchmarked and documented with the others.
+The files of an op are the contract (`__init__`), `reference`, `eager`, `kernels`, `plans` and `cases`. A folder in
+`OPS` has the first and the last of them, and of the others those that the ops of its family do not share. An op listed
+here is verified, benchmarked and documented with the others.
 """
 
 from collections.abc import Iterator
