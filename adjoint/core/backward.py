@@ -218,6 +218,10 @@ def check_reusable(op: str, **saved: Tensor) -> None:
             f"backward itself; leave reuse_inputs out there"
         )
     for name, tensor in saved.items():
+        if isinstance(tensor, torch.nn.Parameter):
+            raise ArgumentError(
+                f"{op}: reuse_inputs=True would overwrite {name}, a parameter, with its gradient; leave it out"
+            )
         if overlaps_itself(tensor):
             raise ArgumentError(
                 f"{op}: reuse_inputs=True needs {name} to hold each element once, but its strides "

@@ -260,7 +260,8 @@ class Plan:
 
     @cached_property
     def guarantee(self) -> Mapping[str, Guarantee]:
-        return self.candidate.guarantee(self.problem)
+        """What each output promises, by its name."""
+        return _Guarantees(self.operator.name, self.candidate.guarantee(self.problem))
 
     @cached_property
     def schedule(self) -> dict[str, int]:
@@ -408,6 +409,20 @@ class Plan:
         if self.adjoint is not None:
             lines += ["adjoint", *(f"  {line}" for line in str(self.adjoint).splitlines())]
         return "\n".join(lines)
+
+
+class _Guarantees(dict[str, Guarantee]):
+    """Guarantees by output; the error for another name says which there are."""
+
+    def __init__(self, op: str, guarantees: Mapping[str, Guarantee]) -> None:
+        super().__init__(guarantees)
+        self._op = op
+
+    def __missing__(self, name: str) -> Guarantee:
+        raise KeyError(
+            f"{self._op} has no output {name!r}; its outputs are {', '.join(self)}"
+            f"{'' if self._op.endswith('_backward') else ', and gradients are in plan.adjoint.guarantee'}"
+        )
 
 
 def _is_meta(tensors: tuple[Tensor | None, ...]) -> bool:

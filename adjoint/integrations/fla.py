@@ -35,8 +35,8 @@ def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -67,8 +67,8 @@ def chunk_gated_delta_rule(
     raw, A_log, dt_bias = (kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias"))
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
-    g = _gate(op, g, bool(raw), A_log, dt_bias)
-    beta = _strength(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    g = _gate(op, g, v, bool(raw), A_log, dt_bias)
+    beta = _strength(op, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     state = _state(initial_state, q, state_v_first)
     o, final_state = gated_delta_rule(
         q, k, v, _as_gate(g, q), _as_gate(beta, q), scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
@@ -108,14 +108,8 @@ def fused_recurrent_gated_delta_rule(
             raise Unsupported(f"{op}: {name}, a decay of its own for every element of a head, is not supported")
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
-    gates = (*v.shape[:3],)
-    if g is None:
-        if use_gate_in_kernel:
-            raise ArgumentError(f"{op}: use_gate_in_kernel=True needs g, the gate's raw input, and it is None")
-        g = torch.zeros(gates, dtype=torch.float32, device=v.device)
-    g = _as_gate(_gate(op, g, use_gate_in_kernel, A_log, dt_bias), q)
-    beta = torch.ones(gates, dtype=torch.float32, device=v.device) if beta is None else beta
-    beta = _as_gate(_strength(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), q)
+    g = _as_gate(_gate(op, g, v, use_gate_in_kernel, A_log, dt_bias), q)
+    beta = _as_gate(_strength(op, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), q)
     state = _state(initial_state, q, state_v_first)
     if cu_seqlens is None and 1 <= q.shape[1] <= MAX_TOKENS:
         if state is None:
@@ -150,8 +144,14 @@ def _layout(op: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.pop("transpose_state_layout"))
 
 
-def _gate(op: str, g: Tensor, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """g as it is, or −e^{A_log}·softplus(g + dt_bias)."""
+def _gate(
+    op: str, g: Tensor | None, v: Tensor, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None
+) -> Tensor:  # fmt: skip
+    """g as it is, 0 where it is None, or −e^{A_log}·softplus(g + dt_bias)."""
+    if g is None:
+        if raw:
+            raise ArgumentError(f"{op}: use_gate_in_kernel=True needs g, the gate's raw input, and it is None")
+        return torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
     if not raw:
         return g
     if A_log is None:
@@ -160,10 +160,14 @@ def _gate(op: str, g: Tensor, raw: bool, A_log: Tensor | None, dt_bias: Tensor |
     return -A_log.float().exp() * F.softplus(shifted)
 
 
-def _strength(op: str, beta: Tensor, logits: bool, doubled: bool) -> Tensor:
-    """beta as it is, or σ(beta), or 2·σ(beta)."""
+def _strength(op: str, beta: Tensor | None, v: Tensor, logits: bool, doubled: bool) -> Tensor:
+    """beta as it is, 1 where it is None, or σ(beta), or 2·σ(beta)."""
     if doubled and not logits:
         raise ArgumentError(f"{op}: allow_neg_eigval=True goes with use_beta_sigmoid_in_kernel=True")
+    if beta is None:
+        if logits:
+            raise ArgumentError(f"{op}: use_beta_sigmoid_in_kernel=True needs beta, and it is None")
+        return torch.ones(v.shape[:3], dtype=torch.float32, device=v.device)
     if not logits:
         return beta
     return beta.float().sigmoid() * (2 if doubled else 1)

@@ -2,17 +2,27 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
+from adjoint.core.problem import short
 from adjoint.ops import moe
 from adjoint.ops.activation import swiglu
+from adjoint.ops.moe.route import SCORES
+
+
+class Routing(NamedTuple):
+    """How a layer routed its tokens: the router's logits, and the weights and indices of the experts of each token."""
+
+    logits: Float[Tensor, "*tokens experts"]
+    weights: Float[Tensor, "tokens k"]
+    indices: Int[Tensor, "tokens k"]
 
 
 class SparseMoE(nn.Module):
@@ -69,6 +79,8 @@ class SparseMoE(nn.Module):
             raise ArgumentError(
                 f"SparseMoE: experts_per_token must be from 1 to num_experts, {num_experts}, got {experts_per_token}"
             )
+        if score not in SCORES:
+            raise ArgumentError(f"SparseMoE: score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
         self.hidden_size, self.num_experts, self.experts_per_token = hidden_size, num_experts, experts_per_token
         self.renormalize, self.score, self.preference = renormalize, score, preference
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -80,13 +92,41 @@ class SparseMoE(nn.Module):
             self.shared_expert = _SharedExpert(hidden_size, shared_expert_size, factory)
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
-    def forward(self, x: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
-        return self.mix(x, self.gate(x))
+    @overload
+    def forward(self, x: Tensor, return_routing: Literal[False] = False) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, return_routing: Literal[True]) -> "tuple[Tensor, Routing]": ...
+
+    def forward(
+        self, x: Float[Tensor, "*tokens hidden"], return_routing: bool = False
+    ) -> "Float[Tensor, '*tokens hidden'] | tuple[Float[Tensor, '*tokens hidden'], Routing]":
+        """The layer; on request also how tokens were routed, for auxiliary losses and statistics."""
+        self._check(x)
+        y, routing = self._mix(x, self.gate(x))
+        return (y, routing) if return_routing else y
 
     def mix(
         self, x: Float[Tensor, "*tokens hidden"], logits: Float[Tensor, "*tokens experts"]
     ) -> Float[Tensor, "*tokens hidden"]:
         """The layer for logits that are there already: `gate(x)`, where a loss needs them too."""
+        self._check(x)
+        return self._mix(x, logits)[0]
+
+    def _check(self, x: Tensor) -> None:
+        require_floating("SparseMoE", "x", x)
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            raise ArgumentError(
+                f"SparseMoE: x must have {self.hidden_size} columns, the hidden size, got shape {tuple(x.shape)}"
+            )
+        weight = self.gate.weight
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ArgumentError(
+                f"SparseMoE: x must have the dtype of the layer's parameters, {short(weight.dtype)}, "
+                f"got {short(x.dtype)}; convert one of them"
+            )
+
+    def _mix(self, x: Tensor, logits: Tensor) -> "tuple[Tensor, Routing]":
         tokens = x.reshape(x.shape[:-1].numel(), self.hidden_size)
         weights, indices = moe.route(
             logits.reshape(tokens.shape[0], self.num_experts),
@@ -100,7 +140,7 @@ class SparseMoE(nn.Module):
         )
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y + torch.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
-        return y.view(x.shape)
+        return y.view(x.shape), Routing(logits, weights, indices)
 
     def extra_repr(self) -> str:
         given = [f"num_experts={self.num_experts}", f"experts_per_token={self.experts_per_token}"]
@@ -136,7 +176,7 @@ class _SharedExpert(nn.Module):
         self.down_proj = nn.Linear(expert_size, hidden_size, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(swiglu(self.gate_proj(x), self.up_proj(x)), self.down_proj.weight)
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 _ONE_EXPERT = re.compile(r"(?P<prefix>(?:.*\.)?experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")

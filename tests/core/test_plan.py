@@ -264,3 +264,12 @@ def test_the_registered_operator_honours_the_preference_string() -> None:
     with pytest.raises(adjoint.Unsupported, match="device_invariant"):
         torch.ops.adjoint.toy_double(X, "device_invariant")
     assert torch.equal(torch.ops.adjoint.toy_double(X, "repeatable"), X * 2)
+
+
+def test_a_guarantee_that_is_not_there_says_which_are() -> None:
+    plan = adjoint.plan(adjoint.silu, torch.empty(4))
+    with pytest.raises(
+        KeyError, match=r"silu has no output 'dx'; its outputs are y, and gradients are in plan.adjoint"
+    ):
+        plan.guarantee["dx"]
+    assert plan.adjoint is not None and "dx" in plan.adjoint.guarantee

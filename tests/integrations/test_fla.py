@@ -123,3 +123,15 @@ def test_what_cannot_be_honoured_raises(function, options, error, words) -> None
     q, k, v, g, beta, *_ = drawn((1, 5, 1, 2, 4, 3))
     with pytest.raises(error, match=words):
         function(q, k, v, g=g, beta=beta, **options)
+
+
+@BOTH
+@pytest.mark.parametrize("time", (3, 70))
+def test_without_gates_nothing_decays_and_strengths_are_one(function, time: int) -> None:
+    q, k, v, g, beta, _, _ = drawn((1, time, 1, 2, 4, 3), torch.float32)
+    expected, _ = adjoint.gated_delta_rule(q, k, v, torch.zeros_like(g), torch.ones_like(beta))
+    assert relative(function(q, k, v, g=None, beta=None)[0], expected) < 1e-6
+    with pytest.raises(adjoint.ArgumentError, match="needs beta"):
+        function(q, k, v, g=g, beta=None, use_beta_sigmoid_in_kernel=True)
+    with pytest.raises(adjoint.ArgumentError, match="needs g"):
+        function(q, k, v, g=None, beta=beta, use_gate_in_kernel=True, A_log=torch.zeros(2))

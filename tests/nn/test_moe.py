@@ -144,6 +144,37 @@ def test_one_matrix_per_expert_is_fused() -> None:
         nn.fuse_experts(apart)
 
 
+def test_the_shared_expert_calls_its_modules() -> None:
+    """What is attached to a module takes part: adapters, hooks, quantisation."""
+    module, x, called = _module(), _x(), []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(module.shared_expert, name).register_forward_hook(lambda *_, name=name: called.append(name))
+    before = module(x)
+    assert called == ["gate_proj", "up_proj", "down_proj"]
+    module.shared_expert.down_proj.register_forward_hook(lambda hooked, inputs, output: 2 * output)
+    assert not torch.equal(module(x), before)
+
+
+def test_routing_is_returned_on_request() -> None:
+    module, x = _module(), _x()
+    y, routing = module(x, return_routing=True)
+    weights, indices = adjoint.moe.route(module.gate(x).view(10, EXPERTS), SLOTS)
+    assert torch.equal(y, module(x)) and torch.equal(routing.logits, module.gate(x))
+    assert torch.equal(routing.weights, weights) and torch.equal(routing.indices, indices)
+
+
+def test_wrong_inputs_are_named() -> None:
+    module = _module()
+    with pytest.raises(adjoint.ArgumentError, match=f"SparseMoE: x must have {HIDDEN} columns"):
+        module(torch.zeros(3, HIDDEN + 1))
+    with pytest.raises(adjoint.ArgumentError, match="SparseMoE: x must be one of"):
+        module(torch.zeros(3, HIDDEN, dtype=torch.int64))
+    with pytest.raises(adjoint.ArgumentError, match="float32, got bfloat16"):
+        module(_x(torch.bfloat16))
+    with pytest.raises(adjoint.ArgumentError, match="score must be one of 'softmax', 'sigmoid', got 'soft'"):
+        nn.SparseMoE(4, 4, 4, 2, score="soft")  # type: ignore[arg-type]
+
+
 def test_wrong_sizes_are_named() -> None:
     for name, arguments in {
         "hidden_size": (0, 4, 4, 2),

@@ -306,3 +306,11 @@ def test_saved_tensor_hooks_keep_the_inputs(subject: Subject, device: torch.devi
         y = subject(*leaves, reuse_inputs=True)
     assert all(map(torch.equal, torch.autograd.grad(y, leaves, _upstream(y)), expected))
     assert all(map(torch.equal, memory, before))
+
+
+def test_a_parameter_is_not_overwritten() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ArgumentError, match="would overwrite x, a parameter"):
+        adjoint.silu(weight, reuse_inputs=True)
+    with pytest.raises(ArgumentError, match="would overwrite up, a parameter"):
+        adjoint.swiglu(torch.ones(4, requires_grad=True) * 1, weight, reuse_inputs=True)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -282,3 +283,8 @@ def test_the_operator_checks_what_it_is_given(device: torch.device) -> None:
             backward(*changed, 5, 2, SINGLE, "softmax", True, "")
     with pytest.raises(ArgumentError, match="needs the logits"):
         backward(weights, weights, indices, None, 5, 2, SINGLE, "sigmoid", True, "")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    logits = torch.arange(8.0).view(2, 4)
+    assert torch.equal(adjoint.moe.route(logits, np.int64(2))[1], adjoint.moe.route(logits, 2)[1])
