@@ -21,8 +21,8 @@ class Routing(NamedTuple):
     """How a layer routed its tokens: the router's logits, and the weights and indices of the experts of each token."""
 
     logits: Float[Tensor, "*tokens experts"]
-    weights: Float[Tensor, "tokens k"]
-    indices: Int[Tensor, "tokens k"]
+    weights: Float[Tensor, "*tokens k"]
+    indices: Int[Tensor, "*tokens k"]
 
 
 class SparseMoE(nn.Module):
@@ -140,7 +140,8 @@ class SparseMoE(nn.Module):
         )
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y + torch.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
-        return y.view(x.shape), Routing(logits, weights, indices)
+        slots = (*x.shape[:-1], self.experts_per_token)
+        return y.view(x.shape), Routing(logits, weights.view(slots), indices.view(slots))
 
     def extra_repr(self) -> str:
         given = [f"num_experts={self.num_experts}", f"experts_per_token={self.experts_per_token}"]

@@ -158,7 +158,7 @@ def test_the_shared_expert_calls_its_modules() -> None:
 def test_routing_is_returned_on_request() -> None:
     module, x = _module(), _x()
     y, routing = module(x, return_routing=True)
-    weights, indices = adjoint.moe.route(module.gate(x).view(10, EXPERTS), SLOTS)
+    weights, indices = adjoint.moe.route(module.gate(x), SLOTS)
     assert torch.equal(y, module(x)) and torch.equal(routing.logits, module.gate(x))
     assert torch.equal(routing.weights, weights) and torch.equal(routing.indices, indices)
 
