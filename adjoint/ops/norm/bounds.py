@@ -77,7 +77,7 @@ class Bounds:
         return self._stored(exact, before, self.element)
 
     def dx(self, of: Arguments) -> Tensor:
-        """Relative to r·(|u·w| + |z|·mean|u·w·z|)."""
+        """Relative to r·(|d·w| + |z|·mean|d·w·z|)."""
         u, a = self._gated(of.dy, of.gate)
         exact, _ = reference.rms_norm_backward(u, of.x, of.weight, self.eps, self.offset)
         r, z, w = self._sizes(of)

@@ -67,8 +67,8 @@ ORDER_OF_ROWS = (
 ERRORS = {
     "s": "u·|s|",
     "y": "(L/2 + 8 + silu)·u·|y|",
-    "dx": "(3L + 26 + 2·silu)·u·r·(|u·w| + |z|·mean|u·w·z|)",
-    "dweight": "(K + L/2 + 8 + silu)·u·Σ|u·z|",
+    "dx": "(3L + 26 + 2·silu)·u·r·(|d·w| + |z|·mean|d·w·z|)",
+    "dweight": "(K + L/2 + 8 + silu)·u·Σ|d·z|",
     "dgate": "(L/2 + 10 + slope)·u·|dy·z·w|·(σ + |gate|·σ·(1 − σ))",
 }
 L2_ERRORS = {"y": "(L/2 + 10)·u·|y|", "dx": "(3L + 32)·u·r·(|dy| + |y|·Σ|y·dy|)"}
