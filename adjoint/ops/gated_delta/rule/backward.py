@@ -167,20 +167,20 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
     """The state scan and the reverse scan: `launch(memory, upstream, v, initial_state, saved, dinitial_state)`."""
     *_, need = setup.problem.options
     ends = {"final": shape.has_final_gradient, "initial": bool(need & NEED_STATE)}
-    upstream = shape.has_output_gradient
+    has_do = shape.has_output_gradient
     states = _bind_state_scan(setup, shape, parts, hopper)
     if reverses_on_hopper(shape, hopper):
         from adjoint.ops.gated_delta.rule.hopper import reverse_scan
 
         whole: ReverseScan = reverse_scan.bind_reverse_scan(setup, shape, **ends)
     else:
-        whole = bind_reverse_scan(setup, shape, upstream=upstream, **ends)
+        whole = bind_reverse_scan(setup, shape, upstream=has_do, **ends)
     if shape.may_split:
         setup.add_numeric(reverse_segment=sizes.REVERSE_SEGMENT, unsplit_reverse=sizes.UNSPLIT_REVERSE)
         transitions = bind_reverse_transitions(setup, shape, parts)
-        terms = bind_segment_terms(setup, shape, upstream=upstream, final=ends["final"])
+        terms = bind_segment_terms(setup, shape, upstream=has_do, final=ends["final"])
         compose = bind_compose_reverse_transitions(setup, shape)
-        segments = bind_segment_scan(setup, shape, upstream=upstream, **ends)
+        segments = bind_segment_scan(setup, shape, upstream=has_do, **ends)
     if shape.is_split_in_reverse:
         setup.scratch(**reverse_transition_regions(shape))
     device, is_large, may_be_whole = setup.device, shape.is_large, shape.is_packed and shape.sequences > 1
