@@ -67,8 +67,8 @@ def require_like(
     _require_tensor(op, name, value)
     _require_strided(op, name, value)
     if value.shape != (like.shape if shape is None else shape):
-        wanted = f"the shape of {like_name}, {tuple(like.shape)}" if shape is None else f"shape {tuple(shape)}"
-        raise ArgumentError(f"{op}: {name} must have {wanted}, got {tuple(value.shape)}")
+        expected = f"the shape of {like_name}, {tuple(like.shape)}" if shape is None else f"shape {tuple(shape)}"
+        raise ArgumentError(f"{op}: {name} must have {expected}, got {tuple(value.shape)}")
     if value.dtype != like.dtype:
         raise ArgumentError(
             f"{op}: {name} must have the dtype of {like_name}, {short(like.dtype)}, got {short(value.dtype)}"

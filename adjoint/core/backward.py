@@ -136,8 +136,8 @@ class Backward:
 
         class Differentiable(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *given: Any) -> Any:  # type: ignore[override]
-                arguments, preference = given[: op.argument_count], given[-1]
+            def forward(ctx: Any, *values: Any) -> Any:  # type: ignore[override]
+                arguments, preference = values[: op.argument_count], values[-1]
                 if not single and not torch.compiler.is_compiling():
                     ctx.set_materialize_grads(False)  # an output nobody used, or without a gradient, costs nothing
                 results = forward(*arguments, True, preference) if op.kept else forward(*arguments, preference)
@@ -149,7 +149,7 @@ class Backward:
                     ctx.save_for_backward(*declared._saved(needs, arguments, outputs))
                 ctx.options, ctx.preference = declared._options(arguments), preference
                 # Not saved: they are written to, by this backward and by those of other calls.
-                ctx.buffers = given[op.argument_count : -1]
+                ctx.buffers = values[op.argument_count : -1]
                 ctx.absent = op.absent(*arguments) if op.absent else ()
                 constant = [outputs[op.outputs.index(x)] for x in (*op.constant, *ctx.absent)]
                 if constant:

@@ -60,8 +60,8 @@ def _check_packed(packed: Tensor, order: str) -> None:
         raise ArgumentError(f"swiglu: order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
     if packed.dim() == 0 or packed.shape[-1] % 2:
         width = f"last axis of {packed.shape[-1]}" if packed.dim() else "no axes"
-        wanted = "gate and up along a last axis of even length"
-        raise ArgumentError(f"swiglu: packed must hold {wanted}, got a tensor with {width}")
+        content = "gate and up along a last axis of even length"
+        raise ArgumentError(f"swiglu: packed must hold {content}, got a tensor with {width}")
 
 
 def _half(packed: Tensor, device: str | None = None) -> Tensor:
