@@ -1,8 +1,8 @@
 """How far results may be from the exact ones, evaluated for the very inputs of a call: docs/conv.md derives it.
 
-With unit u of the arithmetic and W taps, z has an error of at most E = γ(W + 2)·(|bias| + Σ|w·x|), γ(n) = n·u / (1 − n·u):
-each of its terms is rounded at most so often, whether products are rounded or not. |silu'| ≤ 1.1 and |silu''| ≤ ½ carry
-E on to y and dz.
+With unit u of the arithmetic and W taps, z has an error of at most E = γ(W + 2)·(|bias| + Σ|w·x|), where
+γ(n) = n·u / (1 − n·u): each of its terms is rounded at most so often, whether products are rounded or not.
+|silu'| ≤ 1.1 and |silu''| ≤ ½ carry E on to y and dz.
 """
 
 from collections.abc import Callable

@@ -42,8 +42,8 @@ def _through_activation(dy: Tensor, z: Tensor, is_silu: bool) -> Tensor:
 class _Sequences:
     """Where sequences begin and end on the axis of all tokens.
 
-    Bounds of packed ones are read on the CPU, those out of order as their running maximum. Where every row of a batch is
-    a sequence, nothing goes from one device to the other.
+    Bounds of packed ones are read on the CPU, those out of order as their running maximum. Where every row of a batch
+    is a sequence, nothing goes from one device to the other.
     """
 
     def __init__(self, shape: Shape, cu_seqlens: Tensor | None, device: torch.device, raises: bool) -> None:

@@ -44,8 +44,8 @@ def chain_of(tokens: int) -> int:
 DOMAIN = "inputs whose products, and sums of those, stay below 2^126 (float64: 2^1022)"
 ORDER = "; its order is fixed by the number of tokens: other tokens in the batch change its bits"
 SPECIAL_VALUES = (
-    "a NaN or an infinity at a token reaches the outputs of that token and of the W − 1 after it, in its own channel and "
-    "its own sequence; silu(−∞) = −0 and silu(+∞) = +∞"
+    "a NaN or an infinity at a token reaches the outputs of that token and of the W − 1 after it, in its own channel "
+    "and its own sequence; silu(−∞) = −0 and silu(+∞) = +∞"
 )
 OUT_OF_ORDER = (
     "cu_seqlens out of order are reported: at once on the CPU, by adjoint.check() on a GPU, where results are then "
@@ -170,7 +170,15 @@ def _candidates(
     compute: Callable[..., None], **keywords: Any,
 ) -> tuple[Candidate, Candidate]:  # fmt: skip
     """The candidates of an operator, best first."""
-    needs_width = kernel != "conv_step"
+
+    def entry(problem: Problem) -> str:
+        """How x lies, its dtype and the width decide what registers have room for."""
+        if kernel == "conv_step":
+            return kernel
+        kind = {2: "16 bits", 4: "float32", 8: "float64"}[problem.dtypes[0].itemsize]
+        kind = "time adjacent" if problem.layout.startswith("time") else kind
+        return f"{kernel} {kind}{', wide' if problem.sizes[3] > 4 else ''}"
+
     on_kernels = Candidate(
         name="triton.rows",
         backend="triton",
@@ -180,7 +188,7 @@ def _candidates(
         guarantee=lambda problem: promises(problem, True),
         setup=imported(f"adjoint.ops.conv.triton.{setup}", **keywords),
         schedules=_SCHEDULES,
-        entry=lambda problem: f"{kernel} wide" if needs_width and problem.sizes[3] > 4 else kernel,
+        entry=entry,
     )
     run = allocating_outputs(lambda plan, arguments, outputs, workspace: compute(plan.problem, arguments, outputs))
     return on_kernels, in_pytorch(

@@ -167,7 +167,7 @@ class Shape:
     @staticmethod
     def warps(block: int, warps: int) -> int:
         """As many as the schedule says, or fewer where a tile is small."""
-        return max(1, min(warps, block // 64))
+        return max(1, min(warps, block // 32))
 
     # ----------------------------------------------------------------------------------------------- memory
 

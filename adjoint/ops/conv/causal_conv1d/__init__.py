@@ -1,14 +1,14 @@
 """Causal depthwise convolution.   z_t = bias + Σ_j weight[:, j]·x_{t−W+1+j},   y = z, or silu(z)
 
-of each channel of each sequence. Before a sequence's first token lie the W − 1 columns of its initial state, or zeros; the
-final state is its last W − 1 tokens, those of the initial state included.
+of each channel of each sequence. Before a sequence's first token lie the W − 1 columns of its initial state, or zeros;
+the final state is its last W − 1 tokens, those of the initial state included.
 
 Adjoint, with dz = dy·act'(z):   dx_s = Σ_k weight[:, W−1−k]·dz_{s+k}, and the final state's gradient where s is in it
                                  dweight_j = Σ_t dz_t·x_{t−W+1+j},   dbias = Σ_t dz_t
                                  dinitial_state is dx of the tokens before the first
 
-Saves its inputs; z is computed again. y may be in several parts along the channels: there is an operator for each number
-of parts, since the number of an operator's outputs is fixed. Under autocast nothing is cast.
+Saves its inputs; z is computed again. y may be in several parts along the channels: there is an operator for each
+number of parts, since the number of an operator's outputs is fixed. Under autocast nothing is cast.
 """
 
 from typing import Any
@@ -107,8 +107,8 @@ def causal_conv1d(
         activation: "silu", or None for none.
         initial_state: the W − 1 tokens before each sequence, of the dtype of x; zeros by default.
         output_final_state: whether the last W − 1 tokens of each sequence are returned as well.
-        cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences that are packed in the only row of the
-            batch. Without it every row is a sequence.
+        cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences that are packed in the only row of
+            the batch. Without it every row is a sequence.
         split: the channels of each part that y is to come in, up to four; each is a tensor of its own.
         preference: narrows the choice of plans for this call and its backward.
 

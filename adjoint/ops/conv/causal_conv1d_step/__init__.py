@@ -1,7 +1,8 @@
 """A few tokens of decoding.   z_t = bias + Σ_j weight[:, j]·x_{t−W+1+j},   y = z, or silu(z)
 
-for up to 16 tokens of each row, after the W − 1 of its state. The adjoint, out of place only, is that of `causal_conv1d`,
-where rows that share a state add up. Saves its inputs. In place is an op of its own, without an adjoint.
+for up to 16 tokens of each row, after the W − 1 of its state. The adjoint, out of place only, is that of
+`causal_conv1d`, where rows that share a state add up. Saves its inputs. In place is an op of its own, without an
+adjoint.
 """
 
 from typing import Any
@@ -104,7 +105,8 @@ def causal_conv1d_step(
 
     Args:
         x, weight, bias, activation: as for `causal_conv1d`.
-        state: the last W − 1 tokens of each row, or a pool of states that `state_indices` picks from; of the dtype of x.
+        state: the last W − 1 tokens of each row, or a pool of states that `state_indices` picks from; of the dtype of
+            x.
         state_indices: int32 or int64, which state each row reads (and writes, in place); −1 skips the row, whose
             outputs and new state are 0. Two rows of one in-place step must not share a state: inside
             `adjoint.checked()` that is an error, elsewhere what is left of it is undefined.

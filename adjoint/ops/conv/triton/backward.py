@@ -1,10 +1,11 @@
 """The gradients: dx and a stretch's share of dweight and dbias in one pass over x and dy, then small sums.
 
-    dz_t = dy_t·act'(z_t),   dx_s = Σ_k weight[:, W−1−k]·dz_{s+k},   dweight_j = Σ_t dz_t·x_{t−W+1+j},   dbias = Σ_t dz_t
+    dz_t = dy_t·act'(z_t)        dx_s = Σ_k weight[:, W−1−k]·dz_{s+k}
+    dbias = Σ_t dz_t             dweight_j = Σ_t dz_t·x_{t−W+1+j}
 
 z is computed again from x. A program has a tile of channels and a stretch of tokens, whose length follows from the
-number of all tokens. For each block of ROWS tokens it loads the rows of x and dy, those of the W − 1 tokens before and after
-it too, and computes dz of the W − 1 after it as well.
+number of all tokens. For each block of ROWS tokens it loads the rows of x and dy, with those of the W − 1 tokens before
+and after it, and computes dz of the W − 1 after it as well.
 
 dweight and dbias have one order for each number of tokens: a stretch adds its tokens one after the other, and
 `conv_add_stretches` adds the stretches, 2^RUN_LEVELS of them by halves, and such runs one after the other.
@@ -91,7 +92,7 @@ def differentiate_within(
     SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, TIME_ADJACENT: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """dx of a block that lies, with the W − 1 tokens before and after it, in one sequence; the sums with the block's."""
+    """dx of a block that lies, with the W − 1 tokens before and after it, in one sequence; the sums with its tokens."""
     BEFORE: tl.constexpr = WIDTH - 1
     AFTER: tl.constexpr = BEFORE if NEED_X else 0
     rows = load_tokens(at, offset, inside, x_token, BEFORE, ROWS, AFTER, LEVELS, TIME_ADJACENT, CHANNELS)
@@ -167,7 +168,7 @@ def differentiate_at_edges(
     return sums
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=65_536), schedule=("CHANNELS", "ROWS", "LEVELS"))
+@kernel(budget=Budget(registers=255, shared_bytes=65_536), schedule=("CHANNELS", "ROWS", "LEVELS", "EDGE_ROWS"))
 @triton.jit
 def conv_backward(
     x: PointerIf16.element, weight: Pointer.weight, bias: Pointer.bias, state: Pointer.element, indices: Pointer.index,
@@ -182,7 +183,7 @@ def conv_backward(
     INDEXED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DFINAL: tl.constexpr,
     HAS_DY: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SILU: tl.constexpr,
     NARROW: tl.constexpr, NATIVE: tl.constexpr, DOUBLE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr, EDGE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx of a stretch, and its share of dweight and dbias. HAS_DY: a bit for each part that has a gradient."""
     COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
@@ -209,10 +210,12 @@ def conv_backward(
     sums = zeros(SUMS, CHANNELS, COMPUTED)
     for block in range(0, tl.cdiv(tl.minimum(stretch, tokens - number * stretch), ROWS)):
         token = number * stretch + block * ROWS
-        _, sequence_begin, sequence_end = sequence_of(token, places, tokens, time, PACKED)
+        sequence, sequence_begin, sequence_end = sequence_of(token, places, tokens, time, PACKED)
         out = dx + token.to(tl.int64) * channels + channel
         is_within = (token - sequence_begin >= BEFORE) & (token + ROWS + BEFORE <= sequence_end)
-        if is_within & (not INDEXED):
+        if INDEXED:  # and not skipped
+            is_within = is_within & (pool_place(sequence, indices, index_step, states, INDEXED) >= 0)
+        if is_within:
             at = x + place_of(token, run, aligned_run, x_row, x_token, TIME_ADJACENT)
             dy_at = dy + place_of(token, dy_run, dy_run, dy_row, dy_token, False)
             sums = differentiate_within(
@@ -220,13 +223,15 @@ def conv_backward(
                 EVERY_DY, NEED_X, NEED_WEIGHT, NEED_BIAS, SILU, NARROW, NATIVE, TIME_ADJACENT, CHANNELS, ROWS, LEVELS,
             )  # fmt: skip
         else:
-            sums = differentiate_at_edges(
-                sums, x, dy, out, channels, taps, start, offset, column, inside, in_dy, state, indices, places, dfinal,
-                token, tokens, time, run, states, x_row, x_token, dy_run, dy_row, dy_token, channel * state_channel,
-                state_sequence, state_column, channel * dfinal_channel, dfinal_sequence, dfinal_column, index_step,
-                WIDTH, PACKED, INDEXED, HAS_STATE, HAS_DFINAL, NEED_X, NEED_WEIGHT, NEED_BIAS, SILU, NARROW, NATIVE,
-                CHANNELS, ROWS,
-            )  # fmt: skip
+            for part in range(0, ROWS // EDGE_ROWS):
+                later = part * EDGE_ROWS
+                sums = differentiate_at_edges(
+                    sums, x, dy, out + later * channels.to(tl.int64), channels, taps, start, offset, column, inside,
+                    in_dy, state, indices, places, dfinal, token + later, tokens, time, run, states, x_row, x_token,
+                    dy_run, dy_row, dy_token, channel * state_channel, state_sequence, state_column,
+                    channel * dfinal_channel, dfinal_sequence, dfinal_column, index_step, WIDTH, PACKED, INDEXED,
+                    HAS_STATE, HAS_DFINAL, NEED_X, NEED_WEIGHT, NEED_BIAS, SILU, NARROW, NATIVE, CHANNELS, EDGE_ROWS,
+                )  # fmt: skip
     for share in tl.static_range(SUMS):
         at = (number.to(tl.int64) * SUMS + share) * channels + channel
         tl.store(shares + at, sums[share], inside)
@@ -336,6 +341,7 @@ def backward(setup: Setup, part_count: int = 1) -> Execute:
     bound = setup.either(
         conv_backward, **types, **facts, WHOLE=shape.fills(block), TIME_ADJACENT=shape.is_time_adjacent, NEED_X=need_x,
         NEED_WEIGHT=need_weight, NEED_BIAS=need_bias, CHANNELS=block, ROWS=rows, LEVELS=rows.bit_length() - 1,
+        EDGE_ROWS=min(rows, schedule["edge_rows"]),
         num_warps=warps,
     )  # fmt: skip
     setup.add_numeric(most_stretches=MOST_STRETCHES, longest_stretch=LONGEST_STRETCH)

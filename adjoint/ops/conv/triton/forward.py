@@ -2,7 +2,8 @@
 
 A program has a tile of channels and BLOCKS blocks of ROWS tokens. It loads the rows of a block and the W − 1 before it,
 all before it computes, and uses each for W tokens: of memory, every number is read once, what a block needs of the one
-before it comes from the cache.
+before it comes from the cache. A block with an edge is computed EDGE_ROWS tokens at a time: few, so that registers are
+left for the blocks without.
 """
 
 from typing import Any
@@ -73,7 +74,9 @@ def write_at_edges(
         tl.store(out + row * size, y.to(out.dtype.element_ty), inside & (token + row < tokens))
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=32_768), schedule=("CHANNELS", "ROWS", "LEVELS", "BLOCKS"))
+@kernel(
+    budget=Budget(registers=255, shared_bytes=32_768), schedule=("CHANNELS", "ROWS", "LEVELS", "EDGE_ROWS", "BLOCKS")
+)
 @triton.jit
 def conv_forward(
     x: PointerIf16.element, weight: Pointer.weight, bias: Pointer.bias, state: Pointer.element, places: Pointer.int32,
@@ -83,7 +86,8 @@ def conv_forward(
     bias_step: Int64, state_sequence: Int64, state_channel: Int64, state_column: Int64,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, TIME_ADJACENT: tl.constexpr, PACKED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
-    DOUBLE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr,
+    DOUBLE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, EDGE_ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """y of some blocks of tokens. `run` tokens are as far from each other as two of a row; see `Shape.strides`."""
     COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
@@ -111,11 +115,13 @@ def conv_forward(
                 CHANNELS, ROWS, LEVELS,
             )  # fmt: skip
         else:
-            write_at_edges(
-                x, out, size, taps, start, offset, inside, state, places, token, tokens, time, run, x_row, x_token,
-                channel * state_channel, state_sequence, state_column, WIDTH, PACKED, HAS_STATE, SILU, NARROW, NATIVE,
-                ROWS,
-            )  # fmt: skip
+            for part in range(0, ROWS // EDGE_ROWS):
+                later = part * EDGE_ROWS
+                write_at_edges(
+                    x, out + later * size, size, taps, start, offset, inside, state, places, token + later, tokens,
+                    time, run, x_row, x_token, channel * state_channel, state_sequence, state_column, WIDTH, PACKED,
+                    HAS_STATE, SILU, NARROW, NATIVE, EDGE_ROWS,
+                )  # fmt: skip
 
 
 @kernel(budget=Budget(registers=128, shared_bytes=4096), schedule=("CHANNELS",))
@@ -152,6 +158,7 @@ def forward(setup: Setup, part_count: int = 1) -> Execute:
     bound = setup.either(
         conv_forward, **shape.types, **shape.constants(setup.nvidia), PARTS=part_count, WHOLE=shape.fills(block),
         PACKED=packed, TIME_ADJACENT=shape.is_time_adjacent, CHANNELS=block, ROWS=rows, LEVELS=rows.bit_length() - 1,
+        EDGE_ROWS=min(rows, schedule["edge_rows"]),
         BLOCKS=blocks, num_warps=warps,
     )  # fmt: skip
     if packed:
