@@ -37,6 +37,7 @@ from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
 from tests.mutants import calls as edges
 from tests.mutants import (
+    conv_calls,
     dispatch_calls,
     embedding_calls,
     experts_calls,
@@ -73,6 +74,7 @@ RULE = tuple(
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "norm": ("adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels", "adjoint.device.row_tiles"),
+    "conv": tuple(f"adjoint.ops.conv.triton.{part}" for part in ("rows", "forward", "backward", "step")),
     "embedding": (
         "adjoint.device.grouping.kernels",
         "adjoint.ops.embedding.kernels",
@@ -330,6 +332,22 @@ def _norm_noticed(mutant: Mutant, device: torch.device) -> bool:
         return True
 
 
+# ----------------------------------------------------------------------------------------------- conv
+
+
+def _conv_noticed(mutant: Mutant, device: torch.device) -> bool:
+    """Whether any call gives other bits than the kernels as they are; blocks, stretches and runs are small."""
+    edges.guard()
+    if mutant.module == MODULES["conv"][0]:  # which the others import
+        for name in MODULES["conv"][1:]:
+            _load(name, _source(name))
+    conv_calls.shrink()
+    try:
+        return conv_calls.noticed(mutant.module)
+    except Exception:
+        return True
+
+
 # ------------------------------------------------------------------------------------------ embedding
 
 
@@ -441,6 +459,7 @@ Noticed = Callable[[Mutant, torch.device], bool]
 STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "norm": (_norm_noticed,),
+    "conv": (_conv_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),
@@ -491,6 +510,7 @@ def warm() -> None:
         for backend in ("eager", "triton"):
             call(backend)
     norm_calls.record(MODULES["norm"])
+    conv_calls.record(MODULES["conv"])
 
 
 def _survives(mutant: Mutant, noticed: Noticed, device: torch.device) -> bool:
@@ -531,6 +551,7 @@ def _left_out(module: str, family: str, moves_data: bool, index: int, among: int
 ONE_IN = {
     "activation": (6, 12),
     "norm": (12, 19),
+    "conv": (17, 41),
     "embedding": (8, 16),
     "indexing": (8, 27),
     "moe": (10, 20),
