@@ -138,7 +138,8 @@ def place_of(token, run, aligned_run, row_step, step, TIME_ADJACENT: tl.constexp
     """Where the row of a token lies. `aligned_run` is `run` where the tokens of a channel are adjacent: there the
     compiler is to know that a block begins at a multiple of 16 bytes, if it does."""
     if TIME_ADJACENT:
-        return (token // aligned_run).to(tl.int64) * row_step + (token % aligned_run).to(tl.int64)
+        row = token // aligned_run
+        return row.to(tl.int64) * row_step + (token - row * aligned_run).to(tl.int64)
     else:
         return (token // run).to(tl.int64) * row_step + (token % run).to(tl.int64) * step
 
