@@ -1,5 +1,7 @@
-"""The convolution in plain PyTorch: float64 arithmetic, rounded once, a chunk of tokens at a time, so that what lies
-between input and output stays in the cache."""
+"""The convolution in plain PyTorch: float32 arithmetic (float64 for float64), rounded once.
+
+A chunk of tokens at a time, so that what lies between input and output stays in the cache.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.launch import refuse_capture
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.device.sequences import out_of_range, repeated, wrong_bounds
 from adjoint.ops.conv.arguments import (
     NEED_BIAS,
@@ -39,87 +41,123 @@ def _through_activation(dy: Tensor, z: Tensor, is_silu: bool) -> Tensor:
     return torch.ops.aten.silu_backward(dy, z.clamp_(-_BOUND, _BOUND)) if is_silu else dy  # type: ignore[no-any-return]
 
 
-class _Sequences:
-    """Where sequences begin and end on the axis of all tokens.
+class _Padded:
+    """All sequences on one axis, each with the W − 1 tokens before its first: a row for each, and no edges.
 
-    Bounds of packed ones are read on the CPU, those out of order as their running maximum. Where every row of a batch
-    is a sequence, nothing goes from one device to the other.
+    What a row of state computes belongs to nobody, and is not used. Bounds of packed sequences are read on the CPU,
+    those out of order as their running maximum; where every row of a batch is a sequence, nothing goes from one device
+    to the other.
     """
 
     def __init__(self, shape: Shape, cu_seqlens: Tensor | None, device: torch.device, raises: bool) -> None:
-        self.shape, self.device, self.bounds = shape, device, None
+        self.shape, self.before, self.device = shape, shape.width - 1, device
+        self.is_packed = cu_seqlens is not None
+        self.rows = shape.tokens + shape.sequences * self.before
         if cu_seqlens is None:
             return
         if raises:
             report(SEQUENCES_OUT_OF_ORDER, cu_seqlens, wrong_bounds(cu_seqlens, shape.tokens))
         refuse_capture(device, "reading cu_seqlens in plain PyTorch", "plans on kernels can be recorded")
-        self.bounds = cu_seqlens.cpu().long().clamp(0, shape.tokens).cummax(0).values
-        self.lengths = self.bounds.diff()
+        bounds = cu_seqlens.cpu().long().clamp(0, shape.tokens).cummax(0).values
+        bounds[:1], bounds[-1:] = 0, shape.tokens  # every token belongs to a sequence
+        numbers, columns = torch.arange(shape.sequences), torch.arange(self.before)
+        owners = torch.repeat_interleave(numbers, bounds.diff()) if shape.sequences else bounds.new_zeros(shape.tokens)
+        self.places = torch.arange(shape.tokens) + self.before * (owners + 1)
+        self.rows = shape.tokens + max(1, shape.sequences) * self.before
+        first = bounds[:-1] + self.before * numbers
+        last = bounds[1:] + self.before * numbers
+        self.on_device = self.places.to(device)
+        self.state_rows, self.final_rows = ((begin[:, None] + columns).flatten().to(device) for begin in (first, last))
 
-    def at(self, age: int, first: int, last: int, from_end: bool = False) -> tuple[Tensor, Tensor]:
-        """The sequences of the tokens from `first` to `last` that have so many of their sequence before them (after
-        them, `from_end`), and the places of these tokens, counted from `first`."""
-        shape = self.shape
-        if self.bounds is None:
-            age = shape.time - 1 - age if from_end else age
-            if not 0 <= age < shape.time:
-                return (torch.empty(0, dtype=torch.long, device=self.device),) * 2
-            low = max(0, -(-(first - age) // shape.time))
-            high = min(shape.batch, -(-(last - age) // shape.time))
-            numbers = torch.arange(low, max(low, high), device=self.device)
-            return numbers, numbers * shape.time + (age - first)
-        tokens = self.bounds[1:] - 1 - age if from_end else self.bounds[:-1] + age
-        low, high = torch.searchsorted(tokens, torch.tensor([first, last])).tolist()
-        numbers = low + (self.lengths[low:high] > age).nonzero().flatten()
-        return numbers.to(self.device), (tokens[numbers] - first).to(self.device)
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Tokens of a bounded size, and the rows from the first of them to the last.
 
-    def shorter(self, than: int) -> tuple[Tensor, Tensor]:
-        """The sequences with fewer tokens, and how many these have."""
-        if self.bounds is None:
-            count = self.shape.batch if self.shape.time < than else 0
-            numbers = torch.arange(count, device=self.device)
-            return numbers, torch.full_like(numbers, self.shape.time)
-        numbers = (self.lengths < than).nonzero().flatten()
-        return numbers.to(self.device), self.lengths[numbers].to(self.device)
+        Of a batch, part of one row or several whole ones.
+        """
+        if not self.shape.channels:
+            return
+        size, time = max(16, _CHUNK // self.shape.channels), self.shape.time
+        if self.is_packed or time <= size:
+            size = size if self.is_packed else size // max(1, time) * time
+            parts = [
+                (first, min(first + size, self.shape.tokens)) for first in range(0, self.shape.tokens, max(1, size))
+            ]
+        else:
+            begins = [(row * time, first) for row in range(self.shape.batch) for first in range(0, time, size)]
+            parts = [(row + first, row + min(first + size, time)) for row, first in begins]
+        for first, last in parts:
+            begin, end = (int(self.places[t]) if self.is_packed else self._place(t) for t in (first, last - 1))
+            yield slice(first, last), slice(begin, end + 1)
+
+    def _place(self, token: int) -> int:
+        """The row of a token, where every row of a batch is a sequence."""
+        return token + self.before * (token // self.shape.time + 1)
+
+    def own(self, chunk: Tensor, tokens: slice, places: slice) -> Any:
+        """What picks the tokens of a chunk from its rows: a view, or an index of rows."""
+        count, time, channels = tokens.stop - tokens.start, self.shape.time, self.shape.channels
+        if count == len(chunk):
+            return chunk, ...
+        if self.is_packed:
+            return chunk, self.on_device[tokens] - places.start
+        steps = ((time + self.before) * channels, channels, 1)
+        return chunk.as_strided((count // time, time, channels), steps), ...
+
+    def by_sequence(self, rows: Tensor) -> Tensor:
+        """The rows of a batch's sequences, [batch, W − 1 + time, channels]."""
+        return rows.view(self.shape.batch, self.before + self.shape.time, self.shape.channels)
+
+    def blank(self, kind: torch.dtype, more: int = 0) -> Tensor:
+        """Rows, and some more after them, of which those of no token are 0."""
+        shape = (self.rows + more, self.shape.channels)
+        if self.is_packed:
+            return torch.zeros(shape, dtype=kind, device=self.device)
+        rows = torch.empty(shape, dtype=kind, device=self.device)
+        rows[self.rows :] = 0
+        self.by_sequence(rows[: self.rows])[:, : self.before] = 0
+        return rows
+
+    def fill(self, x: Tensor, state: Tensor | None, kind: torch.dtype) -> Tensor:
+        """x, and the states before it, or zeros."""
+        rows = self.blank(kind)
+        if self.is_packed:
+            rows[self.on_device] = x.reshape(self.shape.tokens, self.shape.channels).to(kind)
+            if state is not None:
+                rows[self.state_rows] = state.mT.reshape(-1, self.shape.channels).to(kind)
+            return rows
+        self.by_sequence(rows)[:, self.before :] = x
+        if state is not None:
+            self.by_sequence(rows)[:, : self.before] = state.mT
+        return rows
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """The rows of tokens, as x has them."""
+        if self.is_packed:
+            return rows[self.on_device][None]
+        return self.by_sequence(rows)[:, self.before :]
+
+    def states(self, rows: Tensor, is_final: bool = False) -> Tensor:
+        """The rows of the initial states, or of the final ones, as states have them."""
+        if self.is_packed:
+            chosen = rows[self.final_rows if is_final else self.state_rows]
+            return chosen.view(self.shape.sequences, self.before, self.shape.channels).mT
+        both = self.by_sequence(rows)
+        return (both[:, self.shape.time :] if is_final else both[:, : self.before]).mT
+
+    def add_final(self, rows: Tensor, dfinal: Tensor) -> None:
+        """Adds the gradient of the final states to the rows that they are."""
+        if self.is_packed:
+            rows[self.final_rows] += dfinal.mT.reshape(-1, self.shape.channels)
+        else:
+            self.by_sequence(rows)[:, self.shape.time :] += dfinal.mT
 
 
-class _Chunks:
-    """The tokens of a problem, a chunk at a time, in float64."""
-
-    def __init__(self, shape: Shape, x: Tensor, state: Tensor | None, sequences: _Sequences) -> None:
-        self.shape, self.state, self.sequences = shape, state, sequences
-        self.rows = x.reshape(shape.tokens, shape.channels)
-        self.size = max(16, _CHUNK // max(1, shape.channels))
-
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        """The first token of each chunk, and the end."""
-        for first in range(0, self.shape.tokens, self.size):
-            yield first, min(first + self.size, self.shape.tokens)
-
-    def taps(self, first: int, last: int) -> list[Tensor]:
-        """What each tap reads for the tokens of a chunk, the oldest first."""
-        before = self.shape.width - 1
-        start = max(0, first - before)
-        rows = self.rows[start:last].double()
-        if first - start < before:
-            rows = torch.cat((rows.new_zeros(before - (first - start), rows.shape[1]), rows))
-        taps = [rows[tap : tap + last - first] for tap in range(before + 1)]
-        for age in range(before):
-            numbers, places = self.sequences.at(age, first, last)
-            if len(numbers) == 0:
-                continue
-            for tap in range(before - age):  # these reach back past the first token of the sequence
-                if taps[tap].untyped_storage().data_ptr() == rows.untyped_storage().data_ptr():
-                    taps[tap] = taps[tap].clone()
-                column = None if self.state is None else self.state[numbers, :, age + tap]
-                taps[tap][places] = rows.new_zeros(()) if column is None else column.double()
-        return taps
-
-
-def _preactivation(taps: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    z = taps[0] * weight[0]
+def _convolve(rows: Tensor, own: slice, taps: Tensor, bias: Tensor | None) -> Tensor:
+    """z of some rows."""
+    first, last = own.start - len(taps) + 1, own.stop - len(taps) + 1
+    z = rows[first:last] * taps[0]
     for tap in range(1, len(taps)):
-        z.addcmul_(taps[tap], weight[tap])
+        z.addcmul_(rows[first + tap : last + tap], taps[tap])
     return z if bias is None else z.add_(bias)
 
 
@@ -128,96 +166,69 @@ def forward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor,
     x, weight, bias, state, cu_seqlens, *_ = arguments
     *parts, final = outputs
     shape = Shape.of(problem, len(parts))
-    sequences = _Sequences(shape, cu_seqlens, x.device, raises=True)
-    chunks, begins = _Chunks(shape, x, state, sequences), shape.begins
-    taps_of, bias = weight.double().T, None if bias is None else bias.double()
-    rows = [part.view(shape.tokens, -1) if part.numel() else part for part in parts]
-    for first, last in chunks.bounds() if shape.channels else ():
-        y = _activate(_preactivation(chunks.taps(first, last), taps_of, bias), shape.is_silu)
-        for number, part in enumerate(rows):
+    padded, kind = _Padded(shape, cu_seqlens, x.device, raises=True), shape.computed
+    rows, taps, bias = padded.fill(x, state, kind), weight.to(kind).T, None if bias is None else bias.to(kind)
+    for tokens, places in padded.chunks():
+        y, own = padded.own(_activate(_convolve(rows, places, taps, bias), shape.is_silu), tokens, places)
+        y = y[own]
+        for begin, part in zip(shape.begins, parts, strict=False):
             if part.numel():
-                part[first:last] = y[:, begins[number] : begins[number + 1]]
+                target = part.view(shape.tokens, -1)[tokens].view(*y.shape[:-1], -1)
+                target.copy_(y[..., begin : begin + part.shape[2]])
     if final.numel():
-        _write_final_states(final, chunks)
-
-
-def _write_final_states(final: Tensor, chunks: _Chunks) -> None:
-    sequences, before = chunks.sequences, final.shape[2]
-    numbers, lengths = sequences.shorter(before)
-    for column in range(before):
-        own, places = sequences.at(before - 1 - column, 0, chunks.shape.tokens, from_end=True)
-        if chunks.state is None:
-            final[numbers, :, column] = 0
-        else:  # of sequences that have no such token, an earlier column of the initial state
-            final[numbers, :, column] = chunks.state[numbers, :, (lengths + column).clamp_max(before - 1)]
-        final[own, :, column] = chunks.rows[places]
+        final.copy_(padded.states(rows, is_final=True))
 
 
 def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    """The gradients that are needed; chunks from the last to the first, with dz of the W − 1 tokens after each."""
+    """The gradients that are needed: dz of every row, then what each row of tokens and states contributed to."""
     need, part_count = arguments[-1], len(arguments) - len(problem.options) - 6
     *upstream, dfinal, x, weight, bias, state, cu_seqlens = arguments[: part_count + 6]
     dx, dweight, dbias, dstate = outputs
     shape = Shape.of(problem, part_count)
-    before, begins = shape.width - 1, shape.begins
-    sequences = _Sequences(shape, cu_seqlens, x.device, raises=False)
-    chunks, taps_of = _Chunks(shape, x, state, sequences), weight.double().T
-    wide = {"dtype": torch.float64, "device": x.device}
-    dtaps, dbiases = torch.zeros(taps_of.shape, **wide), torch.zeros(shape.channels, **wide)
-    dstates = torch.zeros(dstate.shape if need & NEED_STATE else 0, **wide)
-    later = torch.zeros(before, shape.channels, **wide)
-    bias = None if bias is None else bias.double()
-    for first, last in reversed(list(chunks.bounds())) if shape.channels else ():
-        taps = chunks.taps(first, last)
-        dy = torch.zeros(last - first, shape.channels, **wide)
-        for number, part in enumerate(upstream):
+    padded, kind, before = _Padded(shape, cu_seqlens, x.device, raises=False), shape.computed, shape.width - 1
+    rows, taps, bias = padded.fill(x, state, kind), weight.to(kind).T, None if bias is None else bias.to(kind)
+    dz = padded.blank(kind, before)
+    upstream = [None if part is None else part.reshape(shape.tokens, part.shape[2]) for part in upstream]
+    dtaps, dbiases = (torch.zeros(n, shape.channels, dtype=torch.float64, device=x.device) for n in (before + 1, 1))
+    for tokens, places in padded.chunks():
+        z, own = padded.own(_convolve(rows, places, taps, bias), tokens, places)
+        z = z[own].contiguous()
+        dy = torch.zeros_like(z)
+        for begin, part in zip(shape.begins, upstream, strict=False):
             if part is not None and part.numel():
-                dy[:, begins[number] : begins[number + 1]] = part.reshape(shape.tokens, -1)[first:last]
-        dz = _through_activation(dy, _preactivation(taps, taps_of, bias), shape.is_silu)
+                dy[..., begin : begin + part.shape[1]] = part[tokens].view(*z.shape[:-1], -1)
+        slopes = _through_activation(dy, z, shape.is_silu)
+        target, own = padded.own(dz[places], tokens, places)
+        target[own] = slopes
         if need & NEED_WEIGHT:
             for tap in range(before + 1):
-                dtaps[tap] += torch.linalg.vecdot(dz, taps[tap], dim=0)
+                read = slice(places.start - before + tap, places.stop - before + tap)
+                dtaps[tap] += torch.linalg.vecdot(dz[places], rows[read], dim=0)
         if need & NEED_BIAS:
-            dbiases += dz.sum(0)
-        if need & NEED_STATE:
-            for age in range(before):
-                numbers, places = sequences.at(age, first, last)
-                for tap in range(before - age if len(numbers) else 0):
-                    dstates[numbers, :, age + tap] += taps_of[tap] * dz[places]
-        reach = torch.cat((dz, later))
-        if need & NEED_X:
-            total = dz * taps_of[before]
+            dbiases += slopes.view(-1, shape.channels).sum(0)
+    if need & (NEED_X | NEED_STATE):
+        size = max(16, _CHUNK // max(1, shape.channels))
+        for first in range(0, len(rows), size):  # x is needed no more: its gradient lies where it was
+            last = min(first + size, len(rows))
+            own = rows[first:last]
+            torch.mul(dz[first:last], taps[before], out=own)
             for back in range(1, before + 1):
-                source = reach[back : back + last - first]
-                for age in range(back):
-                    numbers, places = sequences.at(age, first + back, last + back)
-                    if len(numbers):  # they are of another sequence than the tokens so far before them
-                        source = source.clone()
-                        source[places] = 0
-                total.addcmul_(source, taps_of[before - back])
-            for column in range(before if dfinal is not None else 0):
-                numbers, places = sequences.at(before - 1 - column, first, last, from_end=True)
-                if len(numbers):
-                    total[places] += dfinal[numbers, :, column].double()
-            dx.view(shape.tokens, -1)[first:last] = total
-        later = reach[:before]
-    if need & NEED_STATE and dfinal is not None and before:
-        numbers, lengths = sequences.shorter(before)
-        for column in range(before):
-            kept = lengths + column < before
-            dstates[numbers[kept], :, (lengths + column)[kept]] += dfinal[numbers[kept], :, column].double()
+                own.addcmul_(dz[first + back : last + back], taps[before - back])
+        if dfinal is not None and before:
+            padded.add_final(rows, dfinal)
     for bit, target, gradient in (
-        (NEED_WEIGHT, dweight, dtaps.T), (NEED_BIAS, dbias, dbiases), (NEED_STATE, dstate, dstates)
+        (NEED_X, dx, lambda: padded.tokens(rows)), (NEED_WEIGHT, dweight, lambda: dtaps.T),
+        (NEED_BIAS, dbias, lambda: dbiases[0]), (NEED_STATE, dstate, lambda: padded.states(rows)),
     ):  # fmt: skip
-        if need & bit:
-            target.copy_(gradient)
+        if need & bit and target.numel():
+            target.copy_(gradient())
 
 
 # ------------------------------------------------------------------------------------------------ steps
 
 
 class _Rows:
-    """The rows of a step with their states before them, in float64, [batch, W − 1 + time, channels]."""
+    """The rows of a step with their states before them, [batch, W − 1 + time, channels], in the type of the sums."""
 
     def __init__(self, x: Tensor, state: Tensor, indices: Tensor | None) -> None:
         self.skipped = None if indices is None else out_of_range(indices, len(state)) | (indices < 0)
@@ -225,17 +236,19 @@ class _Rows:
         own = state
         if self.places is not None:
             own = state[self.places] if len(state) else state.new_zeros(len(x), *state.shape[1:])
-        self.tokens = self.clear(torch.cat((own.transpose(1, 2), x), 1).double())
-        self.state = own
+        kind = wide_dtype(x.dtype)
+        self.tokens = self.clear(torch.cat((own.mT.to(kind), x.to(kind)), 1))
 
     def clear(self, values: Tensor) -> Tensor:
         """Zeroes what belongs to skipped rows."""
         return values if self.skipped is None else values.masked_fill_(self.skipped[:, None, None], 0)
 
     def preactivation(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        time = self.tokens.shape[1] - weight.shape[1] + 1
-        taps = [self.tokens[:, tap : tap + time] for tap in range(weight.shape[1])]
-        return _preactivation(taps, weight.double().T, None if bias is None else bias.double())
+        time, kind = self.tokens.shape[1] - weight.shape[1] + 1, self.tokens.dtype
+        z = self.tokens[:, :time] * weight[:, 0].to(kind)
+        for tap in range(1, weight.shape[1]):
+            z.addcmul_(self.tokens[:, tap : tap + time], weight[:, tap].to(kind))
+        return z if bias is None else z.add_(bias.to(kind))
 
 
 def step(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -247,7 +260,7 @@ def step(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ..
             report(STATE_INDEX_REPEATED, indices, repeated(indices))
     rows = _Rows(x, state, indices)
     outputs[0].copy_(rows.clear(_activate(rows.preactivation(weight, bias), is_silu)))
-    new_state = rows.tokens[:, x.shape[1] :].transpose(1, 2).to(state.dtype)
+    new_state = rows.tokens[:, x.shape[1] :].mT.to(state.dtype)
     if not problem.op.endswith("in_place"):
         outputs[1].copy_(new_state)
     elif rows.places is None or rows.skipped is None:
@@ -261,22 +274,22 @@ def step_backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[T
     dy, dnew_state, x, weight, bias, state, indices, is_silu, _checking, need = arguments
     dx, dweight, dbias, dstate = outputs
     rows, time, before = _Rows(x, state, indices), x.shape[1], weight.shape[1] - 1
-    dy = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if dy is None else dy.double()
+    dy = rows.tokens.new_zeros(x.shape) if dy is None else dy.to(rows.tokens.dtype)
     dz = rows.clear(_through_activation(dy, rows.preactivation(weight, bias), is_silu).clone())
     dtokens = torch.zeros_like(rows.tokens)
     for tap in range(before + 1):
-        dtokens[:, tap : tap + time].addcmul_(dz, weight[:, tap].double())
+        dtokens[:, tap : tap + time].addcmul_(dz, weight[:, tap].to(dz.dtype))
         if need & NEED_WEIGHT:
             dweight[:, tap] = (dz * rows.tokens[:, tap : tap + time]).sum((0, 1))
     if dnew_state is not None:
-        dtokens[:, time:] += rows.clear(dnew_state.transpose(1, 2).double().clone())
+        dtokens[:, time:] += rows.clear(dnew_state.mT.to(dz.dtype, copy=True))
     if need & NEED_BIAS:
         dbias.copy_(dz.sum((0, 1)))
     if need & NEED_X:
         dx.copy_(dtokens[:, before:])
     if need & NEED_STATE:
-        gradient = dtokens[:, :before].transpose(1, 2)
+        gradient = dtokens[:, :before].mT
         if rows.places is not None:
-            pool = torch.zeros(state.shape, dtype=torch.float64, device=state.device)
+            pool = dz.new_zeros(state.shape)
             gradient = pool.index_add_(0, rows.places, gradient) if len(state) else pool
         dstate.copy_(gradient)

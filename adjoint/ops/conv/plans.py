@@ -84,9 +84,8 @@ class Convolution:
 
     def _bounds(self, problem: Problem, on_kernels: bool) -> tuple[Shape, Bounds]:
         shape = Shape.of(problem, self.part_count)
-        arithmetic = shape.computed if on_kernels else torch.float64
         chain = chain_of(shape.tokens) if on_kernels else shape.tokens
-        return shape, Bounds(shape.element, shape.weight, shape.bias, arithmetic, shape.is_silu, max(1, chain))
+        return shape, Bounds(shape.element, shape.weight, shape.bias, shape.computed, shape.is_silu, max(1, chain))
 
     def _guarantee(self, arithmetic: torch.dtype, on_kernels: bool, error: Derived, **more: Any) -> Guarantee:
         always: dict[str, Any] = {
