@@ -68,8 +68,10 @@ class Bounds:
 
     def _preactivation(self, of: Inputs) -> tuple[Tensor, Tensor]:
         """z, and its error."""
-        sizes = Inputs(*(None if t is None else t.abs() if t.is_floating_point() else t for t in of))
-        error = self._gamma(of.weight.shape[1] + 2) * reference.preactivation(*sizes) + self.tiny * of.weight.shape[1]
+        width = of.weight.shape[1]
+        bias, state = (None if t is None else t.abs() for t in (of.bias, of.state))
+        size = reference.preactivation(of.x.abs(), of.weight.abs(), bias, state, of.cu_seqlens)
+        error = self._gamma(width + 2) * size + self.tiny * width
         return reference.preactivation(*of), error
 
     def y(self, of: Inputs) -> Tensor:

@@ -165,7 +165,7 @@ def forward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor,
     """The parts of y, and the final states."""
     x, weight, bias, state, cu_seqlens, *_ = arguments
     *parts, final = outputs
-    shape = Shape.of(problem, len(parts))
+    shape = Shape.of(problem)
     padded, kind = _Padded(shape, cu_seqlens, x.device, raises=True), shape.computed
     rows, taps, bias = padded.fill(x, state, kind), weight.to(kind).T, None if bias is None else bias.to(kind)
     for tokens, places in padded.chunks():
@@ -181,10 +181,9 @@ def forward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor,
 
 def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     """The gradients that are needed: dz of every row, then what each row of tokens and states contributed to."""
-    need, part_count = arguments[-1], len(arguments) - len(problem.options) - 6
-    *upstream, dfinal, x, weight, bias, state, cu_seqlens = arguments[: part_count + 6]
+    shape, need = Shape.of(problem), arguments[-1]
+    *upstream, dfinal, x, weight, bias, state, cu_seqlens = arguments[: len(shape.parts) + 6]
     dx, dweight, dbias, dstate = outputs
-    shape = Shape.of(problem, part_count)
     padded, kind, before = _Padded(shape, cu_seqlens, x.device, raises=False), shape.computed, shape.width - 1
     rows, taps, bias = padded.fill(x, state, kind), weight.to(kind).T, None if bias is None else bias.to(kind)
     dz = padded.blank(kind, before)
@@ -231,10 +230,11 @@ class _Rows:
     """The rows of a step with their states before them, [batch, W − 1 + time, channels], in the type of the sums."""
 
     def __init__(self, x: Tensor, state: Tensor, indices: Tensor | None) -> None:
-        self.skipped = None if indices is None else out_of_range(indices, len(state)) | (indices < 0)
-        self.places = None if self.skipped is None else torch.where(self.skipped, 0, indices).long()
+        self.skipped = self.places = None
         own = state
-        if self.places is not None:
+        if indices is not None:
+            self.skipped = out_of_range(indices, len(state)) | (indices < 0)
+            self.places = torch.where(self.skipped, 0, indices).long()
             own = state[self.places] if len(state) else state.new_zeros(len(x), *state.shape[1:])
         kind = wide_dtype(x.dtype)
         self.tokens = self.clear(torch.cat((own.mT.to(kind), x.to(kind)), 1))

@@ -15,7 +15,7 @@ from adjoint.core.schedules import Schedules
 from adjoint.ops.conv import eager
 from adjoint.ops.conv.arguments import MAX_PARTS
 from adjoint.ops.conv.bounds import Bounds, Inputs, words
-from adjoint.ops.conv.shape import STATES, Shape, part_names
+from adjoint.ops.conv.shape import Shape, part_names
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -83,7 +83,7 @@ class Convolution:
         return Inputs(x, weight, bias, pool, None)
 
     def _bounds(self, problem: Problem, on_kernels: bool) -> tuple[Shape, Bounds]:
-        shape = Shape.of(problem, self.part_count)
+        shape = Shape.of(problem)
         chain = chain_of(shape.tokens) if on_kernels else shape.tokens
         return shape, Bounds(shape.element, shape.weight, shape.bias, shape.computed, shape.is_silu, max(1, chain))
 
@@ -118,9 +118,8 @@ class Convolution:
 
     def backward_guarantee(self, problem: Problem, on_kernels: bool) -> dict[str, Guarantee]:
         """dx and the states' gradients belong to a sequence; dweight and dbias are sums over all."""
-        _, bounds = self._bounds(problem, on_kernels)
-        absent = Shape.of(problem, self.part_count).absent
-        has_final = not absent & STATES
+        shape, bounds = self._bounds(problem, on_kernels)
+        has_final = shape.has_final_gradient
         count = self.part_count + has_final
 
         def error(name: str) -> Derived:
@@ -165,9 +164,8 @@ def _refuse(problem: Problem) -> str:
 
 
 def _candidates(
-    convolution: Convolution, kernel: str, setup: str, promises: Callable[[Problem, bool], dict[str, Guarantee]],
-    compute: Callable[..., None], **keywords: Any,
-) -> tuple[Candidate, Candidate]:  # fmt: skip
+    kernel: str, setup: str, promises: Callable[[Problem, bool], dict[str, Guarantee]], compute: Callable[..., None]
+) -> tuple[Candidate, Candidate]:
     """The candidates of an operator, best first."""
 
     def entry(problem: Problem) -> str:
@@ -185,7 +183,7 @@ def _candidates(
         revision=1,
         refuse=_refuse,
         guarantee=lambda problem: promises(problem, True),
-        setup=imported(f"adjoint.ops.conv.triton.{setup}", **keywords),
+        setup=imported(f"adjoint.ops.conv.triton.{setup}"),
         schedules=_SCHEDULES,
         entry=entry,
     )
@@ -196,18 +194,12 @@ def _candidates(
 
 
 def _forward(convolution: Convolution) -> tuple[Candidate, Candidate]:
-    count = convolution.part_count
-    return _candidates(
-        convolution, "conv_forward", "forward:forward", convolution.forward_guarantee, eager.forward, part_count=count
-    )
+    return _candidates("conv_forward", "forward:forward", convolution.forward_guarantee, eager.forward)
 
 
 def _backward(convolution: Convolution) -> tuple[Candidate, Candidate]:
     compute = eager.step_backward if convolution.is_step else eager.backward
-    return _candidates(
-        convolution, "conv_backward", "backward:backward", convolution.backward_guarantee, compute,
-        part_count=convolution.part_count,
-    )  # fmt: skip
+    return _candidates("conv_backward", "backward:backward", convolution.backward_guarantee, compute)
 
 
 _CONVOLUTIONS = {count: Convolution(count) for count in range(1, MAX_PARTS + 1)}
@@ -215,9 +207,9 @@ _STEP = Convolution(is_step=True)
 
 CONV = {count: _forward(convolution) for count, convolution in _CONVOLUTIONS.items()}
 CONV_BACKWARD = {count: _backward(convolution) for count, convolution in _CONVOLUTIONS.items()}
-STEP = _candidates(_STEP, "conv_step", "step:step", _STEP.forward_guarantee, eager.step)
+STEP = _candidates("conv_step", "step:step", _STEP.forward_guarantee, eager.step)
 STEP_IN_PLACE = _candidates(
-    _STEP, "conv_step", "step:step",
+    "conv_step", "step:step",
     lambda problem, on_kernels: {"y": _STEP.forward_guarantee(problem, on_kernels)["y"]}, eager.step,
 )  # fmt: skip
 STEP_BACKWARD = _backward(_STEP)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def _adjacent(x: Tensor) -> str:
 
 def describe(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, numbers: Tensor | None, sequences: int,
-    upstream: Mapping[str, Tensor | None] | None = None,
+    upstream: Mapping[str, Tensor | None] | None = None, part_count: int = 1,
 ) -> Facts:  # fmt: skip
     """The facts of a problem: how x lies, what there is, what is copied, and what is absent of the upstream gradients.
 
@@ -42,6 +42,7 @@ def describe(
         numbers: the bounds of packed sequences, or the states' indices.
         sequences: how many there are; of a pool, its states.
         upstream: gradients of the parts of y, which are read with their channels adjacent, and of the final states.
+        part_count: how many parts y has.
     """
     adjacent = _adjacent(x)
     words = [adjacent or "channels"]
@@ -56,9 +57,9 @@ def describe(
         absent = [name for name, gradient in upstream.items() if gradient is None]
         words += [f"{', '.join(absent)} absent"] * bool(absent)
     words += [f"{', '.join(copied)} copied"] * bool(copied)
-    dtypes = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    dtypes += () if numbers is None else (numbers.dtype,)
-    return Facts(dtypes, "; ".join(words), (*x.shape, weight.shape[1], sequences))
+    own = (x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    dtypes = own if numbers is None else (*own, numbers.dtype)
+    return Facts(dtypes, "; ".join(words), (*x.shape, weight.shape[1], sequences, part_count))
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,30 @@ class Shape:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of(problem: Problem, part_count: int = 1) -> "Shape":
+    def of(problem: Problem) -> "Shape":
         element, weight, bias, *numbers = problem.dtypes
-        words, is_silu = problem.layout.split("; "), problem.options[0]
-        channels = problem.sizes[2]
+        batch, time, channels, width, sequences, part_count = problem.sizes
+        words = problem.layout.split("; ")
+        absent = [word.removesuffix(" absent") for word in words if word.endswith(" absent")]
         return Shape(
-            element, weight, bias, numbers[0] if numbers else None, *problem.sizes,
-            problem.op.startswith(STEP), is_silu,
-            problem.options[2 : 2 + part_count] if part_count > 1 else (channels,), words[0] == "time", "bias" in words,
-            "state" in words,
-            frozenset(x for w in words if w.endswith(" absent") for x in w.removesuffix(" absent").split(", ")),
-            tuple(copied_names(problem.layout)),
-        )  # fmt: skip
+            element=element,
+            weight=weight,
+            bias=bias,
+            numbers=numbers[0] if numbers else None,
+            batch=batch,
+            time=time,
+            channels=channels,
+            width=width,
+            sequences=sequences,
+            is_step=problem.op.startswith(STEP),
+            is_silu=problem.options[0],
+            parts=problem.options[2 : 2 + part_count] if part_count > 1 else (channels,),
+            is_time_adjacent=words[0] == "time",
+            has_bias="bias" in words,
+            has_state="state" in words,
+            absent=frozenset(name for names in absent for name in names.split(", ")),
+            copied=tuple(copied_names(problem.layout)),
+        )
 
     @property
     def is_indexed(self) -> bool:
@@ -132,14 +145,14 @@ class Shape:
         return self.batch * self.time
 
     @property
-    def types(self) -> dict[str, torch.dtype]:
+    def types(self) -> dict[str, Any]:
         return {"element": self.element, "weight": self.weight, "bias": self.bias}
 
     @property
     def computed(self) -> torch.dtype:
         return wide_dtype(self.element)
 
-    @property
+    @cached_property
     def begins(self) -> tuple[int, ...]:
         """The first channel of each part, and the end of the last, as often as kernels have places for parts."""
         ends = [sum(self.parts[: n + 1]) for n in range(len(self.parts))]

@@ -46,8 +46,9 @@ def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _describe(*arguments: Any) -> Facts:
-    x, weight, bias, initial_state, cu_seqlens, *_ = arguments
-    return describe(x, weight, bias, initial_state, cu_seqlens, count_sequences(x, cu_seqlens))
+    x, weight, bias, initial_state, cu_seqlens, _silu, _output_final_state, *parts = arguments
+    number = count_sequences(x, cu_seqlens)
+    return describe(x, weight, bias, initial_state, cu_seqlens, number, part_count=max(1, len(parts)))
 
 
 def _absent(*arguments: Any) -> tuple[str, ...]:
@@ -62,7 +63,8 @@ def _declare(count: int) -> Op:
     def describe_backward(*arguments: Any) -> Facts:
         gradients = dict(zip(upstream, arguments, strict=False))
         x, weight, bias, initial_state, cu_seqlens, *_ = arguments[count + 1 :]
-        return describe(x, weight, bias, initial_state, cu_seqlens, count_sequences(x, cu_seqlens), gradients)
+        number = count_sequences(x, cu_seqlens)
+        return describe(x, weight, bias, initial_state, cu_seqlens, number, gradients, count)
 
     sizes = "".join(f", int part_{number}" for number in range(count)) if count > 1 else ""
     return Op(

@@ -26,14 +26,14 @@ class _Mode:
         self.parts = 1 if split is None else len(split)
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
-        y, states = reference.forward(*values, self.is_silu)
+        y, states = reference.forward(*values, is_silu=self.is_silu)
         parts = (y,) if self.split is None else y.split(self.split, -1)
         return *parts, *(states,) * self.has_states
 
     def backward(self, *values: Any) -> tuple[Tensor, ...]:
         dy, rest = torch.cat(values[: self.parts], -1), values[self.parts :]
         dfinal_state, *own = rest if self.has_states else (None, *rest)
-        return present(reference.backward(dy, dfinal_state, *own, self.is_silu), *own[:4])
+        return present(reference.backward(dy, dfinal_state, *own, is_silu=self.is_silu), *own[:4])
 
     def mistakes(self) -> dict[str, Any]:
         """Wrong answers. A formula takes x, weight, bias, state and bounds, after the upstream gradients."""

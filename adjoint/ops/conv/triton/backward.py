@@ -182,14 +182,15 @@ def conv_backward(
     dfinal_channel: Int64, dfinal_column: Int64, index_step: Int64,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, TIME_ADJACENT: tl.constexpr, PACKED: tl.constexpr,
     INDEXED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DFINAL: tl.constexpr,
-    HAS_DY: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SILU: tl.constexpr,
-    NARROW: tl.constexpr, NATIVE: tl.constexpr, DOUBLE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-    LEVELS: tl.constexpr, EDGE_ROWS: tl.constexpr,
+    HAS_DY_0: tl.constexpr, HAS_DY_1: tl.constexpr, HAS_DY_2: tl.constexpr, HAS_DY_3: tl.constexpr,
+    NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr,
+    NATIVE: tl.constexpr, DOUBLE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+    EDGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dx of a stretch, and its share of dweight and dbias. HAS_DY: a bit for each part that has a gradient."""
+    """dx of a stretch, and its share of dweight and dbias. HAS_DY_n: whether part n has a gradient."""
     COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BEFORE: tl.constexpr = WIDTH - 1
-    EVERY_DY: tl.constexpr = HAS_DY == 2**PARTS - 1
+    EVERY_DY: tl.constexpr = HAS_DY_0 and HAS_DY_1 and HAS_DY_2 and HAS_DY_3
     SUMS: tl.constexpr = (WIDTH if NEED_WEIGHT else 0) + (1 if NEED_BIAS else 0)
     tile = tl.program_id(0) % tiles
     number = tl.program_id(0) // tiles
@@ -202,7 +203,7 @@ def conv_backward(
     inside = in_part(column, end - begin, WHOLE)
     in_dy = inside
     if not EVERY_DY:
-        in_dy = inside & (of_part((HAS_DY & 1, HAS_DY & 2, HAS_DY & 4, HAS_DY & 8), tile, first_tiles, PARTS) != 0)
+        in_dy = inside & of_part((HAS_DY_0, HAS_DY_1, HAS_DY_2, HAS_DY_3), tile, first_tiles, PARTS)
     channel = (begin + column).to(tl.int64)
     offset = channel * x_step if TIME_ADJACENT else channel
     x_token = 1 if TIME_ADJACENT else x_step
@@ -276,8 +277,9 @@ def conv_backward_states(
     weight_channel: Int64, weight_tap: Int64, bias_step: Int64, state_sequence: Int64, state_channel: Int64,
     state_column: Int64, dfinal_sequence: Int64, dfinal_channel: Int64, dfinal_column: Int64, index_step: Int64,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, INDEXED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_DFINAL: tl.constexpr, HAS_DY: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
-    DOUBLE: tl.constexpr, CHANNELS: tl.constexpr,
+    HAS_DFINAL: tl.constexpr, HAS_DY_0: tl.constexpr, HAS_DY_1: tl.constexpr, HAS_DY_2: tl.constexpr,
+    HAS_DY_3: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, DOUBLE: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a sequence's initial state: its first W − 1 tokens reach back to it, and a final state may."""
     COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
@@ -291,7 +293,7 @@ def conv_backward_states(
     dy_token = of_part(dy_tokens, tile, first_tiles, PARTS)
     column = (tile - first) * CHANNELS + tl.arange(0, CHANNELS)
     inside = column < end - begin
-    has_dy = of_part((HAS_DY & 1, HAS_DY & 2, HAS_DY & 4, HAS_DY & 8), tile, first_tiles, PARTS) != 0
+    in_dy = inside & of_part((HAS_DY_0, HAS_DY_1, HAS_DY_2, HAS_DY_3), tile, first_tiles, PARTS)
     channel = (begin + column).to(tl.int64)
     token, length = bounds_of(sequence, cu_seqlens, bound_step, tokens, time, PACKED)
     place = pool_place(sequence, indices, index_step, states, INDEXED)
@@ -307,10 +309,10 @@ def conv_backward_states(
         lies = (at // run).to(tl.int64) * x_row + (at % run).to(tl.int64) * x_token
         values = values + (tl.load(x + lies + channel * x_channel, inside & (row < length), other=0),)
         dy_lies = (at // dy_run).to(tl.int64) * dy_row + (at % dy_run).to(tl.int64) * dy_token
-        upstream = tl.load(dy + dy_lies + column, inside & (row < length) & has_dy, other=0)
+        upstream = tl.load(dy + dy_lies + column, in_dy & (row < length), other=0)
         z = convolve(values, taps, start, row, WIDTH)
         gradient = through_activation(upstream, z, SILU, NARROW, NATIVE)
-        dz = dz + (tl.where(inside & (row < length) & has_dy, gradient, 0.0),)
+        dz = dz + (tl.where(in_dy & (row < length), gradient, 0.0),)
     for back in tl.static_range(BEFORE):
         total = tl.zeros([CHANNELS], COMPUTED)
         if HAS_DFINAL:
@@ -324,9 +326,10 @@ def conv_backward_states(
         tl.store(dstate + at, total.to(dstate.dtype.element_ty), inside)
 
 
-def backward(setup: Setup, part_count: int = 1) -> Execute:
+def backward(setup: Setup) -> Execute:
     """The gradients that are needed, of x, weight, bias and the initial states, or the pool's."""
-    shape, schedule, need = Shape.of(setup.problem, part_count), setup.schedule, setup.problem.options[-1]
+    shape, schedule, need = Shape.of(setup.problem), setup.schedule, setup.problem.options[-1]
+    part_count = len(shape.parts)
     block, rows = shape.channel_block(schedule["channels"]), schedule["rows"]
     indexed, packed = shape.is_indexed, shape.is_packed
     need_x, need_weight, need_bias = bool(need & NEED_X), bool(need & NEED_WEIGHT), bool(need & NEED_BIAS)
@@ -334,7 +337,7 @@ def backward(setup: Setup, part_count: int = 1) -> Execute:
     names = shape.part_names("dy")
     facts = shape.constants(setup.nvidia) | {
         "PARTS": part_count, "PACKED": packed, "INDEXED": indexed, "HAS_DFINAL": shape.has_final_gradient,
-        "HAS_DY": sum(1 << n for n, name in enumerate(names) if name not in shape.absent),
+        **{f"HAS_DY_{n}": n >= part_count or names[n] not in shape.absent for n in range(MAX_PARTS)},
     }  # fmt: skip
     stretch, warps = stretch_of(shape.tokens), shape.warps(block, schedule["warps"])
     stretches, sums = -(-shape.tokens // stretch), shape.width * need_weight + need_bias

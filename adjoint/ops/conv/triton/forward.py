@@ -150,9 +150,10 @@ def conv_final_states(
         tl.store(final + (sequence.to(tl.int64) * channels + channel) * (WIDTH - 1) + column, value, inside)
 
 
-def forward(setup: Setup, part_count: int = 1) -> Execute:
+def forward(setup: Setup) -> Execute:
     """The parts of y, and the final states where they are asked for."""
-    shape, schedule = Shape.of(setup.problem, part_count), setup.schedule
+    shape, schedule = Shape.of(setup.problem), setup.schedule
+    part_count = len(shape.parts)
     block, rows, blocks = shape.channel_block(schedule["channels"]), schedule["rows"], schedule["blocks"]
     packed, keeps_states, warps = shape.is_packed, setup.problem.options[1], shape.warps(block, schedule["warps"])
     bound = setup.either(
