@@ -107,7 +107,7 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
     """Those of the kernels of a module; of what they share, some of all."""
     if not module.endswith("step"):
         yield partial(_conv, 1, 30, 5, 4, FLOAT64, bounds=PACKED, output_final_state=True)
-        yield partial(_conv, 2, 23, 21, 3, FLOAT32, split=(5, 0, 16), output_final_state=True)
+        yield partial(_conv, 2, 23, 24, 3, FLOAT32, split=(5, 0, 19), output_final_state=True)
         yield partial(_conv, 2, 16, 32, 4, BFLOAT16, layout="transposed", parameters=FLOAT32)
         yield partial(_conv, 3, 2, 4, 6, FLOAT64, output_final_state=True, activation=None)
         yield partial(_conv, 2, 21, 16, 4, FLOAT16, layout="every other", bias=False, state=False)
@@ -126,7 +126,9 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_step, 2, 16, 5, 4, BFLOAT16, bias=False)
     if module.endswith(("step", "rows")):
         yield partial(_step, 3, 2, 17, 4, FLOAT64, (2, -1, 0), in_place=True)
-        yield partial(_step, 3, 1, 4, 1, FLOAT64, (2, 4, 0))
+        yield partial(_step, 3, 1, 4, 3, FLOAT64, (2, 0, 4))
+        yield partial(_step, 3, 1, 4, 3, FLOAT64, (2, 0, 4))  # at the other edge
+        yield partial(_step, 3, 1, 4, 1, FLOAT64, (2, 1, 0))
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (0, 1, -2))
 
 

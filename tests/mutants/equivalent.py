@@ -29,6 +29,16 @@ EQUIVALENT = {
     ("sums_of_rows", "PIECES == 1 -> PIECES != 1"): "two ways to write the same additions",
     ("sums_of_rows", "PIECES == 1 -> PIECES == 2"): "two ways to write the same additions",
     ("rms_norm_backward", "0.0 -> 1.0"): "a row past the end is all zeros: any finite factor serves",
+    # conv
+    (
+        "differentiate_at_edges",
+        "tl.where(exists, age, -1) -> tl.where(exists, age, -2)",
+    ): "any age below 0 reaches nothing",
+    (
+        "differentiate_at_edges",
+        "final < BEFORE -> final <= BEFORE",
+    ): "a token at the end of its sequence does not exist",
+    ("pool_place", "tl.maximum(place, -1) -> tl.maximum(place, -2)"): "any place below 0 is skipped",
     # embedding: gather and sums over groups
     ("embedding_gather", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a row then records the fault, and the minimum of equal words is the same word"

@@ -202,7 +202,7 @@ def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor
         if need & NEED_WEIGHT:
             for tap in range(before + 1):
                 read = slice(places.start - before + tap, places.stop - before + tap)
-                dtaps[tap] += torch.linalg.vecdot(dz[places], rows[read], dim=0)
+                dtaps[tap] += (dz[places] * rows[read]).sum(0)
         if need & NEED_BIAS:
             dbiases += slopes.view(-1, shape.channels).sum(0)
     if need & (NEED_X | NEED_STATE):

@@ -99,7 +99,7 @@ ACTIVATIONS: dict[bool, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, *,
     is_silu: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and the final states."""
@@ -109,7 +109,7 @@ def forward(
 
 def backward(
     dy: Tensor, dfinal_state: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
-    cu_seqlens: Tensor | None, is_silu: bool = True,
+    cu_seqlens: Tensor | None, *, is_silu: bool = True,
 ) -> Gradients:  # fmt: skip
     """With dz = dy·act'(z): the adjoint of z and of the final states."""
     dz = dy * ACTIVATIONS[is_silu][1](preactivation(x, weight, bias, state, cu_seqlens))

@@ -42,7 +42,7 @@ def zeros(COUNT: tl.constexpr, CHANNELS: tl.constexpr, COMPUTED: tl.constexpr):
 def part_of(tile, first_tiles, begins, PARTS: tl.constexpr):
     """The first tile of the part that a tile belongs to, and that part's first and last channel: no tile has two."""
     zero = tl.zeros((), tl.int32)
-    first, begin, end = zero + first_tiles[0], zero + begins[0], zero + begins[1]
+    first, begin, end = zero, zero, zero + begins[1]
     for part in tl.static_range(1, PARTS):
         reached = tile >= first_tiles[part]
         first = tl.where(reached, first_tiles[part], first)
