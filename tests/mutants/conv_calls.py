@@ -24,6 +24,8 @@ BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float
 TRITON = Preference(backend="triton")
 SMALL = {"channels": 16, "rows": 4, "edge_rows": 2, "blocks": 2, "columns": 16, "warps": 4}
 
+LAYOUTS = {**edges.LAYOUTS, "time adjacent": lambda t: edges.LAYOUTS[""](t.mT).mT}
+
 _lookup = Schedules.lookup
 
 
@@ -47,12 +49,12 @@ def _normal(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _leaf(tensor: Tensor, layout: str = "") -> Tensor:
-    return edges.LAYOUTS[layout](tensor).detach().requires_grad_()
+    return LAYOUTS[layout](tensor).detach().requires_grad_()
 
 
 def _gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor], layout: str, used: int) -> tuple[Tensor, ...]:
     kept = [output for output in outputs if output.requires_grad][:used]
-    upstream = [edges.LAYOUTS[layout](_normal(7 + n, *o.shape, dtype=o.dtype)) for n, o in enumerate(kept)]
+    upstream = [LAYOUTS[layout](_normal(7 + n, *o.shape, dtype=o.dtype)) for n, o in enumerate(kept)]
     found = torch.autograd.grad(kept, inputs, upstream, allow_unused=True)
     return (*(o.detach() for o in outputs), *(g for g in found if g is not None))
 
@@ -76,7 +78,7 @@ def _conv(
     inputs = [_leaf(values, layout), _leaf(_normal(1, channels, width, dtype=kind))]
     inputs += [_leaf(_normal(2, channels, dtype=kind))] if bias else []
     named = {"initial_state": _leaf(_normal(3, number, channels, width - 1, dtype=dtype))} if state else {}
-    cut = None if bounds is None else edges.LAYOUTS[""](torch.tensor(bounds))
+    cut = None if bounds is None else LAYOUTS[""](torch.tensor(bounds))
     outputs = adjoint.causal_conv1d(*inputs, **named, cu_seqlens=cut, **options, preference=TRITON)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves = [*inputs, *named.values()]
@@ -91,7 +93,7 @@ def _step(
     x, weight = _leaf(_normal(0, batch, time, channels, dtype=dtype), layout), _normal(1, channels, width, dtype=dtype)
     state, own = _normal(3, states, channels, width - 1, dtype=dtype), [_leaf(_normal(2, channels, dtype=dtype))] * bias
     inputs = [x, _leaf(state, layout), _leaf(weight), *own]
-    chosen = None if indices is None else edges.LAYOUTS[""](torch.tensor(indices))
+    chosen = None if indices is None else LAYOUTS[""](torch.tensor(indices))
     if in_place:
         with torch.no_grad():
             arguments = [t.detach() for t in inputs]
@@ -108,7 +110,8 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
     if not module.endswith("step"):
         yield partial(_conv, 1, 30, 5, 4, FLOAT64, bounds=PACKED, output_final_state=True)
         yield partial(_conv, 2, 23, 24, 3, FLOAT32, split=(5, 0, 19), output_final_state=True)
-        yield partial(_conv, 2, 16, 32, 4, BFLOAT16, layout="transposed", parameters=FLOAT32)
+        yield partial(_conv, 2, 16, 32, 4, BFLOAT16, layout="time adjacent", parameters=FLOAT32)
+        yield partial(_conv, 2, 9, 5, 3, FLOAT32, layout="transposed")
         yield partial(_conv, 3, 2, 4, 6, FLOAT64, output_final_state=True, activation=None)
         yield partial(_conv, 2, 21, 16, 4, FLOAT16, layout="every other", bias=False, state=False)
         yield partial(_conv, 2, 19, 16, 4, FLOAT64, layout="swapped", output_final_state=True)

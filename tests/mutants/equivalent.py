@@ -39,6 +39,20 @@ EQUIVALENT = {
         "final < BEFORE -> final <= BEFORE",
     ): "a token at the end of its sequence does not exist",
     ("pool_place", "tl.maximum(place, -1) -> tl.maximum(place, -2)"): "any place below 0 is skipped",
+    (
+        "*",
+        "token - sequence_begin >= BEFORE -> token - sequence_begin > BEFORE",
+    ): "a block without an edge may be computed as one that has some",
+    (
+        "*",
+        "token + ROWS <= sequence_end -> token + ROWS < sequence_end",
+    ): "a block without an edge may be computed as one that has some",
+    (
+        "*",
+        "token + ROWS + BEFORE <= sequence_end -> token + ROWS + BEFORE < sequence_end",
+    ): "a block without an edge may be computed as one that has some",
+    ("conv_forward", "WIDTH - 1 -> WIDTH + 1"): "a block without an edge may be computed as one that has some",
+    ("conv_backward", "WIDTH - 1 -> WIDTH + 1"): "a block without an edge may be computed as one that has some",
     # embedding: gather and sums over groups
     ("embedding_gather", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a row then records the fault, and the minimum of equal words is the same word"
