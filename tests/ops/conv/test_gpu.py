@@ -1,4 +1,4 @@
-"""What only a GPU can show of the convolution: bits under load at the sizes of models, and tensors past 2^31 elements."""
+"""What only a GPU can show of the convolution: bits at the sizes of models, tensors past 2^31 elements, and graphs."""
 
 import pytest
 import torch
