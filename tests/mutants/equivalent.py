@@ -38,6 +38,7 @@ EQUIVALENT = {
         "differentiate_at_edges",
         "final < BEFORE -> final <= BEFORE",
     ): "a token at the end of its sequence does not exist",
+    ("differentiate_at_edges", "row < ROWS -> row <= ROWS (2)"): "one more total, which nobody reads",
     ("pool_place", "tl.maximum(place, -1) -> tl.maximum(place, -2)"): "any place below 0 is skipped",
     (
         "*",
