@@ -41,6 +41,20 @@ EQUIVALENT = {
     ("differentiate_at_edges", "row < ROWS -> row <= ROWS (2)"): "one more total, which nobody reads",
     ("pool_place", "tl.maximum(place, -1) -> tl.maximum(place, -2)"): "any place below 0 is skipped",
     (
+        "pool_place",
+        "tl.where(place < states, tl.maximum(place, -1), -1) -> tl.where(place < states, tl.maximum(place, -1), -2)",
+    ): "any place below 0 is skipped",
+    (
+        "conv_places",
+        "low + high + 1 -> low + high + 2",
+    ): "another middle, of a bound that is there, and the levels suffice",
+    ("conv_backward", "tokens - number * stretch -> tokens + number * stretch"): (
+        "blocks past the last token add nothing and write nothing"
+    ),
+    ("conv_backward_states", "row < length -> row <= length (3)"): "dz of a token past the end is not used",
+    ("conv_step", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
+    ("conv_step", "index + one -> index - one"): "plus or minus 0, which is there for its shape",
+    (
         "*",
         "token - sequence_begin >= BEFORE -> token - sequence_begin > BEFORE",
     ): "a block without an edge may be computed as one that has some",
