@@ -15,6 +15,7 @@ from adjoint.core.schedules import Schedules
 from adjoint.ops.conv import eager
 from adjoint.ops.conv.arguments import MAX_PARTS
 from adjoint.ops.conv.bounds import Bounds, Inputs, words
+from adjoint.ops.conv.shape import STEP as STEP_OP
 from adjoint.ops.conv.shape import Shape, part_names
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -173,7 +174,10 @@ def _candidates(
         if kernel == "conv_step":
             return kernel
         kind = {2: "16 bits", 4: "float32", 8: "float64"}[problem.dtypes[0].itemsize]
-        kind = "time adjacent" if problem.layout.startswith("time") else kind
+        if problem.layout.startswith("time"):
+            kind = "time adjacent"
+        if problem.op.startswith(STEP_OP):
+            kind = "step"
         return f"{kernel} {kind}{', wide' if problem.sizes[3] > 4 else ''}"
 
     on_kernels = Candidate(
