@@ -47,7 +47,7 @@ class Sequences:
             fall(inputs[3])
         edged = tuple(x if x is None else at_the_edge(x, front=x.dtype == torch.int64) for x in inputs)
         forward = adjoint.gated_delta_rule.__globals__["_rule"].forward
-        o, final, saved = forward.launch((*edged, 0.5, self.normalize, True, True), _KERNELS)
+        o, final, saved = forward.launch((*edged, 0.5, self.normalize, True, False, True), _KERNELS)
         exact = reference.gated_delta_rule(*widened(inputs), scale=0.5, normalize_qk=self.normalize)
         if any(_far(got, right, self.dtype) for got, right in zip((o, final), exact, strict=True)):
             return True
@@ -269,7 +269,7 @@ def wrong_fault() -> bool:
     forward, messages = adjoint.gated_delta_rule.__globals__["_rule"].forward, []
     for plan in (_KERNELS, Preference(plan="eager.chunked").text):
         try:
-            forward.launch((*inputs, 0.5, False, True, True), plan)
+            forward.launch((*inputs, 0.5, False, True, False, True), plan)
         except adjoint.ArgumentError as error:
             messages.append(str(error))
     return len(messages) != 2 or messages[0] != messages[1]

@@ -19,7 +19,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.errors import ArgumentError
+from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
@@ -63,7 +63,7 @@ def _check_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: 
 
 
 def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, keep = arguments
+    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, _checking, keep = arguments
     kind = wide_dtype(q.dtype)
     return (
         v.new_empty(v.shape),
@@ -92,7 +92,7 @@ _rule = Op(
     _OP,
     inputs=_INPUTS,
     differentiable=("q", "k", "v", "g", "beta", "initial_state"),
-    options="float scale, bool normalize_qk, bool output_final_state",
+    options="float scale, bool normalize_qk, bool output_final_state, bool checking",
     outputs=("o", "final_state"),
     kept=("saved",),
     absent=_absent,
@@ -158,6 +158,6 @@ def gated_delta_rule(
     q, k, v, g, beta = metadata.autocast(q, k, v, g, beta)
     metadata.require_axes(_OP, "q", q, "batch, time, key heads, K")
     scale = metadata.scale_of(_OP, scale, q.shape[3])
-    options = (scale, bool(normalize_qk), bool(output_final_state))
+    options = (scale, bool(normalize_qk), bool(output_final_state), is_checking())
     o, final_state = _rule.call(q, k, v, g, beta, initial_state, cu_seqlens, *options, preference=preference)
     return o, final_state if output_final_state else None

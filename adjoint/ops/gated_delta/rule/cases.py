@@ -265,14 +265,14 @@ def _by_chunks(*inputs: Any) -> tuple[Tensor]:
     """The chunked form in float64, which other tests hold to the recurrence: that would take minutes here."""
     v = inputs[2]
     out, unused = torch.empty_like(v), v.new_empty(0)
-    eager.forward((*inputs, K**-0.5, False, False, False), (out, unused, unused))
+    eager.forward((*inputs, K**-0.5, False, False, False, False), (out, unused, unused))
     return (out,)
 
 
 def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     v, options = inputs[2], (K**-0.5, False)
     saved, unused = v.new_zeros(saved_states(v.shape[1]), v.shape[2], K, V), v.new_empty(0)
-    eager.forward((*inputs, *options, False, True), (torch.empty_like(v), unused, saved))
+    eager.forward((*inputs, *options, False, False, True), (torch.empty_like(v), unused, saved))
     slopes = tuple(map(torch.empty_like, inputs[:5]))
     eager.backward((do, None, *inputs, saved, *options, NEED_STATE - 1), (*slopes, unused))
     return slopes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
+from adjoint.ops.gated_delta.arguments import RESET
 from adjoint.ops.gated_delta.rule.eager import inverse
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, decays
 
@@ -18,14 +19,17 @@ from adjoint.ops.gated_delta.stages.in_chunks import Chunks, decays
 
 
 def cumulative_decay(g: Tensor, cu_seqlens: Tensor | None, chunk: int, outputs: tuple[Tensor, ...]) -> None:
+    """G = Σ g_j over the j ≤ t of its chunk, where a g that resets the state counts as RESET."""
     chunks = Chunks(g, cu_seqlens, chunk, raises=True)
-    outputs[0].copy_(chunks.tokens(chunks.gather(g, torch.float64).cumsum(-1)))
+    bounded = chunks.gather(g, torch.float64).clamp_min_(RESET[wide_dtype(g.dtype)])
+    outputs[0].copy_(chunks.tokens(bounded.cumsum(-1)))
 
 
 def cumulative_decay_backward(dG: Tensor, g: Tensor, cu_seqlens: Tensor | None, chunk: int) -> tuple[Tensor, ...]:
-    """dg_t = Σ dG_i over the i ≥ t of its chunk."""
+    """dg_t = Σ dG_i over the i ≥ t of its chunk, 0 where g resets the state."""
     chunks = Chunks(g, cu_seqlens, chunk)
-    return (chunks.tokens(chunks.gather(dG, torch.float64).flip(-1).cumsum(-1).flip(-1)),)
+    dg = chunks.tokens(chunks.gather(dG, torch.float64).flip(-1).cumsum(-1).flip(-1))
+    return (dg.masked_fill(g < RESET[wide_dtype(g.dtype)], 0),)
 
 
 # ------------------------------------------------------------------------------------------------- gram
