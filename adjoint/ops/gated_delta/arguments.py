@@ -19,8 +19,10 @@ EPSILON = 1e-6
 """Keeps the norm of q and k away from 0."""
 
 RESET = {torch.float32: -104.0, torch.float64: -746.0}
-"""By the type of the arithmetic, a log decay g whose e^g is 0 there. A lower g, down to −inf, resets the state just as
-well, but running sums of it would have no digits left for the tokens after it, or be −inf: they take RESET in its place.
+"""By the type of the arithmetic, a log decay g whose e^g is 0 there.
+
+A lower g, down to −inf, resets the state just as well. But a running sum of such numbers has no digits left for the
+tokens after them, or is −inf: sums take RESET in their place.
 """
 
 NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in range(6))
@@ -229,9 +231,7 @@ _ROUNDING_OF_KEYS = 2.0**-6
 """What a key of bfloat16 numbers may add to beta·‖k‖² − 1, where that is 1 before it is rounded."""
 
 
-def report_values(
-    k: Tensor, g: Tensor, beta: Tensor, normalized: bool, skipped: Tensor | None = None
-) -> None:
+def report_values(k: Tensor, g: Tensor, beta: Tensor, normalized: bool, skipped: Tensor | None = None) -> None:
     """What `adjoint.checked()` asks of the values: gates that are numbers, beta from 0 to 1, and keys that let no state
     grow.
 

@@ -63,7 +63,9 @@ def _check_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: 
 
 
 def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, _checking, keep = arguments
+    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, _checking, keep = (
+        arguments
+    )
     kind = wide_dtype(q.dtype)
     return (
         v.new_empty(v.shape),
@@ -133,7 +135,8 @@ def gated_delta_rule(
     Args:
         q, k: queries and keys; float64, float32, bfloat16 or float16, one dtype for q, k and v. K is at most 256.
         v: values; its heads are a multiple of those of q and k. V is at most 256.
-        g: the logarithm of the decay, at most 0; float32 or the dtype of q.
+        g: the logarithm of the decay, at most 0; float32 or the dtype of q. −inf resets the state: nothing of what was
+            before the token reaches it or a later one, and its own gradient is 0.
         beta: the strength, from 0 to 1; float32 or the dtype of q.
         scale: a factor of the outputs; 1/sqrt(K) by default.
         initial_state: the state each sequence begins with, float32 (float64 for float64); 0 by default.
@@ -145,7 +148,10 @@ def gated_delta_rule(
 
     Raises:
         ArgumentError: shapes, dtypes, devices or sizes are wrong, or (on the CPU) g is positive or cu_seqlens out
-            of order; on a GPU `adjoint.check()` raises for values.
+            of order; on a GPU `adjoint.check()` raises for values. Inside `adjoint.checked()` also where g is NaN, beta
+            is not from 0 to 1, or, without normalize_qk, a key makes the state grow: e^g·(β‖k‖² − 1) is more than
+            1 + 2⁻⁶. Then I − βkkᵀ has an eigenvalue below −1 that the decay does not make up for, nor the rounding of
+            keys explain.
         Unsupported: no plan meets the preference.
 
     >>> import torch

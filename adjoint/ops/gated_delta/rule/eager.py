@@ -213,8 +213,8 @@ class _Block:
 
 
 def _decays(log_decay: Tensor, resets: Tensor, kind: torch.dtype) -> Tensor:
-    """e^{G_i−G_j} for i ≥ j with no reset between them, 0 elsewhere; differences first, of sums in two parts where one is
-    not enough. `resets` counts those up to each token."""
+    """e^{G_i−G_j} for i ≥ j, 0 above the diagonal and across a reset, which `resets` counts; differences first, of sums
+    in two parts where one is not enough."""
     size = log_decay.shape[-1]
     future = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu_(1)
     high = log_decay.to(kind)

@@ -407,7 +407,12 @@ def test_a_positive_gate_is_named(device: torch.device) -> None:
 def problem(dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Problem:
     every = {"rows": 1, "time": 64, "sequences": 1, "key_heads": 1, "heads": 1, "K": 16, "V": 16, "states": 0} | sizes
     return Problem(
-        "gated_delta_rule", torch.device("cpu"), (dtype,) * 3, "", tuple(every.values()), (1.0, False, True, False, True)
+        "gated_delta_rule",
+        torch.device("cpu"),
+        (dtype,) * 3,
+        "",
+        tuple(every.values()),
+        (1.0, False, True, False, True),
     )
 
 

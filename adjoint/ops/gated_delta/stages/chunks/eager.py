@@ -13,7 +13,7 @@ from torch import Tensor
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta.arguments import RESET
 from adjoint.ops.gated_delta.rule.eager import inverse
-from adjoint.ops.gated_delta.stages.in_chunks import Chunks, decays
+from adjoint.ops.gated_delta.stages.in_chunks import Chunks
 
 # ------------------------------------------------------------------------------------- cumulative_decay
 
@@ -43,7 +43,7 @@ def gram(
     keys = chunks.gather(k, kind)
     products = (keys @ keys.mT).repeat_interleave(repeat, 1)
     strength = chunks.gather(beta, kind).unsqueeze(-1)
-    outputs[0].copy_(chunks.tokens(products.mul_(decays(chunks.gather(G, kind), -1)).mul_(strength)))
+    outputs[0].copy_(chunks.tokens(products.mul_(chunks.decays(chunks.gather(G, kind), -1)).mul_(strength)))
 
 
 def gram_backward(
@@ -53,7 +53,7 @@ def gram_backward(
     chunks, kind, repeat = Chunks(k, cu_seqlens, chunk), wide_dtype(k.dtype), _repeat(beta, k)
     keys = chunks.gather(k, kind, repeat)
     strength = chunks.gather(beta, kind).unsqueeze(-1)
-    N = chunks.gather(dA, kind) * decays(chunks.gather(G, kind), -1)
+    N = chunks.gather(dA, kind) * chunks.decays(chunks.gather(G, kind), -1)
     through = N * (keys @ keys.mT)
     dbeta = through.sum(-1)
     through.mul_(strength)
@@ -166,7 +166,7 @@ class _Output:
         self.q, self.k = chunks.gather(q, kind, self.repeat), chunks.gather(k, kind, self.repeat)
         self.values, self.states = chunks.gather(values, kind), states[chunks.state_places]
         decay = chunks.gather(G, kind)
-        self.from_start, self.between = decay.exp().unsqueeze(-1), decays(decay, 0)
+        self.from_start, self.between = decay.exp().unsqueeze(-1), chunks.decays(decay, 0)
 
 
 def output(*arguments: Any) -> None:
