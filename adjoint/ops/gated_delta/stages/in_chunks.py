@@ -49,7 +49,7 @@ class Chunks:
         return out.unflatten(0, (self.batch, self.time))
 
     def decays(self, G: Tensor, diagonal: int) -> Tensor:
-        """e^{G_i−G_j} for j up to i + diagonal, 0 elsewhere and for padding, whose G of 0 is none; differences first."""
+        """e^{G_i−G_j} for j up to i + diagonal, 0 elsewhere and for padding, which has no G; differences first."""
         future = torch.ones(self.size, self.size, dtype=torch.bool, device=G.device).triu(1 + diagonal)
         absent = future | ~self.inside[:, None, :, None]
         return (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill_(absent, -torch.inf).exp_()
