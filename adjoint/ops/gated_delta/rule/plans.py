@@ -45,7 +45,7 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
     wide = wide_dtype(problem.dtypes[0])
     outputs = {"o": problem.dtypes[0], "final_state": wide}
     kept = promise(problem, {"saved": wide}, FORWARD, domain="what the backward begins its segments with")
-    words = {"out_of_range": _OUT_OF_RANGE, "special_values": _SPECIAL_VALUES}
+    words: dict[str, Any] = {"out_of_range": _OUT_OF_RANGE, "special_values": _SPECIAL_VALUES}
     return promise(problem, outputs, FORWARD, **words) | kept
 
 

@@ -60,9 +60,9 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def of(state_indices: Tensor | None, states: int) -> "_Rows":
-        if state_indices is None:
-            return _Rows(None, None)
         skipped = skipped_rows(state_indices, states)
+        if state_indices is None or skipped is None:
+            return _Rows(None, None)
         return _Rows(torch.where(skipped, 0, state_indices).long(), skipped)
 
     def read(self, state: Tensor, kind: torch.dtype) -> Tensor:

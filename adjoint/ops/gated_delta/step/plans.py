@@ -28,7 +28,7 @@ _OUT_OF_RANGE = (
 )
 _SPECIAL_VALUES = f"{RESETS}; any other NaN or infinity reaches its own row alone, and no token before its own"
 _SPECIAL_GRADIENTS = f"{RESETS}; any other NaN or infinity reaches gradients of its own row, and of the state it reads"
-_WORDS = {"out_of_range": _OUT_OF_RANGE, "special_values": _SPECIAL_VALUES}
+_WORDS: dict[str, Any] = {"out_of_range": _OUT_OF_RANGE, "special_values": _SPECIAL_VALUES}
 _ORDER = "; sums over K add the second half to the first, until one is left"
 
 
