@@ -7,6 +7,7 @@ import adjoint
 from adjoint import gated_delta
 from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta.rule.eager import inverse
+from adjoint.ops.gated_delta.stages.rows import U
 from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, by_recurrence, drawn, gradients_of, relative
 
 
@@ -42,9 +43,10 @@ def test_the_stages_reset_the_state_as_the_rule_does(value: float, cu_seqlens: t
     o = gated_delta.output(q, k, values, states, G, chunk=16, cu_seqlens=bounds)
     exact, slopes = by_recurrence(inputs)
     gradients = gradients_of((o, final), inputs)
+    # G, one number, is rounded: after resets of 746 each, differences of it are off by its last digit.
+    limit = BACKWARD_64 + torch.finfo(torch.float64).eps * float(G.detach().abs().max())
     for got, expected in zip((o, final, *gradients), (*exact, *slopes), strict=True):
-        # G has one number for what the rule has two of: after a reset it holds decays to 2⁻⁵³ of 746, not of 1.
-        assert got.isfinite().all() and (got - expected).norm() <= 1e-11 * (1e-3 + expected.norm())
+        assert got.isfinite().all() and (relative(got, expected) <= limit or not expected.any())
     assert not gradients[3][:, resets].any()
 
 
@@ -72,8 +74,9 @@ def test_a_gate_that_resets_the_state_has_finite_gradients(device: torch.device,
     dg = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]], device=device)
     da, dA_log, ddt_bias = torch.autograd.grad(g, (a, A_log, dt_bias), dg)
     slope = -2 * A_log[0].double().exp() * (a[1, 0].double() + dt_bias[0].double()).sigmoid()
-    assert relative(da[1, 0].cpu(), slope.cpu()) < 1e-6 and not da[[0, 2]].any() and not da[:, 1].any()
-    assert relative(dA_log[0].cpu(), 2 * g[1, 0].double().cpu()) < 1e-6 and dA_log[1] == 0
+    limit = U * (3 * 0.5 + 4 * 0.6 + 40)  # what kernels promise of both; plain PyTorch promises more
+    assert relative(da[1, 0].cpu(), slope.cpu()) < limit and not da[[0, 2]].any() and not da[:, 1].any()
+    assert relative(dA_log[0].cpu(), 2 * g[1, 0].double().cpu()) < 2 * limit and dA_log[1] == 0
     assert ddt_bias[0] == da[1, 0] and ddt_bias[1] == 0
 
 
