@@ -134,10 +134,11 @@ def in_pytorch(
     run: Run,
     numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
     waits: Callable[[Problem], bool] = lambda problem: False,
+    revision: int = 1,
 ) -> Candidate:
     """A candidate in plain PyTorch: for every problem and layout, on every device."""
     return Candidate(
-        name, "eager", "pytorch", 1, lambda problem: "", guarantee, run,
+        name, "eager", "pytorch", revision, lambda problem: "", guarantee, run,
         numeric=numeric, workspace_bytes=lambda problem: None, any_layout=True, waits=waits,
     )  # fmt: skip
 

@@ -157,6 +157,7 @@ def _gate(
     if A_log is None:
         raise ArgumentError(f"{op}: use_gate_in_kernel=True needs A_log, and it is None")
     shifted = g.float() if dt_bias is None else g.float() + dt_bias.float()
+    shifted = shifted.clamp_max(torch.finfo(torch.float32).max)  # or the gradient of A_log would be 0 times infinity
     return -A_log.float().exp() * F.softplus(shifted)
 
 

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 import adjoint
 from adjoint.integrations.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.promises import FORWARD
 from tests.ops.gated_delta.sequences import drawn, relative
 
 CHUNK = (
@@ -135,3 +137,32 @@ def test_without_gates_nothing_decays_and_strengths_are_one(function, time: int)
         function(q, k, v, g=g, beta=None, use_beta_sigmoid_in_kernel=True)
     with pytest.raises(adjoint.ArgumentError, match="needs g"):
         function(q, k, v, g=None, beta=beta, use_gate_in_kernel=True, A_log=torch.zeros(2))
+
+
+@BOTH
+@pytest.mark.parametrize("time", (9, 70))
+def test_minus_infinity_resets_the_state(function, time: int) -> None:
+    """As g itself, and as the gate of an infinite raw input, of which every gradient is finite."""
+    q, k, v, g, beta, state, _ = drawn((1, time, 1, 2, 4, 3), torch.float32)
+    reset = g.clone()
+    reset[:, 5] = -torch.inf
+    o, final = function(q, k, v, g=reset, beta=beta, initial_state=state, output_final_state=True)
+    exact = (x.double() for x in (q, k, v, reset, beta, state))
+    right, last = reference.gated_delta_rule(*exact)
+    assert relative(o, right) < FORWARD and relative(final, last) < FORWARD
+    raw = g.clone()
+    raw[:, 5] = torch.inf
+    A_log, dt_bias = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    raw.requires_grad_()
+    o, _ = function(q, k, v, g=raw, beta=beta, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
+    for gradient in torch.autograd.grad(o.sum(), (raw, A_log, dt_bias)):
+        assert gradient.isfinite().all() and gradient.any()
+
+
+@BOTH
+def test_strengths_up_to_two_are_reported_in_checking_mode_alone(function) -> None:
+    q, k, v, g, beta, _, _ = drawn((1, 20, 1, 2, 4, 3), torch.float32)
+    options = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    function(q, k, v, g=g, beta=beta + 3, **options)
+    with pytest.raises(adjoint.ArgumentError, match="beta must be from 0 to 1"), adjoint.checked():
+        function(q, k, v, g=g, beta=beta + 3, **options)

@@ -406,6 +406,7 @@ EQUIVALENT = {
         )
     },
     ("_write_index", "row * each + segment -> row * each - segment (2)"): "the first segment of a row has number 0",
+    **{(function, "1.0 -> 1.5"): "0 times any negative number is −0" for function in ("rule_gates", "through_rate")},
     **{
         (kernel, f"{index} < CHUNK -> {index} <= CHUNK"): "a chunk has no row CHUNK: true of every row, as before"
         for kernel, index in (

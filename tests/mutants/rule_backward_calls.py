@@ -53,7 +53,7 @@ class Sequences:
             stretched = [x * (torch.rand(*x.shape[:-1], 1, generator=source) + 0.5).to(x.dtype) for x in inputs[:2]]
             inputs = (*stretched, *inputs[2:])
         rule = adjoint.gated_delta_rule.__globals__["_rule"]
-        o, final, saved = rule.forward.launch((*inputs, 0.5, self.normalize, True, True), _FORWARD)
+        o, final, saved = rule.forward.launch((*inputs, 0.5, self.normalize, True, False, True), _FORWARD)
         do, dfinal = (torch.randn(x.shape, generator=source).to(x.dtype) for x in (o, final))
         upstream = (do if self.of_output else None, dfinal if self.of_state else None)
         edged = [None if x is None else at_the_edge(x) for x in (*upstream, *inputs)]

@@ -19,7 +19,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.errors import ArgumentError
+from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
@@ -63,7 +63,9 @@ def _check_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: 
 
 
 def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, keep = arguments
+    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, _checking, keep = (
+        arguments
+    )
     kind = wide_dtype(q.dtype)
     return (
         v.new_empty(v.shape),
@@ -92,7 +94,7 @@ _rule = Op(
     _OP,
     inputs=_INPUTS,
     differentiable=("q", "k", "v", "g", "beta", "initial_state"),
-    options="float scale, bool normalize_qk, bool output_final_state",
+    options="float scale, bool normalize_qk, bool output_final_state, bool checking",
     outputs=("o", "final_state"),
     kept=("saved",),
     absent=_absent,
@@ -133,7 +135,8 @@ def gated_delta_rule(
     Args:
         q, k: queries and keys; float64, float32, bfloat16 or float16, one dtype for q, k and v. K is at most 256.
         v: values; its heads are a multiple of those of q and k. V is at most 256.
-        g: the logarithm of the decay, at most 0; float32 or the dtype of q.
+        g: the logarithm of the decay, at most 0; float32 or the dtype of q. −inf resets the state: nothing of what was
+            before the token reaches it or a later one, and its own gradient is 0.
         beta: the strength, from 0 to 1; float32 or the dtype of q.
         scale: a factor of the outputs; 1/sqrt(K) by default.
         initial_state: the state each sequence begins with, float32 (float64 for float64); 0 by default.
@@ -145,7 +148,10 @@ def gated_delta_rule(
 
     Raises:
         ArgumentError: shapes, dtypes, devices or sizes are wrong, or (on the CPU) g is positive or cu_seqlens out
-            of order; on a GPU `adjoint.check()` raises for values.
+            of order; on a GPU `adjoint.check()` raises for values. Inside `adjoint.checked()` also where g is NaN, beta
+            is not from 0 to 1, or, without normalize_qk, a key makes the state grow: e^g·(β‖k‖² − 1) is more than
+            1 + 2⁻⁶. Then I − βkkᵀ has an eigenvalue below −1 that the decay does not make up for, nor the rounding of
+            keys explain.
         Unsupported: no plan meets the preference.
 
     >>> import torch
@@ -158,6 +164,6 @@ def gated_delta_rule(
     q, k, v, g, beta = metadata.autocast(q, k, v, g, beta)
     metadata.require_axes(_OP, "q", q, "batch, time, key heads, K")
     scale = metadata.scale_of(_OP, scale, q.shape[3])
-    options = (scale, bool(normalize_qk), bool(output_final_state))
+    options = (scale, bool(normalize_qk), bool(output_final_state), is_checking())
     o, final_state = _rule.call(q, k, v, g, beta, initial_state, cu_seqlens, *options, preference=preference)
     return o, final_state if output_final_state else None

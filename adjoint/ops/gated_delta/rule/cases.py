@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.core.errors import Unsupported
+from adjoint.core.errors import Unsupported, checked
 from adjoint.core.plan import Call, bind
 from adjoint.core.preference import Preference
 from adjoint.ops.gated_delta import reference
@@ -18,6 +18,7 @@ from adjoint.ops.gated_delta.arguments import NEED_STATE
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 from adjoint.ops.gated_delta.rule import eager, gated_delta_rule
 from adjoint.ops.gated_delta.values import (
+    at,
     blank,
     calls_of,
     changed,
@@ -41,11 +42,26 @@ _CASES = (
         "nearly equal keys, no decay", tokens((1, 80, 1, 1, 16, 16), keys=nearly_equal, decay=None, strength=(0.9, 1))
     ),
     Case("orthogonal keys, strong decay", tokens((1, 65, 1, 1, 8, 8), keys=orthogonal, decay=40.0)),
+    Case("resets", tokens((1, 140, 2, 4, 16, 8), decay=0.1, resets=(0, 63, 64, 100, 101, 139))),
+    Case(
+        "resets, packed",
+        tokens((1, 90, 1, 2, 8, 12), cu_seqlens=(0, 0, 1, 66, 90), resets=(0, 1, 40, 65, 66), wide_gates=False),
+    ),
     Case("strided", tokens((2, 9, 1, 2, 5, 6), lay=strided)),
     Case("no tokens", tokens((2, 0, 1, 1, 4, 4))),
     Case("two segments", tokens((1, 1100, 1, 1, 4, 4), decay=0.05), heavy=True),
     Case("a layer", tokens((1, 2048, 4, 8, 128, 128), decay=0.1), heavy=True),
     Case("a layer, keys nearly equal", tokens((1, 1024, 2, 4, 128, 128), keys=nearly_equal, decay=0.1), heavy=True),
+    Case(
+        "a layer, resets",
+        tokens((1, 1300, 4, 8, 128, 128), decay=0.1, resets=(0, 63, 64, *range(700, 740), 1023, 1024)),
+        heavy=True,
+    ),
+    Case(
+        "many heads, resets",
+        tokens((1, 300, 5, 10, 64, 128), cu_seqlens=(0, 130, 300), resets=(5, 64, 129, 130, 200, 299)),
+        heavy=True,
+    ),
     Case("largest heads, packed", tokens((1, 700, 1, 2, 256, 256), cu_seqlens=(0, 1, 300, 700)), heavy=True),
 )
 
@@ -53,7 +69,7 @@ _CASES = (
 
 
 def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """A sequence keeps its bits: a row alone, a packed sequence alone, and the outputs of a prefix."""
+    """A sequence keeps its bits: a row alone, a packed sequence alone, the outputs of a prefix, and beside NaN."""
     *tokens, state, cu_seqlens = inputs
     do, dfinal = upstream
     rows, time = do.shape[:2]
@@ -86,6 +102,23 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
                 yield part[0][0], whole[0][0][:, :cut]
 
         yield Rebatch(f"the first {cut}", (*(x[:, :cut] for x in tokens), state, None), (do[:, :cut], dfinal), prefix)
+
+    row, last_chunk = number if cu_seqlens is None else 0, begin + (end - begin - 1) // CHUNK * CHUNK
+    with_nan = [x.clone() for x in tokens]
+    for x in with_nan:
+        x[row, end - 1] = torch.nan
+
+    def elsewhere(whole: Answers, part: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+        """Other sequences, their states and gradients; of the same sequence the outputs of the chunks before."""
+        for got, every in zip((*part[0], *part[1]), (*whole[0], *whole[1]), strict=True):
+            kept = torch.ones(every.shape[:2], dtype=torch.bool, device=every.device)
+            if every.shape[1] == time:
+                kept[row, last_chunk if part[0] and got is part[0][0] else begin : end] = False
+            else:
+                kept[number] = False
+            yield got[kept], every[kept]
+
+    yield Rebatch(f"NaN as the last token of sequence {number}", (*with_nan, state, cu_seqlens), upstream, elsewhere)
 
 
 # -------------------------------------------------------------------------------------------- mistakes
@@ -160,8 +193,12 @@ SUBJECTS = (_RULE, _NORMALIZED)
 _call = calls_of(gated_delta_rule, q=(1, 6, 1, 4), k=(1, 6, 1, 4), v=(1, 6, 2, 3), g=(1, 6, 2), beta=(1, 6, 2))
 
 
-def _positive_at_7(device: torch.device) -> Tensor:
-    return (torch.arange(12, device=device) == 7).view(1, 6, 2) * 0.25
+def _in_checking_mode(**arguments: Any) -> None:
+    with checked():
+        gated_delta_rule(**arguments)
+
+
+_checked_call = calls_of(_in_checking_mode, q=(1, 6, 1, 4), k=(1, 6, 1, 4), v=(1, 6, 2, 3), g=(1, 6, 2), beta=(1, 6, 2))
 
 
 def _two_rows(device: torch.device) -> None:
@@ -198,7 +235,16 @@ BAD_CALLS = (
             "2 heads of v", "3 heads of q and k", "multiple"),
     BadCall("K past the cap", _call(q=blank(1, 6, 1, 257), k=blank(1, 6, 1, 257)), "K", "257", "256", "because"),
     BadCall("V past the cap", _call(v=blank(1, 6, 2, 300)), "V", "300", "256", "because"),
-    BadCall("a positive g", _call(g=_positive_at_7), "g", "at most 0", "position 7 "),
+    BadCall("a positive g", _call(g=at(7, 0.25, 1, 6, 2)), "g", "at most 0", "position 7 "),
+    BadCall("NaN in g, in checking mode", _checked_call(g=at(7, torch.nan, 1, 6, 2)),
+            "g", "NaN at position 7 ", "−inf"),
+    BadCall("a beta above 1, in checking mode", _checked_call(beta=at(9, 1.25, 1, 6, 2)),
+            "beta", "from 0 to 1", "position 9 ", "sigmoid"),
+    BadCall("a beta below 0, in checking mode", _checked_call(beta=at(2, -0.5, 1, 6, 2)), "beta", "position 2 "),
+    BadCall("NaN in beta, in checking mode", _checked_call(beta=at(11, torch.nan, 1, 6, 2)), "beta", "position 11 "),
+    BadCall("a long key, in checking mode",
+            _checked_call(k=at(13, 1.75, 1, 6, 1, 4), beta=lambda device: torch.full((1, 6, 2), 0.75, device=device)),
+            "the state grow", "position 6 ", "normalize_qk=True"),
     BadCall("states of the wrong shape", _call(initial_state=blank(2, 2, 4, 3)),
             _STATE, "(1, 2, 4, 3)", "(2, 2, 4, 3)"),
     BadCall("states with K and V exchanged", _call(initial_state=blank(1, 2, 3, 4)),
@@ -265,14 +311,14 @@ def _by_chunks(*inputs: Any) -> tuple[Tensor]:
     """The chunked form in float64, which other tests hold to the recurrence: that would take minutes here."""
     v = inputs[2]
     out, unused = torch.empty_like(v), v.new_empty(0)
-    eager.forward((*inputs, K**-0.5, False, False, False), (out, unused, unused))
+    eager.forward((*inputs, K**-0.5, False, False, False, False), (out, unused, unused))
     return (out,)
 
 
 def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     v, options = inputs[2], (K**-0.5, False)
     saved, unused = v.new_zeros(saved_states(v.shape[1]), v.shape[2], K, V), v.new_empty(0)
-    eager.forward((*inputs, *options, False, True), (torch.empty_like(v), unused, saved))
+    eager.forward((*inputs, *options, False, False, True), (torch.empty_like(v), unused, saved))
     slopes = tuple(map(torch.empty_like, inputs[:5]))
     eager.backward((do, None, *inputs, saved, *options, NEED_STATE - 1), (*slopes, unused))
     return slopes

@@ -12,7 +12,16 @@ from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
-from adjoint.ops.gated_delta.promises import BACKWARD, CASES, FORWARD, domain_of, eager_candidate, promise
+from adjoint.ops.gated_delta.promises import (
+    BACKWARD,
+    CASES,
+    CHECKED,
+    FORWARD,
+    RESETS,
+    domain_of,
+    eager_candidate,
+    promise,
+)
 from adjoint.ops.gated_delta.rule import eager
 from adjoint.ops.gated_delta.rule.shape import FEW_HEADS, REVERSE_SEGMENT, UNSPLIT_REVERSE, Shape
 
@@ -20,8 +29,14 @@ _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 _OUT_OF_RANGE = (
     "g above 0 and cu_seqlens out of order are reported: at once on the CPU, by adjoint.check() on a GPU, where g is "
-    "then taken as it is, cu_seqlens as what lies within bounds, and tokens of no sequence give 0"
+    f"then taken as it is, cu_seqlens as what lies within bounds, and tokens of no sequence give 0; {CHECKED}"
 )
+
+_SPECIAL_VALUES = (
+    f"{RESETS}; any other NaN or infinity of a token may reach every output from the first token of its chunk of "
+    f"{CHUNK} on, of q its own alone, but no chunk before, and no other sequence"
+)
+_SPECIAL_GRADIENTS = f"{RESETS}; any other NaN or infinity may reach every gradient of its own sequence, and no other's"
 
 # ---------------------------------------------------------------------------------------- in plain PyTorch
 
@@ -30,19 +45,21 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
     wide = wide_dtype(problem.dtypes[0])
     outputs = {"o": problem.dtypes[0], "final_state": wide}
     kept = promise(problem, {"saved": wide}, FORWARD, domain="what the backward begins its segments with")
-    return promise(problem, outputs, FORWARD, out_of_range=_OUT_OF_RANGE) | kept
+    words: dict[str, Any] = {"out_of_range": _OUT_OF_RANGE, "special_values": _SPECIAL_VALUES}
+    return promise(problem, outputs, FORWARD, **words) | kept
 
 
 def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, g, beta = problem.dtypes[:3]
     state = wide_dtype(dtype)
     dtypes = {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dinitial_state": state}
-    return promise(problem, dtypes, BACKWARD)
+    return promise(problem, dtypes, BACKWARD, special_values=_SPECIAL_GRADIENTS)
 
 
 _CHUNKS: dict[str, Any] = {
     "numeric": lambda problem: {"chunk": CHUNK, "segment": SEGMENT},
     "waits": lambda problem: len(problem.dtypes) > 3,  # with cu_seqlens, the number of chunks is data
+    "revision": 2,
 }
 
 
@@ -142,7 +159,15 @@ def _kernel_guarantee(problem: Problem) -> dict[str, Guarantee]:
         domain += "; products are IEEE float32, those with M three of TF32 parts each"
     out_of_range = {"o": _OUT_OF_RANGE, "final_state": _OUT_OF_RANGE, "saved": ""}
     return {
-        name: _promise(problem, name, CEILINGS[dtype], domain, prefix_invariant=True, out_of_range=words)
+        name: _promise(
+            problem,
+            name,
+            CEILINGS[dtype],
+            domain,
+            prefix_invariant=True,
+            out_of_range=words,
+            special_values=_SPECIAL_VALUES,
+        )
         for name, words in out_of_range.items()
     }
 
@@ -156,7 +181,14 @@ def _kernel_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
         domain += f"; up to {FEW_HEADS} value heads, sequences of more than {UNSPLIT_REVERSE} tokens are segments of "
         domain += f"{REVERSE_SEGMENT} that end with Mᵀ dS + B of the gradient dS after"
     return {
-        name: _promise(problem, name, BACKWARD_CEILINGS[dtype], domain, _THROUGH_M * (may_split and name != "dq"))
+        name: _promise(
+            problem,
+            name,
+            BACKWARD_CEILINGS[dtype],
+            domain,
+            _THROUGH_M * (may_split and name != "dq"),
+            special_values=_SPECIAL_GRADIENTS,
+        )
         for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
     }
 
@@ -179,7 +211,7 @@ def _on_kernels(kernel: str, direction: str, hopper: bool) -> Candidate:
         name="gluon.fused" if hopper else "triton.chunked",
         backend="triton",
         kernel=kernel,
-        revision=2,
+        revision=3,
         refuse=_refuse_hopper if hopper else refuse,
         guarantee=_kernel_guarantee if direction == "forward" else _kernel_backward_guarantee,
         setup=imported(f"adjoint.ops.gated_delta.rule.{direction}:{direction}", hopper=hopper),

@@ -150,7 +150,8 @@ def gated_delta_step(
 
     Raises:
         ArgumentError: shapes, dtypes, devices or sizes are wrong, an in-place step is asked for a gradient, or (on the
-            CPU) g is positive or an index out of range; on a GPU `adjoint.check()` raises for values.
+            CPU) g is positive or an index out of range; on a GPU `adjoint.check()` raises for values. Inside
+            `adjoint.checked()` also for those values of g, beta and keys that `gated_delta_rule` then refuses.
         Unsupported: no plan meets the preference.
 
     >>> import torch

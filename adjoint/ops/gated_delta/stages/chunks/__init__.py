@@ -84,6 +84,9 @@ def cumulative_decay(
 ) -> Float[Tensor, "batch time value_heads"]:
     """G, the running sum of g within each chunk, in float32 (float64 for float64).
 
+    A g below −104 (−746 for float64), −inf included, counts as that: e^g is 0 either way, the state is reset, and G
+    stays finite, as the other stages need it: they take differences of it. Its gradient is 0.
+
     >>> import torch
     >>> cumulative_decay(torch.full((1, 5, 1), -1.0), 2).flatten()
     tensor([-1., -2., -1., -2., -1.])
