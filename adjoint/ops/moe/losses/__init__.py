@@ -23,7 +23,7 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Candidates, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
+from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.moe.logits import check_logits
 from adjoint.ops.moe.losses import plans
 
@@ -75,9 +75,10 @@ def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None,
     check_logits(op, logits)
     _check_mask(op, mask, logits)
     for name, tensor in (("dloss", dloss), ("what the forward saved", saved)):
-        if tensor.dtype != torch.float32 or tensor.device != logits.device:
+        kind = wide_dtype(logits.dtype)
+        if tensor.dtype != kind or tensor.device != logits.device:
             raise ArgumentError(
-                f"{op}: {name} must be float32 on {logits.device}, got {short(tensor.dtype)} on {tensor.device}"
+                f"{op}: {name} must be {short(kind)} on {logits.device}, got {short(tensor.dtype)} on {tensor.device}"
             )
     expected = (logits.shape[-1] + 1,) if op == "moe.load_balancing_loss" else (1,)
     if dloss.dim() or tuple(saved.shape) != expected:
@@ -116,8 +117,8 @@ def _loss(
         constant=(saved,),
         check=check,
         allocate=lambda logits, *rest: (
-            logits.new_empty((), dtype=torch.float32),
-            logits.new_empty(logits.shape[-1] + 1 if saved == "load" else 1, dtype=torch.float32),
+            logits.new_empty((), dtype=wide_dtype(logits.dtype)),
+            logits.new_empty(logits.shape[-1] + 1 if saved == "load" else 1, dtype=wide_dtype(logits.dtype)),
         ),
         describe=describe,
         forward=forward,
@@ -156,13 +157,13 @@ def load_balancing_loss(
     for one layer, from the choices that were made instead of a top-k of its own.
 
     Args:
-        logits: the router's, bfloat16, float16 or float32; probabilities are their softmax.
+        logits: the router's, bfloat16, float16, float32 or float64; probabilities are their softmax.
         indices: the experts chosen, int32 or int64, as `route` returns them; they carry no gradient.
         mask: True for tokens that count; all do without one.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        A float32 scalar; 0 where no token counts.
+        A scalar, float32 (float64 for float64 logits); 0 where no token counts.
 
     Raises:
         ArgumentError: a shape, dtype or device is wrong, or (on the CPU) an index is; on a GPU `adjoint.check()`
@@ -187,12 +188,12 @@ def z_loss(
     """The mean over tokens of logsumexp(logits)², which keeps a router's logits small.
 
     Args:
-        logits: bfloat16, float16 or float32.
+        logits: bfloat16, float16, float32 or float64.
         mask: True for tokens that count; all do without one.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        A float32 scalar; 0 where no token counts.
+        A scalar, float32 (float64 for float64 logits); 0 where no token counts.
 
     Raises:
         ArgumentError: a shape, dtype or device is wrong.

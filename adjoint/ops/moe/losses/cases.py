@@ -89,8 +89,8 @@ def _subject(
 
 
 SUBJECTS = (
-    _subject(load_balancing_loss, ("logits", "indices", "mask"), _CASES, torch.float32, torch.bfloat16),
-    _subject(z_loss, ("logits", "mask"), _WITHOUT_INDICES, torch.float16, torch.bfloat16),
+    _subject(load_balancing_loss, ("logits", "indices", "mask"), _CASES, torch.float64, torch.float32, torch.bfloat16),
+    _subject(z_loss, ("logits", "mask"), _WITHOUT_INDICES, torch.float64, torch.float16, torch.bfloat16),
 )
 
 WORKLOADS: tuple[Workload, ...] = ()

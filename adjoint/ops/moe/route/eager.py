@@ -1,4 +1,4 @@
-"""The router in plain PyTorch: the definition itself, in float64, rounded once."""
+"""The router in plain PyTorch: the definition itself, in float64, rounded once to the type of the weights."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from adjoint.ops.moe.route import reference
 
 def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     logits, bias, k, score, *options = arguments
-    for output, exact in zip(outputs, reference.route(logits.double(), k, score, bias, *options), strict=True):
+    exact_results = reference.route(logits.double(), k, score, bias, *options, kind=outputs[0].dtype)
+    for output, exact in zip(outputs, exact_results, strict=True):
         output.copy_(exact)
 
 

@@ -38,7 +38,7 @@ def inside(function: Callable[..., Tensor], backend: str, expected: Callable[[Te
     """Whether a loss and its gradient are within their bounds of what torch's autograd makes of another formulation."""
     preference = Preference(backend=backend)
     logits, *rest = inputs
-    x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    x, exact = logits.clone().requires_grad_(), logits.double().clone().requires_grad_()
     loss, truth = function(x, *rest, preference=preference), expected(exact)
     (gradient,), (dtruth,) = torch.autograd.grad(loss, x), torch.autograd.grad(truth, exact)
     plan = adjoint.plan(function, *inputs, preference=preference)
@@ -58,6 +58,18 @@ def test_load_balancing_is_hugging_faces(masked: bool, backend: str, device: tor
     mask = torch.arange(50, device=device) % 3 != 0 if masked else None
     _, indices = moe.route(logits, 3)
     assert inside(moe.load_balancing_loss, backend, lambda x: as_hugging_face(x, 3, mask), logits, indices, mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_losses_in_float64(masked: bool, device: torch.device) -> None:
+    """Within bounds of 2⁻⁵³ of another formulation; and the loss is float64."""
+    logits = _logits(50, 12).to(device).double()
+    mask = torch.arange(50, device=device) % 3 != 0 if masked else None
+    _, indices = moe.route(logits, 3)
+    assert inside(moe.load_balancing_loss, "eager", lambda x: as_hugging_face(x, 3, mask), logits, indices, mask)
+    counted = slice(None) if mask is None else mask
+    assert inside(moe.z_loss, "eager", lambda x: (x[counted].exp().sum(-1).log() ** 2).mean(), logits, mask)
+    assert moe.load_balancing_loss(logits, indices, mask).dtype == moe.z_loss(logits, mask).dtype == torch.float64
 
 
 @backends
