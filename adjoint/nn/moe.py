@@ -127,7 +127,7 @@ class SparseMoE(nn.Module):
             )
 
     def _mix(self, x: Tensor, logits: Tensor) -> "tuple[Tensor, Routing]":
-        tokens = x.reshape(x.shape[:-1].numel(), self.hidden_size)
+        tokens = x.reshape(-1, self.hidden_size)
         weights, indices = moe.route(
             logits.reshape(tokens.shape[0], self.num_experts),
             self.experts_per_token,
