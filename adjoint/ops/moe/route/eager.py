@@ -9,9 +9,10 @@ from adjoint.ops.moe.route import reference
 
 
 def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    logits, bias, k, score, *options = arguments
-    exact_results = reference.route(logits.double(), k, score, bias, *options, kind=outputs[0].dtype)
-    for output, exact in zip(outputs, exact_results, strict=True):
+    logits, bias, k, score, num_groups, groups_kept, renormalize = arguments
+    kind = outputs[0].dtype
+    results = reference.route(logits.double(), k, score, bias, num_groups, groups_kept, renormalize, kind)
+    for output, exact in zip(outputs, results, strict=True):
         output.copy_(exact)
 
 
