@@ -38,6 +38,8 @@ class Operator:
         assemble: of a backward: `assemble(results, arguments)` gives a gradient for each output, where it is not what
             the operator returns.
         call: the registered operator.
+        plans: what was chosen so far, by problem and preference.
+        has_warned: whether a call has warned that no plan of it was repeatable.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Operator:
     assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
     call: Any = None
     plans: dict[tuple[Problem, str], Plan] = field(default_factory=dict, repr=False)
+    has_warned: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the operator on its arguments, of which the last is the preference's string.
