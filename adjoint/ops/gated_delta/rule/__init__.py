@@ -25,6 +25,7 @@ from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.arguments import NEED_STATE, count_sequences
+from adjoint.ops.gated_delta.flops import recurrence, recurrence_backward
 from adjoint.ops.gated_delta.packing import saved_states
 from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule.shape import describe
@@ -100,12 +101,14 @@ _rule = Op(
     allocate=_allocate,
     describe=_describe,
     forward=lambda: plans.RULE,
+    flops=recurrence,
     adjoint=Adjoint(
         lambda: plans.RULE_BACKWARD,
         _describe_backward,
         options="float scale, bool normalize_qk",
         options_of=lambda *arguments: arguments[len(_INPUTS) : len(_INPUTS) + 2],
         check=_check_backward,
+        flops=recurrence_backward,
     ),
 )
 
