@@ -78,7 +78,8 @@ ORDERS = {
     "adjoint first": "import adjoint; from torch.utils.flop_counter import FlopCounterMode",
     "the counter first": "from torch.utils.flop_counter import FlopCounterMode; import adjoint",
     "as an attribute": "import adjoint, torch.utils.flop_counter; from torch.utils.flop_counter import FlopCounterMode",
-    "reloaded": "import adjoint, importlib, torch.utils.flop_counter as c; FlopCounterMode = importlib.reload(c).FlopCounterMode",
+    "reloaded": "import adjoint, importlib, torch.utils.flop_counter as counter\nimportlib.reload(counter)\n"
+    "from torch.utils.flop_counter import FlopCounterMode",
 }
 
 
@@ -279,7 +280,7 @@ def experts(**tensors: Tensor) -> Tensor:
 def experts_in_torch(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for expert in range(EXPERTS):
-        token, slot = (INDICES == expert).nonzero(as_tuple=True)
+        token, slot = INDICES.eq(expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[token], gate_up[expert]).chunk(2, -1)
         rows = F.linear(F.silu(gate) * up, down[expert])
         out = out.index_add(0, token, rows * weights[token, slot, None])

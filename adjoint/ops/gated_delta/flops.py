@@ -1,8 +1,8 @@
 """The operations of matrix products of the rule: those of the recurrence, 2·K·V for each product with a state.
 
 Not those of the chunks it is computed by, which have products within a chunk besides: that number would depend on the
-plan, on the size of a chunk and on how sequences are packed. The recurrence gives the same number for a sequence at once,
-for its tokens step by step and for any other implementation, as a model's utilisation of a GPU should be stated in.
+plan, on the size of a chunk and on how sequences are packed. The recurrence gives the same number for a whole sequence,
+for its tokens step by step and for any other implementation: a model's utilisation of a GPU is stated in such numbers.
 """
 
 from typing import Any

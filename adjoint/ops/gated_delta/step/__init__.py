@@ -145,7 +145,7 @@ def gated_delta_step(
     token, and each of all states once.
 
     Args:
-        q, k, v, g, beta, scale, normalize_qk: as for `gated_delta_rule`.
+        q, k, v, g, beta, scale, normalize_qk: as for `gated_delta_rule`, time before heads.
         state: the state of each row, or a pool of states that `state_indices` picks from; float32 or bfloat16
             (float64 for float64).
         state_indices: int32 or int64, which state each row reads (and writes, in place); −1 skips the row, whose
