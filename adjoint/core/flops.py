@@ -1,7 +1,7 @@
 """What `torch.utils.flop_counter.FlopCounterMode` counts for the operators of the package.
 
-Its convention: 2·m·n·k for a product of matrices, nothing for the rest. Its module imports Triton, so it is not imported
-for this: it gets the formulas when somebody else imports it, or at once where that has happened.
+Its convention: 2·m·n·k for a product of matrices, nothing for the rest. Its module imports Triton, so this one does not
+import it: it gets the formulas when somebody else imports it, or at once where that has happened.
 """
 
 import sys

@@ -131,7 +131,7 @@ def gated_delta_rule(
     """The gated delta rule over whole sequences: every token's output, and the state after the last.
 
     Time comes before heads: [B, T, H, D]. Tensors with heads first, [B, H, T, D], are taken for that without an error
-    where their shapes allow it, which they do when there are as many key heads as value heads; the result is then wrong.
+    where their shapes allow it, as they do when there are as many key heads as value heads; the result is then wrong.
 
     Value head h reads key head h // (H / Hg). Under autocast q, k and v are cast to its dtype, unless they are
     float64; gates and states are left alone.
