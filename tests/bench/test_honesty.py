@@ -77,7 +77,7 @@ def higher_first(logits: Tensor) -> Tensor:
 
 def test_another_order_of_ties_is_counted_and_is_no_error() -> None:
     row = rows_of(routing(baseline=softmax_and(higher_first)))[run.EAGER, "backward"]
-    assert row.status == run.OK and row.error is not None and row.error < 4e-3  # a rounding to 16 bits
+    assert row.status == run.OK and row.error is not None and row.error < torch.finfo(torch.bfloat16).eps / 2
     assert row.ties == 64
     assert "64 ties in another order" in "".join(tables._cells(row, 1.0))
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint.integrations.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from tests.ops.gated_delta.sequences import drawn, relative
+from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, drawn, relative
 
 CHUNK = (
     "q k v g beta scale=None initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False "
@@ -42,7 +42,7 @@ def test_the_same_rule(function, time: int) -> None:
     q, k, v, g, beta, state, _ = drawn((2, time, 1, 2, 4, 3))
     o, final = function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
     expected, last = adjoint.gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)
-    assert relative(o, expected) < 1e-14 and relative(final, last) < 1e-14
+    assert relative(o, expected) < FORWARD_64 and relative(final, last) < FORWARD_64
     assert function(q, k, v, g=g, beta=beta)[1] is None
 
 
@@ -173,7 +173,7 @@ def test_no_gates_at_all() -> None:
     q, k, v, *_ = drawn((2, 5, 1, 2, 4, 3))
     o, _ = fused_recurrent_gated_delta_rule(q, k, v)
     zeros, ones = (torch.full((2, 5, 2), value, dtype=torch.float64) for value in (0, 1))
-    assert relative(o, adjoint.gated_delta_rule(q, k, v, zeros, ones)[0]) < 1e-14
+    assert relative(o, adjoint.gated_delta_rule(q, k, v, zeros, ones)[0]) < FORWARD_64
 
 
 def test_gradients_of_both() -> None:
@@ -182,7 +182,7 @@ def test_gradients_of_both() -> None:
     by_chunks = torch.autograd.grad(chunk_gated_delta_rule(q, k, v, g, beta)[0].sum(), inputs)
     by_tokens = torch.autograd.grad(fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta)[0].sum(), inputs)
     for one, other in zip(by_chunks, by_tokens, strict=True):
-        assert relative(one, other) < 1e-13
+        assert relative(one, other) < BACKWARD_64
 
 
 REFUSED = (
