@@ -25,6 +25,7 @@ from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.arguments import NEED_STATE, count_sequences
+from adjoint.ops.gated_delta.flops import recurrence, recurrence_backward
 from adjoint.ops.gated_delta.packing import saved_states
 from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule.shape import describe
@@ -102,12 +103,14 @@ _rule = Op(
     allocate=_allocate,
     describe=_describe,
     forward=lambda: plans.RULE,
+    flops=recurrence,
     adjoint=Adjoint(
         lambda: plans.RULE_BACKWARD,
         _describe_backward,
         options="float scale, bool normalize_qk",
         options_of=lambda *arguments: arguments[len(_INPUTS) : len(_INPUTS) + 2],
         check=_check_backward,
+        flops=recurrence_backward,
     ),
 )
 
@@ -128,6 +131,9 @@ def gated_delta_rule(
     preference: Preference | None = None,
 ) -> tuple[Float[Tensor, "batch time value_heads V"], Float[Tensor, "sequences value_heads K V"] | None]:
     """The gated delta rule over whole sequences: every token's output, and the state after the last.
+
+    Time comes before heads: [B, T, H, D]. Tensors with heads first, [B, H, T, D], are taken for that without an error
+    where their shapes allow it, as they do when there are as many key heads as value heads; the result is then wrong.
 
     Value head h reads key head h // (H / Hg). Under autocast q, k and v are cast to its dtype, unless they are
     float64; gates and states are left alone.

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
@@ -17,12 +16,12 @@ from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import NEED_STATE
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 from adjoint.ops.gated_delta.rule import eager, gated_delta_rule
+from adjoint.ops.gated_delta.rule.layers import K, V, in_torch, layer
 from adjoint.ops.gated_delta.values import (
     at,
     blank,
     calls_of,
     changed,
-    drawn_on,
     gradients,
     integers,
     nearly_equal,
@@ -277,34 +276,21 @@ BAD_CALLS = (
 # ------------------------------------------------------------------------------------------- workloads
 
 _ROWS = (
-    (32768, 16, 32, 1, 1),
-    (32768, 16, 32, 4, 1),
-    (8192, 16, 32, 1, 1),
-    (32768, 2, 8, 1, 1),
-    (32768, 16, 32, 1, 256),
+    (32768, 16, 32, 1, ""),
+    (32768, 16, 32, 4, ""),
+    (32768, 16, 32, 16, ""),
+    (32768, 16, 32, 64, ""),
+    (8192, 16, 32, 1, ""),
+    (4096, 16, 32, 1, ""),
+    (32768, 2, 8, 1, ""),
+    (32768, 16, 32, 1, "slow decay"),
+    (32768, 16, 32, 1, "FlashQLA's gates"),
+    (32768, 16, 32, 1, "initial gates"),
 )
-"""Tokens, key heads, value heads, sequences they are packed from, and what log σ(x) is divided by for the decay.
+"""Tokens, key heads, value heads, sequences they are packed from, and gates."""
 
-Our times do not depend on the decay. Those of a peer do that leaves out what has decayed away: log σ(x) itself halves a
-state at every token, more than most heads of a layer do.
-"""
-
-K = V = 128
-"""The sizes of keys and values that are timed."""
-
-
-def _layer(time: int, key_heads: int, heads: int, sequences: int, slower: int) -> Make:
-    """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length."""
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        normal = partial(torch.randn, **drawn_on(device, generator))
-        q, k = (F.normalize(normal(1, time, key_heads, K), dim=-1).to(dtype) for _ in range(2))
-        v = normal(1, time, heads, V).to(dtype)
-        g, beta = F.logsigmoid(normal(1, time, heads)) / slower, normal(1, time, heads).sigmoid()
-        bounds = torch.arange(0, time + 1, time // sequences, device=device) if sequences > 1 else None
-        return q, k, v, g, beta, None, bounds
-
-    return make
+_LONGEST_IN_TORCH = 4096
+"""Tokens of the longest row that torch takes part in: a compiler unrolls its loop over chunks."""
 
 
 def _by_chunks(*inputs: Any) -> tuple[Tensor]:
@@ -335,20 +321,19 @@ _TIMED = replace(
 )
 
 
-def _workload(time: int, key_heads: int, heads: int, sequences: int, slower: int) -> Workload:
+def _workload(time: int, key_heads: int, heads: int, sequences: int, decays: str) -> Workload:
     keys, values, gates = time * key_heads * K * 2, time * heads * V * 2, time * heads * 4
     products = CHUNK * (2 * K + 2 * V) + 3 * K * V  # k kᵀ, q kᵀ; T r, P v'; k S, q S, kᵀ v'
     packed = f", {sequences} sequences" if sequences > 1 else ""
-    slow = ", slow decay" if slower > 1 else ""
+    named = f", {decays}" if decays else ""
     return Workload(
-        name=f"gated_delta_rule {time} tokens, {key_heads} and {heads} heads{packed}{slow}",
+        name=f"gated_delta_rule {time} tokens, {key_heads} and {heads} heads{packed}{named}",
         subject=_TIMED,
-        make=_layer(time, key_heads, heads, sequences, slower),
+        make=layer(time, key_heads, heads, sequences, decays),
         forward_bytes=2 * keys + 2 * values + 2 * gates,
         backward_bytes=4 * keys + 3 * values + 4 * gates,
-        baseline=None,
-        peers=("fla_gated_delta_rule", "flash_qla_gated_delta_rule"),
-        compile=False,
+        baseline=in_torch if time <= _LONGEST_IN_TORCH and sequences == 1 else None,
+        peers=("fla_gated_delta_rule", "flash_qla_gated_delta_rule", "flashinfer_gated_delta_rule"),
         devices=("cuda",),
         operations=2 * time * heads * products,
         kept=True,
@@ -371,7 +356,6 @@ _ON_A_CPU = Workload(
     peers=("transformers_gated_delta_rule",),
     dtype=torch.float32,
     devices=("cpu",),
-    compile=False,
 )
 
 WORKLOADS = (*(_workload(*row) for row in _ROWS), _ON_A_CPU)
@@ -417,14 +401,14 @@ def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], n
 
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
-    for *layer, unaligned in _LAYERS:
-        _, heads, sizes, _ = layer
+    for *built, unaligned in _LAYERS:
+        _, heads, sizes, _ = built
         states: dict[str, Any] = {"initial_state": on_meta(4, heads[1], *sizes), "output_final_state": True}
         bounds = on_meta(5, dtype=torch.int64)
-        yield _built(*layer, cu_seqlens=bounds, **states), "triton.chunked", unaligned
+        yield _built(*built, cu_seqlens=bounds, **states), "triton.chunked", unaligned
     yield _built(torch.bfloat16, (4, 8), (128, 128), False), "triton.chunked", False  # rows of a batch, which are split
-    for *layer, unaligned in _ON_HOPPER:
-        _, heads, sizes, _ = layer
+    for *built, unaligned in _ON_HOPPER:
+        _, heads, sizes, _ = built
         states = {"initial_state": on_meta(1, heads[1], *sizes), "output_final_state": True}
-        yield _built(*layer), "gluon.fused", unaligned
-        yield _built(*layer, **states), "gluon.fused", unaligned
+        yield _built(*built), "gluon.fused", unaligned
+        yield _built(*built, **states), "gluon.fused", unaligned

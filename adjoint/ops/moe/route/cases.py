@@ -158,11 +158,24 @@ BAD_CALLS = (
 # ----------------------------------------------------------------------------------------- workloads
 
 
+def _for_choices(arguments: Inputs, choices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], int]:
+    """The gradient for a contender's own experts, in tokens where they differ from ours by the order of ties alone."""
+    dweights, logits = arguments
+    assert dweights is not None and logits is not None
+    theirs = choices[0].long()
+    ours = reference.select(logits, theirs.shape[1], "softmax", None)
+    differ = (theirs != ours).any(-1)
+    is_tie = (logits.gather(1, theirs) == logits.gather(1, ours)).all(-1)
+    is_tie &= theirs.sort(-1).values.diff(dim=-1).ne(0).all(-1)  # no expert is chosen twice
+    chosen = torch.where(is_tie[:, None], theirs, ours)
+    return (reference.route_backward(dweights, logits, chosen, "softmax", True),), int((differ & is_tie).sum())
+
+
 def _workload(rows: int, experts: int, k: int) -> Workload:
-    def softmax_topk(logits: Tensor) -> Tensor:
+    def softmax_topk(logits: Tensor) -> tuple[Tensor, Tensor]:
         shares = torch.softmax(logits, -1, dtype=torch.float32)
-        weights, _ = torch.topk(shares, k, -1)
-        return weights / weights.sum(-1, keepdim=True)
+        weights, chosen = torch.topk(shares, k, -1)
+        return weights / weights.sum(-1, keepdim=True), chosen
 
     subject = Subject(
         name="moe.route",
@@ -181,7 +194,9 @@ def _workload(rows: int, experts: int, k: int) -> Workload:
         moved,
         moved + rows * k * 4,
         softmax_topk,
+        peers=("quack_top_8",) if k == 8 else (),
         devices=("cuda",),
+        chosen=_for_choices,
     )
 
 
