@@ -151,7 +151,7 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
 
 def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:
     """Without tokens, heads or sizes, states stay what they are; values are checked all the same."""
-    bounds = bind_bounds(setup, shape, CHUNK, raises=True)
+    bounds = bind_bounds(setup, shape, CHUNK, raises=True) if shape.is_packed else None
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         _q, k, _v, g, beta, initial_state, cu_seqlens, _scale, normalize, _output_final_state, checking, _keep = (
@@ -159,7 +159,8 @@ def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:
         )
         out, final_state, saved = outputs
         memory = setup.memory(workspace)
-        bounds(memory, copies.contiguous(memory, "cu_seqlens", cu_seqlens), memory["first_chunks"])
+        if bounds:
+            bounds(memory, copies.contiguous(memory, "cu_seqlens", cu_seqlens), memory["first_chunks"])
         report(POSITIVE_GATE, g, g > 0)
         if checking:
             report_values(k, g, beta, normalize)
