@@ -28,11 +28,11 @@ def broken(
     plan = adjoint.plan(function, *inputs, preference=preference, **options)
     backward = plan.adjoint.guarantee if plan.adjoint is not None else {}
     wide = widened(tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs))
-    found = {}
+    measurements = {}
     for name, (result, exact) in outputs.items():
         arguments = wide if name in plan.guarantee else (*widened(upstream), *wide)
         promise = plan.guarantee.get(name) or backward[name]
         measured = promise.error.measure(result.detach(), exact.detach(), *arguments)
         if not measured.holds:
-            found[name] = str(measured)
-    return found
+            measurements[name] = str(measured)
+    return measurements

@@ -38,8 +38,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(workload: Workload, **options: Any) -> dict[tuple[str, str], run.Row]:
-    found = run.measure("f", replace(workload, devices=("cpu",)), CPU, **({"compile": False, "rounds": 1} | options))
-    return {(row.contender, row.direction): row for row in found}
+    on_a_cpu, quickly = replace(workload, devices=("cpu",)), {"compile": False, "rounds": 1}
+    rows = run.measure("f", on_a_cpu, CPU, **(quickly | options))  # type: ignore[arg-type]
+    return {(row.contender, row.direction): row for row in rows}
 
 
 def workload_of(module: Any, text: str) -> Workload:

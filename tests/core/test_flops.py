@@ -77,7 +77,6 @@ def test_every_operator_is_registered_and_counts_products_or_deliberately_none()
 ORDERS = {
     "adjoint first": "import adjoint; from torch.utils.flop_counter import FlopCounterMode",
     "the counter first": "from torch.utils.flop_counter import FlopCounterMode; import adjoint",
-    "as an attribute": "import adjoint, torch.utils.flop_counter; from torch.utils.flop_counter import FlopCounterMode",
     "reloaded": "import adjoint, importlib, torch.utils.flop_counter as counter\nimportlib.reload(counter)\n"
     "from torch.utils.flop_counter import FlopCounterMode",
 }
