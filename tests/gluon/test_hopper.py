@@ -113,22 +113,22 @@ def test_resets_change_no_bit_before_them_and_have_no_gradient(heads: int, key_h
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 1), (10, 5)], ids=["few heads", "many heads"])
-@pytest.mark.parametrize("lost", [("k", "v", "g", "beta"), ("q",)], ids=["all but q", "q"])
-def test_nan_stays_within_its_chunk_and_after(heads: int, key_heads: int, lost: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [("k", "v", "g", "beta"), ("q",)], ids=["all but q", "q"])
+def test_nan_stays_within_its_chunk_and_after(heads: int, key_heads: int, names: tuple[str, ...]) -> None:
     """Chunks before it, other sequences, and their gradients keep every bit; a query reaches its own output alone."""
     token, begin, end = 100, 64, 130
     example = Example.of((1, 200, key_heads, heads, 64, 64), cu_seqlens=(0, end, 200))
     right = run(example, SCHEDULES[0])
     inputs = [None if x is None else x.clone() for x in example.inputs]
     for name, x in zip(("q", "k", "v", "g", "beta"), inputs, strict=False):
-        if name in lost:
+        if name in names:
             x[:, token] = torch.nan
     got = run(Example(tuple(inputs)), SCHEDULES[0])
-    changed = slice(token, token + 1) if lost == ("q",) else slice(begin, end)
+    reach = slice(token, token + 1) if names == ("q",) else slice(begin, end)
     assert got["o"][:, token].isnan().all()
-    kept = torch.ones(200, dtype=torch.bool)
-    kept[changed] = False
-    assert torch.equal(got["o"][:, kept], right["o"][:, kept])
+    elsewhere = torch.ones(200, dtype=torch.bool)
+    elsewhere[reach] = False
+    assert torch.equal(got["o"][:, elsewhere], right["o"][:, elsewhere])
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         assert torch.equal(got[name][:, end:], right[name][:, end:]), name
     for name in ("final_state", "dinitial_state"):

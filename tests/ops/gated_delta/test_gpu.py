@@ -408,17 +408,17 @@ def test_nan_stays_within_its_chunk_and_after(device: torch.device, name: str, h
     example = drawn(device, 1700, heads, bounds=bounds)
     plan_of(name, example)
     right = results(preference_for(name), example)
-    for lost in (("k", "v", "g", "beta"), ("q",)):
-        changes = {key: x.clone() for key, x in zip(Example._fields, example.tokens, strict=False) if key in lost}
+    for names in (("k", "v", "g", "beta"), ("q",)):
+        changes = {key: x.clone() for key, x in zip(Example._fields, example.tokens, strict=False) if key in names}
         for x in changes.values():
             x[:, token] = torch.nan
         got = results(preference_for(name), example._replace(**changes))
-        kept = torch.ones(1700, dtype=torch.bool, device=device)
-        kept[slice(token, token + 1) if lost == ("q",) else slice(begin, end)] = False
-        assert got[0][:, token].isnan().all() and torch.equal(got[0][:, kept], right[0][:, kept])
+        elsewhere = torch.ones(1700, dtype=torch.bool, device=device)
+        elsewhere[slice(token, token + 1) if names == ("q",) else slice(begin, end)] = False
+        assert got[0][:, token].isnan().all() and torch.equal(got[0][:, elsewhere], right[0][:, elsewhere])
         for number in (0, 2):
             whose = number, bounds[number], bounds[number + 1]
-            assert same(of_sequence(got, *whose), of_sequence(right, *whose)), (lost, number)
+            assert same(of_sequence(got, *whose), of_sequence(right, *whose)), (names, number)
 
 
 @every_plan
@@ -437,16 +437,16 @@ def test_a_prefill_in_checking_mode_is_recorded_in_a_graph(device: torch.device,
     assert same(recorded, expected)
     places = (("g", torch.nan, "got NaN at position 323 "), ("beta", 1.25, "from 0 to 1.* position 323 "))
     for key, value, words in (*places, ("k", 1.0, "the state grow at position ")):
-        changed = getattr(example, key)
-        before = changed.clone()
+        tensor = getattr(example, key)
+        before = tensor.clone()
         if key == "k":
-            changed[:, 20] = value  # 128 of them
+            tensor[:, 20] = value  # 128 of them
         else:
-            changed[0, 20, 3] = value
+            tensor[0, 20, 3] = value
         graph.replay()
         with pytest.raises(adjoint.ArgumentError, match=words):
             adjoint.check()
-        changed.copy_(before)
+        tensor.copy_(before)
 
 
 @every_plan

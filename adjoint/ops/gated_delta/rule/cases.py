@@ -110,12 +110,12 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
     def elsewhere(whole: Answers, part: Answers) -> Iterator[tuple[Tensor, Tensor]]:
         """Other sequences, their states and gradients; of the same sequence the outputs of the chunks before."""
         for got, every in zip((*part[0], *part[1]), (*whole[0], *whole[1]), strict=True):
-            kept = torch.ones(every.shape[:2], dtype=torch.bool, device=every.device)
+            mask = torch.ones(every.shape[:2], dtype=torch.bool, device=every.device)
             if every.shape[1] == time:
-                kept[row, last_chunk if part[0] and got is part[0][0] else begin : end] = False
+                mask[row, last_chunk if part[0] and got is part[0][0] else begin : end] = False
             else:
-                kept[number] = False
-            yield got[kept], every[kept]
+                mask[number] = False
+            yield got[mask], every[mask]
 
     yield Rebatch(f"NaN as the last token of sequence {number}", (*with_nan, state, cu_seqlens), upstream, elsewhere)
 

@@ -154,9 +154,7 @@ def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:
     bounds = bind_bounds(setup, shape, CHUNK, raises=True) if shape.is_packed else None
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        _q, k, _v, g, beta, initial_state, cu_seqlens, _scale, normalize, _output_final_state, checking, _keep = (
-            arguments
-        )
+        _q, k, _v, g, beta, initial_state, cu_seqlens, _scale, normalize, *_, checking, _keep = arguments
         out, final_state, saved = outputs
         memory = setup.memory(workspace)
         if bounds:

@@ -45,8 +45,8 @@ def results(inputs: Inputs, plan: str, **options: Any) -> tuple[list[Tensor], li
         *differentiable, initial_state=state, cu_seqlens=cu_seqlens, output_final_state=True,
         preference=Preference(plan=f"{plan}+{plan}"), **options,
     )  # fmt: skip
-    wanted = [x for x in fresh[:6] if x is not None]
-    slopes = torch.autograd.grad(outputs, wanted, [upstream_of(x.cpu()).to(x) for x in outputs])
+    sources = [x for x in fresh[:6] if x is not None]
+    slopes = torch.autograd.grad(outputs, sources, [upstream_of(x.cpu()).to(x) for x in outputs])
     return [x.detach() for x in outputs], list(slopes)
 
 
@@ -182,7 +182,7 @@ def all_numbers(device: torch.device, plan: str) -> tuple[list[Tensor], list[Ten
     return results(packed(device), plan)
 
 
-def lost() -> Iterator[tuple[str, float]]:
+def values_that_are_no_numbers() -> Iterator[tuple[str, float]]:
     for name in NAMES:
         for value in (torch.nan, torch.inf, -torch.inf):
             if name != "g" or value != torch.inf:  # which is refused
@@ -190,16 +190,16 @@ def lost() -> Iterator[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("name", "value"), tuple(lost()))
+@pytest.mark.parametrize(("name", "value"), tuple(values_that_are_no_numbers()))
 def test_what_is_no_number_stays_within_its_chunk_and_after(
     device: torch.device, name: str, value: float, plan: str
 ) -> None:
     """Chunks before it, other sequences, and their gradients keep every bit; a query reaches its own output alone."""
     inputs = packed(device)
     index = NAMES.index(name)
-    changed = inputs[index].clone()
-    changed[:, TOKEN] = value
-    (o, final), slopes = results((*inputs[:index], changed, *inputs[index + 1 :]), plan)
+    tensor = inputs[index].clone()
+    tensor[:, TOKEN] = value
+    (o, final), slopes = results((*inputs[:index], tensor, *inputs[index + 1 :]), plan)
     (right, last), exact = all_numbers(device, plan)
     is_reset = (name, value) == ("g", -torch.inf)
     first = TOKEN if is_reset or name == "q" else CHUNK_BEGIN

@@ -64,9 +64,9 @@ def test_what_is_no_number_reaches_its_row_from_its_token_on(
 ) -> None:
     inputs = tokens_on(device, torch.float32)
     index = NAMES.index(name)
-    changed = inputs[index].clone()
-    changed[0, 2] = value
-    (o, state), slopes = results((*inputs[:index], changed, *inputs[index + 1 :]), plan)
+    tensor = inputs[index].clone()
+    tensor[0, 2] = value
+    (o, state), slopes = results((*inputs[:index], tensor, *inputs[index + 1 :]), plan)
     (right, last), exact = results(inputs, plan)
     assert torch.equal(o[0, :2], right[0, :2]) and torch.equal(o[1], right[1]) and torch.equal(state[1], last[1])
     assert all(torch.equal(got[1], expected[1]) for got, expected in zip(slopes, exact, strict=True))
