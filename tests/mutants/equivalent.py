@@ -1,4 +1,4 @@
-"""Mutants that compute the same, and why. See `test_mutants`."""
+"""Mutants that compute the same, and why. See `tests.mutants.trees`."""
 
 EQUIVALENT = {
     ("silu_parts", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
