@@ -6,9 +6,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module, reload
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from tests.mutants import (
     dispatch_calls,
     embedding_calls,
     experts_calls,
+    gluon_calls,
     indexing_calls,
     norm_calls,
     route_calls,
@@ -84,6 +85,7 @@ MODULES = {
         "adjoint.ops.gated_delta.step.kernels",
         "adjoint.ops.gated_delta.stages.gate.kernels",
         "adjoint.ops.gated_delta.stages.w_u.kernels",
+        *gluon_calls.MODULES,
     ),
 }
 """Every module with kernels, under the first family that uses it."""
@@ -295,7 +297,7 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
     "moe": (edges, dispatch_calls, route_calls, experts_calls),
-    "gated_delta": (edges, rule_calls, rule_backward_calls, step_calls, stage_calls),
+    "gated_delta": (edges, rule_calls, rule_backward_calls, step_calls, stage_calls, gluon_calls),
 }
 """The modules that say what a family's checks are: where they change, its mutants are tried again."""
 STAGES: dict[str, tuple[Noticed, ...]] = {
@@ -309,8 +311,16 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
 
+GLUON = tuple(
+    partial(gluon_calls.noticed, schedules=schedules) for schedules in (gluon_calls.FIRST, gluon_calls.OTHERS)
+)
+"""Those of kernels in Gluon: most mutants need no second schedule."""
+
+
 def stages(family: str, mutant: Mutant) -> tuple[Noticed, ...]:
     """The checks, those most likely to notice first: levels of sums have most to do where tiles are small."""
+    if mutant.module in gluon_calls.MODULES:
+        return GLUON
     stages = STAGES[family]
     return (stages[1], stages[0], stages[2]) if mutant.function in LEVELS else stages
 
@@ -341,7 +351,8 @@ def start(mutant: Mutant, noticed: Noticed) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             _limit()
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
-            load(mutant.module, mutant.source)
+            if mutant.module not in gluon_calls.MODULES:  # whose functions the model is given
+                load(mutant.module, mutant.source)
             with np.errstate(all="ignore"):
                 end = _NOTICED if noticed(mutant) else _UNNOTICED
         finally:
@@ -368,17 +379,35 @@ def outcome(status: int) -> tuple[str, str]:
     return ends.get(os.WEXITSTATUS(status), (UNDECIDED, ""))
 
 
-def warm() -> None:
-    """Imports, and everything else that is done once, are done before processes part."""
-    firsts = (
-        embedding_calls.lookups(small=False),
-        embedding_calls.bags(small=False),
-        indexing_calls.takes(False, ("few",)),
-        dispatch_calls.calls(),
-    )
-    for call in map(next, firsts):
-        for backend in ("eager", "triton"):
-            call(backend)
-    norm_calls.record(MODULES["norm"])
+def warm(modules: Iterable[str]) -> None:
+    """Does what is done once, before the processes for mutants of these modules part."""
+    for module in modules:
+        next((prepare for part, prepare in _PREPARATIONS.items() if part in module), lambda: None)()
+
+
+def _first(*makers: Callable[[], Iterator[edges.Call]]) -> Callable[[], None]:
+    def run() -> None:
+        for make in makers:
+            for backend in ("eager", "triton"):
+                next(make())(backend)
+
+    return cache(run)
+
+
+def _prepare_rule() -> None:
     rule_calls.warm()
     rule_backward_calls.warm()
+
+
+_LOOKUPS = _first(partial(embedding_calls.lookups, small=False), partial(embedding_calls.bags, small=False))
+_PREPARATIONS: dict[str, Callable[[], None]] = {
+    ".norm.": partial(norm_calls.record, MODULES["norm"]),
+    ".row_tiles": partial(norm_calls.record, MODULES["norm"]),
+    ".grouping.": _LOOKUPS,
+    ".embedding.": _LOOKUPS,
+    ".indexing.": _first(partial(indexing_calls.takes, False, ("few",))),
+    ".moe.": _first(dispatch_calls.calls),
+    ".hopper.": gluon_calls.record,
+    ".rule.": cache(_prepare_rule),
+}
+"""By a part of a module's name: the first that it has."""

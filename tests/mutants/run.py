@@ -33,7 +33,7 @@ import adjoint
 from adjoint.verify import interpreter
 from tests.mutants import checks
 from tests.mutants.checks import KILLED, SURVIVED, TIMED_OUT, UNDECIDED
-from tests.mutants.trees import Mutant, equivalent, mutants, source_of
+from tests.mutants.trees import Mutant, equivalent, mutants
 
 
 @dataclass
@@ -118,12 +118,12 @@ def _judges(family: str) -> str:
     return _hash(*(p.read_text(encoding="utf-8") for p in sources), *(inspect.getsource(module) for module in modules))
 
 
-def trials(families: Iterable[str], of_equivalent: bool = False) -> list[Trial]:
-    """Of all mutants of families that are not equivalent, or that are listed to be."""
+def trials(families: Iterable[str], part: str = "", of_equivalent: bool = False) -> list[Trial]:
+    """Of all mutants, in modules whose names have a part, that are not equivalent, or that are listed to be."""
     listed = []
     for family in families:
         judges = _judges(family)
-        for module in checks.MODULES[family]:
+        for module in _modules(family, part):
             for mutant in mutants(module):
                 if equivalent(mutant) is of_equivalent:
                     key = _hash(module, mutant.source, judges)
@@ -131,15 +131,19 @@ def trials(families: Iterable[str], of_equivalent: bool = False) -> list[Trial]:
     return listed
 
 
-def controls(families: Iterable[str]) -> list[Trial]:
+def _modules(family: str, part: str) -> list[str]:
+    return [module for module in checks.MODULES[family] if part in module]
+
+
+def controls(families: Iterable[str], part: str) -> list[Trial]:
     """Modules as they are."""
-    return [
-        Trial(
-            family, checks.unbroken(module), _hash(module, source_of(module), _judges(family)), [*checks.STAGES[family]]
-        )
-        for family in families
-        for module in checks.MODULES[family]
-    ]
+    listed = []
+    for family in families:
+        for module in _modules(family, part):
+            same = checks.unbroken(module)
+            key = _hash(module, same.source, _judges(family))
+            listed.append(Trial(family, same, key, list(checks.stages(family, same))))
+    return listed
 
 
 def table(results: Iterable[dict[str, Any]], equivalents: Counter[str]) -> str:
@@ -164,9 +168,9 @@ def table(results: Iterable[dict[str, Any]], equivalents: Counter[str]) -> str:
     )
 
 
-def _equivalents(families: Iterable[str]) -> Counter[str]:
+def _equivalents(families: Iterable[str], part: str) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for trial in trials(families, of_equivalent=True):
+    for trial in trials(families, part, of_equivalent=True):
         counts.update((trial.mutant.module, trial.family, "all"))
     return counts
 
@@ -191,6 +195,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--family", action="append", choices=tuple(checks.MODULES), help="this family alone; repeatable"
     )
+    parser.add_argument("--module", default="", help="modules whose names have this part")
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th mutant, from the i-th on")
     parser.add_argument("--sample", type=int, help="so many mutants of every module, by chance")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -219,12 +224,12 @@ def main() -> int:
     families = arguments.family or list(checks.MODULES)
     interpreter.correct()
     torch.set_num_threads(1)
-    chosen = _chosen(trials(families, arguments.equivalent), arguments)
+    chosen = _chosen(trials(families, arguments.module, arguments.equivalent), arguments)
     known = _known(arguments.out)
-    same = controls(families)
+    same = controls(families, arguments.module)
     missing = [trial for trial in (*same, *chosen) if trial.key not in known]
     print(f"{len(chosen)} mutants; {len(missing)} trials are missing, {arguments.jobs} run at once", flush=True)
-    checks.warm()
+    checks.warm({trial.mutant.module: None for trial in missing})
     with arguments.out.open("a", encoding="utf-8") as out:
         pool = Pool(arguments.jobs, out)
         pool.run(missing, len(missing))
@@ -233,7 +238,7 @@ def main() -> int:
     results = [known[trial.key] for trial in chosen]
     order = {module: n for n, module in enumerate(m for modules in checks.MODULES.values() for m in modules)}
     results.sort(key=lambda result: (order[result["module"]], result["line"]))
-    print(table(results, _equivalents(families)))
+    print(table(results, _equivalents(families, arguments.module)))
     wrong = (KILLED, TIMED_OUT) if arguments.equivalent else (SURVIVED, UNDECIDED)
     unexpected = [result for result in results if result["outcome"] in wrong]
     for result in unexpected:

@@ -26,8 +26,8 @@ class Mutant:
     module: str
     everywhere: str = ""
     """The change without the number of its place."""
-    sampled: str = ""
-    """Why it is left for --all, where it is."""
+    number: int = 0
+    """Among those of its module, the equivalent ones included."""
 
 
 def _mutations(node: ast.AST) -> Iterator[ast.AST]:
@@ -36,6 +36,8 @@ def _mutations(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.BinOp(node.left, _SWAPS[type(node.op)](), node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
         yield ast.BinOp(node.left, ast.Mod() if isinstance(node.op, ast.FloorDiv) else ast.FloorDiv(), node.right)
+    if isinstance(node, ast.AugAssign) and type(node.op) in _SWAPS:
+        yield ast.AugAssign(node.target, _SWAPS[type(node.op)](), node.value)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
         yield ast.Compare(node.left, [_COMPARISONS[type(node.ops[0])]()], node.comparators)
     if isinstance(node, ast.Constant) and type(node.value) is float:
@@ -54,6 +56,8 @@ def _mutations(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Call(node.func, [node.args[0], node.args[2], node.args[1]], node.keywords)
         if name == "store" and len(node.args) > 2:
             yield ast.Call(node.func, node.args[:2], node.keywords)
+        if name == "store" and any(keyword.arg == "mask" for keyword in node.keywords):
+            yield ast.Call(node.func, node.args, [keyword for keyword in node.keywords if keyword.arg != "mask"])
 
 
 def source_of(module: str) -> str:
@@ -68,31 +72,51 @@ def mutants(module: str) -> list[Mutant]:
     for mutant in found:
         places[mutant.function, mutant.change].append(mutant.place)
     numbered = []
-    for mutant in found:
+    for number, mutant in enumerate(found):
         same = sorted(places[mutant.function, mutant.change])
         change = f"{mutant.change} ({same.index(mutant.place) + 1})" if len(same) > 1 else mutant.change
-        numbered.append(replace(mutant, change=change, everywhere=mutant.change))
+        numbered.append(replace(mutant, change=change, everywhere=mutant.change, number=number))
     return numbered
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, ast.stmt]]:
+    """Every function that is compiled: its qualified name, itself, and the statement of the module it is part of."""
+    for statement in tree.body:
+        scopes = [("", [statement])]
+        if isinstance(statement, ast.ClassDef):
+            scopes = [(f"{statement.name}.", statement.body)]
+        for prefix, body in scopes:
+            for function in body:
+                if isinstance(function, ast.FunctionDef) and "jit" in " ".join(
+                    map(ast.unparse, function.decorator_list)
+                ):
+                    yield f"{prefix}{function.name}", function, statement
+
+
+def _is_layout(node: ast.AST) -> bool:
+    """Whether an expression says which thread has what, on which no value depends, or how many registers it has."""
+    if isinstance(node, ast.keyword):
+        return node.arg == "worker_num_regs"
+    name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    return name.endswith(("Layout", "_layout"))
 
 
 def _found(module: str) -> Iterator[Mutant]:
     tree = ast.parse(Path(str(import_module(module).__file__)).read_text(encoding="utf-8"))
     texts = [ast.unparse(statement) for statement in tree.body]
-    for number, function in enumerate(tree.body):
-        if not (
-            isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list)
-        ):
-            continue
+    for name, function, part in _functions(tree):
+        number = tree.body.index(part)
         native = {
             id(node)
             for branch in ast.walk(function)
             if isinstance(branch, ast.If) and "NATIVE" in ast.unparse(branch.test)
-            for part in (branch.test, *branch.body)
-            for node in ast.walk(part)
+            for inner in (branch.test, *branch.body)
+            for node in ast.walk(inner)
         }  # inline assembly: no interpreter runs it; the builds check its text
         parents = {child: parent for parent in ast.walk(function) for child in ast.iter_child_nodes(parent)}
         outside = (*function.decorator_list, *(each.annotation for each in function.args.args if each.annotation))
-        declared = {id(node) for part in outside for node in ast.walk(part)}  # computes nothing
+        layouts = [node for node in ast.walk(function) if _is_layout(node)]
+        declared = {id(node) for part in (*outside, *layouts) for node in ast.walk(part)}  # computes nothing
         for statement in ast.walk(function):
             if id(statement) in declared:
                 continue
@@ -111,13 +135,13 @@ def _found(module: str) -> Iterator[Mutant]:
                         else:
                             setattr(statement, field, changed)
                         after = ast.unparse(changed if place is child else place)
-                        source = "\n".join((*texts[:number], ast.unparse(function), *texts[number + 1 :]))
+                        source = "\n".join((*texts[:number], ast.unparse(part), *texts[number + 1 :]))
                         if isinstance(value, list):
                             value[index] = child
                         else:
                             setattr(statement, field, child)
                         at = (getattr(child, "lineno", 0), getattr(child, "col_offset", 0))
-                        yield Mutant(function.name, f"{before} -> {after}", at, source, module)
+                        yield Mutant(name, f"{before} -> {after}", at, source, module)
 
 
 def _named(parent: ast.AST, child: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
