@@ -1,56 +1,16 @@
 """Every kernel for Hopper on small problems, in the model of Gluon: errors, bits under other schedules, and mutants."""
 
-from dataclasses import dataclass
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Inputs
 from adjoint.core import kernels
-from adjoint.core.plan import Call, bind
-from adjoint.ops.gated_delta import reference
-from adjoint.ops.gated_delta.rule import gated_delta_rule
-from adjoint.ops.gated_delta.values import gradients, nearly_equal, tokens
+from adjoint.ops.gated_delta.values import nearly_equal
 from tests.gluon import hopper
+from tests.gluon.examples import Example
 from tests.gluon.model import SCHEDULES, Schedule
 
 pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter")
-
-
-@dataclass(frozen=True)
-class Example:
-    """Inputs of the rule, and whether q and k are normalised."""
-
-    inputs: Inputs
-    normalize: bool = False
-
-    @staticmethod
-    def of(
-        shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, normalize: bool = False, **options: object
-    ) -> "Example":
-        make = tokens(shape, **options)  # type: ignore[arg-type]
-        return Example(make(dtype, torch.device("cpu"), torch.Generator().manual_seed(1)), normalize)
-
-    @property
-    def call(self) -> Call:
-        *given, state, bounds = self.inputs
-        keywords = {"initial_state": state, "cu_seqlens": bounds, "output_final_state": True}
-        return bind(gated_delta_rule, *given, normalize_qk=self.normalize, **keywords)
-
-    def upstream(self) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(2)
-        outputs = self.call.operator.allocate(*self.call.arguments)[:2]
-        return tuple(torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs)
-
-    def exact(self) -> tuple[Tensor, ...]:
-        """Outputs and gradients in float64."""
-        inputs = tuple(None if x is None else x.double() if x.is_floating_point() else x for x in self.inputs)
-        by_chunks = bool(self.inputs[3].isfinite().all())  # where nothing is reset, which the recurrence alone knows
-        rule = partial(reference.gated_delta_rule, normalize_qk=self.normalize, by_chunks=by_chunks)
-        upstream = tuple(x.double() for x in self.upstream())
-        return *rule(*inputs), *gradients(rule)(*upstream, *inputs)
 
 
 EXAMPLES = {

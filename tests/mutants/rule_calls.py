@@ -5,7 +5,9 @@ types alone do (parts of matrices and scores) is tried on them, and on the matri
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -40,18 +42,22 @@ class Sequences:
     falls: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def wrong_result(self) -> bool:
-        """Whether kernels give anything but the recurrence's results."""
+    @cached_property
+    def prepared(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        """Inputs, and the recurrence's results."""
         inputs = tokens(self.shape, **self.options)(self.dtype, torch.device("cpu"), torch.Generator().manual_seed(3))
         if self.falls:
             fall(inputs[3])
+        o, final = reference.gated_delta_rule(*widened(inputs), scale=0.5, normalize_qk=self.normalize)
+        return inputs, (o, final, _saved(widened(inputs), self.normalize))
+
+    def wrong_result(self) -> bool:
+        """Whether kernels give anything but the recurrence's results."""
+        inputs, exact = self.prepared
         edged = tuple(x if x is None else at_the_edge(x, front=x.dtype == torch.int64) for x in inputs)
         forward = adjoint.gated_delta_rule.__globals__["_rule"].forward
-        o, final, saved = forward.launch((*edged, 0.5, self.normalize, True, False, True), _KERNELS)
-        exact = reference.gated_delta_rule(*widened(inputs), scale=0.5, normalize_qk=self.normalize)
-        if any(_far(got, right, self.dtype) for got, right in zip((o, final), exact, strict=True)):
-            return True
-        return _far(saved, _saved(widened(inputs), self.normalize), self.dtype)
+        results = forward.launch((*edged, 0.5, self.normalize, True, False, True), _KERNELS)
+        return any(_far(got, right, self.dtype) for got, right in zip(results, exact, strict=True))
 
 
 def fall(g: Tensor) -> None:
@@ -81,9 +87,17 @@ def _saved(inputs: tuple[Any, ...], normalize: bool) -> Tensor:
     return places
 
 
-def shrink() -> None:
+@contextmanager
+def small() -> Iterator[None]:
     """Segments of two chunks, so that few tokens have several; sequences of one and two heads are split."""
+    before = packing.SEGMENT, rule_shape.FEW_HEADS
     packing.SEGMENT, rule_shape.FEW_HEADS = 128, 2
+    adjoint.core.operator.forget()
+    try:
+        yield
+    finally:
+        packing.SEGMENT, rule_shape.FEW_HEADS = before
+        adjoint.core.operator.forget()
 
 
 def calls() -> Iterator[Sequences]:
@@ -97,6 +111,16 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((1, 300, 1, 1, 16, 16), options={"cu_seqlens": (0, 100, 300), "decay": 0.05})
     yield Sequences((1, 70, 1, 1, 16, 16), falls=True, options={"decay": 0.05})
     yield Sequences((1, 20, 1, 1, 64, 16), options={"decay": None})
+
+
+CALLS = tuple(calls())
+
+
+def warm() -> None:
+    """Prepares all calls."""
+    with small():
+        for call in CALLS:
+            assert call.prepared
 
 
 def _triton(module: str) -> Any:
@@ -301,18 +325,18 @@ def wrong_fault() -> bool:
 
 def noticed() -> bool:
     """Whether any call does not give what it should."""
-    shrink()
-    try:
-        return (
-            wrong_indices()
-            or wrong_clearing()
-            or wrong_clearing_of_states()
-            or wrong_norms()
-            or wrong_fault()
-            or wrong_gates()
-            or wrong_matrices()
-            or any(call.wrong_result() for call in calls())
-            or wrong_scans()
-        )
-    except Exception:
-        return True
+    with small():
+        try:
+            return (
+                wrong_indices()
+                or wrong_clearing()
+                or wrong_clearing_of_states()
+                or wrong_norms()
+                or wrong_fault()
+                or wrong_gates()
+                or wrong_matrices()
+                or any(call.wrong_result() for call in CALLS)
+                or wrong_scans()
+            )
+        except Exception:
+            return True

@@ -189,7 +189,6 @@ def rule_gradients_hopper(
         last = index % GROUP == GROUP - 1
         item = program + index // GROUP * step
         next_item = program + (index + 1) // GROUP * step
-        lane = (item * GROUP + index % GROUP).to(gl.int64)
         head = (item % KEY_HEADS * GROUP + index % GROUP).to(gl.int64)
         next_lane = (next_item * GROUP + (index + 1) % GROUP).to(gl.int64)
         next_head = (next_item % KEY_HEADS * GROUP + (index + 1) % GROUP).to(gl.int64)
