@@ -431,7 +431,17 @@ EQUIVALENT = {
     ("rule_local_gradients", "K > K_BLOCK -> K >= K_BLOCK"): "keys that are there are read once more",
     ("rule_gradients", "program % 2 == 0 -> program % 2 != 0"): "dk by the first of two programs and dq by the second",
     ("rule_sequence_bounds", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
-    ("rule_clear", "first >= begin -> first > begin"): "a program with nothing to clear ends early or clears nothing",
+    ("rule_span_indices", "low + high + 1 -> low + high + 2"): (
+        "the search halves as before; once it has ended it reads one place further, which the workspace has, and a slot "
+        "past the last span is unused whatever lies there"
+    ),
+    **{
+        ("rule_clear", change): "a program with nothing to clear ends early or clears nothing"
+        for change in (
+            "first >= begin -> first > begin",
+            "tl.minimum(first + CLEARED_ROWS, tokens) <= end -> tl.minimum(first + CLEARED_ROWS, tokens) < end",
+        )
+    },
     ("rule_clear", "tl.minimum(first + CLEARED_ROWS, tokens) -> tl.maximum(first + CLEARED_ROWS, tokens)"): (
         "a program with nothing to clear ends early or clears nothing"
     ),

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 import adjoint
@@ -218,7 +219,7 @@ def wrong_indices() -> bool:
     of_few = ((310, 1, packed, 128), (310, 1, two_blocks, 128))
     indices, gates = _triton("chunk_indices"), _triton("gates")
     for time, rows, bounds, few in ((200, 3, None, 0), (50, 1, None, 0), *of_few, (310, 1, packed, 0)):
-        indices.FEW_SEQUENCES = few
+        indices.FEW_SEQUENCES, indices.BOUNDS_BLOCK = few, tl.constexpr(2)
         x, g = torch.zeros(rows, time, 1, 16), at_the_edge(torch.zeros(rows, time, 1))
         cu_seqlens = None if bounds is None else at_the_edge(torch.tensor(bounds), front=True)
         bound = Kernels((x, x, x, g, g, None, cu_seqlens))
@@ -238,7 +239,7 @@ def wrong_indices() -> bool:
                 return True
             if any(index[1] for index in written[len(lying) :]):
                 return True
-    indices.FEW_SEQUENCES = 255
+    indices.FEW_SEQUENCES, indices.BOUNDS_BLOCK = 255, tl.constexpr(1024)
     return False
 
 
