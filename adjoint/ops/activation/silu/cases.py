@@ -47,6 +47,7 @@ SILU = Subject(
     exhaustive=exhaustive(lambda gate, factor: (gate,)),
     mistakes=_MISTAKES,
     specials=_SPECIALS,
+    plans=("eager",),
 )
 
 SUBJECTS = (SILU,)

@@ -92,6 +92,7 @@ SWIGLU = Subject(
     exhaustive=exhaustive(lambda gate, factor: (gate, factor)),
     mistakes=_MISTAKES,
     specials=(*_SPECIALS, _LARGEST),
+    plans=("eager",),
 )
 
 PACKED = tuple(
@@ -105,6 +106,7 @@ PACKED = tuple(
         cases=cases(PACKED_LAYOUTS, 1),
         exhaustive=exhaustive(lambda gate, factor, order=order: (reference.pack(gate, factor, order),)),  # type: ignore[misc]
         mistakes=_packed_mistakes(order),
+        plans=("eager",),
     )
     for order in ORDERS
 )
