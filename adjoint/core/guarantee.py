@@ -55,8 +55,8 @@ class Enumerated:
 class Derived:
     """A running-error bound: `bound(*inputs)` gives, in float64, the largest error of each element.
 
-    `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest, to
-    which it would be rounded if there were one.
+    `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest,
+    to which it would be rounded if there were one.
     """
 
     formula: str

@@ -1,8 +1,8 @@
 """The activations by torch's own functions, in float32 arithmetic, on the CPU.
 
-torch computes silu(x) as x / (1 + e^−x) and σ(x) as 1 / (1 + e^−x). Both are right for finite x that are not far below 0.
-The others are looked for first, which also brings x into the cache: there are hardly ever any, and `eager` computes
-them again, in float64. So an element's result does not depend on the others.
+torch computes silu(x) as x / (1 + e^−x) and σ(x) as 1 / (1 + e^−x). Both are right for finite x that are not far below
+0. The others are looked for first, which also brings x into the cache: there are hardly ever any, and `eager` computes
+them again, in float64. So an element's result does not depend on the values of the others.
 """
 
 import torch
@@ -17,7 +17,7 @@ LOWEST = -87.0
 
 def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
     """silu(gate)·up, or silu(gate) without an up; into y where one is given, else laid out like gate."""
-    source = gate if y is None or _share_a_loop(gate, y) else y.copy_(gate)
+    source = gate if y is None or gate.stride() == y.stride() else y.copy_(gate)
     is_usual = source.numel() == 0 or _smallest(source) >= LOWEST
     y = F.silu(source) if y is None else torch.ops.aten.silu.out(source, out=y)
     if up is not None:
@@ -31,17 +31,20 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
 def backward(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None) -> None:
     """dgate = dy·up·silu'(gate) and dup = dy·silu(gate), each where a tensor is given for it.
 
-    The outputs may be the inputs: then, as where tensors lie in different ways, results are copied into them.
+    The outputs may be the inputs, and get the bits that others would: how torch's loops run follows from the inputs.
     """
-    inputs, outputs = [x for x in (dy, gate, up) if x is not None], [x for x in (dgate, dup) if x is not None]
+    outputs = [x for x in (dgate, dup) if x is not None]
     if gate.numel() == 0 or not outputs:
         return
+    if not _share_a_loop(*(x for x in (dy, gate, up) if x is not None)):
+        dy, gate, up = dy.contiguous(), gate.contiguous(), None if up is None else up.contiguous()
+    inputs = [x for x in (dy, gate, up) if x is not None]
     storages = {x.untyped_storage().data_ptr() for x in inputs}
     if _share_a_loop(*inputs, *outputs) and not any(x.untyped_storage().data_ptr() in storages for x in outputs):
         _differentiate(dy, gate, up, dgate, dup)
         return
-    results = [None if x is None else torch.empty(x.shape, dtype=x.dtype) for x in (dgate, dup)]
-    _differentiate(dy.contiguous(), gate.contiguous(), None if up is None else up.contiguous(), *results)
+    results = [None if x is None else torch.empty_like(gate) for x in (dgate, dup)]
+    _differentiate(dy, gate, up, *results)
     for output, result in zip(outputs, (x for x in results if x is not None), strict=True):
         output.copy_(result)
 

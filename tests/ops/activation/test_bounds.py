@@ -1,4 +1,4 @@
-"""Searches for numbers that break the stated errors: pairs of significands at exponents where rounding does most harm."""
+"""Searches for numbers that break the stated errors: pairs of significands, at exponents where rounding matters."""
 
 import math
 from collections.abc import Iterator

@@ -18,6 +18,7 @@ from adjoint.ops.activation import reference
 from adjoint.ops.activation.packing import ORDERS, unpack
 from adjoint.ops.activation.swiglu import swiglu
 from adjoint.ops.activation.values import (
+    CPU_WORKLOADS,
     LAYOUTS,
     PACKED_LAYOUTS,
     WORKLOAD_SHAPES,
@@ -161,11 +162,19 @@ def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _torch_packed(order: str, packed: Tensor) -> Tensor:
+    return _torch_swiglu(*unpack(packed, order))
+
+
+_PACKED_BASELINES = [(subject, partial(_torch_packed, subject.keywords["order"])) for subject in PACKED]
+
 WORKLOADS = (
     *(workload(SWIGLU, shape, _torch_swiglu, peers=("liger_swiglu",)) for shape in WORKLOAD_SHAPES),
+    *(workload(subject, WORKLOAD_SHAPES[0], baseline) for subject, baseline in _PACKED_BASELINES),
     *(
-        workload(x, WORKLOAD_SHAPES[0], lambda packed, x=x: _torch_swiglu(*unpack(packed, x.keywords["order"])))
-        for x in PACKED
+        workload(subject, baseline=baseline, **details)
+        for details in CPU_WORKLOADS
+        for subject, baseline in ((SWIGLU, _torch_swiglu), *_PACKED_BASELINES)
     ),
 )
 
