@@ -63,7 +63,7 @@ def _differentiate(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | 
         few = [None if x is None else x[others] for x in (dy, gate, up, dgate, dup)]
         eager.backward(*few)  # type: ignore[arg-type]
         for output, result in zip((dgate, dup), few[3:], strict=True):
-            if output is not None:
+            if output is not None and result is not None:
                 output[others] = result
 
 

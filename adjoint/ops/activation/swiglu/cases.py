@@ -1,6 +1,6 @@
 """What `swiglu` is tested, verified and timed on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf, nan
 from typing import Any
@@ -166,16 +166,15 @@ def _torch_packed(order: str, packed: Tensor) -> Tensor:
     return _torch_swiglu(*unpack(packed, order))
 
 
-_PACKED_BASELINES = [(subject, partial(_torch_packed, subject.keywords["order"])) for subject in PACKED]
+_BASELINES: list[tuple[Subject, Callable[..., Tensor]]] = [
+    (SWIGLU, _torch_swiglu),
+    *((subject, partial(_torch_packed, subject.keywords["order"])) for subject in PACKED),
+]
 
 WORKLOADS = (
     *(workload(SWIGLU, shape, _torch_swiglu, peers=("liger_swiglu",)) for shape in WORKLOAD_SHAPES),
-    *(workload(subject, WORKLOAD_SHAPES[0], baseline) for subject, baseline in _PACKED_BASELINES),
-    *(
-        workload(subject, baseline=baseline, **details)
-        for details in CPU_WORKLOADS
-        for subject, baseline in ((SWIGLU, _torch_swiglu), *_PACKED_BASELINES)
-    ),
+    *(workload(subject, WORKLOAD_SHAPES[0], baseline) for subject, baseline in _BASELINES[1:]),
+    *(workload(subject, baseline=baseline, **details) for details in CPU_WORKLOADS for subject, baseline in _BASELINES),
 )
 
 
