@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adjoint.core.guarantee import spacing
 from adjoint.ops.activation import reference
+from adjoint.ops.activation.in_float32 import LOWEST
 
 ULP: Mapping[str, Mapping[torch.dtype, float]] = {
     "float64": {torch.bfloat16: 0.501, torch.float16: 0.501},
@@ -34,7 +35,8 @@ class Arithmetic(NamedTuple):
         underflow: numbers η that silu(gate)·factor may lose on the way.
         by_torch: dy·σ(gate) and dy·silu'(gate) are formed before they meet up; otherwise half exponentials are
             multiplied into dy and into up first.
-        rounds_between: silu(gate) and dy·silu'(gate) are rounded to the storage type before they are multiplied.
+        rounds_between: for gates from LOWEST on, silu(gate) and dy·silu'(gate) are rounded to the storage type before
+            they are multiplied.
     """
 
     dtype: torch.dtype
@@ -76,7 +78,7 @@ class Bounds:
         lost = self.used.underflow + torch.where(gate.abs() < 4 * self.normal, _size(factor), 0.0)
         if self.dtype == torch.float64:  # the silu of the reference underflows where ours does not
             lost = 2 + gate.abs() + _size(factor)
-        return self._rounded(silu, error, factor, self.tiny * lost)
+        return self._rounded(gate, silu, error, factor, self.tiny * lost)
 
     def slope(self, dy: Tensor, gate: Tensor, up: Tensor | None) -> Tensor:
         """For dy·up·silu'(gate): silu' has a root, so the error is relative to the sizes of its terms."""
@@ -84,7 +86,7 @@ class Bounds:
         terms = sigma + gate.abs().clamp_max(1e300) * sigma * reference.sigmoid(-gate)  # σ at infinite gates
         error = self._relative(self.used.slope, gate) * terms
         lost = self._lost(dy.abs(), _size(up), gate, torch.minimum(sigma, slope.abs() - error), terms)
-        return self._rounded(dy * slope, error * dy.abs(), up, self.tiny * lost)
+        return self._rounded(gate, dy * slope, error * dy.abs(), up, self.tiny * lost)
 
     def _lost(self, dy: Tensor, up: Tensor | float, gate: Tensor, least: Tensor, terms: Tensor) -> Tensor:
         """Numbers η that products of a slope lose by underflow: what is lost by one is multiplied by the other.
@@ -104,13 +106,13 @@ class Bounds:
         errors = (units + self.used.growth * gate.clamp_max(0).abs()) * self.unit
         return torch.where(gate < self.used.lowest, 1.0, errors)
 
-    def _rounded(self, value: Tensor, error: Tensor, factor: Tensor | None, lost: Tensor) -> Tensor:
+    def _rounded(self, gate: Tensor, value: Tensor, error: Tensor, factor: Tensor | None, lost: Tensor) -> Tensor:
         """The error of value·factor, or of the value alone, with the roundings to the storage type.
 
         torch rounds float64 to 16 bits by way of float32.
         """
         if factor is not None and self.used.rounds_between:
-            error = error + spacing(value.abs() + error, self.dtype) / 2
+            error = error + torch.where(gate >= LOWEST, spacing(value.abs() + error, self.dtype) / 2, 0.0)
         exact, error = (value * _size(factor)).abs(), error * _size(factor) + lost
         through = (torch.float32,) if self.used.dtype == torch.float64 and self.dtype.itemsize == 2 else ()
         for kind in (*through, self.dtype) if self.dtype != self.used.dtype else ():
@@ -140,7 +142,7 @@ def in_words(used: Arithmetic, dtype: torch.dtype, kind: str, has_up: bool) -> s
         )
     parts = [f"{relative}·{size}", f"η·({lost})"]
     if has_factor and used.rounds_between:
-        parts.insert(0, f"½ ulp({value})·|{factor}|")
+        parts.insert(0, f"½ ulp({value})·|{factor}|·[{x} ≥ −{-LOWEST:g}]")
     if dtype != used.dtype:
         through = " + ½ ulp of float32" if used.dtype == torch.float64 and dtype.itemsize == 2 else ""
         parts.insert(0, f"½ ulp{through}")
