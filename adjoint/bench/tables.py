@@ -87,12 +87,12 @@ def overheads(rows: list[Overhead]) -> Table:
     )
     for head in ("op", "dtype", "device", "plan"):
         table.add_column(head, no_wrap=True)
-    for head in ("whole call", "arithmetic", "host cost", "torch", "torch, same arithmetic"):
+    for head in ("whole call", "arithmetic", "host cost", "torch", "torch in float64"):
         table.add_column(head, justify="right")
     table.add_column("verdict")
     for row in rows:
         verdict = "[green]inside[/green]" if row.inside else "[red]over[/red]"
-        numbers = (row.whole, row.arithmetic, row.host, row.torch, row.torch_same_arithmetic)
+        numbers = (row.whole, row.arithmetic, row.host, row.torch, row.torch_in_float64)
         table.add_row(
             row.op,
             row.dtype,

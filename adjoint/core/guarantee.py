@@ -3,8 +3,8 @@
 A guarantee is made of independent flags about bits, facts about the arithmetic, and one statement
 about error, of a named kind:
 
-- `Enumerated`: every 16-bit input was tried; the largest error in units in the last place.
-- `Derived`: a running-error bound, evaluated in float64 for the very inputs of the call.
+- `Enumerated`: every input, a 16-bit number, was tried; the largest error in units in the last place.
+- `Derived`: a theorem in the docs; its bound is evaluated in float64 for the very inputs of the call.
 - `Empirical`: a norm-relative ceiling recorded on named cases.
 
 Each kind measures an output against the exact result by `measure`, which tests and `adjoint verify`
@@ -38,7 +38,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Enumerated:
-    """The largest error, in units in the last place of the output, over an exhaustive set of inputs."""
+    """The largest error, in units in the last place of the output, over every input there is."""
 
     max_ulp: float
     over: str
@@ -55,7 +55,8 @@ class Enumerated:
 class Derived:
     """A running-error bound: `bound(*inputs)` gives, in float64, the largest error of each element.
 
-    `inputs` are those of the reference, in its order.
+    `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest,
+    to which it would be rounded if there were one.
     """
 
     formula: str
@@ -64,7 +65,7 @@ class Derived:
 
     def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
         bound = self.bound(*inputs)
-        error = absolute_error(output, exact)
+        error = _rounding_error(output, exact)
         share = torch.where(error == 0, 0.0, error / bound)
         return Measurement(_largest(share), 1.0, "of the bound")
 
@@ -171,6 +172,15 @@ def absolute_error(output: Tensor, exact: Tensor) -> Tensor:
     expected = torch.where(exact.abs() >= threshold, exact.sign() * float("inf"), exact)
     agree = (got == expected) | (got.isnan() & expected.isnan())
     return torch.where(agree, 0.0, (got - exact).abs())
+
+
+def _rounding_error(output: Tensor, exact: Tensor) -> Tensor:
+    """As `absolute_error`, where an infinite output for a finite result counts as the number after the largest."""
+    _, exponent = math.frexp(torch.finfo(output.dtype).max)
+    error = absolute_error(output, exact)
+    # Halves, because in float64 the number after the largest is infinite.
+    distance = (output.sign().double() * math.ldexp(1.0, exponent - 1) - exact.double() / 2).abs() * 2
+    return torch.where(output.isinf() & exact.isfinite() & (error > 0), distance, error)
 
 
 def error_in_ulp(output: Tensor, exact: Tensor) -> Tensor:

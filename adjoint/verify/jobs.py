@@ -96,6 +96,7 @@ Check = Callable[[Subject, torch.dtype, torch.device, Preference], list[Row]]
 
 _OF_A_PLAN: dict[str, Check] = {
     "accuracy": numerics.accuracy,
+    "special values": numerics.specials,
     "repeats": bits.repeats,
     "device invariance": bits.devices,
     "poison": bits.poison,
@@ -157,7 +158,8 @@ def _job(
     subject: Subject, name: str, dtype: torch.dtype, device: torch.device, preference: Preference, check: Check
 ) -> Job:
     backend = preference.backend or ("triton" if "triton" in str(preference.plan) else "eager")
-    label = f"{subject.name} {short(dtype)} {preference.plan or backend}: {name}"
+    plan = preference.plan or backend
+    label = f"{subject.name} {short(dtype)} {'plan ' if preference.plan == backend else ''}{plan}: {name}"
     return Job(label, subject.name, name, short(dtype), backend, partial(check, subject, dtype, device, preference))
 
 

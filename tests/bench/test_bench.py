@@ -132,7 +132,7 @@ def test_ours_is_held_to_its_guarantee_not_to_the_limit_of_others() -> None:
     subject = small().subject
     wrong = replace(subject, reference=lambda gate, up: (subject.reference(gate, up)[0] * 1.01,))
     rows = rows_of(small(subject=wrong))
-    assert rows[run.OURS, "forward"].status == run.FAILED and "ulp" in rows[run.OURS, "forward"].note
+    assert rows[run.OURS, "forward"].status == run.FAILED and "of the bound" in rows[run.OURS, "forward"].note
     assert rows[run.EAGER, "forward"].status == run.OK, "1% is inside the limit of those who promise nothing"
     assert rows[run.EAGER, "forward"].ratio is None, "there is nothing of ours to compare with"
 

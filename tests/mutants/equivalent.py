@@ -432,8 +432,8 @@ EQUIVALENT = {
     ("rule_gradients", "program % 2 == 0 -> program % 2 != 0"): "dk by the first of two programs and dq by the second",
     ("rule_sequence_bounds", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
     ("rule_span_indices", "low + high + 1 -> low + high + 2"): (
-        "the search halves as before; once it has ended it reads one place further, which the workspace has, and a slot "
-        "past the last span is unused whatever lies there"
+        "the search halves as before; once it has ended it reads one place further, which the workspace has, and a "
+        "slot past the last span is unused whatever lies there"
     ),
     **{
         ("rule_clear", change): "a program with nothing to clear ends early or clears nothing"
