@@ -113,7 +113,8 @@ def test_a_source_that_is_asked_for_is_still_there() -> None:
 def test_arguments_by_name() -> None:
     x = torch.ones(1, 3, 1, 2)
     operator, gates = torch.ops.adjoint.gated_delta_rule, x[..., 0]
-    named = {"scale": 1.0, "normalize_qk": False, "output_final_state": False, "keep": False, "preference": ""}
+    flags = dict.fromkeys(("normalize_qk", "output_final_state", "checking", "keep"), False)
+    named = {"scale": 1.0, **flags, "preference": ""}
     counts = counted(lambda: operator(x, x, x, -gates, gates, None, cu_seqlens=None, **named))
     assert counts == {"gated_delta_rule": 6 * 3 * 2 * 2}
 
