@@ -218,8 +218,11 @@ def wrong_indices() -> bool:
     packed, two_blocks = (3, 3, 20, 310), (*range(128), 310)
     of_few = ((310, 1, packed, 128), (310, 1, two_blocks, 128))
     indices, gates = _triton("chunk_indices"), _triton("gates")
-    for time, rows, bounds, few in ((200, 3, None, 0), (50, 1, None, 0), *of_few, (310, 1, packed, 0)):
-        indices.FEW_SEQUENCES, indices.BOUNDS_BLOCK = few, tl.constexpr(2)
+    of_rows = ((200, 3, None, 0), (50, 1, None, 0))
+    blocks = [1024] * 5 + [2]  # the last sequence in the first block, or in a later one
+    calls = (*of_rows, *of_few, (310, 1, packed, 0), (310, 1, packed, 0))
+    for (time, rows, bounds, few), block in zip(calls, blocks, strict=True):
+        indices.FEW_SEQUENCES, indices.BOUNDS_BLOCK = few, tl.constexpr(block)
         x, g = torch.zeros(rows, time, 1, 16), at_the_edge(torch.zeros(rows, time, 1))
         cu_seqlens = None if bounds is None else at_the_edge(torch.tensor(bounds), front=True)
         bound = Kernels((x, x, x, g, g, None, cu_seqlens))
