@@ -26,11 +26,12 @@ COVERED_ONCE = frozenset(
         "schedules",
         "poison",
         "exhaustive",
+        "arithmetic",
     )
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
 
-LONGEST = frozenset(("upstream layouts", "recompilation", "repeats"))
+LONGEST = frozenset(("upstream layouts", "recompilation", "repeats", "arithmetic"))
 LONG = {
     "gated_delta_rule": LONGEST,
     "gated_delta_rule[normalize_qk]": LONGEST | {"compilation", "registration", "modes", "device invariance"},

@@ -98,6 +98,7 @@ _OF_A_PLAN: dict[str, Check] = {
     "accuracy": numerics.accuracy,
     "special values": numerics.specials,
     "repeats": bits.repeats,
+    "batch invariance": bits.invariance,
     "device invariance": bits.devices,
     "poison": bits.poison,
 }
@@ -122,6 +123,7 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
         checks = dict(_OF_A_BACKEND)
         if thorough or dtype == default:  # each schedule is another compilation
             checks["schedules"] = bits.schedules
+        checks |= _of_16_bits(dtype)
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
             checks["exhaustive"] = partial(numerics.accuracy, cases=exhaustive, check="exhaustive")
@@ -145,8 +147,13 @@ def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
     return [
         _job(subject, name, dtype, device, Preference(plan=plan), check)
         for dtype in subject.dtypes
-        for name, check in _OF_A_PLAN.items()
+        for name, check in (_OF_A_PLAN | _of_16_bits(dtype)).items()
     ]
+
+
+def _of_16_bits(dtype: torch.dtype) -> dict[str, Check]:
+    """What is compared with the arithmetic of float32."""
+    return {"arithmetic": numerics.arithmetic} if dtype.itemsize == 2 else {}
 
 
 def _default_dtype(subject: Subject) -> torch.dtype:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adjoint.contract.cases import Answers, Case, Special, Subject
 from adjoint.contract.inputs import Inputs, each, is_differentiable, leaves
+from adjoint.core.guarantee import absolute_error, spacing
 from adjoint.core.preference import Preference
 from adjoint.verify.run import Row, as_tuple, evaluate, generator, measure
 
@@ -64,6 +65,41 @@ def _same(value: float, expected: float) -> bool:
     if math.isnan(expected):
         return math.isnan(value)
     return value == expected and math.copysign(1, value) == math.copysign(1, expected)
+
+
+SLACK = 2.0**-13
+"""Of the largest result: what sums in float32 may lose, and far less than one more rounding to 16 bits."""
+
+
+def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
+    """Of 16-bit inputs, results that are stated to be rounded once, or only copied, are those of float32 on the same
+    numbers, rounded once if they have 16 bits: neither the accumulator nor anything between does."""
+    if dtype.itemsize != 2:
+        return []
+    rows = []
+    for case in subject.cases:
+        found = evaluate(subject, case, dtype, device, preference)
+        wide = found.again(*(each(_widened, tensors) for tensors in (found.inputs, found.upstream)))
+        forward, backward = found.guarantees
+        wrong, compared = [], []
+        named = (forward | backward).items()
+        for (name, promise), narrow, exact in zip(named, found.results, wide.results, strict=True):
+            if narrow.dtype not in (dtype, torch.float32) or promise.roundings > 1:
+                continue
+            compared.append(name)
+            limit = torch.zeros_like(exact, dtype=torch.float64)
+            if promise.accumulator != "none" and exact.numel():
+                limit += SLACK * torch.where(exact.isfinite(), exact.double().abs(), 0.0).max()
+                limit += 0.5 * spacing(exact, narrow.dtype)
+            if not bool((absolute_error(narrow, exact) <= limit).all()):
+                wrong.append(f"case {case.name!r}: {name} is not rounded {promise.roundings} times")
+        if compared:
+            rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
+    return rows
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 2 else tensor
 
 
 def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:

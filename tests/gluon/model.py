@@ -3,9 +3,10 @@
     with modelled(schedule):              # kernels of Gluon, launched in Triton's interpreter, run here
         plan.run(...)
 
-What is modelled: arithmetic; memory and its bounds; shared memory, which is full of NaN until it is written; barriers
-and their phases; copies and products that run asynchronously; the partitions of a program, which run as far as their
-barriers let them. What is not: layouts, warps and what threads of one partition need to wait for each other.
+What is modelled: arithmetic; memory, its bounds, and programs that race for it; shared memory, which is full of NaN
+until it is written; barriers and their phases; copies and products that run asynchronously; the partitions of a
+program, which run as far as their barriers let them. What is not: layouts, warps and what threads of one partition need
+to wait for each other.
 
 A GPU runs partitions, copies and products at any time that barriers and waits allow. A `Schedule` decides when: `eager`
 work is done when it is asked for, else as late as possible, and partitions have an order of precedence. A program must
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core import kernels
-from tests.gluon.values import SCALARS, Fault, Pointer, Value, both, unwrap
+from tests.gluon.values import SCALARS, Fault, Launch, Pointer, Value, both, unwrap
 
 WARP = 32
 
@@ -580,16 +581,17 @@ class Modelled:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
-            values = [self._value(name, value) for name, value in zip(self._kernel.types, arguments, strict=True)]
+            own = Launch()
+            values = [self._value(name, value, own) for name, value in zip(self._kernel.types, arguments, strict=True)]
             settled = [constants[name] for name in self._kernel.constants]
-            for place in product(*(range(size) for size in grid)):
+            for own.program, place in enumerate(product(*(range(size) for size in grid))):
                 Program(place, grid, self._schedule, warps=4).run(self._function, (*values, *settled))
 
         return launch
 
-    def _value(self, name: str, value: Any) -> Any:
+    def _value(self, name: str, value: Any, launch: Launch) -> Any:
         if isinstance(value, Tensor):
-            return Pointer.to_tensor(name, value)
+            return Pointer.to_tensor(name, value, launch)
         return Value(torch.tensor(value, dtype=SCALARS[self._kernel.types[name].type]))
 
 

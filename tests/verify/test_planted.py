@@ -115,6 +115,9 @@ def _plan(name: str) -> Preference:
 PLANTED: dict[str, tuple[Check, Subject, Preference, torch.dtype, str]] = {
     "an output is wrong": (numerics.accuracy, planted(lambda out, _: out * 1.01), EAGER, torch.float32, "output out"),
     "a gradient is wrong": (numerics.accuracy, wrong_gradient(), EAGER, torch.float32, "output dweight"),
+    "a result is rounded twice": (
+        numerics.arithmetic, planted(lambda out, _: out / 3 * 3), EAGER, torch.bfloat16, "out is not rounded 1 times"
+    ),
     "a special value is another": (numerics.specials, _silu_of(1.0, 1.0), EAGER, torch.float32, "stated 1.0"),
     "a zero has another sign": (numerics.specials, _silu_of(-0.0, 0.0), EAGER, torch.float32, "stated 0.0"),
     "NaN is a number": (numerics.specials, _silu_of(1.0, float("nan")), EAGER, torch.float32, "stated nan"),
@@ -215,7 +218,7 @@ def test_every_check_has_a_planted_failure() -> None:
         for _, function in inspect.getmembers(module, inspect.isfunction)
         if is_check(module, function)
     }
-    assert len(every) >= 16
+    assert len(every) >= 17
     assert every == {check for check, *_ in PLANTED.values()} | ON_A_GPU
 
 
