@@ -189,8 +189,10 @@ class Workload:
         name: as shown in tables.
         subject: what is timed and checked.
         make: its inputs.
-        forward_bytes, backward_bytes: the fewest bytes each direction must move.
-        baseline: the same work in torch's own functions, `(*inputs) -> output`; None where there is none.
+        forward_bytes, backward_bytes: the fewest bytes each direction must move; a function of the inputs where that
+            depends on their values.
+        baseline: the same work in torch's own functions, `(*inputs) -> output`; None where there is none. Outputs of
+            integers are choices it made, such as the experts of a router: see `chosen`.
         peers: names of entries in `adjoint.bench.peers` that do the same work.
         dtype: of the floating inputs; where it is not the default, the name says so.
         devices: the types of device it is meant for.
@@ -202,14 +204,17 @@ class Workload:
         recorded: whether a call is timed as the replay of a CUDA graph, without the gaps between its kernels.
         others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
             one per floating input.
+        chosen: where equal values leave a choice open, the reference of the backward for the choices a contender made:
+            `chosen(arguments, choices) -> (gradients, ties)`, with the number of items in which equal values were
+            chosen in another order than the reference's. A choice that is worse counts as the error it is.
     """
 
     name: str
     subject: Subject
     make: Make
-    forward_bytes: int
-    backward_bytes: int
-    baseline: Callable[..., Tensor] | None
+    forward_bytes: int | Callable[..., int]
+    backward_bytes: int | Callable[..., int]
+    baseline: Callable[..., Any] | None
     peers: tuple[str, ...] = ()
     dtype: torch.dtype = torch.bfloat16
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -220,3 +225,4 @@ class Workload:
     kept: bool = False
     recorded: bool = False
     others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)
+    chosen: Callable[[Inputs, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], int]] | None = None

@@ -11,7 +11,10 @@ whatever order programs run:
     word[row, 0] = min(word[row, 0], position << 32 | low half of the value)
     word[row, 1] = min(word[row, 1], position << 32 | high half of the value)
 
-The device-side half is `adjoint.device.faults.record`.
+The device-side half is `adjoint.device.faults`. `check()` waits for all work of the device, then takes and clears each
+number in one atomic exchange: a fault is raised once and none is lost, whatever other threads and streams do meanwhile.
+A word belongs to a device, not to a thread or a stream: kernels of the backward run on autograd's own thread, and those
+of a replayed graph on none.
 """
 
 import threading
@@ -63,6 +66,7 @@ class Fault:
 
 
 _lock = threading.Lock()
+_taking = threading.Lock()
 _faults: list[Fault] = []
 _words: dict[torch.device, Tensor] = {}
 
@@ -91,7 +95,12 @@ def status_word(device: torch.device) -> Tensor:
             f"call plan.prepare() or run the op once first"
         )
     with _lock, torch.inference_mode(False):
-        return _words.setdefault(device, torch.full((MAX_FAULTS, 2), _CLEAR, dtype=torch.int64, device=device))
+        if device not in _words:
+            word = torch.full((MAX_FAULTS, 2), _CLEAR, dtype=torch.int64, device=device)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # clear before a kernel of another stream records
+            _words[device] = word
+        return _words[device]
 
 
 def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
@@ -105,32 +114,57 @@ def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
     if values.numel() == 0:
         return
     positions = torch.arange(values.numel(), device=values.device).clamp_max_(MAX_POSITION) << 32
+    halves = torch.stack([positions | ((values >> shift) & 0xFFFFFFFF) for shift in (0, 32)])
+    earliest = torch.where(faulty, halves, _CLEAR).amin(1)
+    # On a GPU scatter_reduce_ is an atomic minimum: kernels of other streams may record at the same time.
     row = status_word(values.device)[fault.row]
-    for half, shift in enumerate((0, 32)):
-        word = torch.where(faulty, positions | ((values >> shift) & 0xFFFFFFFF), _CLEAR).amin()
-        row[half] = torch.minimum(row[half], word)
+    row.scatter_reduce_(0, torch.arange(2, device=row.device), earliest, "amin")
 
 
 def check() -> None:
     """Raises the value errors that kernels have recorded since the last call, and clears them.
 
     Waits for every device that has a status word. With several faults, the error names the first
-    registered and lists the others as notes.
+    registered and lists the others as notes. Of several threads that call it, one raises a fault, whoever caused it.
     """
     errors = []
     for device, word in list(_words.items()):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        rows = word.tolist()
-        if all(low == _CLEAR for low, _ in rows):
-            continue
-        word.fill_(_CLEAR)
+        rows = _take(device, word)
         errors += [_faults[row].error(*_decode(*pair)) for row, pair in enumerate(rows) if pair[0] != _CLEAR]
     if errors:
         first, *others = errors
         for other in others:
             first.add_note(f"also: {other}")
         raise first
+
+
+def _take(device: torch.device, word: Tensor) -> list[tuple[int, int]]:
+    """What a device has recorded, which is clear afterwards; waits for all of the device's work.
+
+    Work that another thread submits meanwhile may be between the two halves of a record: their positions then differ,
+    and the other half comes when that work is done.
+    """
+    rows = [(_CLEAR, _CLEAR)] * MAX_FAULTS
+    with _taking:
+        while True:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            recorded = _exchange(device, word)
+            rows = [(min(a, c), min(b, d)) for (a, b), (c, d) in zip(rows, recorded, strict=True)]
+            if all(low >> 32 == high >> 32 for low, high in rows):
+                return rows
+
+
+def _exchange(device: torch.device, word: Tensor) -> list[list[int]]:
+    from adjoint.core.kernels import why_not_triton
+
+    if why_not_triton(device):  # PyTorch alone records here, and has no exchange: two steps
+        recorded = word.clone()
+        word.fill_(_CLEAR)
+        return recorded.tolist()  # type: ignore[no-any-return]
+    from adjoint.device.faults import exchange
+
+    return exchange(word, _CLEAR).tolist()
 
 
 def _decode(low: int, high: int) -> tuple[int, int]:
@@ -158,7 +192,9 @@ def checked() -> Iterator[None]:
     """Runs a block in checking mode, and raises on leaving it what its kernels have recorded.
 
     What was recorded before raises on entering. An exception raised inside the block takes
-    precedence, with what was recorded as a note.
+    precedence, with what was recorded as a note. A GPU does not know which thread a kernel came from: of two blocks
+    that are open in two threads, the one that ends first raises what the kernels of both have recorded by then, and
+    the other one what comes later. On the CPU an error is raised where it is caused.
     """
     check()
     _checking.depth += 1

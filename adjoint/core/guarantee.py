@@ -113,7 +113,7 @@ class Guarantee:
     """What one output of one plan promises. A flag that is not set is not promised.
 
     Attributes:
-        repeatable: same inputs, same device, same bits.
+        repeatable: same inputs, same device, same bits; on the CPU with the same number of threads.
         batch_invariant: the item (an element, a row, a token) whose bits do not depend on what
             shares its batch, on its alignment or on its strides; empty when not promised.
         prefix_invariant: bits at a position depend on that position and earlier ones alone.

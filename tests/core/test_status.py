@@ -1,5 +1,11 @@
 """The status word: a toy op whose kernel finds negative ids, and the host's side of it."""
 
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -82,3 +88,112 @@ def test_a_kernel_records_its_first_fault(device: torch.device, dtype: torch.dty
         adjoint.check()
     find_negative[(8,)](ids.abs(), word, FAULT.row, ids.numel(), BLOCK=128)
     adjoint.check()
+
+
+def test_half_a_record_waits_for_the_other_half(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of another thread may be between its two minima when the word is read."""
+    clear, position, other = errors._CLEAR, 4, 9
+    steps = [
+        {FAULT.row: [position << 32 | 7, other << 32 | 0]},  # the first minimum of one record, both of an earlier one
+        {FAULT.row: [clear, position << 32 | 2]},
+    ]
+
+    def exchange(device: torch.device, word: torch.Tensor) -> list[list[int]]:
+        recorded = steps.pop(0)
+        return [recorded.get(row, [clear, clear]) for row in range(errors.MAX_FAULTS)]
+
+    errors.status_word(device)
+    monkeypatch.setattr(errors, "_words", {device: errors._words[device]})
+    monkeypatch.setattr(errors, "_exchange", exchange)
+    with pytest.raises(adjoint.ArgumentError, match=f"got {2 << 32 | 7} at position {position}"):
+        adjoint.check()
+    assert not steps
+
+
+def test_of_two_threads_that_check_one_raises(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = Counter[str]()
+    exchange = errors._exchange
+
+    def exchange_slowly(device: torch.device, word: torch.Tensor) -> list[list[int]]:
+        recorded = exchange(device, word)
+        time.sleep(0.05)
+        return recorded
+
+    monkeypatch.setattr(errors, "_exchange", exchange_slowly)
+    _record(device, FAULT, 3, -1)
+    threads = [threading.Thread(target=_collect, args=(raised, threading.Event(), 1)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == {FAULT.template: 1}
+
+
+_counting = threading.Lock()
+
+
+def _collect(raised: Counter[str], ended: threading.Event, times: int) -> None:
+    """Calls `check()` some times, or until told to end, and counts the faults it raises."""
+    while times and not ended.is_set():
+        times -= 1
+        try:
+            adjoint.check()
+        except adjoint.ArgumentError as error:
+            for sentence in (str(error), *getattr(error, "__notes__", ())):
+                for fault in errors._faults:
+                    pattern = re.escape(fault.template).replace(r"\{value\}", ".*").replace(r"\{position\}", ".*")
+                    if re.fullmatch(f"(also: )?{pattern}", sentence):
+                        with _counting:
+                            raised[fault.template] += 1
+
+
+@pytest.mark.gpu
+def test_no_fault_is_lost_or_raised_twice_among_threads_streams_and_graphs(device: torch.device) -> None:
+    """Each recorder records again once its fault was raised; two threads check all the while."""
+    from tests.core.status_kernels import find_negative
+
+    rounds, ids = 100, torch.full((100,), -1, device=device)
+    word, raised, ended = errors.status_word(device), Counter[str](), threading.Event()
+    faults = {
+        kind: errors.register_fault(f"toy: {kind} got {{value}} at {{position}}")
+        for kind in ("kernel", "graph", "eager")
+    }
+    for fault in faults.values():
+        find_negative[(1,)](ids.abs(), word, fault.row, ids.numel(), BLOCK=128)  # compiles, records nothing
+    adjoint.check()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.cuda._sleep(10_000)
+        find_negative[(1,)](ids, word, faults["graph"].row, ids.numel(), BLOCK=128)
+    record: dict[str, Callable[[], object]] = {
+        "kernel": lambda: find_negative[(1,)](ids, word, faults["kernel"].row, ids.numel(), BLOCK=128),
+        "graph": graph.replay,
+        "eager": lambda: errors.report(faults["eager"], ids, ids < 0),
+    }
+    late: list[str] = []
+
+    def keep_recording(kind: str) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for number in range(rounds):
+                record[kind]()
+                patience = time.monotonic() + 20
+                while raised[faults[kind].template] <= number:
+                    if time.monotonic() > patience:
+                        late.append(f"{kind}: fault {number} was never raised")
+                        return
+                    time.sleep(0)
+
+    recorders = [threading.Thread(target=keep_recording, args=(kind,)) for kind in record]
+    checkers = [threading.Thread(target=_collect, args=(raised, ended, -1)) for _ in range(2)]
+    for thread in (*checkers, *recorders):
+        thread.start()
+    for thread in recorders:
+        thread.join()
+    time.sleep(0.1)
+    ended.set()
+    for thread in checkers:
+        thread.join()
+    adjoint.check()
+    assert not late
+    assert raised == {fault.template: rounds for fault in faults.values()}

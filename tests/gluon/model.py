@@ -93,6 +93,8 @@ class Program:
 
     def specialize(self, functions: list[tuple[Any, tuple[Any, ...]]], warps: list[int]) -> None:
         """Runs functions beside each other until all have ended."""
+        if any(count & (count - 1) for count in warps):
+            raise Fault(f"partitions of {warps} warps: each has a power of two")
         caller = _current.partition
         self.partitions = [Partition(n, count) for n, count in enumerate((caller.warps, *warps))]
         threads = [
@@ -221,11 +223,13 @@ class Barrier:
 
 
 class Barriers(Barrier):
-    """Barriers by index; one alone is its own."""
+    """Barriers by index, [number, 1]; one alone, [1], is its own."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, shape: list[int]) -> None:
         super().__init__()
-        self.each, self.shape = [Barrier() for _ in range(number)], [number]
+        if shape[-1] != 1 or len(shape) > 2:
+            raise Fault(f"barriers: the last axis of {shape} is that of one")
+        self.each, self.shape = [Barrier() for _ in range(shape[0])], shape[:1]
 
     def index(self, at: Any) -> Barrier:
         if not 0 <= int(at) < len(self.each):
@@ -243,7 +247,7 @@ def _poisoned(dtype: torch.dtype, shape: list[int]) -> Tensor:
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
-    return Barriers(shape[0]) if isinstance(layout, _BarrierLayout) else Shared(_poisoned(dtype, shape))
+    return Barriers(shape) if isinstance(layout, _BarrierLayout) else Shared(_poisoned(dtype, shape))
 
 
 def _initialise(barrier: Barrier, count: int) -> None:
@@ -394,6 +398,8 @@ def _assembly(
 ) -> Value:
     (x,) = arguments
     name = text.split()[0]
+    if pack != (2 if "16x2" in name else 1):
+        raise Fault(f"{text!r} takes {pack} numbers at a time")
     if name in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
         return x.to(dtype)
     if name == "ex2.approx.ftz.f32":

@@ -1,4 +1,4 @@
-"""Mutants that compute the same, and why. See `test_mutants`."""
+"""Mutants that compute the same, and why. See `tests.mutants.trees`."""
 
 EQUIVALENT = {
     ("silu_parts", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
@@ -340,22 +340,6 @@ EQUIVALENT = {
         "tl.static_range(1, 4) -> tl.static_range(1, 5)",
     ): "nothing lies between blocks of 16 in one of 16",
     ("rule_output", "K_STEP == K_BLOCK -> K_STEP != K_BLOCK (1)"): "one product, or a loop of steps, to one sum",
-    **{
-        (kernel, change): "what a row stores past its end is another's, which the interpreter stores later"
-        for kernel, change in (
-            (
-                "rule_state_scan",
-                "tl.store(place, S, fits(v_row, LINES, V_BLOCK)[:, None] & in_keys[None, :]) -> tl.store(place, S)",
-            ),
-            (
-                "rule_reverse_scan",
-                "tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS, (v_row < V)[:, None] & "
-                "(k_column < K)[None, :]) -> tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS)",
-            ),
-            ("rule_reverse_scan", "v_row < V -> v_row <= V (3)"),
-            ("rule_reverse_scan", "k_column < K -> k_column <= K (3)"),
-        )
-    },
     (
         "rule_reverse_scan",
         "dsegment_states + ((after - 1) * heads + head) * (V * K) + zero -> "
@@ -369,9 +353,6 @@ EQUIVALENT = {
             ("_tile", "COLUMNS % COLUMN_BLOCK -> COLUMNS // COLUMN_BLOCK"),
         )
     },
-    ("rule_reverse_scan", "kind != tl.float32 -> kind == tl.float32 (1)"): (
-        "the second part of dS is 0 in float32, and in 16 bits less than other roundings but in long sequences"
-    ),
     ("rule_reverse_scan", "0.0 -> 1.0 (4)"): "after the last chunk nothing decays",
     **{
         ("_store_gradient", change): "plus or minus 0, which is there for the registers it saves"
@@ -406,6 +387,7 @@ EQUIVALENT = {
         )
     },
     ("_write_index", "row * each + segment -> row * each - segment (2)"): "the first segment of a row has number 0",
+    **{(function, "1.0 -> 1.5"): "0 times any negative number is −0" for function in ("rule_gates", "through_rate")},
     **{
         (kernel, f"{index} < CHUNK -> {index} <= CHUNK"): "a chunk has no row CHUNK: true of every row, as before"
         for kernel, index in (

@@ -237,6 +237,18 @@ def _orthogonal(example: Example) -> Example:
     return example._replace(k=axes[None, :, None].expand_as(example.k), beta=torch.ones_like(example.beta))
 
 
+def _reset(*tokens: int) -> Callable[[Example], Example]:
+    """−inf as the log decay of some tokens; of the last head alone one more."""
+
+    def change(example: Example) -> Example:
+        g = example.g.clone()
+        g[:, list(tokens)] = -torch.inf
+        g[:, tokens[0] + 1, -1] = -torch.inf
+        return example._replace(g=g)
+
+    return change
+
+
 DOMAINS: dict[str, tuple[dict[str, Any], Callable[[Example], Example]]] = {
     "random": ({"time": 700}, lambda example: example),
     "random, split": ({"time": 2200, "heads": FEW, "decay": 0.05}, lambda example: example),
@@ -249,6 +261,11 @@ DOMAINS: dict[str, tuple[dict[str, Any], Callable[[Example], Example]]] = {
     "a chunk and a token": ({"time": CHUNK + 1}, lambda example: example),
     "packed": ({"time": 700, "bounds": (0, 0, 1, 65, 193, 700, 700)}, lambda example: example),
     "smaller keys, float16": ({"time": 300, "heads": FEW, **SMALLER}, lambda example: example),
+    "resets": ({"time": 700}, _reset(0, 63, 64, 100, 101, 640, 699)),
+    "resets of most of a chunk": ({"time": 300, "heads": FEW, **SMALLER}, _reset(*range(64, 112))),
+    "resets, split": ({"time": 2200, "heads": FEW, "decay": 0.05}, _reset(700, 1023, 1024, 2047, 2199)),
+    "resets, packed": ({"time": 700, "bounds": (0, 0, 1, 65, 193, 700, 700)}, _reset(0, 1, 64, 65, 150, 192, 300)),
+    "every token reset": ({"time": 130}, _reset(*range(129))),
     "three heads of a key": ({"time": 130, "heads": ODD}, lambda example: example),
 }
 
@@ -367,6 +384,75 @@ def test_prefixes_and_causality(device: torch.device, name: str, heads: tuple[in
             x[:, cut:] *= 0.5
         again, _ = forward(preference_for(name), changed)
         assert torch.equal(again[:, :cut], o[:, :cut]) and not torch.equal(again[:, cut:], o[:, cut:]), cut
+
+
+@every_plan
+@both_scans
+def test_resets_change_no_bit_before_them_and_have_no_gradient(
+    device: torch.device, name: str, heads: tuple[int, int]
+) -> None:
+    """Nor do very low gates, whose results are those of −inf."""
+    example = drawn(device, 1500, heads)
+    plan_of(name, example)
+    before = named(results(preference_for(name), example))
+    resets = [100, 101, 1100]
+    after = []
+    for value in (-torch.inf, -1e30, torch.finfo(torch.float32).min, -104.5):
+        g = example.g.clone()
+        g[:, resets] = value
+        after.append(results(preference_for(name), example._replace(g=g)))
+        assert same(after[-1], after[0]), value
+    answers = named(after[0])
+    assert torch.equal(answers["o"][:, :100], before["o"][:, :100]) and not answers["dg"][:, resets].any()
+
+
+@every_plan
+@both_scans
+def test_nan_stays_within_its_chunk_and_after(device: torch.device, name: str, heads: tuple[int, int]) -> None:
+    """Chunks before it, other sequences, and their gradients keep every bit; a query reaches its own output alone."""
+    bounds, token, begin, end = (0, 200, 1500, 1700), 1300, 200 + 17 * CHUNK, 1500
+    example = drawn(device, 1700, heads, bounds=bounds)
+    plan_of(name, example)
+    right = results(preference_for(name), example)
+    for names in (("k", "v", "g", "beta"), ("q",)):
+        changes = {key: x.clone() for key, x in zip(Example._fields, example.tokens, strict=False) if key in names}
+        for x in changes.values():
+            x[:, token] = torch.nan
+        got = results(preference_for(name), example._replace(**changes))
+        elsewhere = torch.ones(1700, dtype=torch.bool, device=device)
+        elsewhere[slice(token, token + 1) if names == ("q",) else slice(begin, end)] = False
+        assert got[0][:, token].isnan().all() and torch.equal(got[0][:, elsewhere], right[0][:, elsewhere])
+        for number in (0, 2):
+            whose = number, bounds[number], bounds[number + 1]
+            assert same(of_sequence(got, *whose), of_sequence(right, *whose)), (names, number)
+
+
+@every_plan
+def test_a_prefill_in_checking_mode_is_recorded_in_a_graph(device: torch.device, name: str) -> None:
+    """NaN in g, a beta above 1 and long keys are reported by each replay, and change nothing otherwise."""
+    example = drawn(device, 300, MANY)
+    plan_of(name, example)
+    expected = forward(preference_for(name), example)
+    with adjoint.checked():
+        forward(preference_for(name), example)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = forward(preference_for(name), example)
+    graph.replay()
+    adjoint.check()
+    assert same(recorded, expected)
+    places = (("g", torch.nan, "got NaN at position 323 "), ("beta", 1.25, "from 0 to 1.* position 323 "))
+    for key, value, words in (*places, ("k", 1.0, "the state grow at position ")):
+        tensor = getattr(example, key)
+        before = tensor.clone()
+        if key == "k":
+            tensor[:, 20] = value  # 128 of them
+        else:
+            tensor[0, 20, 3] = value
+        graph.replay()
+        with pytest.raises(adjoint.ArgumentError, match=words):
+            adjoint.check()
+        tensor.copy_(before)
 
 
 @every_plan

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
-from adjoint.contract.cases import BadCall, Case, Special, Subject
+from adjoint.contract.cases import BadCall, Case, Special, Subject, Workload
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
@@ -159,12 +159,19 @@ def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _packed_workload(subject: Subject) -> Workload:
+    order = subject.keywords["order"]
+    return workload(
+        subject,
+        WORKLOAD_SHAPES[0],
+        lambda packed: _torch_swiglu(*unpack(packed, order)),
+        peers=("flashinfer_packed_swiglu",) if order == "gate_up" else (),
+    )
+
+
 WORKLOADS = (
     *(workload(SWIGLU, shape, _torch_swiglu, peers=("liger_swiglu",)) for shape in WORKLOAD_SHAPES),
-    *(
-        workload(x, WORKLOAD_SHAPES[0], lambda packed, x=x: _torch_swiglu(*unpack(packed, x.keywords["order"])))
-        for x in PACKED
-    ),
+    *map(_packed_workload, PACKED),
 )
 
 

@@ -15,7 +15,7 @@ from adjoint.core.guarantee import Derived, Empirical, Guarantee
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.promises import BACKWARD, CASES, DOMAIN, FORWARD, empirical_error
+from adjoint.ops.gated_delta.promises import BACKWARD, CASES, CHECKED, DOMAIN, FORWARD, RESETS, empirical_error
 from adjoint.ops.gated_delta.rule import shape as sizes
 from adjoint.ops.gated_delta.rule.shape import FEW_HEADS, Shape
 
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 
 _OUT_OF_RANGE = (
     "g above 0 and cu_seqlens out of order are reported: at once on the CPU, by adjoint.check() on a GPU, where g is "
-    "then taken as it is, cu_seqlens as what lies within bounds, and tokens of no sequence give 0"
+    f"then taken as it is, cu_seqlens as what lies within bounds, and tokens of no sequence give 0; {CHECKED}"
 )
+
+_SPECIAL_VALUES = (
+    f"{RESETS}; any other NaN or infinity of a token may reach every output from the first token of its chunk of "
+    f"{CHUNK} on, of q its own alone, but no chunk before, and no other sequence"
+)
+_SPECIAL_GRADIENTS = f"{RESETS}; any other NaN or infinity may reach every gradient of its own sequence, and no other's"
 
 CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
 """Recorded of o, final and saved states on kernels. The largest that were measured are in docs/gated-delta.md."""
@@ -144,6 +150,10 @@ def _promises(problem: Problem, hopper: bool | None, **words: Any) -> dict[str, 
     }
 
 
+def _special_values(problem: Problem) -> str:
+    return _SPECIAL_GRADIENTS if problem.op.endswith("backward") else _SPECIAL_VALUES
+
+
 def _has_expected(problem: Problem, hopper: bool | None, name: str) -> bool:
     """Whether there is a model of a result's roundings: there is for outputs and final states in 16 bits, where q and k
     are not normalised and no sequence is split."""
@@ -177,6 +187,7 @@ def in_pytorch(problem: Problem) -> dict[str, Guarantee]:
         roundings=lambda name: int(kinds[name] != wide),
         recorded=lambda name: empirical_error(kinds[name], wide, ceiling),
         domain=lambda name: "what the backward begins its segments with" if name == "saved" else DOMAIN,
+        special_values=lambda name: "" if name == "saved" else _special_values(problem),
         out_of_range=lambda name: _OUT_OF_RANGE if name in ("o", "final_state") else "",
     )
 
@@ -204,6 +215,7 @@ def on_kernels(problem: Problem, hopper: bool) -> dict[str, Guarantee]:
         roundings=roundings,
         recorded=Empirical(ceiling, f"{CASES}; K and V up to 256", _FLOORS.get(dtype, 0.0)),
         domain=DOMAIN + (_backward_domain if backward else _forward_domain)(dtype, may_split),
+        special_values=_special_values(problem),
         out_of_range=lambda name: _OUT_OF_RANGE if name in ("o", "final_state") else "",
     )
 

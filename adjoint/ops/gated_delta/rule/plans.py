@@ -21,6 +21,7 @@ _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 _CHUNKS: dict[str, Any] = {
     "numeric": lambda problem: {"chunk": CHUNK, "segment": SEGMENT},
     "waits": lambda problem: len(problem.dtypes) > 3,  # with cu_seqlens, the number of chunks is data
+    "revision": 2,
 }
 
 
@@ -85,7 +86,7 @@ def _on_kernels(kernel: str, direction: str, hopper: bool) -> Candidate:
         name="gluon.fused" if hopper else "triton.chunked",
         backend="triton",
         kernel=kernel,
-        revision=2,
+        revision=3,
         refuse=_refuse_hopper if hopper else refuse,
         guarantee=partial(guarantee.on_kernels, hopper=hopper),
         setup=imported(f"adjoint.ops.gated_delta.rule.{direction}:{direction}", hopper=hopper),

@@ -15,8 +15,8 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
 
 
 def arguments_of(inputs: Inputs, scale: float, normalize: bool = False) -> tuple[Any, ...]:
-    """The arguments of the forward, which gives final states and keeps what a backward needs."""
-    return (*inputs, scale, normalize, True, True)
+    """The arguments of the forward, which gives final states, checks no values and keeps what a backward needs."""
+    return (*inputs, scale, normalize, True, False, True)
 
 
 def guarantees_of(operator: Operator, arguments: tuple[Any, ...], plan: str) -> dict[str, Guarantee]:

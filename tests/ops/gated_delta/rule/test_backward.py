@@ -42,7 +42,7 @@ def backward(
     inputs: Inputs, do: Tensor | None, dfinal: Tensor | None, need: int = 63, normalize: bool = False
 ) -> tuple[Tensor, ...]:
     """The gradients, by the kernels alone."""
-    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, True), KERNELS)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, False, True), KERNELS)
     return BACKWARD.launch((do, dfinal, *inputs, saved, 0.5, normalize, need), KERNELS)
 
 

@@ -130,7 +130,7 @@ def test_run_needs_no_other_memory(device: torch.device) -> None:
     bounds = (0, 50, 3 * SHORT + 60, 4 * SHORT)
     inputs = remembered(device, bounds, torch.bfloat16)
     do, dfinal = upstream_of(inputs)
-    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, True), KERNELS)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, False, True), KERNELS)
     outputs = run_poisoned((do, dfinal, *inputs, saved, 0.5, False, 63))
     expected: tuple[Tensor, ...] = backward(inputs, do, dfinal)
     assert all(torch.equal(got, right) for got, right in zip(outputs, expected, strict=True))

@@ -140,7 +140,7 @@ def test_the_gradient_of_a_decay_that_cancels() -> None:
 
 
 def test_a_state_that_is_reset() -> None:
-    """g = −inf: finite bounds, and what they bound."""
+    """g = −inf: bounds are finite, those of any strong decay, and hold."""
     problems = problem_of((1, 70, 1, 2, 8, 4), torch.float32)
     g = problems.g.clone()
     g[:, 5::9] = -torch.inf
@@ -151,6 +151,11 @@ def test_a_state_that_is_reset() -> None:
     expected = bounds_of(PORTABLE, finite.inputs, finite.upstream, finite.scale)
     for name in RESULTS:
         assert torch.allclose(bounds[name], expected[name], rtol=1e-2, atol=1e-30), name
+    inputs, slopes = widened(problems.inputs), widened(problems.upstream)
+    rule = reference.gated_delta_rule  # token by token
+    exact = dict(zip(RESULTS, (*rule(*inputs), *gradients(rule)(*slopes, *inputs)), strict=True))
+    largest = largest_shares(EAGER, problems, by_eager(problems), exact)
+    assert max(largest.values()) <= 1.0, largest
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))

@@ -77,7 +77,7 @@ def test_it_stores_less_between_kernels() -> None:
 
 
 def backward(inputs: Inputs, do: Tensor, dfinal: Tensor, normalize: bool = False, need: int = 63) -> tuple[Tensor, ...]:
-    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, True), FUSED)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, False, True), FUSED)
     return BACKWARD.launch((do, dfinal, *inputs, saved, 0.5, normalize, need), FUSED)
 
 

@@ -175,7 +175,7 @@ def test_states_between_segments(device: torch.device, unsplit: None) -> None:
     assert saved.shape[0] == 1 and same(saved[0], rule(first)[1][0])
     short = tuple(x[:, : SEGMENT + 10] for x in whole)
     bounds_of_short = torch.tensor([0, 900, SEGMENT + 10], device=device)
-    out = plan.operator.allocate(*short, None, bounds_of_short, 1.0, False, True, True)
+    out = plan.operator.allocate(*short, None, bounds_of_short, 1.0, False, True, False, True)
     for x in out:
         x.fill_(torch.nan)
     other = adjoint.plan(
@@ -414,7 +414,12 @@ def test_a_positive_gate_is_named(device: torch.device) -> None:
 def problem(dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Problem:
     every = {"rows": 1, "time": 64, "sequences": 1, "key_heads": 1, "heads": 1, "K": 16, "V": 16, "states": 0} | sizes
     return Problem(
-        "gated_delta_rule", torch.device("cpu"), (dtype,) * 3, "", tuple(every.values()), (1.0, False, True, True)
+        "gated_delta_rule",
+        torch.device("cpu"),
+        (dtype,) * 3,
+        "",
+        tuple(every.values()),
+        (1.0, False, True, False, True),
     )
 
 

@@ -42,7 +42,7 @@ def scanned(inputs: Inputs, on_hopper: bool) -> tuple[Tensor, Tensor]:
     from adjoint.ops.gated_delta.rule.triton.state_scan import bind_state_scan, scan_regions
 
     _, k, v, g, beta, state, cu_seqlens = inputs
-    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, True), FUSED)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, False, True), FUSED)
     bound = Kernels(inputs, CANDIDATE, "gated_delta_rule_backward")
     setup, shape = bound.setup, bound.shape
     memory = bound.memory(

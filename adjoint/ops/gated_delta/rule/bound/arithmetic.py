@@ -13,9 +13,6 @@ NOISE = 2.0**-46
 FLUSHED = 2.0**-125
 """What a number of float32 that underflows may have been."""
 
-RESET = {torch.float32: -104.0, torch.float64: -746.0}
-"""By the type of the arithmetic, log decays whose exponential is 0: running sums take lower ones as these."""
-
 
 TF32_PRODUCT = 3 * 2.0**-20
 """What a product of float32 numbers, each of them two TF32 numbers that are cut, loses of its terms: 2⁻²⁰ of either

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, RESET, Arithmetic
+from adjoint.ops.gated_delta.arguments import RESET
+from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, Arithmetic
 
 
 def times(matrix: Tensor, vector: Tensor) -> Tensor:
