@@ -65,7 +65,8 @@ def test_a_doubled_error_is_a_failed_row(tmp_path: Path) -> None:
     recorded.save(figures, tmp_path / "recorded.json")
     recorded.load.cache_clear()
     failed = [row for row in numerics.accuracy(subject, torch.float32, CPU, EAGER) if not row.passed]
-    assert {row.check for row in failed} == {"recorded errors"} and len(failed) == len(compare(found))
+    larger = [x.name for x in compare(found) if x.relative_error > recorded.SMALLEST]
+    assert {row.check for row in failed} == {"recorded errors"} and len(failed) == len(larger) >= 5
     recorded.load.cache_clear()
 
 

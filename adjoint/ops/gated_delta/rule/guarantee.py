@@ -80,13 +80,12 @@ class _Bounds:
 
     def __init__(self, problem: Problem, hopper: bool | None) -> None:
         self._problem, self._hopper = problem, hopper
-        self._inputs: tuple[Any, ...] = ()
+        self._inputs: tuple[Any, ...] | None = None
         self._bounds: dict[str, Tensor] = {}
 
     def of(self, name: str, *inputs: Tensor | None) -> Tensor:
         """The bound of a result: `inputs` are those of the reference, after upstream gradients for a gradient."""
-        known = [reference() for reference in self._inputs]
-        if len(known) != len(inputs) or any(x is not y for x, y in zip(known, inputs, strict=True)):
+        if self._inputs is None or not _are_those(inputs, self._inputs):
             self._bounds = self._evaluate(inputs)
             self._inputs = tuple(_no_tensor if x is None else weakref.ref(x) for x in inputs)
         return self._bounds[name]
@@ -99,6 +98,11 @@ class _Bounds:
         call = Call(arithmetic_of(self._problem, self._hopper), scale, normalize)
         evaluate: Any = call.backward if self._problem.op.endswith("backward") else call.forward
         return evaluate(_kinds(self._problem), *inputs)  # type: ignore[no-any-return]
+
+
+def _are_those(inputs: tuple[Tensor | None, ...], references: tuple[Any, ...]) -> bool:
+    """Whether inputs are the very tensors that were referred to."""
+    return len(inputs) == len(references) and all(x is of() for x, of in zip(inputs, references, strict=True))
 
 
 def _no_tensor() -> None:
