@@ -131,8 +131,8 @@ def climb(
     """The largest share of its bound that the error of each result ever had."""
 
     def errors_of(some: Problems) -> dict[str, Tensor]:
-        found = shares(plan, some.inputs, some.upstream, run(some), some.exact(), some.scale)
-        return {name: some.each(share) for name, share in found.items()}
+        over_bounds = shares(plan, some.inputs, some.upstream, run(some), some.exact(), some.scale)
+        return {name: some.each(share) for name, share in over_bounds.items()}
 
     best = errors_of(problems)
     largest = {name: float(share.max()) for name, share in best.items()}

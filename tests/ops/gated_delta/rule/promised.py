@@ -55,11 +55,11 @@ def shares(
 ) -> dict[str, Tensor]:
     """Errors over their bounds, of every result; NaN counts as endless."""
     bounds = bounds_of(plan, inputs, upstream, scale, normalize)
-    found = {}
+    over_bounds = {}
     for name, got in results.items():
         error = error_norms(got, exact[name], bounds[name])
-        found[name] = (error / bounds[name]).masked_fill(error == 0, 0.0).nan_to_num(nan=float("inf"))
-    return found
+        over_bounds[name] = (error / bounds[name]).masked_fill(error == 0, 0.0).nan_to_num(nan=float("inf"))
+    return over_bounds
 
 
 def assert_gradients_are_as_promised(

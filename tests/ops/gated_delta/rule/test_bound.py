@@ -98,8 +98,8 @@ def problem_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1, **opti
 def largest_shares(
     plan: str, problems: Problems, results: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> dict[str, float]:
-    found = shares(plan, problems.inputs, problems.upstream, results, exact, problems.scale)
-    return {name: float(share.max()) for name, share in found.items()}
+    over_bounds = shares(plan, problems.inputs, problems.upstream, results, exact, problems.scale)
+    return {name: float(share.max()) for name, share in over_bounds.items()}
 
 
 def relative(results: dict[str, Tensor], exact: dict[str, Tensor], name: str) -> float:
@@ -168,8 +168,8 @@ def test_normalised_keys(dtype: torch.dtype) -> None:
     inputs = widened(problems.inputs)
     values = (*rule(*inputs), *gradients(rule)(*widened(problems.upstream), *inputs))
     exact = dict(zip(RESULTS, values, strict=True))
-    found = shares(EAGER, problems.inputs, problems.upstream, results, exact, problems.scale, normalize=True)
-    assert max(float(share.max()) for share in found.values()) <= 1.0
+    over_bounds = shares(EAGER, problems.inputs, problems.upstream, results, exact, problems.scale, normalize=True)
+    assert max(float(share.max()) for share in over_bounds.values()) <= 1.0
 
 
 # ----------------------------------------------------------------------------------------- what they say
@@ -217,11 +217,11 @@ def test_a_split_costs_what_passes_through_it(monkeypatch: pytest.MonkeyPatch) -
 def test_bounds_are_near_where_little_is_rounded() -> None:
     """Strong decays: within ten times of the error, token for token, in the middle."""
     problems = problem_of((1, 130, 1, 2, 16, 16), torch.bfloat16, decay=40.0)
-    found = shares(
+    over_bounds = shares(
         PORTABLE, problems.inputs, problems.upstream, by_simulation(problems, False), problems.exact(), problems.scale
     )
     for name in ("o", "dv", "final_state"):
-        assert float(found[name].median()) > 0.1, name
+        assert float(over_bounds[name].median()) > 0.1, name
 
 
 @pytest.mark.parametrize("plan", (PORTABLE, HOPPER))

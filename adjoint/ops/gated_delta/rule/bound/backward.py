@@ -16,8 +16,8 @@ def backward(
     a: Arithmetic, scale: float, lanes: Lanes, do: Tensor, S: Tensor, dS: Tensor, length: int
 ) -> tuple[list[Gradients], Tensor, Tensor]:
     """Every chunk, last to first: the gradients of each, in order, that of the initial state, and its error's bound."""
-    known = forward(a, scale, lanes, S, length, gradients=True).known
-    E, moved = Ellipsoids.none(len(S), S.shape[-2], S), S.new_zeros(len(S))
+    errors = forward(a, scale, lanes, S, length, gradients=True).errors
+    E, shift = Ellipsoids.none(len(S), S.shape[-2], S), S.new_zeros(len(S))
     every = a.reverse_segment // CHUNK if a.unsplit_reverse and length > a.unsplit_reverse else 0
     last = (lanes.chunks - 1) // every if every else 0
     end, B, B_error = (dS, E), torch.zeros_like(dS), E
@@ -25,9 +25,9 @@ def backward(
     for at in reversed(range(lanes.chunks)):
         c = lanes.chunk(a, scale, at)
         step, before, before_error = reverse_step(a, c, do[at], dS, E)
-        gradients = TokenGradients(a, c, lanes.v[at], do[at], known[at], step, E.norm(), moved)
+        gradients = TokenGradients(a, c, lanes.v[at], do[at], errors[at], step, E.norm(), shift)
         results.append(gradients.all())
-        moved = gradients.moved
+        shift = gradients.shift
         dS, E = before, before_error
         if every:
             _, B, B_error = reverse_step(a, c, do[at], B, B_error)
@@ -35,7 +35,7 @@ def backward(
                 if at // every < last:
                     E = _compose_reverse(a, scale, lanes, range(at, at + every), *end, B, B_error)
                 end, B, B_error = (dS, E), torch.zeros_like(dS), Ellipsoids.none(len(S), S.shape[-2], S)
-    return results[::-1], dS, E.norm() + moved
+    return results[::-1], dS, E.norm() + shift
 
 
 def _compose_reverse(
@@ -53,4 +53,4 @@ def _compose_reverse(
     sums = (TF32_PRODUCT + a.sum_of(dS.shape[-2])) * product + FLUSHED
     own = Ellipsoids.around(eye, sums)
     isotropic = Ellipsoids((passed.square()[:, None, None] * eye).unsqueeze(1))
-    return E.moved(segment.M.mT).plus(isotropic, B_error, own)
+    return E.move(segment.M.mT).add(isotropic, B_error, own)

@@ -51,16 +51,16 @@ class Ellipsoids:
         largest = power.square().sum((-1, -2)) ** 0.125
         return (traces * (largest + 1e-13)).sqrt().sum(1)
 
-    def moved(self, M: Tensor) -> "Ellipsoids":
+    def move(self, M: Tensor) -> "Ellipsoids":
         """Around M E."""
         M = M.unsqueeze(1)
         return Ellipsoids(M @ self.Q @ M.mT)
 
-    def scaled(self, factor: Tensor) -> "Ellipsoids":
+    def scale(self, factor: Tensor) -> "Ellipsoids":
         """Around E X for every X whose norm is at most the factor of its lane."""
         return Ellipsoids(self.Q * factor.square()[:, None, None, None])
 
-    def plus(self, *others: "Ellipsoids") -> "Ellipsoids":
+    def add(self, *others: "Ellipsoids") -> "Ellipsoids":
         """Around the sums."""
         Q = torch.cat([self.Q, *(other.Q for other in others)], 1)
         while Q.shape[1] > KEPT:

@@ -44,9 +44,9 @@ def forward_step(
     row = a.row(v.shape[-1]) + FLUSHED
     s = S.norm(dim=-1) + E.rows()
     dS = a.u * s + a.row(v.shape[-1])
-    known = times(c.old.abs(), s + dS)
+    predicted = times(c.old.abs(), s + dS)
     values = c.beta * v.norm(dim=-1)
-    residual_error = (c.over_keys + 8 * a.unit) * known + 4 * a.unit * values + row
+    residual_error = (c.over_keys + 8 * a.unit) * predicted + 4 * a.unit * values + row
     residual_error += c.beta * c.start_error * times(c.k.abs(), s + dS)
     r = c.beta.unsqueeze(-1) * v - c.old @ S
     new_values = c.T @ r
@@ -65,7 +65,7 @@ def forward_step(
     sizes = torch.cat([dS, dr, residual_error, carried, sums], -1)
     after = c.over[:, None, None] * S + c.kt @ new_values
     step = ForwardStep(S, new_values, s, dS, own, error, size, dr, residual_error, through_T)
-    return step, after, E.moved(c.M).plus(Ellipsoids.around(columns, sizes))
+    return step, after, E.move(c.M).add(Ellipsoids.around(columns, sizes))
 
 
 def output_bound(a: Arithmetic, c: Chunk, step: ForwardStep, E: Ellipsoids) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def output_bound(a: Arithmetic, c: Chunk, step: ForwardStep, E: Ellipsoids) -> t
     return out.norm(dim=-1), error
 
 
-class Known(NamedTuple):
+class ForwardErrors(NamedTuple):
     """What the gradients of a chunk need of its forward, beside the step.
 
     Attributes:
@@ -93,7 +93,7 @@ class Known(NamedTuple):
         key_error: of (S decayed to a token)ᵀ k, for every token.
         stored: of v' as memory has it, all of its error but what comes with the state.
         difference: v − S_tᵀk, S_t the state decayed to token t; residual, S_norm: the norms of both.
-        moved, moved_after: how far rounding normalised keys moves S_t, and the state after the token.
+        shift, shift_after: how far rounding normalised keys moves S_t, and the state after the token.
     """
 
     step: ForwardStep
@@ -103,8 +103,8 @@ class Known(NamedTuple):
     difference: Tensor
     residual: Tensor
     S_norm: Tensor
-    moved: Tensor
-    moved_after: Tensor
+    shift: Tensor
+    shift_after: Tensor
 
 
 class Lanes(NamedTuple):
@@ -149,7 +149,7 @@ class Segment:
         product = product + self.B.norm(dim=-1) + self.B_error.rows()
         sums = (TF32_PRODUCT + self.a.sum_of(self.M.shape[-1])) * product + FLUSHED
         own = Ellipsoids.around(torch.eye(self.M.shape[-1]).to(self.M).expand_as(self.M), sums)
-        return E.moved(self.M).plus(self.M_error.scaled(size), self.B_error, own)
+        return E.move(self.M).add(self.M_error.scale(size), self.B_error, own)
 
 
 @dataclass
@@ -159,13 +159,13 @@ class Forward:
     Attributes:
         out, out_error: norms of the exact outputs, and of their error before they are rounded, [chunks, lanes, 64].
         S, error: the final state, and a bound of its error.
-        known: what gradients need of each chunk, where there are to be any.
+        errors: what gradients need of each chunk, where there are to be any.
         states: bounds of the error of the state at the start of each segment but the first.
     """
 
     out: list[Tensor] = field(default_factory=list)
     out_error: list[Tensor] = field(default_factory=list)
-    known: list[Known] = field(default_factory=list)
+    errors: list[ForwardErrors] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)
     S: Any = None
     error: Any = None
@@ -174,7 +174,7 @@ class Forward:
 def forward(a: Arithmetic, scale: float, lanes: Lanes, S: Tensor, length: int, gradients: bool) -> Forward:
     """Every chunk of a sequence of so many tokens, first to last."""
     result, E = Forward(), Ellipsoids.none(len(S), S.shape[-2], S)
-    moved = S.new_zeros(len(S))  # by the rounding of normalised keys
+    shift = S.new_zeros(len(S))  # by the rounding of normalised keys
     every = a.segment // CHUNK if a.segment and length > a.segment else 0
     segment, start = None, (S, E)
     for at in range(lanes.chunks):
@@ -183,26 +183,28 @@ def forward(a: Arithmetic, scale: float, lanes: Lanes, S: Tensor, length: int, g
                 E = segment.compose(*start)
             segment, start = Segment(a, S), (S, E)
         if at and at % (packing.SEGMENT // CHUNK) == 0:
-            result.states[at // (packing.SEGMENT // CHUNK)] = E.norm() + moved
+            result.states[at // (packing.SEGMENT // CHUNK)] = E.norm() + shift
         c, v = lanes.chunk(a, scale, at), lanes.v[at]
         step, after, after_error = forward_step(a, c, v, S, E)
         out, error = output_bound(a, c, step, E)
         if a.normalized or gradients:
-            known = _known(a, c, v, step, E, moved)
-            moved = known.moved_after[..., -1]
-            S_after = known.S_norm + c.beta * c.k_norm * known.residual
-            error = error + abs(scale) * c.q_norm * ((1 + a.normalized) * known.moved_after + a.normalized * S_after)
-            result.known.append(known)
+            errors = _forward_errors(a, c, v, step, E, shift)
+            shift = errors.shift_after[..., -1]
+            S_after = errors.S_norm + c.beta * c.k_norm * errors.residual
+            error = error + abs(scale) * c.q_norm * ((1 + a.normalized) * errors.shift_after + a.normalized * S_after)
+            result.errors.append(errors)
         result.out.append(out)
         result.out_error.append(error)
         if segment is not None:
             segment.advance(c, v)
         S, E = after, after_error
-    result.S, result.error = S, E.norm() + moved
+    result.S, result.error = S, E.norm() + shift
     return result
 
 
-def _known(a: Arithmetic, c: Chunk, v: Tensor, step: ForwardStep, E: Ellipsoids, moved: Tensor) -> Known:
+def _forward_errors(
+    a: Arithmetic, c: Chunk, v: Tensor, step: ForwardStep, E: Ellipsoids, shift: Tensor
+) -> ForwardErrors:
     """What gradients need, and what normalised keys cost: ‖δk‖ ≤ ρ‖k‖ adds β (δk rᵀ − k (S_tᵀ δk)ᵀ) to the state, where
     r = v − S_tᵀk, and the rule with the keys that were rounded passes no more of it on than it was."""
     stored = step.own + a.u * step.size + a.row(v.shape[-1])
@@ -214,6 +216,6 @@ def _known(a: Arithmetic, c: Chunk, v: Tensor, step: ForwardStep, E: Ellipsoids,
     residual = difference.norm(dim=-1)
     S_norm = norms_of_sums(c.start, step.S, strict, c.k, step.new_values)
     source = c.beta * a.normalized * c.k_norm * (residual + (1 + a.normalized) * S_norm)
-    begun = c.start * moved.unsqueeze(-1)
-    before, after = begun + times(strict, source), begun + times(c.D, source)
-    return Known(step, E.norm(), key_error, stored, difference, residual, S_norm, before, after)
+    carried_shift = c.start * shift.unsqueeze(-1)
+    before, after = carried_shift + times(strict, source), carried_shift + times(c.D, source)
+    return ForwardErrors(step, E.norm(), key_error, stored, difference, residual, S_norm, before, after)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, NOISE, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, norms_of_sums, times
-from adjoint.ops.gated_delta.rule.bound.forward import Known
+from adjoint.ops.gated_delta.rule.bound.forward import ForwardErrors
 from adjoint.ops.gated_delta.rule.bound.reverse_step import ReverseStep
 
 
@@ -46,19 +46,19 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 
 
 class TokenGradients:
-    """The errors of a chunk's gradients, from what the forward (`known`) and the reverse scan (`back`) left.
+    """The errors of a chunk's gradients, from what the forward and the reverse scan (`back`) left.
 
     Args:
         dS_error: a bound of the error of dS.
-        moved: how far normalised q and k that are rounded move dS, a number a lane.
+        shift: how far normalised q and k that are rounded move dS, a number a lane.
     """
 
     def __init__(
-        self, a: Arithmetic, c: Chunk, v: Tensor, do: Tensor, known: Known, back: ReverseStep, dS_error: Tensor,
-        moved: Tensor,
+        self, a: Arithmetic, c: Chunk, v: Tensor, do: Tensor, forward: ForwardErrors, back: ReverseStep,
+        dS_error: Tensor, shift: Tensor,
     ) -> None:  # fmt: skip
-        self.a, self.c, self.v, self.do, self.known, self.back = a, c, v, do, known, back
-        step = known.step
+        self.a, self.c, self.v, self.do, self.forward, self.back = a, c, v, do, forward, back
+        step = forward.step
         self.S, self.dS, self.new, self.Y = step.S, back.dS, step.new_values, back.Y
         self.strict = c.D.tril(-1)
         row = a.row(v.shape[-1])
@@ -70,17 +70,17 @@ class TokenGradients:
         self.all_Y, self.all_new = (x.sum(-1, keepdim=True) for x in (self.Y_size, self.new_size))
         self.S_rows, self.dS_rows = step.state_size + step.state_rounding, back.dS_size + back.dS_rounding
         # S_t and dS_t, before and after what the token itself does to them.
-        begun = c.start * (known.state_error + step.state_rounding.norm(dim=-1)).unsqueeze(-1)
-        self.S_error = begun + times(self.strict, c.k_norm * known.stored)
-        self.S_after_error = begun + times(c.D, c.k_norm * known.stored)
-        ended = c.end * (dS_error + back.dS_rounding.norm(dim=-1)).unsqueeze(-1)
-        self.dS_error = ended + times(self.strict.mT, c.beta * c.k_norm * stored_Y)
-        self.dS_before_error = ended + times(c.D.mT, c.beta * c.k_norm * stored_Y)
+        from_start = c.start * (forward.state_error + step.state_rounding.norm(dim=-1)).unsqueeze(-1)
+        self.S_error = from_start + times(self.strict, c.k_norm * forward.stored)
+        self.S_after_error = from_start + times(c.D, c.k_norm * forward.stored)
+        to_end = c.end * (dS_error + back.dS_rounding.norm(dim=-1)).unsqueeze(-1)
+        self.dS_error = to_end + times(self.strict.mT, c.beta * c.k_norm * stored_Y)
+        self.dS_before_error = to_end + times(c.D.mT, c.beta * c.k_norm * stored_Y)
         left, right = torch.cat([c.scale * c.q, -c.beta.unsqueeze(-1) * c.k], -2), torch.cat([do, self.Y], -2)
         self.dS_before = norms_of_sums(c.end, self.dS, torch.cat([c.D.mT, c.D.mT], -1), left, right)
         self.dS_after = self.dS_before + c.beta * c.k_norm * self.Y_norm
         self._round_matrices()
-        self._move(moved)
+        self._shift(shift)
 
     def _round_matrices(self) -> None:
         """M and E = −β N: their terms, and what is lost of them before dq and dk multiply them."""
@@ -97,57 +97,57 @@ class TokenGradients:
         self.lost_M = (a.u * abs(c.scale) * D * M + share * self.M_terms + tiny).tril()
         self.lost_E = (c.beta.unsqueeze(-1) * (a.u * D * N + share * self.N_terms + tiny)).tril(-1)
 
-    def _move(self, moved: Tensor) -> None:
+    def _shift(self, shift: Tensor) -> None:
         """What normalised q and k cost dS_t, Y and v − S_tᵀk; and the dS of the chunk before."""
-        c, share, S_norm = self.c, self.a.normalized, self.known.S_norm
+        c, share, S_norm = self.c, self.a.normalized, self.forward.S_norm
         source = c.beta * share * c.k_norm * ((1 + share) * self.Y_norm + self.dS_after)
         from_q = abs(c.scale) * share * c.q_norm * self.upstream
-        self.dS_moved = c.end * moved.unsqueeze(-1) + times(c.D.mT, from_q) + times(self.strict.mT, source)
-        self.dS_before_moved = self.dS_moved + source
-        self.Y_moved = c.k_norm * (self.dS_moved + share * (self.dS_after + self.dS_moved))
-        self.residual_moved = c.k_norm * (self.known.moved + share * (S_norm + self.known.moved))
-        self.moved = c.over * moved + (c.start * (from_q + source)).sum(-1)
+        self.dS_shift = c.end * shift.unsqueeze(-1) + times(c.D.mT, from_q) + times(self.strict.mT, source)
+        self.dS_before_shift = self.dS_shift + source
+        self.Y_shift = c.k_norm * (self.dS_shift + share * (self.dS_after + self.dS_shift))
+        self.residual_shift = c.k_norm * (self.forward.shift + share * (S_norm + self.forward.shift))
+        self.shift = c.over * shift + (c.start * (from_q + source)).sum(-1)
 
     # ------------------------------------------------------------------------------------------ errors
 
     def dq_error(self) -> Tensor:
         c = self.c
         from_S = self.products * c.start + c.start_error
-        state = self.S_after_error + self.known.moved_after + from_S * self.S_rows.norm(dim=-1, keepdim=True)
+        state = self.S_after_error + self.forward.shift_after + from_S * self.S_rows.norm(dim=-1, keepdim=True)
         error = abs(c.scale) * self.upstream * (state + NOISE * self.all_new)
         return error + times(self.lost_M, c.k_norm)
 
     def dk_error(self) -> Tensor:
-        c, known = self.c, self.known
+        c, forward = self.c, self.forward
         error = self.dS_error * self.new_size + self.dS_after * self.new_error
-        error = error + c.beta * (self.S_error * self.Y_size + known.S_norm * self.Y_error)
+        error = error + c.beta * (self.S_error * self.Y_size + forward.S_norm * self.Y_error)
         error = error + times(self.lost_M.mT, c.q_norm) + times(self.lost_E + self.lost_E.mT, c.k_norm)
         from_dS, from_S = self.products * c.end + c.end_error, self.products * c.start + c.start_error
         error = error + from_dS * self.dS_rows.norm(dim=-1, keepdim=True) * self.new_size
         error = error + from_S * c.beta * self.S_rows.norm(dim=-1, keepdim=True) * self.Y_size
-        noise = self.all_Y * self.all_new + self.dS_after * known.residual + known.S_norm * self.Y_norm
-        moved = self.dS_moved * (known.residual + self.residual_moved) + self.dS_after * self.residual_moved
-        moved = moved + known.moved * (self.Y_norm + self.Y_moved) + known.S_norm * self.Y_moved
-        return error + NOISE * noise + c.beta * moved
+        noise = self.all_Y * self.all_new + self.dS_after * forward.residual + forward.S_norm * self.Y_norm
+        shift = self.dS_shift * (forward.residual + self.residual_shift) + self.dS_after * self.residual_shift
+        shift = shift + forward.shift * (self.Y_norm + self.Y_shift) + forward.S_norm * self.Y_shift
+        return error + NOISE * noise + c.beta * shift
 
     def dv_error(self) -> Tensor:
-        return self.c.beta * (self.Y_error + 4 * self.a.unit * self.Y_size + self.Y_moved + NOISE * self.all_Y)
+        return self.c.beta * (self.Y_error + 4 * self.a.unit * self.Y_size + self.Y_shift + NOISE * self.all_Y)
 
     def dbeta_error(self) -> Tensor:
-        c, known = self.c, self.known
-        error = self.Y_error * known.residual + self.Y_size * known.key_error
+        c, forward = self.c, self.forward
+        error = self.Y_error * forward.residual + self.Y_size * forward.key_error
         along = times(c.k.abs(), self.S_rows)
         error = error + self.Y_size * (self.products * (self.v.norm(dim=-1) + c.start * along) + c.start_error * along)
         error = error + (self.N_terms * (self.products + self.decays) * c.kk_abs).sum(-1)
         error = error + self.a.row_product * c.start * (c.k.abs() * self._rows_of_Y_S()).sum(-1)
-        moved = self.Y_moved * (known.residual + self.residual_moved) + self.Y_norm * self.residual_moved
-        return error + moved + NOISE * self.all_Y * (known.residual + self.all_new)
+        shift = self.Y_shift * (forward.residual + self.residual_shift) + self.Y_norm * self.residual_shift
+        return error + shift + NOISE * self.all_Y * (forward.residual + self.all_new)
 
     def dg_error(self) -> Tensor:
         """⟨S_t, dS_t − β k Yᵀ⟩, computed as sums of what was multiplied with a decay that token t is part of."""
-        a, c, known = self.a, self.c, self.known
-        error = self.S_error * self.dS_before + (known.S_norm + self.S_error) * self.dS_before_error
-        error = error + self.dS_before_moved * (known.S_norm + known.moved) + self.dS_before * known.moved
+        a, c, forward = self.a, self.c, self.forward
+        error = self.S_error * self.dS_before + (forward.S_norm + self.S_error) * self.dS_before_error
+        error = error + self.dS_before_shift * (forward.S_norm + forward.shift) + self.dS_before * forward.shift
         # Kernels for Hopper add rows and columns of all pairs of tokens, and those that no decay passes cancel.
         pairs = self.M_terms * c.qk_abs + c.beta.unsqueeze(-1) * self.N_terms * c.kk_abs
         pairs = ((self.products + self.decays + a.u**2) * pairs).tril(-1)
@@ -202,6 +202,6 @@ class TokenGradients:
         since, until = (do_S * c.q).sum(-1) - (Y_S * c.k).sum(-1), (new_dS * c.k).sum(-1)
         dg = passing + since.flip(-1).cumsum(-1).flip(-1) + until.cumsum(-1) - until
         dg = dg + (c.over * (S * dS).sum((-1, -2))).unsqueeze(-1)
-        dbeta = (Y * self.known.difference).sum(-1)
+        dbeta = (Y * self.forward.difference).sum(-1)
         errors = (self.dq_error(), self.dk_error(), self.dv_error(), self.dg_error(), self.dbeta_error())
         return Gradients(dq, dk, c.beta * self.Y_norm, dg, dbeta, *errors, self.dq_terms(), self.dk_terms())

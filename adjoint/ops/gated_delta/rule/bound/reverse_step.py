@@ -60,4 +60,4 @@ def reverse_step(
     sizes = torch.cat([own + (a.u + 8 * a.unit) * size + row, sums], -1)
     step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), own, error, size)
     before = c.over[:, None, None] * dS + c.far.mT @ do - c.old.mT @ Y
-    return step, before, E.moved(c.M.mT).plus(Ellipsoids.around(columns, sizes))
+    return step, before, E.move(c.M.mT).add(Ellipsoids.around(columns, sizes))
