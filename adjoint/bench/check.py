@@ -96,7 +96,12 @@ def check(
         for promise, measured, relative in zip(guarantee, worst, errors, strict=True)
         if measured is not None
     ]
-    broken = [str(measured) for measured in found if not measured.holds]
+    recorded = [
+        Measurement(relative, promise.recorded.ceiling, "relative, of what is recorded")
+        for promise, relative in zip(guarantee, errors, strict=True)
+        if promise.recorded is not None
+    ]
+    broken = [str(measured) for measured in (*found, *recorded) if not measured.holds]
     shown = max(found, key=_share)
     return Verdict(error, f"{shown.value:.3g} {shown.unit}", "; ".join(broken))
 

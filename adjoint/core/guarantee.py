@@ -7,6 +7,9 @@ about error, of a named kind:
 - `Derived`: a theorem in the docs; its bound is evaluated in float64 for the very inputs of the call.
 - `Empirical`: a norm-relative ceiling recorded on named cases.
 
+Beside it may stand a `recorded` ceiling, which promises nothing: the op's own cases stay below it, so a regression that
+a promise for every input has room for is noticed there.
+
 Each kind measures an output against the exact result by `measure`, which tests and `adjoint verify`
 share: a tolerance that appears in no guarantee appears in no test.
 """
@@ -56,16 +59,22 @@ class Derived:
     """A running-error bound: `bound(*inputs)` gives, in float64, the largest error of each element.
 
     `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest,
-    to which it would be rounded if there were one.
+    to which it would be rounded if there were one. With `axes`, it bounds the norm of the error along so many of the
+    last axes, such as those of a token's vector, and has the others. `expected(*inputs)`, where there is a model of
+    roundings, gives the root mean square that is to be expected in the place of each bound: no promise.
     """
 
     formula: str
     bound: Callable[..., Tensor]
+    axes: int = 0
+    expected: Callable[..., Tensor] | None = None
     kind: ClassVar[str] = "derived"
 
     def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
         bound = self.bound(*inputs)
         error = _rounding_error(output, exact)
+        if self.axes:
+            error = error.flatten(-self.axes).norm(dim=-1)
         share = torch.where(error == 0, 0.0, error / bound)
         return Measurement(_largest(share), 1.0, "of the bound")
 
@@ -113,6 +122,7 @@ class Guarantee:
         accumulator: the type the arithmetic runs in.
         roundings: roundings to the storage type between input and output.
         error: how far the output may be from the exact result.
+        recorded: what it is on the op's cases; no promise for other inputs, and None where that says nothing more.
         domain: the inputs all of this holds for.
         special_values: what infinities, NaN and signed zeros give.
         out_of_range: what an index out of range gives, for ops that take indices.
@@ -130,6 +140,7 @@ class Guarantee:
     special_values: str = ""
     out_of_range: str = ""
     ties: str = ""
+    recorded: Empirical | None = None
 
     @property
     def flags(self) -> str:
@@ -144,8 +155,10 @@ class Guarantee:
             f"bits: {self.flags}",
             f"arithmetic: {self.accumulator}, {self.roundings} rounding{'s' if self.roundings != 1 else ''}",
             f"error: {self.error}",
-            f"domain: {self.domain}",
         ]
+        if self.recorded is not None:
+            lines.append(f"recorded: {self.recorded}")
+        lines.append(f"domain: {self.domain}")
         for name in ("special_values", "out_of_range", "ties"):
             if getattr(self, name):
                 lines.append(f"{name.replace('_', ' ')}: {getattr(self, name)}")

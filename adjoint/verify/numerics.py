@@ -11,7 +11,7 @@ from adjoint.contract.cases import Answers, Case, Special, Subject
 from adjoint.contract.inputs import Inputs, each, is_differentiable, leaves
 from adjoint.core.guarantee import absolute_error, spacing
 from adjoint.core.preference import Preference
-from adjoint.verify.run import Row, as_tuple, evaluate, generator, measure
+from adjoint.verify.run import Row, as_tuple, compare, evaluate, generator, regressions
 
 SPECIAL_COPIES = 19
 """More than one vector of every type, and a ragged end."""
@@ -25,15 +25,19 @@ def accuracy(
     cases: Iterable[Case] | None = None,
     check: str = "accuracy",
 ) -> list[Row]:
-    """Every output and gradient of every case, by default of the subject's, is inside its stated bound."""
+    """Every output and gradient of every case, by default of the subject's, is inside its stated bound, and no further
+    off than was recorded."""
     rows = []
     for case in subject.cases if cases is None else cases:
         found = evaluate(subject, case, dtype, device, preference)
-        forward, backward = found.guarantees
-        for name, measured in measure(found).items():
-            wrong = [] if measured.holds else [f"case {case.name!r}, output {name}"]
-            promise = str((forward | backward)[name].error)
-            rows.append(found.row(check, dtype, promise, f"{name}: {measured}", wrong))
+        comparisons = compare(found)
+        measured = [(check, str(x.guarantee.error), x.name, x.promise) for x in comparisons]
+        if cases is None:
+            figures = regressions(found, case, comparisons)
+            measured += [("recorded errors", "no more than was recorded", name, error) for name, error in figures]
+        for about, guarantee, name, error in measured:
+            wrong = [] if error.holds else [f"case {case.name!r}, output {name}"]
+            rows.append(found.row(about, dtype, guarantee, f"{name}: {error}", wrong))
     return rows
 
 
@@ -110,7 +114,9 @@ def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     for name, mistake in subject.mistakes.items():
         outputs, gradients = mistake(found.upstream, found.inputs)
         answer = replace(found, outputs=outputs, gradients=gradients)
-        caught = [output for output, measured in measure(answer).items() if not measured.holds]
+        comparisons = compare(answer)
+        errors = [(x.name, x.promise) for x in comparisons] + list(regressions(answer, case, comparisons))
+        caught = dict.fromkeys(output for output, measured in errors if not measured.holds)
         wrong = [] if caught else [f"the mistake {name!r} passes the accuracy check"]
         shown = f"{name}: {', '.join(caught) or 'nothing'} rejected"
         rows.append(found.row("mistakes are caught", dtype, "rejected", shown, wrong))

@@ -321,7 +321,7 @@ def test_the_rule_in_torch_is_the_rule_and_compiles() -> None:
     out = layers.in_torch(*inputs)
     q, k, v, g, beta, *_ = (x if x is None else x.double() for x in inputs)
     exact, _ = adjoint.gated_delta_rule(q, k, v, g, beta)  # type: ignore[arg-type]
-    ceiling = adjoint.plan(adjoint.gated_delta_rule, *inputs[:5]).guarantee["o"].error
+    ceiling = adjoint.plan(adjoint.gated_delta_rule, *inputs[:5]).guarantee["o"].recorded
     assert ceiling.measure(out, exact).holds
     compiled = torch.compile(layers.in_torch, backend="aot_eager", fullgraph=True, dynamic=False)
     assert ceiling.measure(compiled(*inputs), exact).holds
@@ -366,7 +366,7 @@ def test_flashinfer_gets_decays_and_no_batch_axis(split: bool, monkeypatch: pyte
     (out,) = contender.run()
     expected, _ = adjoint.gated_delta_rule(*inputs[:5], cu_seqlens=inputs[6])  # type: ignore[arg-type]
     promised = adjoint.plan(adjoint.gated_delta_rule, *inputs[:5], cu_seqlens=inputs[6]).guarantee["o"]
-    assert out.shape == expected.shape and promised.error.measure(out, expected.double()).holds
+    assert out.shape == expected.shape and promised.recorded.measure(out, expected.double()).holds
     assert contender.outputs[0].data_ptr() == out.data_ptr()
 
 

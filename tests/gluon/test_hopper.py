@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjoint.contract.inputs import widened
 from adjoint.core import kernels
 from adjoint.ops.gated_delta.values import nearly_equal
 from tests.gluon import hopper
@@ -50,9 +51,12 @@ def test_results_are_within_their_guarantees(name: str) -> None:
         (call.operator, call.arguments), (call.adjoint, call.adjoint_arguments(upstream, kept))
     ):  # fmt: skip
         promises |= hopper.candidate_of(operator).guarantee(operator.describe(*arguments))
+    inputs, slopes = widened(example.inputs), widened(upstream)
     for (output, result), exact in zip(results.items(), example.exact(), strict=True):
-        measured = promises[output].error.measure(result, exact)
-        assert measured.holds, (output, measured)
+        arguments = inputs if output in call.operator.outputs else (*slopes, *inputs)
+        for statement in (promises[output].error, promises[output].recorded):
+            measured = statement.measure(result, exact, *arguments)
+            assert measured.holds, (output, measured)
 
 
 @pytest.mark.parametrize("name", ["few heads", "many heads", "packed", "split, packed"])

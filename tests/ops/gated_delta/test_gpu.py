@@ -24,7 +24,7 @@ from adjoint.contract.inputs import leaves, widened
 from adjoint.core import kernels
 from adjoint.core.plan import Plan
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
-from adjoint.ops.gated_delta.rule import plans
+from adjoint.ops.gated_delta.rule import guarantee, plans
 
 pytestmark = pytest.mark.gpu
 
@@ -159,16 +159,22 @@ def exact_results(example: Example) -> tuple[Tensor, ...]:
     return results(Preference(plan="eager.chunked"), Example(*widened(example)))
 
 
-def inside(plan: Plan, answers: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """Every result is finite and within what its plan states; what float32 has no normal number for may be 0."""
+def inside(plan: Plan, answers: dict[str, Tensor], exact: dict[str, Tensor], example: Example | None = None) -> None:
+    """Every result is finite, within what is recorded and, with its inputs, within what its plan promises for them.
+    What float32 has no normal number for may be 0."""
     assert plan.adjoint is not None
     stated = plan.guarantee | plan.adjoint.guarantee
     smallest = torch.finfo(torch.float32).smallest_normal
+    *inputs, do, dfinal = (None,) * 9 if example is None else widened(example)
     for name, got in answers.items():
         assert bool(torch.isfinite(got).all()), name
         got, expected = (torch.where(x.abs() < smallest, 0.0, x) for x in (got, exact[name]))
-        measured = stated[name].error.measure(got, expected)
+        measured = stated[name].recorded.measure(got, expected)
         assert measured.holds, (name, str(measured))
+        if example is not None:
+            upstream = (do, dfinal) if name in GRADIENTS else ()
+            measured = stated[name].error.measure(got, expected, *upstream, *inputs)
+            assert measured.holds, (name, str(measured))
 
 
 def named(answers: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -270,7 +276,7 @@ def test_errors_are_within_what_is_stated(device: torch.device, name: str, domai
     options, change = DOMAINS[domain]
     example = change(drawn(device, **options))
     plan = plan_of(name, example)
-    inside(plan, named(results(preference_for(name), example)), named(exact_results(example)))
+    inside(plan, named(results(preference_for(name), example)), named(exact_results(example)), example)
 
 
 @every_plan
@@ -283,7 +289,7 @@ def test_wide_values(device: torch.device, name: str) -> None:
     except adjoint.Unsupported as refusal:
         pytest.skip(str(refusal))
     for got, expected in zip(answers, exact, strict=True):
-        assert float((got.double() - expected).norm()) <= plans.CEILINGS[torch.float16] * float(expected.norm())
+        assert float((got.double() - expected).norm()) <= guarantee.CEILINGS[torch.float16] * float(expected.norm())
 
 
 @every_plan
@@ -297,8 +303,8 @@ def test_residuals_of_a_rounding(device: torch.device, name: str) -> None:
     answers, exact = named(results(preference_for(name), example)), named(exact_results(example))
     terms = (example.v.double() * exact["dv"] / example.beta.double()[..., None]).abs().sum(-1)
     error = (answers.pop("dbeta").double() - exact["dbeta"]).norm()
-    inside(plan, answers, exact)
-    assert float(error) <= plan.adjoint.guarantee["dbeta"].error.ceiling * float(terms.norm())  # type: ignore[union-attr]
+    inside(plan, answers, exact, example)
+    assert float(error) <= plan.adjoint.guarantee["dbeta"].recorded.ceiling * float(terms.norm())  # type: ignore[union-attr]
 
 
 @every_plan
@@ -344,7 +350,7 @@ def test_gradients_pass_through_segments(device: torch.device, name: str, heads:
     answers, exact = results(preference_for(name), example), named(exact_results(example))
     passed = exact["dinitial_state"][2].norm() / example.dfinal[2].norm()
     assert passed > 0.1, "the gradient of the longest initial state has much of the final state's"
-    inside(plan, named(answers), exact)
+    inside(plan, named(answers), exact, example)
     assert torch.equal(named(answers)["dinitial_state"][1], example.dfinal[1])
     for number, (begin, end) in enumerate(pairwise(bounds)):
         alone = results(preference_for(name), example.of(begin, end, number))
@@ -465,7 +471,7 @@ def test_a_prefill_cut_in_two(device: torch.device, name: str, heads: tuple[int,
         if heads == MANY and cut % CHUNK == 0:
             assert same(parts, whole), cut
         for key, got, expected in zip(OUTPUTS, parts, whole, strict=True):
-            measured = plan.guarantee[key].error.measure(got, expected.double())
+            measured = plan.guarantee[key].recorded.measure(got, expected.double())
             assert measured.value <= 2 * measured.limit, (key, cut, str(measured))
     short = forward(preference_for(name), example.of(0, SEGMENT, 0))
     first, between = forward(preference_for(name), example.of(0, 5 * CHUNK, 0))
@@ -675,7 +681,7 @@ def test_4096_decoded_tokens_follow_a_prefill(device: torch.device) -> None:
     for t in range(prefill, prefill + decoded):
         token = (x[:, t : t + 1] for x in example.tokens)
         steps.append(adjoint.gated_delta_step(*token, pool, in_place=True)[0])
-    rule = adjoint.plan(adjoint.gated_delta_rule, *example.tokens).guarantee["o"].error
+    rule = adjoint.plan(adjoint.gated_delta_rule, *example.tokens).guarantee["o"].recorded
     step = adjoint.plan(adjoint.gated_delta_step, *(x[:, :1] for x in example.tokens), pool).guarantee["o"].error
     limit = rule.ceiling + step.ceiling  # type: ignore[union-attr]
     got, expected = torch.cat(steps, 1).double(), exact[:, prefill:]
