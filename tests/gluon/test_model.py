@@ -157,8 +157,8 @@ def test_programs_that_race_are_a_fault() -> None:
     launch.program = 1
     place.store(1.0)  # the same in any order
     (place + 1).store(2.0)
+    launch.program = 2
     with pytest.raises(Fault, match="two programs store different numbers"):
         place.store(3.0)
-    launch.program = 0
     with pytest.raises(Fault, match="a program loads what another one stores"):
         (place + 1).load()
