@@ -31,16 +31,19 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
 def backward(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None) -> None:
     """dgate = dy·up·silu'(gate) and dup = dy·silu(gate), each where a tensor is given for it.
 
-    The outputs may be the inputs, and get the bits that others would: how torch's loops run follows from the inputs.
+    The outputs may be the inputs, and get the bits that others would: a loop of torch's takes vectors along the rows of
+    the gate, and has other bits at their ends.
     """
     outputs = [x for x in (dgate, dup) if x is not None]
     if gate.numel() == 0 or not outputs:
         return
-    if not _share_a_loop(*(x for x in (dy, gate, up) if x is not None)):
-        dy, gate, up = dy.contiguous(), gate.contiguous(), None if up is None else up.contiguous()
-    inputs = [x for x in (dy, gate, up) if x is not None]
-    storages = {x.untyped_storage().data_ptr() for x in inputs}
-    if _share_a_loop(*inputs, *outputs) and not any(x.untyped_storage().data_ptr() in storages for x in outputs):
+    storages = {x.untyped_storage().data_ptr() for x in (dy, gate, up) if x is not None}
+    is_direct = _has_rows(gate) and all(
+        _has_rows(x) and x.untyped_storage().data_ptr() not in storages for x in outputs
+    )  # fmt: skip
+    dy, gate = (x if _has_rows(x) else x.contiguous() for x in (dy, gate))
+    up = up if up is None or _has_rows(up) else up.contiguous()
+    if is_direct:
         _differentiate(dy, gate, up, dgate, dup)
         return
     results = [None if x is None else torch.empty_like(gate) for x in (dgate, dup)]
@@ -72,7 +75,6 @@ def _smallest(x: Tensor) -> float:
     return (x.amin() if x.dtype == torch.float32 else x.min()).item()
 
 
-def _share_a_loop(*tensors: Tensor) -> bool:
-    """Whether torch's loops over these tensors take several neighbouring elements at once."""
-    first = tensors[0].stride()
-    return all(x.stride() == first for x in tensors) or all(x.stride(-1) == 1 for x in tensors)
+def _has_rows(x: Tensor) -> bool:
+    """Whether elements along the last axis are adjacent, so that torch's loops take several of them at once."""
+    return x.dim() == 0 or x.stride(-1) == 1
