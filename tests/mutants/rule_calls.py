@@ -261,14 +261,15 @@ def wrong_indices() -> bool:
 
 
 def wrong_bounds() -> bool:
-    """Whether rows, which are sequences of one length, do not begin where they do."""
-    indices = _triton("chunk_indices")
-    x, g = torch.zeros(3, 200, 1, 16), torch.zeros(3, 200, 1)
-    bound = Kernels((x, x, x, g, g, None, None))
+    """Whether sequences, and their first chunks, do not begin where they do, or more is written than they are."""
+    indices, begins = _triton("chunk_indices"), (0, 200, 330, 600)
+    x, g, cu_seqlens = torch.zeros(1, 600, 1, 16), torch.zeros(1, 600, 1), torch.tensor(begins)
+    bound = Kernels((x, x, x, g, g, None, cu_seqlens))
     memory = bound.memory(**indices.index_regions(bound.shape, segments=False))
     bounds = {name: at_the_edge(memory[name]) for name in ("sequence_begins", "first_chunks")}
-    indices.bind_bounds(bound.setup, bound.shape, packing.CHUNK, raises=False)(bounds, None, bounds["first_chunks"])
-    return bounds["sequence_begins"].tolist() != [0, 200, 400, 600] or bounds["first_chunks"].tolist() != [0, 4, 8, 12]
+    launch = indices.bind_bounds(bound.setup, bound.shape, packing.CHUNK, raises=False)
+    launch(bounds, cu_seqlens, bounds["first_chunks"])
+    return bounds["sequence_begins"].tolist() != list(begins) or bounds["first_chunks"].tolist() != [0, 4, 7, 12]
 
 
 def wrong_clearing() -> bool:
