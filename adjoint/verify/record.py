@@ -35,8 +35,8 @@ def record(console: Console, ops: Sequence[str], device: torch.device, path: Pat
     for subject in chosen:
         for keys, errors in _errors(on_device(subject, device), device):
             recorded.put(figures, keys, errors)
+            recorded.save(figures, path)  # what an interrupted run has measured is kept
             console.print(Text(f"{', '.join(keys)}: {len(errors)} figures", style="dim"), soft_wrap=True)
-    recorded.save(figures, path)
     return 0
 
 
