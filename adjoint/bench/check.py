@@ -90,7 +90,7 @@ def check(
         if error <= WRONG_LIMIT:  # False for NaN
             return Verdict(error, inaccuracy=excess, ties=ties)
         return Verdict(error, failure=excess, ties=ties)
-    found = [
+    promised = [
         # A norm is a matter of the whole tensor, not of its worst piece.
         Measurement(relative, promise.error.ceiling, "relative") if isinstance(promise.error, Empirical) else measured
         for promise, measured, relative in zip(guarantee, worst, errors, strict=True)
@@ -101,8 +101,8 @@ def check(
         for promise, relative in zip(guarantee, errors, strict=True)
         if promise.recorded is not None
     ]
-    broken = [str(measured) for measured in (*found, *recorded) if not measured.holds]
-    shown = max(found, key=_share)
+    broken = [str(measured) for measured in (*promised, *recorded) if not measured.holds]
+    shown = max(promised, key=_share)
     return Verdict(error, f"{shown.value:.3g} {shown.unit}", "; ".join(broken))
 
 

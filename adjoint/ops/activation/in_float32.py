@@ -16,7 +16,7 @@ LOWEST = -87.0
 
 
 def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
-    """silu(gate)·up, or silu(gate) without an up; into y where one is given, else laid out like gate."""
+    """silu(gate)·up, or silu(gate) without an up; into y, or without one into new memory laid out like gate."""
     source = gate if y is None or gate.stride() == y.stride() else y.copy_(gate)
     is_usual = source.numel() == 0 or _smallest(source) >= LOWEST
     y = F.silu(source) if y is None else torch.ops.aten.silu.out(source, out=y)

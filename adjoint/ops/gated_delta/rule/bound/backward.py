@@ -51,6 +51,6 @@ def _compose_reverse(
     passed = segment.M_error.along(dS.mT).norm(dim=-1) + segment.M_error.norm() * E.norm()
     product = times(segment.M.abs().mT, s) + (M_rows * s).sum(-1, keepdim=True) + B.norm(dim=-1)
     sums = (TF32_PRODUCT + a.sum_of(dS.shape[-2])) * product + FLUSHED
-    own = Ellipsoids.around(eye, sums)
+    of_sums = Ellipsoids.around(eye, sums)
     isotropic = Ellipsoids((passed.square()[:, None, None] * eye).unsqueeze(1))
-    return E.move(segment.M.mT).add(isotropic, B_error, own)
+    return E.move(segment.M.mT).add(isotropic, B_error, of_sums)

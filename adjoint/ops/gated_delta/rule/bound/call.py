@@ -48,8 +48,8 @@ class Call:
         """The rows, tokens and numbers of sequences that are evaluated at once."""
         if cu_seqlens is None:
             return [(slice(0, len(x)), slice(0, x.shape[1]), slice(0, len(x)))]
-        found = reference.sequences(1, x.shape[1], cu_seqlens)
-        return [(slice(0, 1), tokens, slice(n, n + 1)) for n, (_, tokens) in enumerate(found)]
+        cut = reference.sequences(1, x.shape[1], cu_seqlens)
+        return [(slice(0, 1), tokens, slice(n, n + 1)) for n, (_, tokens) in enumerate(cut)]
 
     def forward(
         self, kinds: dict[str, torch.dtype], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,

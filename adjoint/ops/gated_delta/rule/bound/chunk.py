@@ -71,8 +71,8 @@ class Chunk:
         # The chunk's matrix and its inverse.
         A_error = self.kk_abs * (self.over_keys * strict + self.decay_error.tril(-1))
         A_error = self.beta.unsqueeze(-1) * A_error
-        own = _inverse_error(a, self.T, A, A_error, self.over_tokens)
-        self.T_error = own + a.inverse * self.T0.abs()
+        inverse_error = _inverse_error(a, self.T, A, A_error, self.over_tokens)
+        self.T_error = inverse_error + a.inverse * self.T0.abs()
         self.stored_error = self.T_error
         if a.storage:
             off = self.T0.to(a.storage).double() - self.T0

@@ -19,7 +19,7 @@ class ForwardStep(NamedTuple):
     Attributes:
         S: the state the chunk begins with; new_values: v'.
         state_size, state_rounding: norms of the rows of the state as it is computed, and of what rounding it costs.
-        own: of v', all of its error but what comes with the state: the norm of each token's.
+        local_error: of v', all of its error but what comes with the state: the norm of each token's.
         error: of v'; size: the norm of each token's v' as it is computed.
         residual_rounding, residual_error: of r, what rounding it costs, and what it lost before.
         through_T: of the product with T.
@@ -29,7 +29,7 @@ class ForwardStep(NamedTuple):
     new_values: Tensor
     state_size: Tensor
     state_rounding: Tensor
-    own: Tensor
+    local_error: Tensor
     error: Tensor
     size: Tensor
     residual_rounding: Tensor
@@ -53,8 +53,8 @@ def forward_step(
     rho = r.norm(dim=-1) + E.along(c.old) + times(c.old.abs(), dS) + residual_error
     dr = a.u * rho + a.row(v.shape[-1])
     through_T = times(c.stored_error, rho + dr) + c.over_tokens * (times(c.T0.abs(), rho + dr) + rho) + row
-    own = times(c.T0.abs(), dr) + times(c.T.abs(), residual_error) + through_T
-    error = E.along(c.w) + times(c.w.abs(), dS) + own
+    local_error = times(c.T0.abs(), dr) + times(c.T.abs(), residual_error) + through_T
+    error = E.along(c.w) + times(c.w.abs(), dS) + local_error
     size = new_values.norm(dim=-1) + error
     # The next state: every source of error with the columns it reaches the state by.
     carried = through_T + (a.u + 4 * a.unit) * size + row
@@ -64,7 +64,7 @@ def forward_step(
     columns = torch.cat([c.kt @ c.w, c.kt @ c.T0, c.kt @ c.T, c.kt, c.eye], -1)
     sizes = torch.cat([dS, dr, residual_error, carried, sums], -1)
     after = c.over[:, None, None] * S + c.kt @ new_values
-    step = ForwardStep(S, new_values, s, dS, own, error, size, dr, residual_error, through_T)
+    step = ForwardStep(S, new_values, s, dS, local_error, error, size, dr, residual_error, through_T)
     return step, after, E.move(c.M).add(Ellipsoids.around(columns, sizes))
 
 
@@ -148,8 +148,8 @@ class Segment:
         product = times(self.M.abs(), s) + self.M_error.rows() * s.norm(dim=-1, keepdim=True)
         product = product + self.B.norm(dim=-1) + self.B_error.rows()
         sums = (TF32_PRODUCT + self.a.sum_of(self.M.shape[-1])) * product + FLUSHED
-        own = Ellipsoids.around(torch.eye(self.M.shape[-1]).to(self.M).expand_as(self.M), sums)
-        return E.move(self.M).add(self.M_error.scale(size), self.B_error, own)
+        of_sums = Ellipsoids.around(torch.eye(self.M.shape[-1]).to(self.M).expand_as(self.M), sums)
+        return E.move(self.M).add(self.M_error.scale(size), self.B_error, of_sums)
 
 
 @dataclass
@@ -207,7 +207,7 @@ def _forward_errors(
 ) -> ForwardErrors:
     """What gradients need, and what normalised keys cost: ‖δk‖ ≤ ρ‖k‖ adds β (δk rᵀ − k (S_tᵀ δk)ᵀ) to the state, where
     r = v − S_tᵀk, and the rule with the keys that were rounded passes no more of it on than it was."""
-    stored = step.own + a.u * step.size + a.row(v.shape[-1])
+    stored = step.local_error + a.u * step.size + a.row(v.shape[-1])
     strict = c.D.tril(-1)
     grams = c.kk * strict
     reach = c.start.unsqueeze(-1) * c.k - grams @ c.w

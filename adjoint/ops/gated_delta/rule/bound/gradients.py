@@ -63,7 +63,7 @@ class TokenGradients:
         self.strict = c.D.tril(-1)
         row = a.row(v.shape[-1])
         # What memory has of v' and Y: sizes and errors, and the errors without what comes with a state.
-        stored_Y = back.own + a.u * back.size + row
+        stored_Y = back.local_error + a.u * back.size + row
         self.Y_error, self.new_error = back.error + a.u * back.size + row, step.error + a.u * step.size + row
         self.Y_norm, self.new_norm, self.upstream = (x.norm(dim=-1) for x in (self.Y, self.new, do))
         self.Y_size, self.new_size = self.Y_norm + self.Y_error, self.new_norm + self.new_error

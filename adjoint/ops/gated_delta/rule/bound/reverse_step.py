@@ -17,14 +17,14 @@ class ReverseStep(NamedTuple):
         dS: the gradient of the state the chunk ends with.
         dS_size, dS_rounding: norms of the rows of it as it is computed, and of what rounding it once costs.
         Y: the adjoint of β ⊙ (v − Sᵀk).
-        own, error, size: of Y, as of v' in `ForwardStep`, before it is rounded.
+        local_error, error, size: of Y, as of v' in `ForwardStep`, before it is rounded.
     """
 
     dS: Tensor
     Y: Tensor
     dS_size: Tensor
     dS_rounding: Tensor
-    own: Tensor
+    local_error: Tensor
     error: Tensor
     size: Tensor
 
@@ -46,10 +46,10 @@ def reverse_step(
     from_scores = times(P_abs.mT, upstream)
     P_error = (3 * two + tokens) * P_abs + c.P_error + tiny
     slip = times(T_error.mT, from_scores) + times(T_abs.mT, times(P_error.mT, upstream))
-    own = a.u * local.norm(dim=-1) + (1 + a.u) * slip + row
-    own = own + times(W_error, s) + (two + keys + tokens) * times(T_abs.mT, times(kt_abs.mT, s))
-    own = own + row * c.W.abs().sum(-1)
-    error = E.along(c.W) + own
+    local_error = a.u * local.norm(dim=-1) + (1 + a.u) * slip + row
+    local_error = local_error + times(W_error, s) + (two + keys + tokens) * times(T_abs.mT, times(kt_abs.mT, s))
+    local_error = local_error + row * c.W.abs().sum(-1)
+    error = E.along(c.W) + local_error
     size = Y.norm(dim=-1) + error
     sums = tokens * (c.over.unsqueeze(-1) * s + times(c.old.abs().mT, size)) + c.start_error[..., -1:] * s
     sums = sums + (two + tokens + 8 * a.unit) * times(c.far.abs().mT, upstream)
@@ -57,7 +57,7 @@ def reverse_step(
     sums = sums + abs(c.scale) * times(c.q.abs().mT, c.start_error * upstream)
     sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2))
     columns = torch.cat([c.old.mT, c.eye], -1)
-    sizes = torch.cat([own + (a.u + 8 * a.unit) * size + row, sums], -1)
-    step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), own, error, size)
+    sizes = torch.cat([local_error + (a.u + 8 * a.unit) * size + row, sums], -1)
+    step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), local_error, error, size)
     before = c.over[:, None, None] * dS + c.far.mT @ do - c.old.mT @ Y
     return step, before, E.move(c.M.mT).add(Ellipsoids.around(columns, sizes))
