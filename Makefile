@@ -1,6 +1,7 @@
 # make demo      create .venv, install, run `adjoint verify`
 # make test      the same set-up, then lint, types and tests (no GPU needed)
 # make test-all  the long one: every case, every build target
+# make mutants   breaks every operator and constant of the kernels in turn; goes on where it was interrupted
 #
 # Another Python: make test PYTHON=python3.12
 
@@ -10,10 +11,10 @@ BIN := .venv/bin
 READY := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench wheel clean
+.PHONY: help setup demo test test-all mutants lint format bench wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,5p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,6p' Makefile
 
 setup: $(READY)
 
@@ -44,6 +45,9 @@ test: lint
 test-all: lint
 	$(PYTEST) --all
 	TRITON_INTERPRET=1 $(PYTEST) -m kernels --all
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants.run --jobs $(JOBS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -208,6 +208,12 @@ def verify(
         str | None, typer.Option(metavar="I/N", help="Run every N-th check, from the I-th on, such as 2/4.")
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows to a file, as JSON.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Check nothing; write the errors of these ops' cases here to a file, as JSON."
+        ),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Show the shards in files of --save as one run; check nothing.")
     ] = False,
@@ -217,12 +223,19 @@ def verify(
     from adjoint.verify import command
     from adjoint.verify.shards import read_shard
 
-    options = {"--device": device, "--all": everything, "--jobs": jobs, "--shard": shard, "--save": save}
+    options = {"--all": everything, "--jobs": jobs, "--shard": shard, "--save": save}
+    if merge:
+        options |= {"--device": device, "--record": record}
+    alone = "--merge" if merge else "--record" if record else ""
     meaningless = [name for name, value in options.items() if value]
-    if merge and meaningless:
-        _refuse(f"verify: --merge runs no check: leave out {', '.join(meaningless)}")
+    if alone and meaningless:
+        _refuse(f"verify: {alone} runs no check: leave out {', '.join(meaningless)}")
     try:
-        if merge:
+        if record is not None:
+            from adjoint.verify.record import record as record_errors
+
+            status = record_errors(_console(), arguments or [], _present(_device(device)), record)
+        elif merge:
             status = command.merge(_console(), [Path(argument) for argument in arguments or []])
         else:
             status = command.check(

@@ -4,11 +4,16 @@ Tests marked `kernels` execute Triton kernels: they need the interpreter or a GP
 elsewhere. Where the interpreter is on, nothing but them is worth running again.
 """
 
+import hashlib
 import os
+import subprocess
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
+import adjoint
 from adjoint.core import kernels
 from adjoint.verify import interpreter
 
@@ -18,6 +23,26 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the whole product of ops, dtypes, checks and targets")
+    parser.addoption("--commit", default=None, help="the commit whose part of the mutants is tried, in hexadecimal")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"mutants: the part of commit {commit_of(config)} (--commit tries that of another)"
+
+
+def commit_of(config: pytest.Config) -> str:
+    """The commit that chooses mutants: the one checked out, or, without git, one for each version."""
+    named = config.getoption("--commit")
+    return str(named) if named else _checked_out() or hashlib.sha256(adjoint.__version__.encode()).hexdigest()[:12]
+
+
+@cache
+def _checked_out() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,3 +72,9 @@ def device() -> torch.device:
 @pytest.fixture
 def everything(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--all"))
+
+
+@pytest.fixture
+def commit(request: pytest.FixtureRequest) -> str:
+    """Chooses the mutants that are tried."""
+    return commit_of(request.config)

@@ -6,6 +6,7 @@ promise that it makes.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,11 +63,30 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
     return {"out": promise(0, "item"), "rows": promise(0, "item")}
 
 
+def _for_any_strides(problem: Problem) -> dict[str, Guarantee]:
+    """What all gradients promise to be for upstream gradients of any strides."""
+    return {name: replace(promise, batch_invariant="item") for name, promise in _guarantee(problem).items()}
+
+
 Compute = Callable[[Plan, tuple[Any, ...]], tuple[Tensor, ...]]
 
 
-def _candidate(name: str, compute: Compute, unwritten: int | None = None, schedules: Any = None) -> Candidate:
-    """A plan that writes what `compute` gives, except one output if told so, and poisons its workspace."""
+def _spoil(output: Tensor, beside: int) -> None:
+    """Writes to the element before an output (-1), or to the one after it (1)."""
+    if output.numel():
+        place = output.storage_offset() - 1 if beside < 0 else output.storage_offset() + output.numel()
+        output.as_strided((1,), (1,), place).fill_(0)
+
+
+def _candidate(
+    name: str,
+    compute: Compute,
+    unwritten: int | None = None,
+    schedules: Any = None,
+    beside: int = 0,
+    guarantee: Callable[[Problem], dict[str, Guarantee]] = _guarantee,
+) -> Candidate:
+    """A plan that writes what `compute` gives, except one output if told so, and beside the first if told that."""
 
     def run(plan: Plan, arguments: Any, outputs: Any, workspace: Tensor | None) -> tuple[Tensor, ...]:
         results = tuple(r.to(o.dtype) for r, o in zip(compute(plan, arguments), plan.allocate(arguments), strict=True))
@@ -75,6 +95,8 @@ def _candidate(name: str, compute: Compute, unwritten: int | None = None, schedu
         for index, (output, result) in enumerate(zip(outputs, results, strict=True)):
             if index != unwritten:
                 output.copy_(result)
+        if beside:
+            _spoil(outputs[0], beside)
         return tuple(outputs)
 
     return Candidate(
@@ -83,7 +105,7 @@ def _candidate(name: str, compute: Compute, unwritten: int | None = None, schedu
         "lookup",
         1,
         refuse=lambda problem: "",
-        guarantee=_guarantee,
+        guarantee=guarantee,
         run=run,
         schedules=schedules,
         workspace_bytes=lambda problem: 64,
@@ -118,6 +140,12 @@ def _batch_in_bits(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]
     return (_next(out.to(arguments[1].dtype)) if len(rows) > 1 else out), rows
 
 
+def _transposed(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Other strides than the op's shape function states."""
+    out, rows = _forward(plan, arguments)
+    return out.t().contiguous().t(), rows
+
+
 def _schedule_in_bits(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     dweight, dscale = _backward(plan, arguments)
     return dweight * plan.schedule["block"], dscale
@@ -140,7 +168,7 @@ def _check(ids: Tensor, weight: Tensor, scale: Tensor | None) -> None:
         require_like("lookup", "scale", scale, "weight", weight, (len(ids),))
 
 
-_lookup = Op(
+lookup_op = Op(
     "test_lookup",
     label="lookup",
     inputs=("ids", "weight", "scale?"),
@@ -154,11 +182,15 @@ _lookup = Op(
         _candidate("eager", _forward),
         _candidate("eager.unwritten", _forward, unwritten=1),
         _candidate("eager.batch", _batch_in_bits),
+        _candidate("eager.before", _forward, beside=-1),
+        _candidate("eager.after", _forward, beside=1),
+        _candidate("eager.strides", _transposed),
     ),
     adjoint=Adjoint(
         lambda: (
             _candidate("eager", _backward),
             _candidate("eager.other_bits", _other_bits),
+            _candidate("eager.any_upstream", _backward, guarantee=_for_any_strides),
             # What runs elsewhere under one name, and gives other bits than PyTorch under the same name.
             _candidate("triton.elsewhere", _other_bits),
             _candidate("eager.elsewhere", _backward),
@@ -170,12 +202,12 @@ _lookup = Op(
     ),
 )
 
-FORWARD, BACKWARD = _lookup.forward, _lookup.forms[""].operator
+FORWARD, BACKWARD = lookup_op.forward, lookup_op.forms[""].operator
 
 
-@_lookup.public
+@lookup_op.public
 def lookup(ids: Tensor, weight: Tensor, scale: Tensor | None = None, *, preference: Preference | None = None) -> Tensor:
-    return _lookup.call(ids, weight, scale, preference=preference)  # type: ignore[no-any-return]
+    return lookup_op.call(ids, weight, scale, preference=preference)  # type: ignore[no-any-return]
 
 
 # --------------------------------------------------------------------------------------- subject

@@ -1,10 +1,20 @@
 """Every op on every backend goes through the same checks; a new family is covered by being registered."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+from torch import Tensor
 
+import adjoint
+from adjoint.contract.cases import Subject
 from adjoint.core import kernels
+from adjoint.core.operator import forget, operators
+from adjoint.core.preference import Preference
+from adjoint.core.problem import short
 from adjoint.verify import Job, available_backends, jobs
+from adjoint.verify.jobs import subjects
+from adjoint.verify.run import Evaluation, evaluate
 from tests.conftest import device_under_test
 
 COVERED_ONCE = frozenset(
@@ -16,11 +26,12 @@ COVERED_ONCE = frozenset(
         "schedules",
         "poison",
         "exhaustive",
+        "arithmetic",
     )
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
 
-LONGEST = frozenset(("upstream layouts", "recompilation", "repeats"))
+LONGEST = frozenset(("upstream layouts", "recompilation", "repeats", "arithmetic"))
 LONG = {
     "gated_delta_rule": LONGEST,
     "gated_delta_rule[normalize_qk]": LONGEST | {"compilation", "registration", "modes", "device invariance"},
@@ -52,6 +63,77 @@ def test_check(job: Job, everything: bool) -> None:
             )
     for row in job.run():
         assert row.passed, f"{job.label}: {row.measured}: {row.detail}"
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+CPU = torch.device("cpu")
+
+
+def _evaluate(subject: Subject, dtype: torch.dtype) -> Evaluation:
+    """The first case of a subject."""
+    return evaluate(subject, subject.cases[0], dtype, CPU, Preference())
+
+
+@pytest.mark.parametrize(
+    ("subject", "dtype"),
+    [
+        pytest.param(subject, dtype, id=f"{subject.name} {short(dtype)}")
+        for subject in subjects()
+        for dtype in subject.dtypes
+    ],
+)
+def test_every_op_runs_where_torch_asks_for_deterministic_algorithms(
+    subject: Subject, dtype: torch.dtype, deterministic: None
+) -> None:
+    """Both directions have a plan, every output of it promises to be repeatable, and two calls agree."""
+    if kernels.interpreting() and dtype != torch.float32:
+        pytest.skip("the interpreter runs one dtype; the ordinary process all")
+    first = _evaluate(subject, dtype)
+    assert first.plan.preference == "repeatable"
+    assert first.plan.adjoint is not None
+    for plan in (first.plan, first.plan.adjoint):
+        assert [name for name, promise in plan.guarantee.items() if not promise.repeatable] == []
+    for result, again in zip(first.results, _evaluate(subject, dtype).results, strict=True):
+        assert torch.equal(result.nan_to_num(), again.nan_to_num())
+
+
+def _step_in_place(x: Tensor) -> Tensor:
+    token = x.detach()[None, :, None]
+    state = torch.ones(1, 1, 4, 4)
+    gates = token.new_zeros(1, 3, 1)
+    return adjoint.gated_delta_step(token, token, token, gates, gates + 0.5, state, in_place=True)[1]
+
+
+IDS = torch.tensor([2, 0, 2])
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu_backward_reuse": lambda x: adjoint.silu(x * 1, reuse_inputs=True),
+    "swiglu_backward_reuse": lambda x: adjoint.swiglu(x * 1, x * 2, reuse_inputs=True),
+    "swiglu_packed_backward_reuse": lambda x: adjoint.swiglu(x * 1, reuse_inputs=True),
+    "embedding_backward_into": lambda x: adjoint.embedding(IDS, x, accumulate_into=torch.zeros_like(x)),
+    "embedding_backward_sparse": lambda x: adjoint.embedding(IDS, x, sparse=True),
+    "gated_delta_step_in_place": _step_in_place,
+}
+"""Operators that no subject calls, by what calls them on a [3, 4] tensor."""
+
+
+@pytest.mark.parametrize("operator", FORMS)
+def test_every_other_operator_has_a_repeatable_plan(operator: str, deterministic: None) -> None:
+    (called,) = [one for one in operators() if one.name == operator]
+    forget()
+    x = torch.arange(12.0).view(3, 4).mul_(0.1).requires_grad_()
+    y = FORMS[operator](x)
+    if y.requires_grad:
+        y.sum().backward()
+    (plan,) = called.plans.values()
+    assert plan.preference == "repeatable"
+    assert all(promise.repeatable for promise in plan.guarantee.values())
 
 
 @pytest.mark.kernels

@@ -176,22 +176,25 @@ def activation_guarantees() -> str:
     """The guarantees of swiglu, as candidates state them; rows that differ in the dtype alone are one."""
     rows: dict[tuple[str, ...], list[str]] = {}
     everything: list[Guarantee] = []
-    for backend in ("triton", "eager"):
+    for name, device in (("triton.rows", "cuda"), ("eager.float32", "cpu"), ("eager", "cpu")):
         for dtype in DTYPES:
             for operator, candidates in OPERATORS.items():
-                candidate = next(c for c in candidates if c.backend == backend)
-                stated = candidate.guarantee(Problem(operator, torch.device("cuda", 0), (dtype,), "rows"))
+                candidate = next(c for c in candidates if c.name == name)
+                problem = Problem(operator, torch.device(device, 0), (dtype,), "rows")
+                if candidate.refuse(problem):
+                    continue
+                stated = candidate.guarantee(problem)
                 everything += stated.values()
                 for output, guarantee in stated.items():
-                    row = (backend, output, guarantee.flags, guarantee.accumulator, error_cell(guarantee))
+                    row = (name, output, guarantee.flags, guarantee.accumulator, error_cell(guarantee))
                     rows.setdefault(row, []).append(str(dtype).removeprefix("torch."))
     merged: dict[tuple[str, ...], list[str]] = {}
-    for (backend, output, *rest), dtypes in rows.items():
-        merged.setdefault((backend, ", ".join(dtypes), *rest), []).append(f"`{output}`")
-    domain = sorted({guarantee.domain for guarantee in everything})
-    lines = ["| backend | dtype | output | bits | arithmetic | error |", "|---|---|---|---|---|---|"]
-    for (backend, dtypes, flags, accumulator, error), named in merged.items():
-        lines.append(f"| {backend} | {dtypes} | {', '.join(named)} | {flags} | {accumulator} | {error} |")
+    for (name, output, *rest), dtypes in rows.items():
+        merged.setdefault((name, ", ".join(dtypes), *rest), []).append(f"`{output}`")
+    domain = sorted({guarantee.domain for guarantee in everything}, key=len)[-1:]
+    lines = ["| plan | dtype | output | bits | arithmetic | error |", "|---|---|---|---|---|---|"]
+    for (name, dtypes, flags, accumulator, error), named in merged.items():
+        lines.append(f"| {name} | {dtypes} | {', '.join(named)} | {flags} | {accumulator} | {error} |")
     return "\n".join((*lines, "", f"Domain: {'; '.join(domain)}."))
 
 

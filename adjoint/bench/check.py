@@ -26,12 +26,14 @@ class Verdict:
         guarantee: the error in the terms of the guarantee, where there is one.
         failure: why the result is wrong.
         inaccuracy: how far a result is off that promises nothing, and is not wrong.
+        ties: in how many items it chose equal values in another order than the reference; None without a choice.
     """
 
     error: float
     guarantee: str = ""
     failure: str = ""
     inaccuracy: str = ""
+    ties: int | None = None
 
 
 def poison(contender: Contender) -> None:
@@ -40,15 +42,26 @@ def poison(contender: Contender) -> None:
         fill_with_poison(output)
 
 
-def check(task: Task, outputs: tuple[Tensor, ...], guarantee: tuple[Guarantee, ...] | None) -> Verdict:
-    """Compares outputs with the reference on the same inputs."""
+def check(
+    task: Task,
+    outputs: tuple[Tensor, ...],
+    guarantee: tuple[Guarantee, ...] | None,
+    choices: tuple[Tensor, ...] = (),
+) -> Verdict:
+    """Compares outputs with the reference on the same inputs, and for the same choices among equal values."""
+    count, chosen = len(outputs), task.workload.chosen if choices else None
+    ties = None if chosen is None else 0
     squared_errors: list[float] = []
     squared_norms: list[float] = []
     worst: list[Measurement | None] = []
     compared = [0] * len(outputs)
-    for narrow, parts in task.workload.subject.cut(task.arguments, outputs):
-        arguments = widened(narrow)
-        exact = task.reference(*arguments)
+    for narrow, both in task.workload.subject.cut(task.arguments, (*outputs, *choices)):
+        arguments, parts = widened(narrow), both[:count]
+        if chosen is None:
+            exact = task.reference(*arguments)
+        else:
+            exact, differing = chosen(arguments, both[count:])
+            ties = (ties or 0) + differing
         if len(exact) != len(outputs):
             return Verdict(math.nan, failure=f"{len(outputs)} outputs instead of {len(exact)}")
         if not squared_errors:
@@ -65,26 +78,31 @@ def check(task: Task, outputs: tuple[Tensor, ...], guarantee: tuple[Guarantee, .
                 if best is None or not measured.value <= best.value:
                     worst[index] = measured
 
-    for count, output in zip(compared, outputs, strict=True):
-        if count != output.numel():
-            return Verdict(math.nan, failure=f"{count} of {output.numel()} elements were compared")
+    for number, output in zip(compared, outputs, strict=True):
+        if number != output.numel():
+            return Verdict(math.nan, failure=f"{number} of {output.numel()} elements were compared")
     errors = [math.sqrt(e / n) if n else e for e, n in zip(squared_errors, squared_norms, strict=True)]
     error = math.nan if any(map(math.isnan, errors)) else max(errors)
     if guarantee is None:
         if error <= OTHERS_LIMIT:
-            return Verdict(error)
+            return Verdict(error, ties=ties)
         excess = f"relative error {error:.2g}, limit {OTHERS_LIMIT:g}"
         if error <= WRONG_LIMIT:  # False for NaN
-            return Verdict(error, inaccuracy=excess)
-        return Verdict(error, failure=excess)
-    found = [
+            return Verdict(error, inaccuracy=excess, ties=ties)
+        return Verdict(error, failure=excess, ties=ties)
+    promised = [
         # A norm is a matter of the whole tensor, not of its worst piece.
         Measurement(relative, promise.error.ceiling, "relative") if isinstance(promise.error, Empirical) else measured
         for promise, measured, relative in zip(guarantee, worst, errors, strict=True)
         if measured is not None
     ]
-    broken = [str(measured) for measured in found if not measured.holds]
-    shown = max(found, key=_share)
+    recorded = [
+        Measurement(relative, promise.recorded.ceiling, "relative, of what is recorded")
+        for promise, relative in zip(guarantee, errors, strict=True)
+        if promise.recorded is not None
+    ]
+    broken = [str(measured) for measured in (*promised, *recorded) if not measured.holds]
+    shown = max(promised, key=_share)
     return Verdict(error, f"{shown.value:.3g} {shown.unit}", "; ".join(broken))
 
 

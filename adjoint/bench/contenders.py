@@ -56,6 +56,8 @@ class Contender:
         outputs: where `run` writes, when that is memory of ours: poisoned before the check.
         guarantee: what the results promise, in their order; None where nothing is promised.
         kept: the bytes its forward keeps for its backward beside the inputs; None where no autograd function does.
+        choices: what its forward chose among equal values, for `Workload.chosen`.
+        sku: of our plans, those of both directions for a step.
     """
 
     run: Callable[[], tuple[Tensor, ...]]
@@ -63,6 +65,8 @@ class Contender:
     outputs: tuple[Tensor, ...] = ()
     guarantee: tuple[Guarantee, ...] | None = None
     kept: Callable[[], int] | None = None
+    choices: tuple[Tensor, ...] = ()
+    sku: str = ""
 
 
 Builder = Callable[[Task], Contender]
@@ -76,9 +80,14 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+def _floating(function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    """What a call returns, but its choices, which are integers."""
+    return tuple(x for x in as_tuple(function(*arguments)) if x.is_floating_point())
+
+
 def _without_graph(function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        return as_tuple(function(*arguments))
+        return _floating(function, *arguments)
 
 
 def kept_bytes(function: Callable[..., Any], inputs: Inputs) -> int:
@@ -104,11 +113,12 @@ def ours(task: Task) -> Contender:
     subject, text = task.workload.subject, resolve(None)
     if task.direction == STEP:
         positional, named = subject.arguments(task.inputs)
-        adjoint = plan(subject.function, *positional, **named).adjoint
+        chosen = plan(subject.function, *positional, **named)
+        adjoint = chosen.adjoint
         if adjoint is None:
             raise Unsupported(f"{subject.name} has no adjoint")
         promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
-        return replace(through_autograd(subject, task), guarantee=promised)
+        return replace(through_autograd(subject, task), guarantee=promised, sku=f"{chosen.sku}; {adjoint.sku}")
     call = subject.bind(task.inputs)
     timed = directions.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
@@ -130,7 +140,13 @@ def ours(task: Task) -> Contender:
         return tuple(results[name] for name in names)
 
     promised = tuple(chosen.guarantee[name] for name in names)
-    return Contender(run, outputs=outputs or (), guarantee=promised, kept=lambda: kept_bytes(subject, task.inputs))
+    return Contender(
+        run,
+        outputs=outputs or (),
+        guarantee=promised,
+        kept=lambda: kept_bytes(subject, task.inputs),
+        sku=str(chosen.sku),
+    )
 
 
 def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
@@ -139,11 +155,13 @@ def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
         return Contender(lambda: _without_graph(function, *task.inputs))
     own = leaves(task.inputs)
     if task.direction == STEP:
-        return Contender(lambda: torch.autograd.grad(as_tuple(function(*own)), differentiable(own), task.upstream))
-    outputs = as_tuple(function(*own))
+        return Contender(lambda: torch.autograd.grad(_floating(function, *own), differentiable(own), task.upstream))
+    everything = as_tuple(function(*own))
+    outputs = tuple(x for x in everything if x.is_floating_point())
     return Contender(
         lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True),
         kept=lambda: kept_bytes(function, task.inputs),
+        choices=tuple(x for x in everything if not x.is_floating_point()),
     )
 
 

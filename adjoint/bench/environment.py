@@ -42,6 +42,29 @@ def driver() -> str | None:
     return next(iter(answer.stdout.split()), None)
 
 
+def commit() -> str | None:
+    """The commit of the checkout that this package lies in, "+" behind it where files of the package differ."""
+    folder = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        # An installed package may lie within a checkout of something else, which does not track it.
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cache_bytes(device: torch.device) -> int | None:
+    """The size of a GPU's L2."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
 def versions() -> dict[str, str | None]:
     """Python, adjoint, torch, triton, CUDA, the driver, and the peers; None for what is not there."""
     import adjoint

@@ -2,8 +2,8 @@
 
     host cost = the whole call − the arithmetic of its plan
 
-beside the same work as a user writes it in torch, and beside torch with the same arithmetic (float64
-inside, one rounding), which is what the eager plan computes.
+beside the same work as a user writes it in torch, and beside torch in float64 with one rounding, which is what the
+plan `eager` computes.
 """
 
 import statistics
@@ -38,7 +38,7 @@ class Overhead:
     whole: float
     arithmetic: float
     torch: float
-    torch_same_arithmetic: float
+    torch_in_float64: float
 
     @property
     def host(self) -> float:
@@ -72,7 +72,7 @@ def _one(function: Any, dtype: torch.dtype, device: torch.device, batches: int) 
             "whole": lambda: function(*inputs),
             "arithmetic": lambda: plan.execute(arguments),
             "torch": lambda: composition(*inputs),
-            "torch_same_arithmetic": lambda: composition(*(tensor.double() for tensor in inputs)).to(dtype),
+            "torch_in_float64": lambda: composition(*(tensor.double() for tensor in inputs)).to(dtype),
         },
         device,
         batches,

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.bench.contenders import FORWARD, Builder, Contender, NotInstalled, Task, as_tuple, through_autograd
+from adjoint.bench.contenders import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    Builder,
+    Contender,
+    NotInstalled,
+    Task,
+    as_tuple,
+    through_autograd,
+)
 
 EPS = 1e-6
 """Of the norms."""
@@ -23,11 +33,12 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer as shown in tables, the distribution it comes in, and how its contender is built."""
+    """A peer as shown in tables, the distribution it comes in, how its contender is built, and its directions."""
 
     label: str
     distribution: str
     build: Builder
+    directions: tuple[str, ...] = (FORWARD, BACKWARD, STEP)
 
 
 def version(distribution: str) -> str | None:
@@ -96,11 +107,65 @@ def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
     return rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
 
 
+def _flashinfer_gated_delta_rule(task: Task) -> Contender:
+    """FlashInfer's kernels for Hopper, for one sequence at a time or split along time, as its own rule has it.
+
+    It takes the decay itself and no batch axis: both are made before the clock starts.
+    """
+    folder, install = "flashinfer.gdn_kernels.delta_rule_dsl", "flashinfer-python"
+    whole = _imported(f"{folder}.delta_rule_sm90:delta_rule_prefill_dsl_sm90", install)
+    split = _imported(f"{folder}.delta_rule_cp_sm90:cp_delta_rule_dsl_sm90", install)
+    is_split = _imported(f"{folder}.varlen_helper:should_use_cp_host", install)
+    q, k, v, g, beta, _, bounds = task.inputs
+    if q.shape[0] != 1:
+        raise NotImplementedError("FlashInfer takes packed sequences alone")
+    q, k, v, strength = (x[0].contiguous() for x in (q, k, v, beta))
+    decay, scale, time, heads = g[0].exp().contiguous(), q.shape[-1] ** -0.5, q.shape[0], v.shape[1]
+    bounds = torch.tensor([0, time], device=q.device) if bounds is None else bounds.long()
+    out, states = torch.empty_like(v), len(bounds) - 1
+    final = torch.empty(states, heads, q.shape[-1], v.shape[-1], device=q.device)
+    properties = torch.cuda.get_device_properties(q.device)
+    capability = {"device_capability": (properties.major, properties.minor)}
+
+    def run() -> tuple[Tensor, ...]:
+        if is_split(states * heads, properties.multi_processor_count, properties.name, **capability):
+            split(out, None, q, k, v, decay, strength, bounds, scale, max_seqlen=time)
+        else:
+            whole(out, final, q, k, v, None, decay, strength, bounds, scale)
+        return (out[None],)
+
+    return Contender(run, outputs=(out,))
+
+
+def _quack_experts(task: Task) -> Contender:
+    """QuACK's grouped products, the first of which gathers rows and ends in SwiGLU; the sort and the sum are torch's.
+
+    Matrices are laid out as it wants them before the clock starts.
+    """
+    products_with_swiglu = _imported("quack.gemm_interface:gemm_act", "quack-kernels")
+    products = _imported("quack.gemm_interface:gemm", "quack-kernels")
+    x, gate_up, down, indices, weights = task.inputs
+    gate, up = gate_up.chunk(2, 1)
+    interleaved = torch.stack((gate, up), 2).flatten(1, 2).transpose(1, 2)
+    back, experts = down.transpose(1, 2), torch.arange(down.shape[0] + 1, device=x.device)
+
+    def run() -> tuple[Tensor, ...]:
+        order = indices.reshape(-1).sort(stable=True)
+        token = (order.indices // indices.shape[1]).int()
+        bounds = torch.searchsorted(order.values, experts).int()
+        _, hidden = products_with_swiglu(
+            x, interleaved, activation="swiglu", cu_seqlens_m=bounds, A_idx=token, store_preact=False
+        )
+        rows = products(hidden, back, cu_seqlens_m=bounds)
+        rows = rows * weights.reshape(-1)[order.indices].to(rows.dtype)[:, None]
+        return (torch.zeros_like(x).index_add_(0, token, rows),)
+
+    return Contender(run)
+
+
 def _fla_step(task: Task) -> Contender:
-    """FLA's recurrent kernel, which gives the new states beside the outputs; it has no backward."""
+    """FLA's recurrent kernel, which gives the new states beside the outputs."""
     step = _imported("fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule", "flash-linear-attention")
-    if task.direction != FORWARD:
-        raise NotImplementedError("FLA's recurrent kernel has no backward")
     q, k, v, g, beta, state, _ = task.inputs
     return Contender(lambda: as_tuple(step(q, k, v, g, beta=beta, initial_state=state, output_final_state=True)))
 
@@ -129,6 +194,18 @@ def _fla_recompute_w_u(task: Task) -> Contender:
 
 PEERS = {
     "liger_swiglu": Peer("Liger", "liger-kernel", _liger_swiglu),
+    "flashinfer_packed_swiglu": Peer(
+        "FlashInfer",
+        "flashinfer-python",
+        _autograd("flashinfer.activation:silu_and_mul", "flashinfer-python", lambda swiglu, packed: swiglu(packed)),
+        directions=(FORWARD,),
+    ),
+    "flashinfer_rms_norm": Peer(
+        "FlashInfer",
+        "flashinfer-python",
+        _autograd("flashinfer.norm:rmsnorm", "flashinfer-python", lambda norm, x, weight: norm(x, weight, EPS)),
+        directions=(FORWARD,),
+    ),
     "liger_rms_norm": Peer(
         "Liger",
         "liger-kernel",
@@ -158,11 +235,20 @@ PEERS = {
         _autograd("fla.modules.l2norm:l2norm", "flash-linear-attention", lambda norm, x: norm(x, EPS)),
     ),
     "fla_causal_conv1d": Peer("FLA", "fla-core", _fla_causal_conv1d),
+    "quack_top_8": Peer(  # softmax over the chosen logits, in their dtype; k must be a power of two there
+        "QuACK",
+        "quack-kernels",
+        _autograd("quack.topk:topk", "quack-kernels", lambda top, logits: top(logits, 8, softmax=True)),
+    ),
+    "quack_experts": Peer("QuACK", "quack-kernels", _quack_experts, directions=(FORWARD,)),
     "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
+    "flashinfer_gated_delta_rule": Peer(
+        "FlashInfer", "flashinfer-python", _flashinfer_gated_delta_rule, directions=(FORWARD,)
+    ),
     "flash_qla_gated_delta_rule": Peer(
         "FlashQLA", "flash-qla", _autograd("flash_qla:chunk_gated_delta_rule", "flash-qla", _delta_rule)
     ),
-    "fla_gated_delta_step": Peer("FLA", "fla-core", _fla_step),
+    "fla_gated_delta_step": Peer("FLA", "fla-core", _fla_step, directions=(FORWARD,)),
     "transformers_gated_delta_rule": Peer(
         "transformers",
         "transformers",
@@ -172,5 +258,5 @@ PEERS = {
             _transformers_gated_delta_rule,
         ),
     ),
-    "fla_recompute_w_u": Peer("FLA", "fla-core", _fla_recompute_w_u),
+    "fla_recompute_w_u": Peer("FLA", "fla-core", _fla_recompute_w_u, directions=(FORWARD,)),
 }

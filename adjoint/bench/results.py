@@ -1,7 +1,8 @@
 """Saved results: one JSON file per machine, merged by workload, direction and contender; and as Markdown.
 
 Every row names the run it comes from, and every run its conditions: a file may hold several, and a
-ratio was always taken within one.
+ratio was always taken within one. Rows and runs that were saved by earlier versions have fewer fields; tables show
+what is there.
 """
 
 import json
@@ -17,6 +18,7 @@ from adjoint.bench.run import ABSENT, EAGER, FAILED, INACCURATE, LEFT_OUT, OK, O
 from adjoint.contract.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
+from adjoint.verify.shards import digest_source
 
 FOLDER = Path("benchmarks") / "results"
 SCHEMA = 1
@@ -30,8 +32,11 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
     run = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
+        "commit": environment.commit(),
+        "source": digest_source()[:16],
         "versions": environment.versions(),
         "copy_ceiling_gb_per_s": round(result.ceiling, 1),
+        "l2_bytes": environment.cache_bytes(result.device),
     }
     if result.matrix_ceiling is not None:
         run["matrix_ceiling_tf_per_s"] = round(result.matrix_ceiling, 1)
@@ -79,6 +84,7 @@ def _encode(row: Row, ceiling: float, run: int) -> dict[str, Any]:
     speed = row.gigabytes_per_second
     return asdict(row) | {
         "microseconds": _round(row.microseconds, 2),
+        "quartiles": None if row.quartiles is None else [round(time, 2) for time in row.quartiles],
         "gb_per_s": _round(speed, 1),
         "share_of_copy_ceiling": _round(None if speed is None else speed / ceiling, 4),
         "tf_per_s": _round(row.teraflops, 1),
@@ -107,7 +113,7 @@ def _group(row: dict[str, Any]) -> tuple[str, str]:
 def markdown(content: dict[str, Any], family: str) -> str:
     """A family's rows in one saved file as a table, and the conditions they were measured under.
 
-    One line a workload and direction; the fastest in bold, whoever it is.
+    One line a workload and direction; the fastest in bold, whoever it is, unless others are within its spread.
     """
     rows = [row for row in content["rows"] if row["family"] == family]
     if not rows:
@@ -121,22 +127,33 @@ def markdown(content: dict[str, Any], family: str) -> str:
     graphs = any(row.get("recorded") for row in rows)
     heads = ["workload", "direction", *contenders, "GB/s", "of copy", *(["TF/s", "of matmul"] if products else [])]
     lines = [_line(heads), _line(["---", "---", *["---:"] * (len(heads) - 2)])]
+    notes: dict[str, str] = {}
     for (workload, direction), group in groups.items():
-        times = [row["microseconds"] for row in group.values() if row["status"] == OK]
-        cells = [_cell(group.get(name), min(times, default=None), graphs) for name in contenders]
+        fastest = _fastest(list(group.values()))
+        cells = [_cell(group.get(name), name == fastest, graphs) for name in contenders]
         rates = _rates(group.get(OURS), content["runs"]) if products else ()
-        lines.append(_line([workload, direction, *cells, *_speed(group.get(OURS)), *rates]))
+        speed = _speed(group.get(OURS), content["runs"], notes)
+        lines.append(_line([workload, direction, *cells, *speed, *rates]))
     used = sorted({row["run"] for row in rows})
     conditions = [_conditions(content, content["runs"][index]) for index in used]
+    bold = "bold is the fastest, where its lead is more than the spread: no other's first quartile is below its third"
+    if any(row["status"] in TIMED and not row.get("quartiles") for row in rows):
+        bold += " (the fastest alone, in rows that were saved without quartiles)"
     legend = [
         f"Microseconds, {content['dtype']} where the workload says no other, median, cold L2; in brackets the time "
-        f"over ours, so above 1 ours is faster; bold is the fastest. GB/s and the share of the copy ceiling are ours. "
-        f"Every time stands for a result checked against float64 before and after."
+        f"over ours, so above 1 ours is faster; {bold}. GB/s and the share of the copy ceiling are ours. "
+        f"Every time stands for a result checked against float64 before and after.",
+        *(f"{mark} {note}" for note, mark in notes.items()),
     ]
     if any(row["status"] == INACCURATE for row in rows):
         legend.append(
             f"A time with an error beside it belongs to a result whose norm-relative error is past "
             f"{100 * OTHERS_LIMIT:g}%, and is never the bold one."
+        )
+    if any(row.get("ties") for row in rows):
+        legend.append(
+            "Ties: items in which equal values were chosen in another order than ours, the lower index first; their "
+            "gradients are compared with those of the same choice."
         )
     if any(row.get("peak_bytes") for row in rows):
         legend.append(
@@ -154,14 +171,30 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(row: dict[str, Any] | None, best: float | None, graphs: bool) -> str:
+def _fastest(rows: list[dict[str, Any]]) -> str | None:
+    """The contender that is ahead of all others by more than the spread of its times and theirs, if there is one."""
+    ranked = sorted((row for row in rows if row["status"] == OK), key=lambda row: row["microseconds"])
+    if not ranked:
+        return None
+    first, *others = ranked
+    for other in others:
+        if first.get("quartiles") and other.get("quartiles"):
+            (_, end), (begin, _) = first["quartiles"], other["quartiles"]
+        else:
+            end, begin = first["microseconds"], other["microseconds"]
+        if end >= begin:
+            return None
+    return first["contender"]  # type: ignore[no-any-return]
+
+
+def _cell(row: dict[str, Any] | None, is_fastest: bool, graphs: bool) -> str:
     if row is None:
         return "–"
     if row["status"] not in TIMED:
         return "FAILED" if row["status"] == FAILED else row["status"]
     accurate = row["status"] == OK
     time = f"{row['microseconds']:.1f}"
-    shown = f"**{time}**" if accurate and row["microseconds"] == best else time
+    shown = f"**{time}**" if is_fastest else time
     ratio = "" if row["contender"] == OURS or row["ratio"] is None else f" ({row['ratio']:.2f}×)"
     peak = row.get("peak_bytes")
     details = f", {peak / 2**30:.2f} GiB" if peak else ""
@@ -169,6 +202,8 @@ def _cell(row: dict[str, Any] | None, best: float | None, graphs: bool) -> str:
         details += f", keeps {kept / 2**20:.0f} MiB"
     if graphs and not row.get("recorded"):
         details += ", no graph"
+    if row.get("ties"):
+        details += f", {row['ties']} ties"
     return shown + ratio + details + ("" if accurate else f", error {row['error']:.2g}")
 
 
@@ -180,17 +215,43 @@ def _rates(row: dict[str, Any] | None, runs: list[dict[str, Any]]) -> tuple[str,
     return f"{row['tf_per_s']:.0f}", f"{100 * row['tf_per_s'] / ceiling:.0f}%"
 
 
-def _speed(row: dict[str, Any] | None) -> tuple[str, str]:
+def _speed(row: dict[str, Any] | None, runs: list[dict[str, Any]], notes: dict[str, str]) -> tuple[str, str]:
+    """GB/s, and their share of a copy's; above 100% with the mark of a note, which is added to `notes`."""
     if row is None or row["gb_per_s"] is None:
         return "–", "–"
-    return f"{row['gb_per_s']:.0f}", f"{100 * row['share_of_copy_ceiling']:.1f}%"
+    share, mark = row["share_of_copy_ceiling"], ""
+    if share > 1:
+        note = _above_a_copy(row, runs[row["run"]])
+        mark = notes.setdefault(note, "¹²³⁴⁵⁶⁷⁸⁹"[len(notes)] if len(notes) < 9 else f"({len(notes) + 1})")
+    return f"{row['gb_per_s']:.0f}", f"{100 * share:.1f}%{mark}"
+
+
+def _above_a_copy(row: dict[str, Any], run: dict[str, Any]) -> str:
+    """Why a row moved its bytes faster than a copy, as far as what was saved with it tells."""
+    written, cache = row.get("written_bytes"), run.get("l2_bytes")
+    if written is None:
+        return (
+            "Above 100%, and saved without the bytes it wrote: the text above this table says why such rows "
+            "can be faster than a copy."
+        )
+    reasons, read_share = [], 1 - written / row["bytes"]
+    if cache and written <= cache:
+        size = f"{cache / 2**20:.0f} MiB"
+        reasons.append(f"its results fit in the L2 of {size}, and may not have reached memory when the clock stops")
+    if read_share > 0.5:
+        reasons.append(f"{100 * read_share:.0f}% of its bytes are reads, faster than writes; of a copy's bytes, 50%")
+    return "Above 100%: " + ("; ".join(reasons) or "nothing that was saved with it says why") + "."
 
 
 def _conditions(content: dict[str, Any], run: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)
+    commit = run.get("commit") or ""
+    state = f"commit {commit[:12]}{'+' * commit.endswith('+')}; " if commit else ""
+    if not commit and run.get("source"):
+        state = f"source {run['source']}; "
     return (
         f"{content['device']}, copy ceiling {run['copy_ceiling_gb_per_s']:.0f} GB/s; {versions}; "
-        f"{run['date']}; `{run['command']}`."
+        f"{run['date']}; {state}`{run['command']}`."
     )
 
 

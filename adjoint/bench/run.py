@@ -24,7 +24,7 @@ from adjoint.bench.contenders import (
     ours,
 )
 from adjoint.bench.peers import PEERS
-from adjoint.bench.timing import Action, copy_ceiling, matrix_ceiling, own_stream, recorded, synchronize, time_on
+from adjoint.bench.timing import Action, copy_ceiling, matrix_ceiling, own_stream, recorded, synchronize, times_on
 from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import Inputs
 from adjoint.core.errors import ArgumentError
@@ -63,6 +63,12 @@ class Row:
         kept_bytes: what its forward keeps for its backward, beside the inputs; where the workload asks for it.
         recorded: whether the time is of a CUDA graph's replays; where the workload asks for it and the call can be
             recorded.
+        quartiles: the first and third of all timed calls, in microseconds; `microseconds` is the median of the rounds'
+            medians.
+        sku: of our plans.
+        ties: in how many items it chose equal values in another order than the reference, and is compared with the
+            reference for its own; None without a choice.
+        written_bytes: the size of its results.
     """
 
     family: str
@@ -80,6 +86,10 @@ class Row:
     peak_bytes: int | None = None
     kept_bytes: int | None = None
     recorded: bool = False
+    quartiles: tuple[float, float] | None = None
+    sku: str = ""
+    ties: int | None = None
+    written_bytes: int | None = None
 
     @property
     def gigabytes_per_second(self) -> float | None:
@@ -184,7 +194,7 @@ def measure(
     if device.type not in workload.devices:
         note = f"meant for {' and '.join(workload.devices)}"
         for direction in workload.directions:
-            yield Row(family, workload.name, direction, OURS, LEFT_OUT, _bytes(workload, direction), note=note)
+            yield Row(family, workload.name, direction, OURS, LEFT_OUT, 0, note=note)
         return
     inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
     call = subject.bind(inputs)
@@ -193,17 +203,19 @@ def measure(
     upstream = tuple(_normal_like(output, source) for output in outputs)
     for direction in workload.directions:
         task = Task(workload, direction, inputs, upstream)
-        blank = Row(family, name, direction, "", OK, round(_bytes(workload, direction) * share))
+        blank = Row(family, name, direction, "", OK, _bytes(workload, direction, inputs, share))
         blank = replace(blank, operations=round(workload.operations * share) * _TIMES[direction])
-        builders = _builders(workload, direction, compile and workload.compile, peers)
+        builders = _builders(workload, direction, compile, peers)
         with own_stream(device):
             entries = [_Entry(replace(blank, contender=label), task, build) for label, build in builders.items()]
             rows = _with_ratios(entries, rounds)
         yield from rows
 
 
-def _bytes(workload: Workload, direction: str) -> int:
-    both = {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}
+def _bytes(workload: Workload, direction: str, inputs: Inputs, share: float) -> int:
+    """Of inputs that are a share of the workload's."""
+    stated = {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}
+    both = {way: x(*inputs) if callable(x) else round(x * share) for way, x in stated.items()}
     return sum(both.values()) if direction == STEP else both[direction]
 
 
@@ -216,14 +228,14 @@ def _builders(workload: Workload, direction: str, compile: bool, peers: Sequence
     builders: dict[str, Builder] = {OURS: ours}
     if workload.baseline is not None:
         builders[EAGER] = eager
-    if compile:
-        builders[COMPILED] = compiled
+        if compile and workload.compile:
+            builders[COMPILED] = compiled
     if direction == BACKWARD:
         if workload.deterministic:
             builders[DETERMINISTIC] = deterministic
         builders |= {label: gradients_by(function) for label, function in workload.others.items()}
-    others = {PEERS[peer].label: PEERS[peer].build for peer in workload.peers}
-    return builders | {label: build for label, build in others.items() if peers is None or label in peers}
+    able = [PEERS[peer] for peer in workload.peers if direction in PEERS[peer].directions]
+    return builders | {peer.label: peer.build for peer in able if peers is None or peer.label in peers}
 
 
 def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inputs, float, str]:
@@ -251,7 +263,7 @@ class _Entry:
 
     def __init__(self, row: Row, task: Task, build: Builder) -> None:
         self.row, self.task = row, task
-        self.times: list[float] = []
+        self.rounds: list[list[float]] = []
         self.contender: Contender | None = None
         self._last: tuple[Tensor, ...] = ()
         self._timed: Action | None = None
@@ -262,7 +274,9 @@ class _Entry:
                 contender.restore()
             outputs = contender.run()
             synchronize(task.device)
-            self.judge(check(task, outputs, contender.guarantee))
+            self.judge(check(task, outputs, contender.guarantee, contender.choices))
+            written = sum(x.numel() * x.element_size() for x in outputs)
+            self.row = replace(self.row, written_bytes=written, sku=contender.sku)
             del outputs
             if task.direction == STEP and task.device.type == "cuda":
                 self.row = replace(self.row, peak_bytes=_peak(task, contender))
@@ -284,14 +298,16 @@ class _Entry:
         status, note = self.row.status, verdict.failure or verdict.inaccuracy or self.row.note
         if verdict.failure or verdict.inaccuracy:
             status = FAILED if verdict.failure else INACCURATE
-        self.row = replace(self.row, status=status, error=verdict.error, guarantee=verdict.guarantee, note=note)
+        self.row = replace(self.row, status=status, note=note, error=verdict.error, guarantee=verdict.guarantee)
+        self.row = replace(self.row, ties=verdict.ties)
 
     def time(self) -> None:
         assert self.contender is not None
         if self._timed is None:
             self._timed = self._prepare()
         try:
-            self.times.append(time_on(self.task.device, self._timed, self.contender.restore) * 1e3)
+            times = times_on(self.task.device, self._timed, self.contender.restore)
+            self.rounds.append([time * 1e3 for time in times])
         except Exception as error:
             self.row = replace(self.row, status=ERROR, note=first_line(error))
 
@@ -317,9 +333,19 @@ class _Entry:
     def finish(self) -> None:
         """Checks what the last timed run left behind, and only then states a time."""
         assert self.contender is not None
-        self.judge(check(self.task, self._last, self.contender.guarantee))
+        self.judge(check(self.task, self._last, self.contender.guarantee, self.contender.choices))
         if self.running:
-            self.row = replace(self.row, microseconds=statistics.median(self.times))
+            low, high = _quartiles([time for times in self.rounds for time in times])
+            median = statistics.median(map(statistics.median, self.rounds))
+            self.row = replace(self.row, microseconds=median, quartiles=(low, high))
+
+
+def _quartiles(times: list[float]) -> tuple[float, float]:
+    """The first and the third: a quarter of the times lies below the one, a quarter above the other."""
+    if len(times) < 2:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
 
 
 def _peak(task: Task, contender: Contender) -> int:

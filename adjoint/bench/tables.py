@@ -28,7 +28,7 @@ def times(result: Result, name: str) -> Table:
     table.add_column("direction", no_wrap=True)
     table.add_column("contender", no_wrap=True)
     counted = any(row.operations for row in result.rows)
-    for head in ("µs", "GB/s", "of copy", *(("TF/s", "GiB") if counted else ()), "× ours"):
+    for head in ("µs", "quartiles", "GB/s", "of copy", *(("TF/s", "GiB") if counted else ()), "× ours"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("error")
     previous: tuple[str, str] | None = None
@@ -47,16 +47,18 @@ def _cells(row: Row, ceiling: float, counted: bool = False) -> Iterable[str]:
     speed = row.gigabytes_per_second
     if row.status not in TIMED or row.microseconds is None or speed is None:
         words = {FAILED: "[red]FAILED[/red]", ABSENT: "[dim]not installed[/dim]", LEFT_OUT: "[dim]left out[/dim]"}
-        return words.get(row.status, "[yellow]n/a[/yellow]"), *[""] * (5 if counted else 3), escape(row.note)
+        return words.get(row.status, "[yellow]n/a[/yellow]"), *[""] * (6 if counted else 4), escape(row.note)
     ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
     if row.ratio is not None and row.ratio < 1:
         ratio = f"[yellow]{ratio}[/yellow]"
-    error = escape(", ".join(filter(None, (f"{row.error:.1e}", row.guarantee, row.note))))
+    ties = f"{row.ties} ties in another order" if row.ties else ""
+    error = escape(", ".join(filter(None, (f"{row.error:.1e}", row.guarantee, ties, row.note))))
     if row.status == INACCURATE:
         error = f"[yellow]INACCURATE: {escape(row.note)}[/yellow]"
     products = ("" if row.teraflops is None else f"{row.teraflops:.0f}", _memory(row))
     return (
         f"{row.microseconds:.1f}",
+        "" if row.quartiles is None else "–".join(f"{time:.1f}" for time in row.quartiles),
         f"{speed:.{0 if speed >= 100 else 2}f}",
         f"{100 * speed / ceiling:.1f}%",
         *(products if counted else ()),
@@ -85,12 +87,12 @@ def overheads(rows: list[Overhead]) -> Table:
     )
     for head in ("op", "dtype", "device", "plan"):
         table.add_column(head, no_wrap=True)
-    for head in ("whole call", "arithmetic", "host cost", "torch", "torch, same arithmetic"):
+    for head in ("whole call", "arithmetic", "host cost", "torch", "torch in float64"):
         table.add_column(head, justify="right")
     table.add_column("verdict")
     for row in rows:
         verdict = "[green]inside[/green]" if row.inside else "[red]over[/red]"
-        numbers = (row.whole, row.arithmetic, row.host, row.torch, row.torch_same_arithmetic)
+        numbers = (row.whole, row.arithmetic, row.host, row.torch, row.torch_in_float64)
         table.add_row(
             row.op,
             row.dtype,

@@ -39,8 +39,8 @@ class _BeforeEachRun:
         self._action()
 
 
-def time_gpu(function: Action, restore: Action | None = None) -> float:
-    """Milliseconds of GPU time a call takes: the median, with a cold L2.
+def time_gpu(function: Action, restore: Action | None = None) -> list[float]:
+    """Milliseconds of GPU time each of many calls takes, with a cold L2.
 
     Args:
         function: launches the work on the current stream.
@@ -57,7 +57,7 @@ def time_gpu(function: Action, restore: Action | None = None) -> float:
         torch.cuda._sleep(head_start)
 
     durations = {"warmup": WARM_UP_MILLISECONDS, "rep": REPEAT_MILLISECONDS}
-    return float(do_bench(function, **durations, return_mode="median", grad_to_none=[_BeforeEachRun(before_each_run)]))
+    return list(do_bench(function, **durations, return_mode="all", grad_to_none=[_BeforeEachRun(before_each_run)]))
 
 
 def _head_start(function: Action, restore: Action | None) -> int:
@@ -103,8 +103,8 @@ def recorded(function: Action) -> Action:
     return graph.replay
 
 
-def time_cpu(function: Action, restore: Action | None = None) -> float:
-    """Milliseconds of wall time a call takes on the CPU: the median, after a warm-up."""
+def time_cpu(function: Action, restore: Action | None = None) -> list[float]:
+    """Milliseconds of wall time each of many calls takes on the CPU, after a warm-up."""
     times: list[float] = []
     begin = perf_counter()
     while len(times) < 5 or (perf_counter() - begin) * 1e3 < REPEAT_MILLISECONDS:
@@ -114,11 +114,16 @@ def time_cpu(function: Action, restore: Action | None = None) -> float:
         function()
         times.append((perf_counter() - start) * 1e3)
     warm_up = len(times) // 5
-    return statistics.median(times[warm_up:])
+    return times[warm_up:]
 
 
-def time_on(device: torch.device, function: Action, restore: Action | None = None) -> float:
-    """Milliseconds a call takes on a device."""
+def time_on(device: torch.device, function: Action) -> float:
+    """Milliseconds a call takes on a device, the median."""
+    return statistics.median(times_on(device, function))
+
+
+def times_on(device: torch.device, function: Action, restore: Action | None = None) -> list[float]:
+    """Milliseconds each of many calls takes on a device."""
     if device.type != "cuda":
         return time_cpu(function, restore)
     with torch.cuda.device(device):

@@ -7,6 +7,7 @@ needed for a new op to go through every check: see `adjoint.verify`.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class Subject:
         mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the inputs' dtype; each must fail
             the accuracy check, or the check proves nothing.
         specials: elementwise special values.
+        recorded: the reviewed file of errors that were recorded on its cases: see `contract.recorded`.
         plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them.
         batch_axis: the axis along which items follow each other.
         batched: names of the inputs that have it; None for all.
@@ -109,6 +111,7 @@ class Subject:
     exhaustive: Callable[[torch.dtype], Iterable[Case]] = lambda dtype: ()
     mistakes: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], Answers]] = field(default_factory=dict)
     specials: tuple[Special, ...] = ()
+    recorded: Path | None = None
     plans: tuple[str, ...] = ()
     batch_axis: int = 0
     batched: tuple[str, ...] | None = None
@@ -186,8 +189,10 @@ class Workload:
         name: as shown in tables.
         subject: what is timed and checked.
         make: its inputs.
-        forward_bytes, backward_bytes: the fewest bytes each direction must move.
-        baseline: the same work in torch's own functions, `(*inputs) -> output`; None where there is none.
+        forward_bytes, backward_bytes: the fewest bytes each direction must move; a function of the inputs where that
+            depends on their values.
+        baseline: the same work in torch's own functions, `(*inputs) -> output`; None where there is none. Outputs of
+            integers are choices it made, such as the experts of a router: see `chosen`.
         peers: names of entries in `adjoint.bench.peers` that do the same work.
         dtype: of the floating inputs; where it is not the default, the name says so.
         devices: the types of device it is meant for.
@@ -199,14 +204,17 @@ class Workload:
         recorded: whether a call is timed as the replay of a CUDA graph, without the gaps between its kernels.
         others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
             one per floating input.
+        chosen: where equal values leave a choice open, the reference of the backward for the choices a contender made:
+            `chosen(arguments, choices) -> (gradients, ties)`, with the number of items in which equal values were
+            chosen in another order than the reference's. A choice that is worse counts as the error it is.
     """
 
     name: str
     subject: Subject
     make: Make
-    forward_bytes: int
-    backward_bytes: int
-    baseline: Callable[..., Tensor] | None
+    forward_bytes: int | Callable[..., int]
+    backward_bytes: int | Callable[..., int]
+    baseline: Callable[..., Any] | None
     peers: tuple[str, ...] = ()
     dtype: torch.dtype = torch.bfloat16
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -217,3 +225,4 @@ class Workload:
     kept: bool = False
     recorded: bool = False
     others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)
+    chosen: Callable[[Inputs, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], int]] | None = None

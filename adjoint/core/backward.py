@@ -56,6 +56,7 @@ class Backward:
                 describe=describe,
                 candidates=adjoint.candidates,
                 assemble=adjoint.assemble,
+                flops=adjoint.flops,
             ),
             tensors=tensors,
             overwritten=overwritten,

@@ -3,9 +3,12 @@
 A guarantee is made of independent flags about bits, facts about the arithmetic, and one statement
 about error, of a named kind:
 
-- `Enumerated`: every 16-bit input was tried; the largest error in units in the last place.
-- `Derived`: a running-error bound, evaluated in float64 for the very inputs of the call.
+- `Enumerated`: every input, a 16-bit number, was tried; the largest error in units in the last place.
+- `Derived`: a theorem in the docs; its bound is evaluated in float64 for the very inputs of the call.
 - `Empirical`: a norm-relative ceiling recorded on named cases.
+
+Beside it may stand a `recorded` ceiling, which promises nothing: the op's own cases stay below it, so a regression that
+a promise for every input has room for is noticed there.
 
 Each kind measures an output against the exact result by `measure`, which tests and `adjoint verify`
 share: a tolerance that appears in no guarantee appears in no test.
@@ -38,7 +41,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Enumerated:
-    """The largest error, in units in the last place of the output, over an exhaustive set of inputs."""
+    """The largest error, in units in the last place of the output, over every input there is."""
 
     max_ulp: float
     over: str
@@ -55,16 +58,23 @@ class Enumerated:
 class Derived:
     """A running-error bound: `bound(*inputs)` gives, in float64, the largest error of each element.
 
-    `inputs` are those of the reference, in its order.
+    `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest,
+    to which it would be rounded if there were one. With `axes`, it bounds the norm of the error along so many of the
+    last axes, such as those of a token's vector, and has the others. `expected(*inputs)`, where there is a model of
+    roundings, gives the root mean square that is to be expected in the place of each bound: no promise.
     """
 
     formula: str
     bound: Callable[..., Tensor]
+    axes: int = 0
+    expected: Callable[..., Tensor] | None = None
     kind: ClassVar[str] = "derived"
 
     def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
         bound = self.bound(*inputs)
-        error = absolute_error(output, exact)
+        error = _rounding_error(output, exact)
+        if self.axes:
+            error = error.flatten(-self.axes).norm(dim=-1)
         share = torch.where(error == 0, 0.0, error / bound)
         return Measurement(_largest(share), 1.0, "of the bound")
 
@@ -104,7 +114,7 @@ class Guarantee:
     """What one output of one plan promises. A flag that is not set is not promised.
 
     Attributes:
-        repeatable: same inputs, same device, same bits.
+        repeatable: same inputs, same device, same bits; on the CPU with the same number of threads.
         batch_invariant: the item (an element, a row, a token) whose bits do not depend on what
             shares its batch, on its alignment or on its strides; empty when not promised.
         prefix_invariant: bits at a position depend on that position and earlier ones alone.
@@ -112,6 +122,7 @@ class Guarantee:
         accumulator: the type the arithmetic runs in.
         roundings: roundings to the storage type between input and output.
         error: how far the output may be from the exact result.
+        recorded: what it is on the op's cases; no promise for other inputs, and None where that says nothing more.
         domain: the inputs all of this holds for.
         special_values: what infinities, NaN and signed zeros give.
         out_of_range: what an index out of range gives, for ops that take indices.
@@ -129,6 +140,7 @@ class Guarantee:
     special_values: str = ""
     out_of_range: str = ""
     ties: str = ""
+    recorded: Empirical | None = None
 
     @property
     def flags(self) -> str:
@@ -143,8 +155,10 @@ class Guarantee:
             f"bits: {self.flags}",
             f"arithmetic: {self.accumulator}, {self.roundings} rounding{'s' if self.roundings != 1 else ''}",
             f"error: {self.error}",
-            f"domain: {self.domain}",
         ]
+        if self.recorded is not None:
+            lines.append(f"recorded: {self.recorded}")
+        lines.append(f"domain: {self.domain}")
         for name in ("special_values", "out_of_range", "ties"):
             if getattr(self, name):
                 lines.append(f"{name.replace('_', ' ')}: {getattr(self, name)}")
@@ -171,6 +185,15 @@ def absolute_error(output: Tensor, exact: Tensor) -> Tensor:
     expected = torch.where(exact.abs() >= threshold, exact.sign() * float("inf"), exact)
     agree = (got == expected) | (got.isnan() & expected.isnan())
     return torch.where(agree, 0.0, (got - exact).abs())
+
+
+def _rounding_error(output: Tensor, exact: Tensor) -> Tensor:
+    """As `absolute_error`, where an infinite output for a finite result counts as the number after the largest."""
+    _, exponent = math.frexp(torch.finfo(output.dtype).max)
+    error = absolute_error(output, exact)
+    # Halves, because in float64 the number after the largest is infinite.
+    distance = (output.sign().double() * math.ldexp(1.0, exponent - 1) - exact.double() / 2).abs() * 2
+    return torch.where(output.isinf() & exact.isfinite() & (error > 0), distance, error)
 
 
 def error_in_ulp(output: Tensor, exact: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.backward import Backward, check_reusable
+from adjoint.core.flops import Flops, no_products
 from adjoint.core.operator import Operator, register
 from adjoint.core.plan import Call, Candidate, publish
 from adjoint.core.preference import Preference, resolve
@@ -70,6 +71,8 @@ class Adjoint:
         overwrites: it writes the gradients over the inputs that were saved, which must be all of them.
         buffers: tensors of the caller that it adds to instead of returning a gradient.
         assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
+        flops: the operations of its matrix products, 2·m·n·k each, those of gradients that are needed; what the
+            forward has computed before counts once, there.
     """
 
     candidates: Candidates
@@ -85,6 +88,7 @@ class Adjoint:
     overwrites: bool = False
     buffers: tuple[str, ...] = ()
     assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
+    flops: Flops = no_products
 
 
 class Op:
@@ -112,6 +116,7 @@ class Op:
         overwrites: inputs that the forward overwrites; such an op has no adjoint.
         autocast: inputs that are cast to autocast's dtype where it is on, unless they are float64.
         label: the op as errors name it; by default its name.
+        flops: the operations of its matrix products, 2·m·n·k each, for torch's `FlopCounterMode`; 0 by default.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class Op:
         overwrites: tuple[str, ...] = (),
         autocast: tuple[str, ...] = (),
         label: str | None = None,
+        flops: Flops = no_products,
     ) -> None:
         self.name, self.label, self.options = name, label or name, options
         self.inputs = tuple(x.removesuffix("?") for x in inputs)
@@ -161,6 +167,7 @@ class Op:
                 allocate=allocate,
                 describe=describe_forward,
                 candidates=forward,
+                flops=flops,
             ),
             tensors=inputs,
             overwritten=overwrites,

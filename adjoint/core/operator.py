@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
+from adjoint.core.flops import Flops, count, no_products
 from adjoint.core.plan import Candidate, Plan, forget_plans, select
 from adjoint.core.problem import Problem
 
@@ -37,7 +38,10 @@ class Operator:
         candidates: best first; a function, so that no kernel module is imported to define an op.
         assemble: of a backward: `assemble(results, arguments)` gives a gradient for each output, where it is not what
             the operator returns.
+        flops: the operations of its matrix products, as torch counts them.
         call: the registered operator.
+        plans: what was chosen so far, by problem and preference.
+        has_warned: whether a call has warned that no plan of it was repeatable.
     """
 
     name: str
@@ -48,8 +52,10 @@ class Operator:
     describe: Callable[..., Problem]
     candidates: Callable[[], tuple[Candidate, ...]]
     assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
+    flops: Flops = no_products
     call: Any = None
     plans: dict[tuple[Problem, str], Plan] = field(default_factory=dict, repr=False)
+    has_warned: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the operator on its arguments, of which the last is the preference's string.
@@ -120,7 +126,9 @@ def register(
     for device in DEVICES:
         _library.impl(name, run, device.upper())
     torch.library.register_fake(f"adjoint::{name}", shape, lib=_library)
-    operator.call = getattr(torch.ops.adjoint, name).default
+    packet = getattr(torch.ops.adjoint, name)
+    operator.call = packet.default
+    count(packet, [argument.name for argument in operator.call._schema.arguments], operator.flops)
     _operators[name] = operator
     return operator
 

@@ -11,6 +11,7 @@ by GPU name, beside the kernels.
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +26,7 @@ from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.launch import Execute, Launch, Setup, refuse_capture
 from adjoint.core.layout import to_meta
-from adjoint.core.preference import Preference, parse, resolve
+from adjoint.core.preference import OTHERWISE, Preference, parse, resolve
 from adjoint.core.problem import Problem, Sku, short
 from adjoint.core.schedules import Schedules
 
@@ -134,10 +135,11 @@ def in_pytorch(
     run: Run,
     numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
     waits: Callable[[Problem], bool] = lambda problem: False,
+    revision: int = 1,
 ) -> Candidate:
     """A candidate in plain PyTorch: for every problem and layout, on every device."""
     return Candidate(
-        name, "eager", "pytorch", 1, lambda problem: "", guarantee, run,
+        name, "eager", "pytorch", revision, lambda problem: "", guarantee, run,
         numeric=numeric, workspace_bytes=lambda problem: None, any_layout=True, waits=waits,
     )  # fmt: skip
 
@@ -149,10 +151,28 @@ _lock = threading.Lock()
 
 
 def select(operator: "Operator", problem: Problem, preference: str) -> "Plan":
-    """The first candidate that accepts the problem and meets the preference, as a plan."""
+    """The first candidate that accepts the problem and meets the preference, as a plan.
+
+    Where the preference has an alternative, that is for a problem of which no plan meets the first request.
+    """
     plan = operator.plans.get((problem, preference))
     if plan is not None:
         return plan
+    request, has_alternative, alternative = preference.partition(OTHERWISE)
+    try:
+        plan = _first_that_fits(operator, problem, request)
+    except Unsupported:
+        if not has_alternative:
+            raise
+        plan = _first_that_fits(operator, problem, alternative)
+        _warn_not_repeatable(plan)
+    with _lock:
+        while len(operator.plans) >= _CACHED_PLANS:
+            operator.plans.pop(next(iter(operator.plans)))
+        return operator.plans.setdefault((problem, preference), plan)
+
+
+def _first_that_fits(operator: "Operator", problem: Problem, preference: str) -> "Plan":
     candidates, request = operator.candidates(), parse(preference)
     named = _named(request, candidates)
     objections = [(candidate, _objection(candidate, problem, request, named)) for candidate in candidates]
@@ -168,18 +188,29 @@ def select(operator: "Operator", problem: Problem, preference: str) -> "Plan":
         for candidate, objection in objections
         if candidate is not chosen
     )
-    plan = Plan(operator, chosen, problem, preference, others)
-    with _lock:
-        while len(operator.plans) >= _CACHED_PLANS:
-            operator.plans.pop(next(iter(operator.plans)))
-        return operator.plans.setdefault((problem, preference), plan)
+    return Plan(operator, chosen, problem, preference, others)
+
+
+def _warn_not_repeatable(plan: "Plan") -> None:
+    """Warns, once for each operator, that a call runs without a promise that `warn_only=True` asks for."""
+    operator = plan.operator
+    if not operator.has_warned:
+        operator.has_warned = True
+        warnings.warn(
+            f"{operator.name}: no plan for {plan.problem} is repeatable, so this runs {plan.name}, whose bits may "
+            f"differ from run to run; torch.use_deterministic_algorithms(True, warn_only=True) allows that, and "
+            f"without warn_only it is an error. Later calls of {operator.name} do not warn",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def forget_plans(operators: Iterable["Operator"]) -> None:
-    """Forgets every plan that was chosen for some operators."""
+    """Forgets every plan that was chosen for some operators, and that they have warned."""
     with _lock:
         for operator in operators:
             operator.plans.clear()
+            operator.has_warned = False
 
 
 def _named(request: Preference, candidates: tuple[Candidate, ...]) -> str | None:

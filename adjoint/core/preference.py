@@ -4,6 +4,9 @@ A preference travels as a short string. Schemas of operators take no Python obje
 which runs on autograd's own thread, must not depend on a context that is not there: so the public
 function resolves the preference once, and hands the same string to forward and backward.
 
+The string may name an alternative, behind `OTHERWISE`: what is asked for where no plan meets the first request, which
+then warns. `torch.use_deterministic_algorithms(True, warn_only=True)` makes such strings, and nothing else does.
+
 The ambient preference lives in a thread-local *instance* attribute: `torch.compile` traces that and
 guards on its value, which it does for no `ContextVar` and for no class attribute of a thread-local.
 """
@@ -18,6 +21,9 @@ import torch
 from adjoint.core.errors import ArgumentError
 
 BACKENDS = ("triton", "eager")
+
+OTHERWISE = "|"
+"""Between what is asked for and what will do where no plan meets it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Preference:
 
 
 def _names_plans(value: Any) -> bool:
-    return isinstance(value, str) and not set(value) & set(",=") and all(value.split("+"))
+    return isinstance(value, str) and not set(value) & set(f",={OTHERWISE}") and all(value.split("+"))
 
 
 _FIELDS = tuple(f.name for f in fields(Preference) if f.init)
@@ -104,9 +110,18 @@ def merge(outer: str, inner: str) -> str:
     return _merge(outer, inner)
 
 
-# What torch.compiler.assume_constant_result does, without its import of the whole compiler: a pure
-# function of strings may be called while tracing.
+def _deterministic(text: str) -> str:
+    """A request under `torch.use_deterministic_algorithms`: repeatable, and with `warn_only` the request as it was."""
+    repeatable = _merge(text, "repeatable")
+    if repeatable == text or not torch.is_deterministic_algorithms_warn_only_enabled():
+        return repeatable
+    return f"{repeatable}{OTHERWISE}{text}"
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler: a pure function of strings
+# may be called while tracing, and so may one that reads torch's flags, which every compiled graph guards on.
 merge._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Ambient(threading.local):
@@ -153,7 +168,8 @@ class prefer:
 def resolve(preference: Preference | None) -> str:
     """The string a call hands to its operators: its own preference over the ambient one.
 
-    `torch.use_deterministic_algorithms(True)` asks for repeatable plans.
+    `torch.use_deterministic_algorithms(True)` asks for repeatable plans; with `warn_only=True` a call that has none
+    warns and takes another.
     """
     text = _ambient.text
     if preference is not None:
@@ -161,5 +177,5 @@ def resolve(preference: Preference | None) -> str:
             raise ArgumentError(f"preference= must be an adjoint.Preference, got {type(preference).__name__}")
         text = merge(text, preference.text)
     if torch.are_deterministic_algorithms_enabled():
-        text = merge(text, "repeatable")
+        text = _deterministic(text)
     return text

@@ -40,6 +40,11 @@ def out_of_range(indices: Tensor, states: int) -> Tensor:
     return (indices < -1) | (indices >= states)
 
 
+def skipped_rows(indices: Tensor | None, states: int) -> Tensor | None:
+    """Which rows of a step read no state; None where every row has its own."""
+    return None if indices is None else out_of_range(indices, states) | (indices < 0)
+
+
 def repeated(indices: Tensor) -> Tensor:
     """Which state indices, skipped rows aside, have occurred before."""
     ordered, order = indices.sort(stable=True)

@@ -5,6 +5,9 @@ switches by importing them from here: the names, order and defaults of the argum
 returned. An argument that cannot be honoured raises and is named; none is ignored that would change a result. What
 transformers' layers hand on to these functions beside their arguments (`use_cache`, `max_length_q`) changes none.
 
+Tensors are [batch, time, heads, size], and nothing in a shape shows that heads and time were exchanged: see
+`gated_delta_rule`. `head_first=True`, which older versions of FLA had, is refused.
+
 Different on purpose: gradients of both, `torch.compile`, the CPU, and an error where g is positive. The final state is
 float32 (float64 for float64) whatever the dtype of the initial one.
 """
@@ -13,13 +16,13 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import gated_delta_rule
+from adjoint.ops.gated_delta.stages.gate import gate
 from adjoint.ops.gated_delta.step import MAX_TOKENS, gated_delta_step
 
 _OF_THE_CALLER = frozenset(
@@ -55,8 +58,9 @@ def chunk_gated_delta_rule(
     `cu_seqlens_cpu` and `chunk_indices`, which repeat what `cu_seqlens` says, are not needed.
 
     Args:
-        kwargs: `use_gate_in_kernel`, `A_log` and `dt_bias`, for a g that is the gate's raw input; `chunk_size`, which
-            must be 64; `transpose_state_layout`, an older name of `state_v_first`.
+        kwargs: `use_gate_in_kernel`, `A_log` and `dt_bias`, for a g that is the gate's raw input, which
+            `adjoint.gated_delta.gate` takes, with its gradients; `chunk_size`, which must be 64;
+            `transpose_state_layout`, an older name of `state_v_first`; `head_first`, which must be False.
     """
     op = "chunk_gated_delta_rule"
     if cp_context is not None:
@@ -64,11 +68,13 @@ def chunk_gated_delta_rule(
     chunk_size = kwargs.pop("chunk_size", CHUNK)
     if chunk_size != CHUNK:
         raise Unsupported(f"{op}: chunk_size must be {CHUNK}, which is part of the results' bits, got {chunk_size}")
+    for name, value in (("cu_seqlens_cpu", cu_seqlens_cpu), ("chunk_indices", chunk_indices)):
+        if value is not None and cu_seqlens is None:
+            raise ArgumentError(f"{op}: {name} repeats what cu_seqlens says, which is None; give cu_seqlens")
     raw, A_log, dt_bias = (kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias"))
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
-    g = _gate(op, g, v, bool(raw), A_log, dt_bias)
-    beta = _strength(op, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    g, beta = _gates(op, g, beta, v, bool(raw), A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     state = _state(initial_state, q, state_v_first)
     o, final_state = gated_delta_rule(
         q, k, v, _as_gate(g, q), _as_gate(beta, q), scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
@@ -108,8 +114,8 @@ def fused_recurrent_gated_delta_rule(
             raise Unsupported(f"{op}: {name}, a decay of its own for every element of a head, is not supported")
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
-    g = _as_gate(_gate(op, g, v, use_gate_in_kernel, A_log, dt_bias), q)
-    beta = _as_gate(_strength(op, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), q)
+    g, beta = _gates(op, g, beta, v, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    g, beta = _as_gate(g, q), _as_gate(beta, q)
     state = _state(initial_state, q, state_v_first)
     if cu_seqlens is None and 1 <= q.shape[1] <= MAX_TOKENS:
         if state is None:
@@ -129,6 +135,11 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def _refuse(op: str, kwargs: dict[str, Any]) -> None:
+    if kwargs.pop("head_first", False):
+        raise ArgumentError(
+            f"{op}: head_first=True is not supported: q, k and v must be [batch, time, heads, size], g and beta "
+            f"[batch, time, heads]; exchange the two axes, as by transpose(1, 2)"
+        )
     unknown = sorted(set(kwargs) - _OF_THE_CALLER)
     if unknown:
         raise ArgumentError(f"{op}: does not know {', '.join(unknown)}")
@@ -144,33 +155,47 @@ def _layout(op: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.pop("transpose_state_layout"))
 
 
-def _gate(
-    op: str, g: Tensor | None, v: Tensor, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None
-) -> Tensor:  # fmt: skip
-    """g as it is, 0 where it is None, or −e^{A_log}·softplus(g + dt_bias)."""
-    if g is None:
-        if raw:
-            raise ArgumentError(f"{op}: use_gate_in_kernel=True needs g, the gate's raw input, and it is None")
-        return torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
-    if not raw:
-        return g
-    if A_log is None:
-        raise ArgumentError(f"{op}: use_gate_in_kernel=True needs A_log, and it is None")
-    shifted = g.float() if dt_bias is None else g.float() + dt_bias.float()
-    return -A_log.float().exp() * F.softplus(shifted)
+def _gates(
+    op: str,
+    g: Tensor | None,
+    beta: Tensor | None,
+    v: Tensor,
+    raw: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    logits: bool,
+    doubled: bool,
+) -> tuple[Tensor, Tensor]:
+    """g as it is, 0 where it is None, or −e^{A_log}·softplus(g + dt_bias); beta as it is, 1, σ(beta) or 2·σ(beta).
 
-
-def _strength(op: str, beta: Tensor | None, v: Tensor, logits: bool, doubled: bool) -> Tensor:
-    """beta as it is, 1 where it is None, or σ(beta), or 2·σ(beta)."""
+    A_log and dt_bias beside a g that is not raw say nothing, here as in FLA.
+    """
     if doubled and not logits:
         raise ArgumentError(f"{op}: allow_neg_eigval=True goes with use_beta_sigmoid_in_kernel=True")
+    if logits:
+        beta = _needed(op, "use_beta_sigmoid_in_kernel", "beta", beta)
+    if raw:
+        g = _needed(op, "use_gate_in_kernel", "g, the gate's raw input", g)
+        A_log = _needed(op, "use_gate_in_kernel", "A_log", A_log)
+        bias = torch.zeros_like(A_log) if dt_bias is None else dt_bias
+        if logits and beta is not None and beta.dtype == g.dtype:
+            g, beta = gate(g, beta, A_log, bias)
+            logits = False
+        else:
+            g, _ = gate(g, g.detach(), A_log, bias)
+    if logits and beta is not None:
+        beta = beta.to(wide_dtype(beta.dtype)).sigmoid()
+    if g is None:
+        g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
     if beta is None:
-        if logits:
-            raise ArgumentError(f"{op}: use_beta_sigmoid_in_kernel=True needs beta, and it is None")
-        return torch.ones(v.shape[:3], dtype=torch.float32, device=v.device)
-    if not logits:
-        return beta
-    return beta.float().sigmoid() * (2 if doubled else 1)
+        beta = torch.ones(v.shape[:3], dtype=torch.float32, device=v.device)
+    return g, 2 * beta if doubled else beta
+
+
+def _needed(op: str, keyword: str, name: str, value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ArgumentError(f"{op}: {keyword}=True needs {name}, and it is None")
+    return value
 
 
 def _as_gate(x: Tensor, q: Tensor) -> Tensor:

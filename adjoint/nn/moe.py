@@ -40,6 +40,9 @@ class SparseMoE(nn.Module):
         shared_expert.gate_proj.weight, .up_proj.weight, .down_proj.weight
         shared_expert_gate.weight [1, hidden]
 
+    The gate may be exchanged for the router of such a block, of which the logits are taken: transformers records those
+    for its auxiliary loss (`adjoint.integrations.transformers`).
+
     Checkpoints that hold one matrix per expert (`experts.7.gate_proj.weight`) go through `fuse_experts` first.
 
     Args:
@@ -103,7 +106,10 @@ class SparseMoE(nn.Module):
     ) -> "Float[Tensor, '*tokens hidden'] | tuple[Float[Tensor, '*tokens hidden'], Routing]":
         """The layer; on request also how tokens were routed, for auxiliary losses and statistics."""
         self._check(x)
-        y, routing = self._mix(x, self.gate(x))
+        logits = self.gate(x)
+        if isinstance(logits, tuple):  # a router of transformers: its logits, weights and indices
+            logits = logits[0].view(*x.shape[:-1], self.num_experts)
+        y, routing = self._mix(x, logits)
         return (y, routing) if return_routing else y
 
     def mix(
@@ -127,7 +133,7 @@ class SparseMoE(nn.Module):
             )
 
     def _mix(self, x: Tensor, logits: Tensor) -> "tuple[Tensor, Routing]":
-        tokens = x.reshape(x.shape[:-1].numel(), self.hidden_size)
+        tokens = x.reshape(-1, self.hidden_size)
         weights, indices = moe.route(
             logits.reshape(tokens.shape[0], self.num_experts),
             self.experts_per_token,

@@ -97,14 +97,18 @@ def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
 def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """An item's bits do not depend on its batch, its alignment, its strides or the upstream's layout.
 
-    Checked for each direction of which every result promises it.
+    Checked for each result that promises it; the others are not looked at.
     """
     comparison = _Comparison(subject, dtype, device, preference, "batch invariance", "batch_invariant")
-    for name, whole in comparison.evaluations(lambda found: any(found.promises("batch_invariant"))):
-        forward, backward = whole.promises("batch_invariant")
 
-        def promised(found: Evaluation, forward: bool = forward, backward: bool = backward) -> Answers:
-            return found.outputs if forward else (), found.gradients if backward else ()
+    def is_promised(found: Evaluation) -> bool:
+        return any(promise.batch_invariant for side in found.guarantees for promise in side.values())
+
+    for name, whole in comparison.evaluations(is_promised):
+        forward, backward = ([bool(p.batch_invariant) for p in side.values()] for side in whole.guarantees)
+
+        def promised(found: Evaluation, forward: list[bool] = forward, backward: list[bool] = backward) -> Answers:
+            return _kept(found.outputs, forward), _kept(found.gradients, backward)
 
         def equal(what: str, results: Answers, expected: Answers) -> None:
             comparison.equal(what, (*results[0], *results[1]), (*expected[0], *expected[1]))
@@ -121,6 +125,13 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
     return comparison.rows()
 
 
+def _kept(results: tuple[Tensor, ...], promised: list[bool]) -> tuple[Tensor, ...]:
+    """The results of a direction, without those that promise nothing: zeros in their place; none where none does."""
+    if not any(promised):
+        return ()
+    return tuple(t if kept else torch.zeros_like(t) for t, kept in zip(results, promised, strict=True))
+
+
 def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Where every result promises the same bits on every device, they are those of PyTorch on the CPU.
 
@@ -128,12 +139,17 @@ def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     ("triton.sequential", "eager.sequential"); if there is none, nobody can keep it.
     """
     comparison = _Comparison(subject, dtype, device, preference, "device invariance", "device_invariant")
-    named = preference.plan and preference.plan.replace("triton.", "eager.")
-    eager = Preference(backend="eager", plan=named, device_invariant=True)
+    eager = eager_twin(preference)
     for name, here in comparison.evaluations(lambda found: all(found.promises("device_invariant"))):
         there = differentiate(subject, each(Tensor.cpu, here.inputs), tuple(t.cpu() for t in here.upstream), eager)
         comparison.equal(name, tuple(t.cpu() for t in here.results), there.results)
     return comparison.rows()
+
+
+def eager_twin(preference: Preference) -> Preference:
+    """The plan in PyTorch that has the same bits: under the same name, where one is asked for."""
+    named = preference.plan and preference.plan.replace("triton.", "eager.")
+    return Preference(backend="eager", plan=named, device_invariant=True)
 
 
 def _shifted(tensor: Tensor) -> Tensor:

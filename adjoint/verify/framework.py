@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from adjoint.contract import directions
-from adjoint.contract.cases import Subject
+from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import Inputs, differentiable, each, leaves
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.operator import forget
+from adjoint.core.plan import select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.bits import same_bits
-from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, gradients_of
+from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, generator, gradients_of
 
 SIZES = tuple(range(1, 51))
 FEWER_SIZES = (1, 2, 5, 16, 33)
@@ -26,6 +27,16 @@ FEWER_SIZES = (1, 2, 5, 16, 33)
 
 def _first(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Evaluation:
     return evaluate(subject, subject.cases[0], dtype, device, preference)
+
+
+def _of_every_plan(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Case]:
+    """The first case of each plan that serves any: what lives inside PyTorch is a plan, not a case."""
+    by_plan: dict[tuple[str, ...], Case] = {}
+    for case in subject.cases:
+        call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+        plans = [select(operator, problem, resolve(preference)).name for operator, problem in call.problems(device)]
+        by_plan.setdefault(tuple(plans), case)
+    return list(by_plan.values())
 
 
 def _results(function: Callable[..., Any], inputs: Inputs, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -41,35 +52,49 @@ def _are_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> boo
 
 def registration(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """`torch.library.opcheck` on the operators of both directions."""
-    base = _first(subject, dtype, device, preference)
+    return [
+        _registered(evaluate(subject, case, dtype, device, preference), dtype)
+        for case in _of_every_plan(subject, dtype, device, preference)
+    ]
+
+
+def _registered(base: Evaluation, dtype: torch.dtype) -> Row:
     wrong = []
     for direction in directions_of(base).both:
         operator = direction.plan.operator
         try:
-            torch.library.opcheck(operator.call, (*direction.arguments, preference.text))
+            torch.library.opcheck(operator.call, (*direction.arguments, base.preference.text))
         except Exception as error:
             wrong.append(f"{operator.name}: {error}")
-    return [base.row("opcheck", dtype, "registered right", wrong=wrong)]
+    return base.row("opcheck", dtype, "registered right", wrong=wrong)
 
 
 def compilation(
     subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference, backend: str = "aot_eager"
 ) -> list[Row]:
-    """`torch.compile(fullgraph=True)`, with static and dynamic shapes, gives the bits of eager mode."""
-    wrong = []
-    base = _first(subject, dtype, device, preference)
-    items = subject.items(base.inputs)
-    for dynamic in (False, True):
+    """`torch.compile(fullgraph=True)`, with static and dynamic shapes, gives the bits of eager mode.
+
+    The first case has two sizes; that of another plan has its own, as another size might have another plan.
+    """
+    rows = []
+    for number, case in enumerate(_of_every_plan(subject, dtype, device, preference)):
+        base = evaluate(subject, case, dtype, device, preference)
+        wrong = []
+        items = subject.items(base.inputs)
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            compiled = torch.compile(
+                lambda *x: subject(*x, preference=preference), fullgraph=True, dynamic=dynamic, backend=backend
+            )
+            for size in (items,) if number else (items, 2 * items):
+                inputs, upstream = base.inputs, base.upstream
+                if not number:
+                    inputs, upstream = subject.resize(inputs, upstream, size)
+                if not _are_equal(_results(compiled, inputs, upstream), base.again(inputs, upstream).results):
+                    wrong.append(f"dynamic={dynamic}, {size} items: bits differ from eager mode")
         torch._dynamo.reset()
-        compiled = torch.compile(
-            lambda *x: subject(*x, preference=preference), fullgraph=True, dynamic=dynamic, backend=backend
-        )
-        for size in (items, 2 * items):
-            inputs, upstream = subject.resize(base.inputs, base.upstream, size)
-            if not _are_equal(_results(compiled, inputs, upstream), base.again(inputs, upstream).results):
-                wrong.append(f"dynamic={dynamic}, {size} items: bits differ from eager mode")
-    torch._dynamo.reset()
-    return [base.row(f"compile ({backend})", dtype, "equals eager mode", wrong=wrong)]
+        rows.append(base.row(f"compile ({backend})", dtype, "equals eager mode", wrong=wrong))
+    return rows
 
 
 def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -142,7 +167,13 @@ def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, pr
 
 def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """The op runs on the current stream: work queued before it on that stream is seen, work after it sees it."""
-    base = _first(subject, dtype, device, preference)
+    return [
+        _on_streams(evaluate(subject, case, dtype, device, preference), dtype, device)
+        for case in _of_every_plan(subject, dtype, device, preference)
+    ]
+
+
+def _on_streams(base: Evaluation, dtype: torch.dtype, device: torch.device) -> Row:
     wrong = []
     side = torch.cuda.Stream(device)
     staging = each(lambda t: torch.full_like(t, float("nan") if t.is_floating_point() else 0), base.inputs)
@@ -150,7 +181,7 @@ def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
         _copy(staging, base.inputs)
-        outputs = as_tuple(subject(*staging, preference=preference))
+        outputs = as_tuple(base.subject(*staging, preference=base.preference))
         copies = tuple(o.clone() for o in outputs)
     side.synchronize()
     if not _are_equal(copies, base.outputs):
@@ -162,7 +193,7 @@ def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
         if not _are_equal(tuple(t.to(device) for t in there.results), base.results):
             wrong.append(f"{other} gave other bits")
     devices = f"a side stream and {torch.cuda.device_count()} device(s)"
-    return [base.row("streams and devices", dtype, devices, wrong=wrong)]
+    return base.row("streams and devices", dtype, devices, wrong=wrong)
 
 
 def _copy(targets: Inputs, sources: Inputs) -> None:
@@ -184,9 +215,16 @@ def _recording_refused(side: directions.Bound) -> str:
 
 def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Recorded in a CUDA graph and replayed on new data: equal to eager mode, and nothing is allocated."""
-    first, second = (evaluate(subject, subject.cases[0], dtype, device, preference, seed) for seed in (1, 2))
+    return [
+        _captured([evaluate(subject, case, dtype, device, preference, seed) for seed in (1, 2)], dtype, device)
+        for case in _of_every_plan(subject, dtype, device, preference)
+    ]
+
+
+def _captured(data_of: list[Evaluation], dtype: torch.dtype, device: torch.device) -> Row:
+    first, second = data_of
     inputs, upstream = each(Tensor.clone, first.inputs), tuple(t.clone() for t in first.upstream)
-    call, text = subject.bind(inputs), resolve(preference)
+    call, text = first.subject.bind(inputs), resolve(first.preference)
     forward = directions.forward(call, text)
     outputs = forward.plan.prepare().allocate(forward.arguments)
     backward = directions.backward(call, upstream, outputs, text)
@@ -194,7 +232,7 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     workspaces = forward.workspace(), backward.workspace()
     if forward.plan.waits or backward.plan.waits:
         wrong = [text for side in (forward, backward) if side.plan.waits and (text := _recording_refused(side))]
-        return [first.row("CUDA graph", dtype, "refused by name: it waits", wrong=wrong)]
+        return first.row("CUDA graph", dtype, "refused by name: it waits", wrong=wrong)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
@@ -211,4 +249,4 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
         results = (*outputs[: len(data.outputs)], *gradients_of(first, backward, gradients))
         if not _are_equal(results, data.results):
             wrong.append("a replay differs from eager mode")
-    return [first.row("CUDA graph", dtype, "replays equal eager mode", wrong=wrong)]
+    return first.row("CUDA graph", dtype, "replays equal eager mode", wrong=wrong)

@@ -6,6 +6,9 @@ multiplies matrices of raw bits. `correct_bfloat16()` replaces its conversions a
 touches nothing outside the interpreter, and nothing in versions it was not written for. The new product adds
 terms in one order for every element, as a GPU does: numpy's own lets the shapes of the matrices decide.
 
+It takes a loop's bounds from arrays of one element, which Triton 3.6 hands to `int` as they are and newer versions of
+numpy refuse: `convert_one_element()` converts the element.
+
 Sorts give the right order, but after half a second for 256 integers: `replace_sorts()` lets numpy sort them.
 
 Before every launch, and every call of one function by another, the interpreter looks through all names of
@@ -32,6 +35,7 @@ def correct() -> None:
     """Applies everything below in this process, if it is one in which Triton interprets its kernels."""
     if kernels.interpreting():
         correct_bfloat16()
+        convert_one_element()
         replace_sorts()
         remember_lookups()
         remember_shapes()
@@ -94,6 +98,22 @@ def correct_bfloat16() -> bool:
     builder.create_dot = corrected_dot
     builder.bfloat16_corrected = True
     return True
+
+
+def convert_one_element() -> None:
+    """Arrays of one element serve as integers in this process, whatever version of numpy there is."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+    if getattr(original, "converts", False):
+        return
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch.converts = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch
 
 
 def replace_sorts() -> None:

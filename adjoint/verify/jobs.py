@@ -1,6 +1,6 @@
 """The list of checks for a device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,6 +57,21 @@ def available_backends(device: torch.device) -> list[str]:
     return [backend for backend in BACKENDS if backend != "triton" or not why_not_triton(device)]
 
 
+def on_device(subject: Subject, device: torch.device) -> Subject:
+    """The subject with the cases that are checked on a device."""
+    if device.type != "cpu":
+        return subject
+    return replace(subject, cases=tuple(case for case in subject.cases if not case.heavy))
+
+
+def served_backends(subject: Subject, device: torch.device) -> Iterator[tuple[str, Subject]]:
+    """The backends that serve a subject on a device, each with the dtypes it serves."""
+    for backend in available_backends(device):
+        served = _served(subject, backend, device)
+        if served is not None:
+            yield backend, served
+
+
 def _served(subject: Subject, backend: str, device: torch.device) -> Subject | None:
     """The subject with the dtypes for which both directions have a plan of a backend: an op, or a dtype, may be
     without kernels. None where there are none, or not for the dtype that stands for all."""
@@ -81,13 +96,9 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
         device = torch.device("cuda", torch.cuda.current_device())
     chosen = subjects(ops)
     listed = []
-    for subject in chosen:
-        if device.type == "cpu":
-            subject = replace(subject, cases=tuple(case for case in subject.cases if not case.heavy))
-        for backend in available_backends(device):
-            served = _served(subject, backend, device)
-            if served is not None:
-                listed += _backend_jobs(served, backend, device, thorough)
+    for subject in (on_device(subject, device) for subject in chosen):
+        for backend, served in served_backends(subject, device):
+            listed += _backend_jobs(served, backend, device, thorough)
         listed += [job for plan in subject.plans for job in _named_plan(subject, plan, device)]
     return listed + _bad_calls({subject.function for subject in chosen}, device)
 
@@ -96,7 +107,9 @@ Check = Callable[[Subject, torch.dtype, torch.device, Preference], list[Row]]
 
 _OF_A_PLAN: dict[str, Check] = {
     "accuracy": numerics.accuracy,
+    "special values": numerics.specials,
     "repeats": bits.repeats,
+    "batch invariance": bits.invariance,
     "device invariance": bits.devices,
     "poison": bits.poison,
 }
@@ -121,6 +134,7 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
         checks = dict(_OF_A_BACKEND)
         if thorough or dtype == default:  # each schedule is another compilation
             checks["schedules"] = bits.schedules
+        checks |= _of_16_bits(dtype)
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
             checks["exhaustive"] = partial(numerics.accuracy, cases=exhaustive, check="exhaustive")
@@ -144,8 +158,13 @@ def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
     return [
         _job(subject, name, dtype, device, Preference(plan=plan), check)
         for dtype in subject.dtypes
-        for name, check in _OF_A_PLAN.items()
+        for name, check in (_OF_A_PLAN | _of_16_bits(dtype)).items()
     ]
+
+
+def _of_16_bits(dtype: torch.dtype) -> dict[str, Check]:
+    """What is compared with the arithmetic of float32."""
+    return {"arithmetic": numerics.arithmetic} if dtype.itemsize == 2 else {}
 
 
 def _default_dtype(subject: Subject) -> torch.dtype:
@@ -157,7 +176,8 @@ def _job(
     subject: Subject, name: str, dtype: torch.dtype, device: torch.device, preference: Preference, check: Check
 ) -> Job:
     backend = preference.backend or ("triton" if "triton" in str(preference.plan) else "eager")
-    label = f"{subject.name} {short(dtype)} {preference.plan or backend}: {name}"
+    plan = preference.plan or backend
+    label = f"{subject.name} {short(dtype)} {'plan ' if preference.plan == backend else ''}{plan}: {name}"
     return Job(label, subject.name, name, short(dtype), backend, partial(check, subject, dtype, device, preference))
 
 

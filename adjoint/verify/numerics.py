@@ -9,8 +9,9 @@ from torch import Tensor
 
 from adjoint.contract.cases import Answers, Case, Special, Subject
 from adjoint.contract.inputs import Inputs, each, is_differentiable, leaves
+from adjoint.core.guarantee import absolute_error, spacing
 from adjoint.core.preference import Preference
-from adjoint.verify.run import Row, as_tuple, evaluate, generator, measure
+from adjoint.verify.run import Row, as_tuple, compare, evaluate, generator, regressions
 
 SPECIAL_COPIES = 19
 """More than one vector of every type, and a ragged end."""
@@ -24,15 +25,19 @@ def accuracy(
     cases: Iterable[Case] | None = None,
     check: str = "accuracy",
 ) -> list[Row]:
-    """Every output and gradient of every case, by default of the subject's, is inside its stated bound."""
+    """Every output and gradient of every case, by default of the subject's, is inside its stated bound, and no further
+    off than was recorded."""
     rows = []
     for case in subject.cases if cases is None else cases:
         found = evaluate(subject, case, dtype, device, preference)
-        forward, backward = found.guarantees
-        for name, measured in measure(found).items():
-            wrong = [] if measured.holds else [f"case {case.name!r}, output {name}"]
-            promise = str((forward | backward)[name].error)
-            rows.append(found.row(check, dtype, promise, f"{name}: {measured}", wrong))
+        comparisons = compare(found)
+        measured = [(check, str(x.guarantee.error), x.name, x.promise) for x in comparisons]
+        if cases is None:
+            figures = regressions(found, case, comparisons)
+            measured += [("recorded errors", "no more than was recorded", name, error) for name, error in figures]
+        for about, guarantee, name, error in measured:
+            wrong = [] if error.holds else [f"case {case.name!r}, output {name}"]
+            rows.append(found.row(about, dtype, guarantee, f"{name}: {error}", wrong))
     return rows
 
 
@@ -66,6 +71,41 @@ def _same(value: float, expected: float) -> bool:
     return value == expected and math.copysign(1, value) == math.copysign(1, expected)
 
 
+SLACK = 2.0**-13
+"""Of the largest result: what sums in float32 may lose, and far less than one more rounding to 16 bits."""
+
+
+def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
+    """Of 16-bit inputs, results that are stated to be rounded once, or only copied, are those of float32 on the same
+    numbers, rounded once if they have 16 bits: neither the accumulator nor anything between does."""
+    if dtype.itemsize != 2:
+        return []
+    rows = []
+    for case in subject.cases:
+        found = evaluate(subject, case, dtype, device, preference)
+        wide = found.again(*(each(_widened, tensors) for tensors in (found.inputs, found.upstream)))
+        forward, backward = found.guarantees
+        wrong, compared = [], []
+        named = (forward | backward).items()
+        for (name, promise), narrow, exact in zip(named, found.results, wide.results, strict=True):
+            if narrow.dtype not in (dtype, torch.float32) or promise.roundings > 1:
+                continue
+            compared.append(name)
+            limit = torch.zeros_like(exact, dtype=torch.float64)
+            if promise.accumulator != "none" and exact.numel():
+                limit += SLACK * torch.where(exact.isfinite(), exact.double().abs(), 0.0).max()
+                limit += 0.5 * spacing(exact, narrow.dtype)
+            if not bool((absolute_error(narrow, exact) <= limit).all()):
+                wrong.append(f"case {case.name!r}: {name} is not rounded {promise.roundings} times")
+        if compared:
+            rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
+    return rows
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 2 else tensor
+
+
 def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Plausible wrong answers fail the accuracy check: a check that cannot fail proves nothing."""
     case = max(subject.cases, key=lambda c: _elements(c.make(dtype, torch.device("cpu"), generator())))
@@ -74,7 +114,9 @@ def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     for name, mistake in subject.mistakes.items():
         outputs, gradients = mistake(found.upstream, found.inputs)
         answer = replace(found, outputs=outputs, gradients=gradients)
-        caught = [output for output, measured in measure(answer).items() if not measured.holds]
+        comparisons = compare(answer)
+        errors = [(x.name, x.promise) for x in comparisons] + list(regressions(answer, case, comparisons))
+        caught = dict.fromkeys(output for output, measured in errors if not measured.holds)
         wrong = [] if caught else [f"the mistake {name!r} passes the accuracy check"]
         shown = f"{name}: {', '.join(caught) or 'nothing'} rejected"
         rows.append(found.row("mistakes are caught", dtype, "rejected", shown, wrong))
@@ -97,8 +139,12 @@ def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
         fast_mode=False,
     )
     rows = [row("op agrees", agrees_with_op, "gradcheck disagrees with the op's gradient")]
-    upstream = tuple(torch.ones_like(o) for o in subject.reference(*plain))
-    slopes = _central_differences(subject, plain)
+    # 1, 2, 3, 1, …: outputs whose sum is constant, such as shares of a whole, have no gradient where all are equal; and
+    # sums of small whole numbers are exact in narrow types, which differences are too coarse to tell from wide ones.
+    upstream = tuple(
+        (torch.arange(o.numel(), device=o.device) % 3 + 1).to(o.dtype).view(o.shape) for o in subject.reference(*plain)
+    )
+    slopes = _central_differences(subject, plain, upstream)
 
     def agrees(answer: Answers) -> bool:
         # Central differences: truncation of step²/6 and cancellation of 2⁻⁵³·|sum|/step, together below 1e-7 here.
@@ -109,7 +155,7 @@ def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
     for name, mistake in subject.mistakes.items():
         answer = mistake(upstream, plain)
         right_gradient = all(torch.equal(a, r) for a, r in zip(answer[1], reference[1], strict=True))
-        if not right_gradient and name != "upstream gradient ignored":  # upstream is all ones here
+        if not right_gradient:
             rows.append(row(f"{name} disagrees", not agrees(answer), "finite differences accept a wrong gradient"))
     return rows
 
@@ -120,8 +166,8 @@ def _elements(inputs: Inputs) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def _central_differences(subject: Subject, inputs: Inputs) -> list[Tensor]:
-    """The gradient of the sum of the reference's outputs, an element of a floating input at a time."""
+def _central_differences(subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...]) -> list[Tensor]:
+    """The gradient of Σ upstream·output of the reference, an element of a floating input at a time."""
     step = 1e-6
 
     def slope(index: int, position: int) -> float:
@@ -130,7 +176,8 @@ def _central_differences(subject: Subject, inputs: Inputs) -> list[Tensor]:
             moved = inputs[index].contiguous().flatten().clone()
             moved[position] += sign * step
             changed = (*inputs[:index], moved.reshape(inputs[index].shape), *inputs[index + 1 :])
-            sums.append(sum(float(o.sum()) for o in subject.reference(*changed)))
+            outputs = zip(upstream, subject.reference(*changed), strict=True)
+            sums.append(sum(float((weight * output).sum()) for weight, output in outputs))
         return (sums[0] - sums[1]) / (2 * step)
 
     return [

@@ -64,10 +64,11 @@ class Suite:
 
 def describe(jobs: Sequence[Job], device: str, versions: Mapping[str, str | None]) -> Suite:
     """The suite of all these jobs, here."""
-    return Suite(device, versions, _digest_source(), _digest(job.label.encode() for job in jobs), len(jobs))
+    return Suite(device, versions, digest_source(), _digest(job.label.encode() for job in jobs), len(jobs))
 
 
-def _digest_source() -> str:
+def digest_source() -> str:
+    """Of the files of this package."""
     folder = Path(adjoint.__file__).parent
     return _digest(path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".json"))
 

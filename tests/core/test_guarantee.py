@@ -65,3 +65,21 @@ def test_flags_in_words() -> None:
     promise = Guarantee(True, "row", True, "float32", 1, Enumerated(0.5, "every input"))
     assert promise.flags == "repeatable, batch_invariant(row), device_invariant"
     assert Guarantee(False, "", False, "float32", 1, Enumerated(0.5, "all")).flags == "none"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_bound_counts_an_overflow_as_the_number_after_the_largest(dtype: torch.dtype) -> None:
+    """Just below the threshold infinity is one rounding too far; for anything smaller it is wrong."""
+    info = torch.finfo(dtype)
+    unit = info.max * info.eps / (2 - info.eps)
+    statement = Derived("0.6 ulp", lambda *inputs: torch.tensor([0.6 * unit], dtype=torch.float64))
+    output = torch.tensor([math.inf], dtype=dtype)
+    near = torch.tensor([info.max], dtype=torch.float64) + (0.45 if dtype != torch.float64 else 0.0) * unit
+    largest = torch.tensor([info.max], dtype=torch.float64)
+    if dtype != torch.float64:  # in float64 there is nothing between the largest number and the threshold
+        assert statement.measure(output, near).value == pytest.approx(0.55 / 0.6, rel=1e-3)
+    assert statement.measure(output, largest).value == pytest.approx(1 / 0.6, rel=1e-3)
+    assert not statement.measure(output, largest / 2).holds
+    assert not statement.measure(-output, near).holds
+    assert statement.measure(output, torch.tensor([math.inf])).value == 0
+    assert not statement.measure(output, torch.tensor([math.nan])).holds

@@ -1,6 +1,8 @@
 """Preferences: strings, nesting, threads, torch.compile, and the deterministic flag."""
 
 import threading
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import adjoint
 from adjoint import Preference
 from adjoint.core import kernels
+from adjoint.core.operator import forget
 from adjoint.core.preference import merge, parse, resolve
 
 EXAMPLES = [
@@ -56,13 +59,101 @@ def test_other_threads_are_left_alone() -> None:
     assert seen == [""]
 
 
-def test_the_deterministic_flag_asks_for_repeatable_plans() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert resolve(None) == "repeatable"
+# -------------------------------------------------------------------------------- deterministic algorithms
+
+
+@pytest.fixture
+def flag() -> Iterator[Callable[..., None]]:
+    """Sets torch's flag; puts it back, and forgets who has warned, before and after."""
+    forget()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+    forget()
+
+
+def test_the_deterministic_flag_asks_for_repeatable_plans(flag: Callable[..., None]) -> None:
+    flag(True)
+    assert resolve(None) == "repeatable"
+    assert resolve(Preference(backend="eager")) == "backend=eager,repeatable"
+
+
+def test_a_flag_that_only_warns_leaves_an_alternative(flag: Callable[..., None]) -> None:
+    flag(True, warn_only=True)
+    assert resolve(None) == "repeatable|"
+    assert resolve(Preference(backend="eager")) == "backend=eager,repeatable|backend=eager"
+    assert resolve(Preference(repeatable=True)) == "repeatable"
+    with adjoint.prefer(repeatable=True):
         assert resolve(Preference(backend="eager")) == "backend=eager,repeatable"
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+
+def _experts(device: torch.device, preference: Preference | None) -> Callable[[], None]:
+    """A step through the expert layer, whose grouped product of torch promises no bits, and whose others do."""
+    source = torch.Generator().manual_seed(0)
+    shapes = (6, 8), (4, 16, 8), (4, 8, 8)
+    layer = [torch.randn(shape, generator=source).bfloat16().to(device).requires_grad_() for shape in shapes]
+    indices = torch.randint(4, (6, 2), generator=source).to(device)
+    weights = torch.rand(6, 2, generator=source).to(device)
+
+    def step() -> None:
+        adjoint.moe.experts(*layer, indices, weights, preference=preference).sum().backward()
+
+    return step
+
+
+def _warnings_of(step: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    ours = [warning for warning in caught if "moe_" in str(warning.message)]  # on a GPU torch's products warn, too
+    assert all(warning.category is UserWarning for warning in ours)
+    return [str(warning.message).partition(":")[0] for warning in ours]
+
+
+UNREPEATABLE = Preference(plan="eager.grouped_mm")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_flag_that_only_warns_warns_once_for_each_operator_and_runs(
+    flag: Callable[..., None], compiled: bool, device: torch.device
+) -> None:
+    torch._dynamo.reset()
+    step = _experts(device, UNREPEATABLE)
+    if compiled:
+        step = torch.compile(step, backend="aot_eager")
+    assert _warnings_of(step) == []
+    flag(True, warn_only=True)
+    assert _warnings_of(step) == ["moe_experts", "moe_experts_backward"]
+    assert _warnings_of(step) == []
+    flag(True)
+    with pytest.raises(adjoint.Unsupported, match=r"moe_experts: .* meets the preference .*repeatable"):
+        step()
+    flag(False)
+    assert _warnings_of(step) == []
+    torch._dynamo.reset()
+
+
+def test_a_flag_that_only_warns_takes_a_repeatable_plan_where_there_is_one(
+    flag: Callable[..., None], device: torch.device
+) -> None:
+    flag(True, warn_only=True)
+    assert _warnings_of(_experts(device, None)) == []
+
+
+def test_an_explicit_request_raises_whatever_the_flag_says(flag: Callable[..., None], device: torch.device) -> None:
+    flag(True, warn_only=True)
+    with pytest.raises(adjoint.Unsupported, match="y is not repeatable"):
+        _experts(device, Preference(plan="eager.grouped_mm", repeatable=True))()
+    with adjoint.prefer(repeatable=True), pytest.raises(adjoint.Unsupported, match="y is not repeatable"):
+        _experts(device, UNREPEATABLE)()
+
+
+def test_the_alternative_is_no_way_around_another_request(flag: Callable[..., None], device: torch.device) -> None:
+    flag(True, warn_only=True)
+    with pytest.raises(adjoint.Unsupported, match="batch_invariant"):
+        _experts(device, Preference(plan="eager.grouped_mm", batch_invariant=True))()
+
+
+# --------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -71,6 +162,7 @@ def test_the_deterministic_flag_asks_for_repeatable_plans() -> None:
         ({"backend": "metal"}, "backend must be one of 'triton', 'eager', got 'metal'"),
         ({"max_workspace_bytes": -1}, "max_workspace_bytes must be an integer ≥ 0"),
         ({"plan": "a,b"}, "plan must be the name of a plan"),
+        ({"plan": "a|b"}, "plan must be the name of a plan"),
         ({"plan": "a+"}, r"or several joined by '\+', got 'a\+'"),
         ({"plan": ""}, "plan must be the name of a plan"),
         ({"speed": 1}, "unknown speed; a Preference has backend"),

@@ -61,16 +61,16 @@ def breaks(module: ModuleType) -> Iterator[Break]:
                 if isinstance(statement, ast.stmt) and _called(statement) is not None:
                     changed = ast.fix_missing_locations(_Without(statement.lineno).visit(ast.parse(source)))
                     name = f"{prefix}{function.name}"  # type: ignore[attr-defined]
-                    code = _find(compile(changed, str(module.__file__), "exec"), name)
+                    code = code_of(compile(changed, str(module.__file__), "exec"), name)
                     yield Break(module.__name__, name, ast.unparse(statement), statement.lineno, code)
 
 
-def _find(code: CodeType, name: str) -> CodeType:
+def code_of(code: CodeType, name: str) -> CodeType:
     """The code of a function, by its qualified name."""
     inner = [constant for constant in code.co_consts if inspect.iscode(constant)]
     for each in inner:
         if each.co_qualname == name:
             return each
         if name.startswith(f"{each.co_qualname}."):
-            return _find(each, name)
+            return code_of(each, name)
     raise LookupError(name)

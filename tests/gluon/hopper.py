@@ -41,7 +41,7 @@ def run(
     return outputs
 
 
-def run_both(call: Call, upstream: tuple[Tensor, ...], schedule: Schedule) -> tuple[tuple[Tensor, ...], ...]:
+def run_both(call: Call, upstream: tuple[Tensor | None, ...], schedule: Schedule) -> tuple[tuple[Tensor, ...], ...]:
     """The outputs of a call, all of them, and its gradients."""
     outputs = run(call.operator, call.arguments, schedule)
     assert call.adjoint is not None and call.adjoint_arguments is not None

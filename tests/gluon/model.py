@@ -3,9 +3,10 @@
     with modelled(schedule):              # kernels of Gluon, launched in Triton's interpreter, run here
         plan.run(...)
 
-What is modelled: arithmetic; memory and its bounds; shared memory, which is full of NaN until it is written; barriers
-and their phases; copies and products that run asynchronously; the partitions of a program, which run as far as their
-barriers let them. What is not: layouts, warps and what threads of one partition need to wait for each other.
+What is modelled: arithmetic; memory, its bounds, and programs that race for it; shared memory, which is full of NaN
+until it is written; barriers and their phases; copies and products that run asynchronously; the partitions of a
+program, which run as far as their barriers let them. What is not: layouts, warps and what threads of one partition need
+to wait for each other.
 
 A GPU runs partitions, copies and products at any time that barriers and waits allow. A `Schedule` decides when: `eager`
 work is done when it is asked for, else as late as possible, and partitions have an order of precedence. A program must
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core import kernels
-from tests.gluon.values import SCALARS, Fault, Pointer, Value, both, unwrap
+from tests.gluon.values import SCALARS, Fault, Launch, Pointer, Value, both, unwrap
 
 WARP = 32
 
@@ -93,6 +94,8 @@ class Program:
 
     def specialize(self, functions: list[tuple[Any, tuple[Any, ...]]], warps: list[int]) -> None:
         """Runs functions beside each other until all have ended."""
+        if any(count & (count - 1) for count in warps):
+            raise Fault(f"partitions of {warps} warps: each has a power of two")
         caller = _current.partition
         self.partitions = [Partition(n, count) for n, count in enumerate((caller.warps, *warps))]
         threads = [
@@ -221,11 +224,13 @@ class Barrier:
 
 
 class Barriers(Barrier):
-    """Barriers by index; one alone is its own."""
+    """Barriers by index, [number, 1]; one alone, [1], is its own."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, shape: list[int]) -> None:
         super().__init__()
-        self.each, self.shape = [Barrier() for _ in range(number)], [number]
+        if shape[-1] != 1 or len(shape) > 2:
+            raise Fault(f"barriers: the last axis of {shape} is that of one")
+        self.each, self.shape = [Barrier() for _ in range(shape[0])], shape[:1]
 
     def index(self, at: Any) -> Barrier:
         if not 0 <= int(at) < len(self.each):
@@ -243,7 +248,7 @@ def _poisoned(dtype: torch.dtype, shape: list[int]) -> Tensor:
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
-    return Barriers(shape[0]) if isinstance(layout, _BarrierLayout) else Shared(_poisoned(dtype, shape))
+    return Barriers(shape) if isinstance(layout, _BarrierLayout) else Shared(_poisoned(dtype, shape))
 
 
 def _initialise(barrier: Barrier, count: int) -> None:
@@ -394,6 +399,8 @@ def _assembly(
 ) -> Value:
     (x,) = arguments
     name = text.split()[0]
+    if pack != (2 if "16x2" in name else 1):
+        raise Fault(f"{text!r} takes {pack} numbers at a time")
     if name in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
         return x.to(dtype)
     if name == "ex2.approx.ftz.f32":
@@ -574,16 +581,17 @@ class Modelled:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
-            values = [self._value(name, value) for name, value in zip(self._kernel.types, arguments, strict=True)]
+            own = Launch()
+            values = [self._value(name, value, own) for name, value in zip(self._kernel.types, arguments, strict=True)]
             settled = [constants[name] for name in self._kernel.constants]
-            for place in product(*(range(size) for size in grid)):
+            for own.program, place in enumerate(product(*(range(size) for size in grid))):
                 Program(place, grid, self._schedule, warps=4).run(self._function, (*values, *settled))
 
         return launch
 
-    def _value(self, name: str, value: Any) -> Any:
+    def _value(self, name: str, value: Any, launch: Launch) -> Any:
         if isinstance(value, Tensor):
-            return Pointer.to_tensor(name, value)
+            return Pointer.to_tensor(name, value, launch)
         return Value(torch.tensor(value, dtype=SCALARS[self._kernel.types[name].type]))
 
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.gluon import model
 from tests.gluon.model import Barriers, Program, Schedule, Shared, _current
-from tests.gluon.values import Fault, Pointer, Value
+from tests.gluon.values import Fault, Launch, Pointer, Value
 
 
 def in_program(function, schedule: Schedule = Schedule()):  # type: ignore[no-untyped-def]  # noqa: B008
@@ -17,7 +17,7 @@ def specialized(*functions, schedule: Schedule = Schedule()):  # type: ignore[no
 
 
 def barrier(count: int = 1) -> Barriers:
-    made = Barriers(1)
+    made = Barriers([1])
     made.count = count
     return made
 
@@ -148,3 +148,17 @@ def test_numbers_have_the_types_of_the_language() -> None:
     assert (Value(torch.arange(4, dtype=torch.int32)) + large).dtype == torch.int64  # torch would keep int32
     assert (small * 0.5).dtype == torch.float32
     assert ((small - 10) // 2).tensor.item() == -3  # towards 0, as in C
+
+
+def test_programs_that_race_are_a_fault() -> None:
+    launch = Launch()
+    place = Pointer.to_tensor("x", torch.zeros(4), launch)
+    place.store(1.0)
+    launch.program = 1
+    place.store(1.0)  # the same in any order
+    (place + 1).store(2.0)
+    launch.program = 2
+    with pytest.raises(Fault, match="two programs store different numbers"):
+        place.store(3.0)
+    with pytest.raises(Fault, match="a program loads what another one stores"):
+        (place + 1).load()

@@ -10,8 +10,8 @@ from torch import Tensor
 from adjoint.core import kernels
 from tests.gluon import hopper
 from tests.gluon.breaks import Break, breaks
+from tests.gluon.examples import Example
 from tests.gluon.model import SCHEDULES, Codes, Schedule
-from tests.gluon.test_hopper import Example
 from tests.gluon.values import Fault
 
 pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter")

@@ -108,6 +108,32 @@ for _name, _function in _OPERATORS.items():
     _define(_name, _function)
 
 
+class Launch:
+    """Which program of a launch has written which element: programs may not depend on each other's order."""
+
+    def __init__(self) -> None:
+        self.program = 0
+        self._writers: dict[tuple[int, int], Tensor] = {}
+
+    def _writers_of(self, memory: Tensor) -> Tensor:
+        key = memory.data_ptr(), memory.numel()
+        if key not in self._writers:
+            self._writers[key] = torch.full((memory.numel(),), -1, dtype=torch.int32)
+        return self._writers[key]
+
+    def load(self, name: str, memory: Tensor, places: Tensor) -> None:
+        writers = self._writers_of(memory)[places]
+        if bool(((writers >= 0) & (writers != self.program)).any()):
+            raise Fault(f"{name}: a program loads what another one stores")
+
+    def store(self, name: str, memory: Tensor, places: Tensor, values: Tensor) -> None:
+        writers = self._writers_of(memory)
+        others = (writers[places] >= 0) & (writers[places] != self.program)
+        if bool((others & (memory[places] != values)).any()):
+            raise Fault(f"{name}: two programs store different numbers at one address")
+        writers[places] = self.program
+
+
 class Pointer:
     """Addresses in the memory of one tensor, as numbers of elements from where it begins."""
 
@@ -115,24 +141,25 @@ class Pointer:
         def __init__(self, element: torch.dtype) -> None:
             self.element_ty = element
 
-    def __init__(self, name: str, memory: Tensor, offset: Tensor) -> None:
+    def __init__(self, name: str, memory: Tensor, offset: Tensor, launch: Launch | None = None) -> None:
         self.name, self.memory, self.offset = name, memory, offset
         self.dtype = Pointer.Type(memory.dtype)
+        self.launch = launch
 
     @staticmethod
-    def to_tensor(name: str, tensor: Tensor) -> "Pointer":
+    def to_tensor(name: str, tensor: Tensor, launch: Launch | None = None) -> "Pointer":
         """The address of a tensor; its memory ends with its last element, and nothing outside may be touched."""
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         count = reach + 1 if tensor.numel() else 0
-        return Pointer(name, torch.as_strided(tensor, (count,), (1,)), torch.zeros((), dtype=torch.int64))
+        return Pointer(name, torch.as_strided(tensor, (count,), (1,)), torch.zeros((), dtype=torch.int64), launch)
 
     def __add__(self, other: Any) -> "Pointer":
-        return Pointer(self.name, self.memory, self.offset + unwrap(other).long())
+        return Pointer(self.name, self.memory, self.offset + unwrap(other).long(), self.launch)
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> "Pointer":
-        return Pointer(self.name, self.memory, self.offset - unwrap(other).long())
+        return Pointer(self.name, self.memory, self.offset - unwrap(other).long(), self.launch)
 
     def _inside(self, mask: Any) -> tuple[Tensor, Tensor]:
         chosen = torch.ones((), dtype=torch.bool) if mask is None else unwrap(mask)
@@ -147,6 +174,8 @@ class Pointer:
     def load(self, mask: Any = None, other: Any = 0) -> Value:
         offset, chosen = self._inside(mask)
         result = torch.full(offset.shape, float(unwrap(other)), dtype=torch.float64).to(self.memory.dtype)
+        if self.launch is not None:
+            self.launch.load(self.name, self.memory, offset[chosen])
         result[chosen] = self.memory[offset[chosen]]
         return Value(result)
 
@@ -156,4 +185,6 @@ class Pointer:
         places = offset[chosen]
         if len(places.unique()) != places.numel():
             raise Fault(f"{self.name}: one store writes an element twice")
+        if self.launch is not None:
+            self.launch.store(self.name, self.memory, places, written)
         self.memory[places] = written

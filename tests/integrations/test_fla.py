@@ -5,10 +5,13 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint.integrations.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from tests.ops.gated_delta.sequences import drawn, relative
+from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.promises import FORWARD
+from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, drawn, relative
 
 CHUNK = (
     "q k v g beta scale=None initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False "
@@ -41,7 +44,7 @@ def test_the_same_rule(function, time: int) -> None:
     q, k, v, g, beta, state, _ = drawn((2, time, 1, 2, 4, 3))
     o, final = function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
     expected, last = adjoint.gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)
-    assert relative(o, expected) < 1e-14 and relative(final, last) < 1e-14
+    assert relative(o, expected) < FORWARD_64 and relative(final, last) < FORWARD_64
     assert function(q, k, v, g=g, beta=beta)[1] is None
 
 
@@ -67,12 +70,13 @@ def test_every_argument(function) -> None:
         A_log=A_log,
         dt_bias=dt_bias,
     )
+    decay, strength = adjoint.gated_delta.gate(g, beta, A_log, dt_bias)
     expected, last = adjoint.gated_delta_rule(
         2 * q,
         3 * k,
         v,
-        -A_log.exp() * F.softplus(g + dt_bias),
-        2 * beta.sigmoid(),
+        decay,
+        2 * strength,
         scale=0.3,
         initial_state=state.bfloat16().float(),
         output_final_state=True,
@@ -82,11 +86,96 @@ def test_every_argument(function) -> None:
     assert torch.equal(o, expected) and torch.equal(final, last.mT)
 
 
+GATES = {  # the dtypes of g and beta, whether beta is logits, whether there is a dt_bias
+    "both raw": (torch.float32, torch.float32, True, True),
+    "both raw, 16 bits": (torch.bfloat16, torch.bfloat16, True, True),
+    "two dtypes": (torch.float32, torch.bfloat16, True, True),
+    "g alone": (torch.float32, torch.float32, False, True),
+    "no bias": (torch.float32, torch.float32, False, False),
+    "float64": (torch.float64, torch.float64, True, True),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", GATES)
+def test_a_raw_gate_goes_through_the_gate_op_with_its_gradients(function, case: str) -> None:
+    """Within the guarantees of `gate`, against the formula in float64; the rule is told apart by what reaches it."""
+    g_dtype, beta_dtype, logits, biased = GATES[case]
+    wide = torch.float64 if g_dtype == torch.float64 else torch.float32
+    q, k, v, g, beta, *_ = drawn((2, 9, 1, 2, 4, 3), wide)
+    g, beta = g.to(g_dtype).requires_grad_(), beta.to(beta_dtype).requires_grad_()
+    A_log, dt_bias = torch.tensor([0.1, -0.3]).requires_grad_(), torch.tensor([0.2, 0.4]).requires_grad_()
+    options = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias if biased else None}
+    leaves = [g, beta, A_log, *([dt_bias] if biased else [])]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    called: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+            called.append(operator.name())
+            if operator.name().startswith("adjoint::gated_delta"):
+                seen.append(tuple(x.detach() for x in arguments[3:5]))
+            return operator(*arguments, **(keywords or {}))
+
+    with Watch():
+        o, _ = function(q, k, v, g=g, beta=beta, use_beta_sigmoid_in_kernel=logits, **options)
+    assert called.count("adjoint::gate") == 1
+    ((decay, strength),) = seen
+    exact = -A_log.double().exp() * F.softplus(g.double() + (dt_bias.double() if biased else 0), threshold=1e3)
+    exact_strength = beta.double().sigmoid() if logits else beta.double()
+    inputs = [x.detach() for x in (g, beta if logits and beta_dtype == g_dtype else g, A_log, dt_bias)]
+    inputs[3] = inputs[3] if biased else torch.zeros_like(inputs[3])
+    promised = adjoint.plan(adjoint.gated_delta.gate, *inputs)
+    measured = promised.guarantee["g"].error.measure(decay, exact.detach(), *(x.double() for x in inputs))
+    assert measured.holds, measured
+    if logits and beta_dtype == g_dtype:
+        measured = promised.guarantee["beta"].error.measure(
+            strength, exact_strength.detach(), *(x.double() for x in inputs)
+        )
+        assert measured.holds, measured
+
+    upstream = torch.randn(o.shape, dtype=o.dtype, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(o, leaves, upstream)
+    at = [x.detach().requires_grad_() for x in (decay, strength)]
+    through = torch.autograd.grad(function(q, k, v, g=at[0], beta=at[1])[0], at, upstream)
+    expected = torch.autograd.grad((exact, exact_strength), leaves, [x.double() for x in through])
+    of_gate = dict(zip(("g", "beta", "A_log", "dt_bias"), ("da", "db", "dA_log", "ddt_bias"), strict=True))
+    names = ["g", "beta", "A_log", "dt_bias"][: len(leaves)]
+    for name, gradient, truth in zip(names, gradients, expected, strict=True):
+        if name == "beta" and not (logits and beta_dtype == g_dtype):
+            continue
+        arguments = (*(x.double() for x in through), *(x.double() for x in inputs))
+        measured = promised.adjoint.guarantee[of_gate[name]].error.measure(gradient, truth, *arguments)
+        assert measured.holds, (name, measured)
+
+
+@BOTH
+def test_parameters_of_a_gate_that_is_not_raw_say_nothing(function) -> None:
+    q, k, v, g, beta, *_ = drawn((1, 5, 1, 2, 4, 3))
+    expected, _ = function(q, k, v, g=g, beta=beta)
+    assert torch.equal(function(q, k, v, g=g, beta=beta, A_log=torch.ones(2), dt_bias=torch.ones(2))[0], expected)
+
+
+@BOTH
+def test_head_first_is_refused_and_its_absence_is_not(function) -> None:
+    q, k, v, g, beta, *_ = drawn((1, 5, 1, 2, 4, 3))
+    with pytest.raises(adjoint.ArgumentError, match=r"head_first=True .* \[batch, time, heads, size\]"):
+        function(q, k, v, g=g, beta=beta, head_first=True)
+    assert torch.equal(function(q, k, v, g=g, beta=beta, head_first=False)[0], function(q, k, v, g=g, beta=beta)[0])
+
+
+def test_heads_first_are_not_noticed_where_shapes_allow_and_the_docstrings_say_so() -> None:
+    q, k, v, g, beta, *_ = (x if x is None else x.transpose(1, 2) for x in drawn((1, 5, 2, 2, 4, 3)))
+    assert chunk_gated_delta_rule(q, k, v, g, beta)[0].shape == (1, 2, 5, 3)
+    assert "[B, H, T, D]" in (adjoint.gated_delta_rule.__doc__ or "")
+    assert "heads and time were exchanged" in (inspect.getmodule(chunk_gated_delta_rule).__doc__ or "")  # type: ignore[union-attr]
+
+
 def test_no_gates_at_all() -> None:
     q, k, v, *_ = drawn((2, 5, 1, 2, 4, 3))
     o, _ = fused_recurrent_gated_delta_rule(q, k, v)
     zeros, ones = (torch.full((2, 5, 2), value, dtype=torch.float64) for value in (0, 1))
-    assert relative(o, adjoint.gated_delta_rule(q, k, v, zeros, ones)[0]) < 1e-14
+    assert relative(o, adjoint.gated_delta_rule(q, k, v, zeros, ones)[0]) < FORWARD_64
 
 
 def test_gradients_of_both() -> None:
@@ -95,13 +184,24 @@ def test_gradients_of_both() -> None:
     by_chunks = torch.autograd.grad(chunk_gated_delta_rule(q, k, v, g, beta)[0].sum(), inputs)
     by_tokens = torch.autograd.grad(fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta)[0].sum(), inputs)
     for one, other in zip(by_chunks, by_tokens, strict=True):
-        assert relative(one, other) < 1e-13
+        assert relative(one, other) < BACKWARD_64
 
 
 REFUSED = (
     (chunk_gated_delta_rule, {"cp_context": object()}, adjoint.Unsupported, "cp_context"),
     (chunk_gated_delta_rule, {"chunk_size": 32}, adjoint.Unsupported, "chunk_size must be 64.* got 32"),
-    (chunk_gated_delta_rule, {"head_first": True}, ValueError, "head_first"),
+    (chunk_gated_delta_rule, {"cu_seqlens_cpu": torch.tensor([0, 5])}, ValueError, "cu_seqlens_cpu .* give cu_seqlens"),
+    (chunk_gated_delta_rule, {"chunk_indices": torch.zeros(1, 2)}, ValueError, "chunk_indices .* give cu_seqlens"),
+    (
+        chunk_gated_delta_rule,
+        {"use_gate_in_kernel": True, "A_log": torch.zeros(3)},
+        ValueError,
+        "A_log must have shape",
+    ),
+    (fused_recurrent_gated_delta_rule, {"use_gate_in_kernel": True}, ValueError, "A_log"),
+    (fused_recurrent_gated_delta_rule, {"cp_context": object()}, ValueError, "cp_context"),
+    (fused_recurrent_gated_delta_rule, {"chunk_size": 64}, ValueError, "chunk_size"),
+    (fused_recurrent_gated_delta_rule, {"inplace_final_state": True}, ValueError, "inplace_final_state"),
     (chunk_gated_delta_rule, {"use_gate_in_kernel": True}, ValueError, "A_log"),
     (chunk_gated_delta_rule, {"allow_neg_eigval": True}, ValueError, "use_beta_sigmoid_in_kernel"),
     (
@@ -135,3 +235,32 @@ def test_without_gates_nothing_decays_and_strengths_are_one(function, time: int)
         function(q, k, v, g=g, beta=None, use_beta_sigmoid_in_kernel=True)
     with pytest.raises(adjoint.ArgumentError, match="needs g"):
         function(q, k, v, g=None, beta=beta, use_gate_in_kernel=True, A_log=torch.zeros(2))
+
+
+@BOTH
+@pytest.mark.parametrize("time", (9, 70))
+def test_minus_infinity_resets_the_state(function, time: int) -> None:
+    """As g itself, and as the gate of an infinite raw input, of which every gradient is finite."""
+    q, k, v, g, beta, state, _ = drawn((1, time, 1, 2, 4, 3), torch.float32)
+    reset = g.clone()
+    reset[:, 5] = -torch.inf
+    o, final = function(q, k, v, g=reset, beta=beta, initial_state=state, output_final_state=True)
+    exact = (x.double() for x in (q, k, v, reset, beta, state))
+    right, last = reference.gated_delta_rule(*exact)
+    assert relative(o, right) < FORWARD and relative(final, last) < FORWARD
+    raw = g.clone()
+    raw[:, 5] = torch.inf
+    A_log, dt_bias = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    raw.requires_grad_()
+    o, _ = function(q, k, v, g=raw, beta=beta, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
+    for gradient in torch.autograd.grad(o.sum(), (raw, A_log, dt_bias)):
+        assert gradient.isfinite().all() and gradient.any()
+
+
+@BOTH
+def test_strengths_up_to_two_are_reported_in_checking_mode_alone(function) -> None:
+    q, k, v, g, beta, _, _ = drawn((1, 20, 1, 2, 4, 3), torch.float32)
+    options = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    function(q, k, v, g=g, beta=beta + 3, **options)
+    with pytest.raises(adjoint.ArgumentError, match="beta must be from 0 to 1"), adjoint.checked():
+        function(q, k, v, g=g, beta=beta + 3, **options)

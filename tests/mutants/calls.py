@@ -1,7 +1,7 @@
 """How mutants are tried: at the edge of memory that nobody may touch, with bits compared.
 
 Every tensor a kernel is given lies there, so that a read or a write past it ends the process. Outputs and workspaces
-are filled before, differently each time, and programs run in either order.
+are filled before, differently each time, programs run in either order, and none may load or change what another stores.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from adjoint.core.plan import Plan
 from adjoint.core.schedules import Schedules
 from adjoint.core.workspace import Regions
 from adjoint.device import grouping
+from adjoint.verify import races
 from adjoint.verify.bits import same_bits
 
 # ---------------------------------------------------------------------------------- the edge of memory
@@ -56,7 +57,9 @@ _edges = _Edges()
 
 
 def guard() -> None:
-    """From now on, every region of a workspace and every output lies at an edge, and programs run in either order."""
+    """From now on, every region of a workspace and every output lies at an edge, programs run in either order, and
+    those that race are noticed."""
+    races.watch()
     allocate_regions, allocate_outputs = Regions.allocate, Plan.allocate
 
     def allocate(self: Regions, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mutants that compute the same, and why. See `test_mutants`."""
+"""Mutants that compute the same, and why. See `tests.mutants.trees`."""
 
 EQUIVALENT = {
     ("silu_parts", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
@@ -292,6 +292,9 @@ EQUIVALENT = {
             "tl.where(slot == i, valid_expert, -1) -> tl.where(slot == i, valid_expert, -2)",
         )
     },
+    ("moe_balance_runs", "tokens += counted.to(tl.int32) -> tokens -= counted.to(tl.int32)"): (
+        "loss and gradient are divided by the number of tokens twice, and its sign cancels"
+    ),
     ("moe_add_runs", "0.0 -> 1.0"): "past the last column nothing is stored",
     **{
         (kernel, f"{pointer} + {index} -> {pointer} - {index}"): "plus or minus 0, which is there for its shape"
@@ -379,27 +382,12 @@ EQUIVALENT = {
         "tl.static_range(1, 4) -> tl.static_range(1, 5)",
     ): "nothing lies between blocks of 16 in one of 16",
     ("rule_output", "K_STEP == K_BLOCK -> K_STEP != K_BLOCK (1)"): "one product, or a loop of steps, to one sum",
-    **{
-        (kernel, change): "what a row stores past its end is another's, which the interpreter stores later"
-        for kernel, change in (
-            (
-                "rule_state_scan",
-                "tl.store(place, S, fits(v_row, LINES, V_BLOCK)[:, None] & in_keys[None, :]) -> tl.store(place, S)",
-            ),
-            (
-                "rule_reverse_scan",
-                "tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS, (v_row < V)[:, None] & "
-                "(k_column < K)[None, :]) -> tl.store(place + (v_row[:, None] * K + k_column[None, :]), dS)",
-            ),
-            ("rule_reverse_scan", "v_row < V -> v_row <= V (3)"),
-            ("rule_reverse_scan", "k_column < K -> k_column <= K (3)"),
-        )
-    },
     (
         "rule_reverse_scan",
         "dsegment_states + ((after - 1) * heads + head) * (V * K) + zero -> "
         "dsegment_states + ((after - 1) * heads + head) * (V * K) - zero",
     ): "plus or minus 0",
+    ("rule_reverse_scan", "program += zero -> program -= zero"): "plus or minus 0",
     ("rule_reverse_scan", "V % V_BLOCK -> V // V_BLOCK"): "masks for what is there always",
     **{
         (tile, change): "masks for what is there always, and where they are missing what is read meets zeros"
@@ -408,9 +396,6 @@ EQUIVALENT = {
             ("_tile", "COLUMNS % COLUMN_BLOCK -> COLUMNS // COLUMN_BLOCK"),
         )
     },
-    ("rule_reverse_scan", "kind != tl.float32 -> kind == tl.float32 (1)"): (
-        "the second part of dS is 0 in float32, and in 16 bits less than other roundings but in long sequences"
-    ),
     ("rule_reverse_scan", "0.0 -> 1.0 (4)"): "after the last chunk nothing decays",
     **{
         ("_store_gradient", change): "plus or minus 0, which is there for the registers it saves"
@@ -445,6 +430,7 @@ EQUIVALENT = {
         )
     },
     ("_write_index", "row * each + segment -> row * each - segment (2)"): "the first segment of a row has number 0",
+    **{(function, "1.0 -> 1.5"): "0 times any negative number is −0" for function in ("rule_gates", "through_rate")},
     **{
         (kernel, f"{index} < CHUNK -> {index} <= CHUNK"): "a chunk has no row CHUNK: true of every row, as before"
         for kernel, index in (
@@ -488,7 +474,17 @@ EQUIVALENT = {
     ("rule_local_gradients", "K > K_BLOCK -> K >= K_BLOCK"): "keys that are there are read once more",
     ("rule_gradients", "program % 2 == 0 -> program % 2 != 0"): "dk by the first of two programs and dq by the second",
     ("rule_sequence_bounds", "sequences + 1 -> sequences + 2"): "a block of bounds past the last has none inside",
-    ("rule_clear", "first >= begin -> first > begin"): "a program with nothing to clear ends early or clears nothing",
+    ("rule_span_indices", "low + high + 1 -> low + high + 2"): (
+        "the search halves as before; once it has ended it reads one place further, which the workspace has, and a "
+        "slot past the last span is unused whatever lies there"
+    ),
+    **{
+        ("rule_clear", change): "a program with nothing to clear ends early or clears nothing"
+        for change in (
+            "first >= begin -> first > begin",
+            "tl.minimum(first + CLEARED_ROWS, tokens) <= end -> tl.minimum(first + CLEARED_ROWS, tokens) < end",
+        )
+    },
     ("rule_clear", "tl.minimum(first + CLEARED_ROWS, tokens) -> tl.maximum(first + CLEARED_ROWS, tokens)"): (
         "a program with nothing to clear ends early or clears nothing"
     ),
@@ -578,5 +574,110 @@ EQUIVALENT = {
             "of a skipped row, whose keys, values and upstream gradients are 0 whatever its gates"
         )
         for place in (5, 6, 10, 11)
+    },
+    # gated_delta_rule in Gluon
+    **{
+        (function, change): "true of every column, as before"
+        for function, change in (
+            ("Rows.inside", "self.column < self.column.shape[0] -> self.column <= self.column.shape[0]"),
+            ("rule_chunk_inverse_hopper", "column < K -> column <= K"),
+            ("_state_consumer", "k_column < K -> k_column <= K"),
+            ("_consumer", "k_column < K -> k_column <= K"),
+            ("_fetch", "T_rows.column < CHUNK -> T_rows.column <= CHUNK"),
+        )
+    },
+    **{
+        (function, change): "more shared memory than is used, which the budget of a build limits"
+        for function, change in (
+            ("rule_chunk_inverse_hopper", "[2, CHUNK, CHUNK] -> [3, CHUNK, CHUNK]"),
+            ("rule_chunk_inverse_hopper", "[2, HALF, HALF] -> [3, HALF, HALF] (1)"),
+            ("rule_chunk_inverse_hopper", "[2, HALF, HALF] -> [3, HALF, HALF] (2)"),
+            ("rule_chunk_inverse_hopper", "3 * PARTS -> 4 * PARTS"),
+            ("rule_transitions_hopper", "STAGES: gl.constexpr = 2 -> STAGES: gl.constexpr = 3"),
+            ("rule_local_gradients_hopper", "[4, CHUNK, CHUNK] -> [5, CHUNK, CHUNK]"),
+            ("rule_local_gradients_hopper", "2 * BLOCKS -> 3 * BLOCKS"),
+            ("rule_local_gradients_hopper", "2 * BLOCKS -> 2 + BLOCKS"),
+            ("rule_local_gradients_hopper", "[2, CHUNK] -> [3, CHUNK] (1)"),
+            ("rule_local_gradients_hopper", "[2, CHUNK] -> [3, CHUNK] (2)"),
+            ("rule_gradients_hopper", "[1, CHUNK, K] -> [2, CHUNK, K] (1)"),
+            ("rule_gradients_hopper", "[1, CHUNK, K] -> [2, CHUNK, K] (2)"),
+            ("rule_gradients_hopper", "[2, CHUNK, V] -> [3, CHUNK, V]"),
+            ("rule_gradients_hopper", "[2, V, CHUNK] -> [3, V, CHUNK]"),
+            ("rule_gradients_hopper", "[1, V, CHUNK] -> [2, V, CHUNK]"),
+            ("rule_gradients_hopper", "[1, CHUNK, V] -> [2, CHUNK, V]"),
+            ("rule_gradients_hopper", "[1, V, K] -> [2, V, K] (1)"),
+            ("rule_gradients_hopper", "[1, V, K] -> [2, V, K] (2)"),
+            ("rule_gradients_hopper", "[1, CHUNK, CHUNK] -> [2, CHUNK, CHUNK] (1)"),
+            ("rule_gradients_hopper", "[1, CHUNK, CHUNK] -> [2, CHUNK, CHUNK] (2)"),
+            ("rule_gradients_hopper", "[2, CHUNK] -> [3, CHUNK]"),
+            ("rule_gradients_hopper", "device.Gates.allocate(2) -> device.Gates.allocate(3)"),
+        )
+    },
+    ("_columns", "i[None, :] > j[:, None] -> i[None, :] >= j[:, None]"): (
+        "the diagonal of A is a row's own factor, which no step of the elimination reads"
+    ),
+    ("_columns", "0.0 -> 1.0"): "what is above the diagonal of A, or on it, no step of the elimination reads",
+    **{
+        ("rule_chunk_inverse_hopper", change): "a step's own row too, whose factor is on the diagonal of A, and 0"
+        for change in ("row > step -> row >= step", "row + 16 > step -> row + 16 >= step", "row + 16 -> row + 17 (2)")
+    },
+    (
+        "rule_chunk_inverse_hopper",
+        "1 if GROUP % 2 == 0 else 2 -> 2 if GROUP % 2 == 0 else 2",
+    ): "two heads of one key head then copy and multiply its keys twice, to the same product",
+    **{
+        (function, change): "a wait for what was waited for before, or for fewer than are under way, and says so"
+        for function, change in (
+            ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (2)"),
+            ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (4)"),
+            ("rule_local_gradients_hopper", "member > 0 -> member >= 0"),
+            (
+                "rule_local_gradients_hopper",
+                "warpgroup_mma_wait(2, deps=[scores]) -> warpgroup_mma_wait(3, deps=[scores])",
+            ),
+            ("_consumer", "warpgroup_mma_wait(2, deps=[dS]) -> warpgroup_mma_wait(3, deps=[dS])"),
+        )
+    },
+    ("_producer", "chunks > 0 -> chunks >= 0"): "of a sequence without tokens, nobody waits for the barrier",
+    **{
+        (function, change): "what is read for a sequence without tokens is not used"
+        for function, change in (
+            ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (1)"),
+            ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (2)"),
+            ("rule_transitions_hopper", "count > 0 -> count >= 0"),
+            ("rule_transitions_hopper", "0.0 -> 1.0 (2)"),
+            ("rule_state_scan_hopper", "count > 0 -> count >= 0"),
+        )
+    },
+    **{
+        ("rule_transitions_hopper", change): "the count of a segment is never more than what its sequence has left"
+        for change in (
+            "gl.load(sequence_begins + sequence + 1) - begin - index * SEGMENT -> "
+            "gl.load(sequence_begins + sequence + 1) - begin + index * SEGMENT",
+            "gl.load(sequence_begins + sequence + 1) - begin -> gl.load(sequence_begins + sequence + 1) + begin",
+        )
+    },
+    ("rule_transitions_hopper", "chunk + 1 -> chunk - 1 (3)"): "the other of two stages",
+    **{
+        ("_fetch", change): "of rows past a chunk's last token T is 0, and their gates meet zeros"
+        for change in (
+            "T_rows.row * 0 -> T_rows.row + 0",
+            "lane * 0 -> lane + 0 (1)",
+            "lane * 0 -> lane + 0 (2)",
+        )
+    },
+    ("_unnormalized", "0.0 -> 1.0"): "rows past a chunk's last token are not stored",
+    **{
+        (function, change): "plus or minus 0, which is there for the registers it saves"
+        for function, change in (
+            ("_state_consumer", "final_state + (chunk + 1 - chunks) -> final_state - (chunk + 1 - chunks)"),
+            ("_consumer", "state += gl.minimum(stage, 0) -> state -= gl.minimum(stage, 0)"),
+            ("rule_gradients_hopper", "index >> 30 -> index >> 31"),
+            (
+                "rule_gradients_hopper",
+                "gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE)) + zero -> "
+                "gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE)) - zero",
+            ),
+        )
     },
 }

@@ -6,10 +6,12 @@ Gradients are compared with autograd over the recurrence in float64, closely, ea
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import adjoint
 from adjoint import Preference
@@ -18,6 +20,7 @@ from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.values import gradients, tokens
+from adjoint.verify.bits import same_bits
 from tests.mutants.calls import at_the_edge
 from tests.mutants.rule_calls import fall
 
@@ -28,6 +31,15 @@ CLOSE_STATE = {torch.float32: 4e-6, torch.bfloat16: 1.2e-3}
 
 _FORWARD = Preference(plan="eager.chunked").text
 _KERNELS = Preference(plan="triton.chunked+triton.chunked").text
+
+
+class Prepared(NamedTuple):
+    """Upstream gradients, inputs, what the forward saved, and the gradients in float64."""
+
+    upstream: tuple[Tensor | None, ...]
+    inputs: tuple[Any, ...]
+    saved: Tensor
+    exact: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,9 @@ class Sequences:
     falls: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def wrong_result(self) -> bool:
-        """Whether kernels give anything but the gradients of the recurrence."""
+    @cached_property
+    def prepared(self) -> Prepared:
+        """What the kernels of the backward have no part in."""
         source = torch.Generator().manual_seed(5)
         inputs = tokens(self.shape, **self.options)(self.dtype, torch.device("cpu"), source)
         if self.falls:
@@ -53,27 +66,41 @@ class Sequences:
             stretched = [x * (torch.rand(*x.shape[:-1], 1, generator=source) + 0.5).to(x.dtype) for x in inputs[:2]]
             inputs = (*stretched, *inputs[2:])
         rule = adjoint.gated_delta_rule.__globals__["_rule"]
-        o, final, saved = rule.forward.launch((*inputs, 0.5, self.normalize, True, True), _FORWARD)
+        o, final, saved = rule.forward.launch((*inputs, 0.5, self.normalize, True, False, True), _FORWARD)
         do, dfinal = (torch.randn(x.shape, generator=source).to(x.dtype) for x in (o, final))
         upstream = (do if self.of_output else None, dfinal if self.of_state else None)
-        edged = [None if x is None else at_the_edge(x) for x in (*upstream, *inputs)]
-        need = 31 if inputs[5] is None else 63
-        with _two_parts() if self.in_two_parts else nullcontext(), no_numbers():
-            gradients_of_inputs = rule.forms[""].operator.launch(
-                (*edged, saved, 0.5, self.normalize, need), _KERNELS
-            )  # fmt: skip
         slopes = gradients(lambda *x: reference.gated_delta_rule(*x, scale=0.5, normalize_qk=self.normalize))
         wide = [torch.zeros_like(x, dtype=torch.float64) for x in (o, final)]
         for place, part in enumerate(upstream):
             if part is not None:
                 wide[place] = part.double()
-        exact = slopes(*wide, *widened(inputs))
+        return Prepared(upstream, inputs, saved, slopes(*wide, *widened(inputs)))
+
+    @cached_property
+    def recorded(self) -> tuple[Tensor, ...]:
+        """The gradients of the kernels as they are."""
+        return self._run()
+
+    def _run(self) -> tuple[Tensor, ...]:
+        ready = self.prepared
+        edged = [None if x is None else at_the_edge(x) for x in (*ready.upstream, *ready.inputs)]
+        need = 31 if ready.inputs[5] is None else 63
+        operator = adjoint.gated_delta_rule.__globals__["_rule"].forms[""].operator
+        with _two_parts() if self.in_two_parts else nullcontext(), no_numbers():
+            return operator.launch((*edged, ready.saved, 0.5, self.normalize, need), _KERNELS)  # type: ignore[no-any-return]
+
+    def wrong_result(self) -> bool:
+        """Whether kernels give anything but the gradients of the recurrence; in 16 bits, where a second part of a
+        number is less than other roundings, any other bits than the kernels as they are."""
+        results = self._run()
+        if self.dtype == torch.bfloat16 and not all(map(same_bits, results, self.recorded)):
+            return True
         limits = (*(CLOSE[self.dtype],) * 5, CLOSE_STATE[self.dtype])
-        results = zip(gradients_of_inputs, exact, limits, strict=False)
-        return any(_far(got, right, limit) for got, right, limit in results if right is not None)
+        compared = zip(results, self.prepared.exact, limits, strict=False)
+        return any(_far(got, right, limit) for got, right, limit in compared if right is not None)
 
 
-def _far(got: torch.Tensor, exact: torch.Tensor, limit: float) -> bool:
+def _far(got: Tensor, exact: Tensor, limit: float) -> bool:
     error = (got.double() - exact).norm()
     return not bool(error <= limit * exact.norm().clamp_min(1e-6))
 
@@ -121,6 +148,8 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((1, 650, 1, 2, 16, 24), options={"cu_seqlens": (0, 0, 10, 138, 650), **slow})
     yield Sequences((1, 700, 1, 1, 16, 16), options={"cu_seqlens": (0, 320, 700), **slow})
     yield Sequences((2, 450, 2, 2, 40, 16), of_state=False, options={"state": False, **slow})
+    # Values that do not fill a block, which only 16-bit types have.
+    yield Sequences((1, 320, 1, 2, 16, 40), torch.bfloat16, options=slow)
     yield Sequences((2, 70, 2, 2, 40, 16), of_state=False, options={"state": False, "decay": 0.3})
     yield Sequences((1, 70, 1, 1, 40, 5), normalize=True, options={"decay": 0.3})
     yield Sequences((1, 70, 1, 1, 16, 16), torch.bfloat16, options={"decay": 0.3})
@@ -132,12 +161,37 @@ def calls() -> Iterator[Sequences]:
     yield Sequences((1, 20, 1, 9, 16, 40), torch.bfloat16, options={"decay": 0.3})
 
 
-def noticed() -> bool:
-    """Whether any call does not give what it should; segments have one chunk, or two, and two heads are few."""
+CALLS = tuple(calls())
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Segments have one chunk, or two, and two heads are few."""
+    before = packing.SEGMENT, rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE
     packing.SEGMENT = 64
     rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = 2, 128, 128
     adjoint.core.operator.forget()
     try:
-        return any(call.wrong_result() for call in calls())
-    except Exception:
-        return True
+        yield
+    finally:
+        packing.SEGMENT, rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = before
+        adjoint.core.operator.forget()
+
+
+def warm() -> None:
+    """Prepares all calls."""
+    with small():
+        for call in CALLS:
+            assert call.prepared
+            if call.dtype == torch.bfloat16:
+                assert call.recorded
+
+
+def noticed(function: str) -> bool:
+    """Whether any call does not give what it should, given the function that is broken."""
+    ordered = sorted(CALLS, key=lambda call: call.normalize < ("unnormalize" in function))
+    with small():
+        try:
+            return any(call.wrong_result() for call in ordered)
+        except Exception:
+            return True

@@ -150,6 +150,19 @@ def _gate(shape: tuple[int, ...], dtype: torch.dtype, lay: str = "") -> Noticed:
     return noticed
 
 
+def _reset_and_unused(front: bool) -> bool:
+    """Whether a gate of −inf whose gradient is 0 gives anything but zeros, with the signs of a product with 0."""
+    a = at_the_edge(torch.tensor([[torch.inf, 1.0], [0.5, 2.0]]), front).requires_grad_()
+    A_log, dt_bias = torch.tensor([0.5, 100.0]).requires_grad_(), torch.zeros(2).requires_grad_()
+    g, _ = adjoint.gated_delta.gate(a, torch.zeros(2, 2), A_log, dt_bias, preference=Preference(backend="triton"))
+    dg = torch.tensor([[0.0, -0.0], [2.0, 0.0]])
+    da, dA_log, ddt_bias = torch.autograd.grad(g, (a, A_log, dt_bias), dg)
+    zeros = da.flatten()[[0, 1, 3]]
+    if zeros.any() or zeros.signbit().tolist() != [True, False, True] or dA_log[1] != 0 or ddt_bias[1] != 0:
+        return True
+    return bool((dA_log[0] - 2 * g[1, 0]).abs() > 1e-6) or bool(ddt_bias[0] != da[1, 0])
+
+
 def _softplus_near_zero(front: bool) -> bool:
     """Whether log(1 + e^t) is wrong by a tenth of its last bit on average, where its series has most to add: the bound
     leaves room for exponentials, and so for more than its last terms."""
@@ -186,6 +199,7 @@ def _calls(module: str) -> Iterator[Noticed]:
         yield _gate((2, 35, 3), single)
         yield _gate((2, 3, 4), half, "two axes")
         yield _gate((3, 4, 2), single, "rows left out")
+        yield _reset_and_unused
         yield _softplus_near_zero
         yield _gate((2, 130), single)
 

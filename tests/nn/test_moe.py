@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -102,6 +102,36 @@ def test_the_block_is_what_it_is_defined_to_be(renormalize: bool, shared: int | 
     expected = torch.autograd.grad(exact, (exact_x, *(state[name] for name in parameters)), upstream.double())
     for name, mine, truth in zip(("x", *parameters), got, expected, strict=True):
         assert _relative(mine, truth) < max(promised.values()), name
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_model_in_float64_is_differentiated_in_float64(
+    score: Literal["softmax", "sigmoid"], renormalize: bool
+) -> None:
+    """`.double()`, the layer and the losses of its router, beside finite differences in every parameter."""
+    torch.manual_seed(3)
+    layer = nn.SparseMoE(5, 4, 4, 2, shared_expert_size=3, renormalize=renormalize, score=score).double()
+    with torch.no_grad():
+        layer.gate.weight.mul_(8)
+    names, values = zip(*layer.named_parameters(), strict=True)
+    x = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).requires_grad_()
+
+    def results(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        y, routing = torch.func.functional_call(
+            layer, dict(zip(names, parameters, strict=True)), (x,), {"return_routing": True}
+        )
+        losses = adjoint.moe.load_balancing_loss(routing.logits, routing.indices), adjoint.moe.z_loss(routing.logits)
+        assert {t.dtype for t in (y, routing.logits, routing.weights, *losses)} == {torch.float64}
+        return y, routing.weights, *losses
+
+    assert torch.autograd.gradcheck(results, (x, *values))
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_block_in_float64_is_what_it_is_defined_to_be(renormalize: bool) -> None:
+    module, x = _module(renormalize).double(), _x(torch.float64)
+    assert _relative(module(x), _by_definition(module.state_dict(), x, renormalize)) < _promised(torch.float64)["y"]
 
 
 def test_logits_may_be_shared_with_a_loss() -> None:

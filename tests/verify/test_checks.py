@@ -44,7 +44,7 @@ def test_named_plans_have_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     listed = {job.label: job for job in jobs(None, CPU)}
     assert {label for label in listed if "float32 eager.other_bits" in label} == {
         f"lookup float32 eager.other_bits+eager: {check}"
-        for check in ("accuracy", "repeats", "device invariance", "poison")
+        for check in ("accuracy", "special values", "repeats", "batch invariance", "device invariance", "poison")
     }
     assert not [label for label in listed if "cuda.fast" in label], "its backend is not here"
     (row,) = listed["lookup float32 eager.other_bits+eager: repeats"].run()

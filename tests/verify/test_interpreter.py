@@ -161,3 +161,30 @@ def test_overflow_is_checked_where_it_is_reported(debug: bool, monkeypatch: pyte
     assert getattr(TritonSemantic, name) is once
     once(SimpleNamespace(builder=SimpleNamespace(options=SimpleNamespace(debug=debug))), 1, 2, "add")
     assert checked == ([(1, 2, "add")] if debug else [])
+
+
+@pytest.mark.kernels
+def test_arrays_of_one_element_bound_loops_whatever_numpy_says(device: torch.device) -> None:
+    """numpy 2.4 refuses what Triton 3.6 does: `int` of an array with an axis."""
+    if not kernels.interpreting():
+        pytest.skip("of the interpreter")
+    import triton.language as tl
+    from triton.runtime import interpreter as triton_interpreter
+
+    class Scope:
+        def set_attr(self, place: object, name: str, value: object) -> None:
+            attributes[name] = value
+
+    attributes: dict[str, object] = {}
+    triton_interpreter._patch_lang_tensor(tl.core.tensor, Scope())
+    index = attributes["__index__"]
+
+    class Refusing(np.ndarray):
+        def __int__(self) -> int:
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+        def squeeze(self, *axes: object) -> "Refusing":  # Triton 3.7's own way, kept from hiding ours
+            return self
+
+    bound = SimpleNamespace(handle=SimpleNamespace(data=np.array([7]).view(Refusing)))
+    assert index(bound) == 7  # type: ignore[operator]

@@ -1,6 +1,7 @@
 """Which kernel serves which activation problem, and what it guarantees."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,10 @@ from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarante
 from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.layout import coalesce
 from adjoint.core.op import Adjoint, Facts
-from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
-from adjoint.core.problem import Problem, short, wide_dtype
+from adjoint.core.plan import Candidate, Plan, Run, allocating_outputs, in_pytorch
+from adjoint.core.problem import Problem, short
 from adjoint.core.schedules import Schedules
-from adjoint.ops.activation import eager, reference
+from adjoint.ops.activation import bounds, eager, in_float32, reference
 from adjoint.ops.activation.packing import unpack
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -57,31 +58,8 @@ def reuse(
     return {"reuse": Adjoint(candidates, describe, name="backward_reuse", overwrites=True)}
 
 
-ULP: Mapping[str, Mapping[torch.dtype, Mapping[str, float]]] = {
-    "eager": {
-        torch.bfloat16: {"y": 0.501, "dgate": 0.501, "dup": 0.501},
-        torch.float16: {"y": 0.501, "dgate": 0.501, "dup": 0.501},
-    },
-    "nvidia": {
-        torch.bfloat16: {"y": 0.502, "dgate": 0.503, "dup": 0.501},
-        torch.float16: {"y": 0.501, "dgate": 0.9, "dup": 0.501},
-    },
-    "portable": {
-        torch.bfloat16: {"y": 0.502, "dgate": 0.51, "dup": 0.501},
-        torch.float16: {"y": 0.501, "dgate": 2.1, "dup": 0.501},
-    },
-}
-"""Largest error in ulp over every 16-bit input, by arithmetic, dtype and kind of output.
-
-silu' has a root. At the float16 value nearest to it, float32 arithmetic leaves an error of 0.3 units before
-the rounding with NVIDIA's 2^x and 1/x, and of 1.1 units with IEEE division and the interpreter's
-exponential; bfloat16 has no value that near."""
-
-
-def arithmetic(backend: str, device: torch.device) -> str:
-    """Whose 2^x and 1/x a plan uses: a key of `ULP`."""
-    if backend == "eager":
-        return "eager"
+def arithmetic(device: torch.device) -> str:
+    """Whose exponentials and quotients a plan on kernels uses: a key of `bounds.ULP`."""
     return "nvidia" if device.type == "cuda" and torch.version.hip is None else "portable"
 
 
@@ -92,10 +70,9 @@ SPECIAL_VALUES = (
 )
 
 
-DOMAIN = (
-    "every input; finite wherever the exact result is in range; "
-    "the error in ulp for |up|, |dy| and |up·dy| each 0 or within [2⁻⁶⁰, 2¹⁰⁰]"
-)
+DOMAIN = "every gate, finite up and dy; finite wherever the exact result is in range"
+
+LARGEST_DY = ", of dgate for |dy| up to half of the largest number"
 
 
 class Activation(NamedTuple):
@@ -114,73 +91,53 @@ class Activation(NamedTuple):
     packed: bool = False
 
 
-def _error(used: str, dtype: torch.dtype, kind: str, bound: Callable[..., Tensor]) -> ErrorStatement:
-    """The statement for an output of a kind: "y", "dgate" (a slope) or "dup" (a value)."""
-    if dtype in ULP[used]:
-        return Enumerated(ULP[used][dtype][kind], f"every {short(dtype)} gate × a spread of other factors")
-    if used == "eager" and dtype == torch.float32:
-        scale = 1 + 2**-20  # float64 arithmetic, one rounding
-    else:
-        scale = 80 if kind == "dgate" else 40
-    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    unit = torch.finfo(dtype).eps / 2
-    formula = {
-        "y": "|silu(gate)·up| + η·(2 + |gate| + |up|)",
-        "dgate": "|dy·up|·(σ + |gate|·σ·(1−σ)) + η·(2 + 4|dy| + 4|up|)",
-        "dup": "|dy·silu(gate)| + η·(2 + |gate| + |dy|)",
-    }[kind]
-    name = f"{scale:.3g}·{unit:.3g}·{formula}, η = {tiny:.3g}"
-    return Derived(name, lambda *inputs: bound(scale * unit, tiny, *inputs))
+def _errors(of: Activation, used: str, dtype: torch.dtype, options: tuple[Any, ...]) -> dict[str, ErrorStatement]:
+    """The statement for each output. silu of a 16-bit number is the one whose inputs can all be tried."""
+    costs = bounds.arithmetic(used, dtype)
+    bound = bounds.Bounds(costs, dtype)
 
-
-def _value_bound(relative: float, tiny: float, gate: Tensor, factor: Tensor) -> Tensor:
-    """For silu(gate)·factor: every operation rounds once, products may underflow."""
-    return relative * (reference.silu(gate) * factor).abs() + tiny * (2 + gate.abs() + factor.abs())
-
-
-def _slope_bound(relative: float, tiny: float, dy: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """For dy·up·silu'(gate): silu' has a root, so the bound is relative to the sum of its terms' sizes."""
-    s = reference.sigmoid(gate)
-    terms = s + gate.abs() * s * reference.sigmoid(-gate)
-    return relative * (dy * up).abs() * terms + tiny * (2 + 4 * dy.abs() + 4 * up.abs())
-
-
-def _kinds(of: Activation, options: tuple[Any, ...]) -> dict[str, tuple[str, Callable[..., Tensor]]]:
-    """For each output: its kind, and its bound from two numbers and the reference's tensors."""
-
-    def gate_and_up(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def gate_and_up(*inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         if of.packed:
             return reference.unpack(inputs[0], options[0])
-        return (inputs[0], inputs[1]) if of.has_up else (inputs[0], torch.ones_like(inputs[0]))
+        return (inputs[0], inputs[1]) if of.has_up else (inputs[0], None)
 
-    def dgate(relative: float, tiny: float, dy: Tensor, *inputs: Tensor) -> Tensor:
-        return _slope_bound(relative, tiny, dy, *gate_and_up(*inputs))
+    def dgate(dy: Tensor, *inputs: Tensor) -> Tensor:
+        return bound.slope(dy, *gate_and_up(*inputs))
 
-    def dup(relative: float, tiny: float, dy: Tensor, *inputs: Tensor) -> Tensor:
-        return _value_bound(relative, tiny, gate_and_up(*inputs)[0], dy)
+    def dup(dy: Tensor, *inputs: Tensor) -> Tensor:
+        return bound.value(gate_and_up(*inputs)[0], dy)
+
+    def words(kind: str) -> str:
+        return bounds.in_words(costs, dtype, kind, of.has_up)
 
     if of.is_forward:
-        return {"y": ("y", lambda relative, tiny, *inputs: _value_bound(relative, tiny, *gate_and_up(*inputs)))}
+        if dtype.itemsize == 2 and not of.has_up:
+            return {"y": Enumerated(bounds.ULP[used][dtype], f"every {short(dtype)} x")}
+        return {"y": Derived(words("y"), lambda *inputs: bound.value(*gate_and_up(*inputs)))}
     if of.packed:
-        return {"dpacked": ("dgate", lambda *numbers: reference.pack(dgate(*numbers), dup(*numbers), options[0]))}
-    return {"dgate": ("dgate", dgate), "dup": ("dup", dup)} if of.has_up else {"dx": ("dgate", dgate)}
+        both = f"of dgate {words('dgate')}; of dup {words('dup')}"
+        return {"dpacked": Derived(both, lambda *inputs: reference.pack(dgate(*inputs), dup(*inputs), options[0]))}
+    if of.has_up:
+        return {"dgate": Derived(words("dgate"), dgate), "dup": Derived(words("dup"), dup)}
+    return {"dx": Derived(words("dgate"), dgate)}
 
 
-def guarantee(of: Activation, backend: str, problem: Problem) -> dict[str, Guarantee]:
-    """What each output of an operator promises."""
+def guarantee(of: Activation, used: str, problem: Problem) -> dict[str, Guarantee]:
+    """What each output of an operator promises in an arithmetic, a key of `bounds.ULP`."""
     (dtype,) = problem.dtypes
+    costs = bounds.arithmetic(used, dtype)
     return {
         output: Guarantee(
             repeatable=True,
-            batch_invariant="element" if backend == "triton" else "",
+            batch_invariant="element" if used in ("nvidia", "portable") else "",
             device_invariant=False,
-            accumulator=short(torch.float64 if backend == "eager" else wide_dtype(dtype)),
-            roundings=1,
-            error=_error(arithmetic(backend, problem.device), dtype, kind, bound),
-            domain=DOMAIN,
+            accumulator=short(costs.dtype),
+            roundings=1 + (costs.rounds_between and of.has_up),
+            error=error,
+            domain=DOMAIN + (LARGEST_DY if used == "float32" and not of.is_forward else ""),
             special_values=SPECIAL_VALUES,
         )
-        for output, (kind, bound) in _kinds(of, problem.options).items()
+        for output, error in _errors(of, used, dtype, problem.options).items()
     }
 
 
@@ -207,7 +164,7 @@ def _candidates(of: Activation) -> tuple[Candidate, ...]:
             kernel=f"{'swiglu' if layout == 'pairs' else 'silu'}_{direction}_{layout}",
             revision=1,
             refuse=lambda p: "" if p.layout == layout else f"reads tensors laid out as {layout}, these are {p.layout}",
-            guarantee=lambda problem: guarantee(of, "triton", problem),
+            guarantee=lambda problem: guarantee(of, arithmetic(problem.device), problem),
             setup=setup,
             schedules=_SCHEDULES,
         )
@@ -215,20 +172,38 @@ def _candidates(of: Activation) -> tuple[Candidate, ...]:
     def numeric(problem: Problem) -> dict[str, Any]:
         return {"order": problem.options[0]} if of.packed else {}
 
-    def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Any) -> Any:
-        """A contiguous result is rounded into its memory by the library itself."""
-        gate, up, _ = of.views(arguments, outputs or (arguments[0],))
-        if outputs is None and not gate.is_contiguous():
-            outputs = plan.allocate(arguments)
-        return (eager.forward(gate, up, None if outputs is None else outputs[0]),)
+    def in_torch(module: Any) -> Run:
+        """By the functions of a module: `eager` or `in_float32`."""
 
-    def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Any) -> None:
-        dy, gate, up, dgate, dup, need = of.views(arguments, outputs)
-        eager.backward(dy, gate, up, dgate if need & NEED_GATE else None, dup if need & NEED_UP else None)
+        def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Any) -> Any:
+            """A contiguous result is rounded into its memory by the library itself."""
+            gate, up, _ = of.views(arguments, outputs or (arguments[0],))
+            if outputs is None and not gate.is_contiguous():
+                outputs = plan.allocate(arguments)
+            return (module.forward(gate, up, None if outputs is None else outputs[0]),)
+
+        def backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Any) -> None:
+            dy, gate, up, dgate, dup, need = of.views(arguments, outputs)
+            module.backward(dy, gate, up, dgate if need & NEED_GATE else None, dup if need & NEED_UP else None)
+
+        return forward if of.is_forward else allocating_outputs(backward)
+
+    def eagerly(name: str, used: str, module: Any) -> Candidate:
+        return in_pytorch(name, lambda problem: guarantee(of, used, problem), in_torch(module), numeric)
 
     layouts = ("rows", "pairs", "strided") if of.packed else ("rows", "strided")
-    run = forward if of.is_forward else allocating_outputs(backward)
-    return *map(on_kernels, layouts), in_pytorch("eager", lambda problem: guarantee(of, "eager", problem), run, numeric)
+    return (
+        *map(on_kernels, layouts),
+        replace(eagerly("eager.float32", "float32", in_float32), kernel="pytorch_float32", refuse=_refuse_float32),
+        eagerly("eager", "float64", eager),
+    )
+
+
+def _refuse_float32(problem: Problem) -> str:
+    """It looks at values, and where it does not run on the CPU it would have to wait for them."""
+    if problem.device.type != "cpu":
+        return "looks for unusual values on the CPU"
+    return "computes in float32, these are float64" if problem.dtypes[0] == torch.float64 else ""
 
 
 def _forward(views: Callable[..., Any], **of: bool) -> tuple[Candidate, ...]:

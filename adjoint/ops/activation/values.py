@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.cases import Case, Subject, Workload, normal
+from adjoint.core.problem import short
 
 Layout = Callable[[Callable[..., Tensor]], Tensor]
 """Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
@@ -136,13 +137,23 @@ def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Calla
 WORKLOAD_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))
 
 
-def workload(subject: Subject, shape: tuple[int, int], baseline: Callable[..., Tensor], **more: Any) -> Workload:
+CPU_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
+    {"shape": (1024, 4096), "dtype": d, "devices": ("cpu",)} for d in (torch.float32, torch.bfloat16)
+)
+"""What fits a CPU's cache."""
+
+
+def workload(
+    subject: Subject, shape: tuple[int, int], baseline: Callable[..., Tensor], dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
+) -> Workload:  # fmt: skip
     """A forward reads gate and up and writes y; a backward reads dy and both, and writes as many gradients."""
     (rows, columns), is_packed = shape, "order" in subject.keywords
-    tensors, one = 2 if is_packed else len(subject.inputs), 2 * rows * columns
+    tensors, one = 2 if is_packed else len(subject.inputs), dtype.itemsize * rows * columns
     make = normal((rows, 2 * columns)) if is_packed else normal(*(shape,) * tensors)
     name = f"{subject.name} {rows}×{'2·' * is_packed}{columns}"
-    return Workload(name, subject, make, (tensors + 1) * one, (2 * tensors + 1) * one, baseline, **more)
+    name += f", {short(dtype)}" * (dtype != torch.bfloat16)
+    return Workload(name, subject, make, (tensors + 1) * one, (2 * tensors + 1) * one, baseline, dtype=dtype, **more)
 
 
 def built_tensors(count: int) -> Iterator[tuple[Tensor, ...]]:

@@ -24,6 +24,11 @@ def hot_ids(generator: torch.Generator, rows: int, count: int, hot: int) -> Tens
     return ids
 
 
+def bytes_looked_up(ids: Tensor, weight: Tensor, results: int) -> int:
+    """The fewest bytes a forward must move: each row that occurs is read once, and so many rows of results written."""
+    return (len(ids.unique()) + results) * weight.shape[1] * weight.element_size()
+
+
 def device_lookup(
     kind: str, rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:

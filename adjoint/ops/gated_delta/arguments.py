@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating
-from adjoint.core.errors import ArgumentError, register_fault
+from adjoint.core.errors import ArgumentError, Fault, register_fault, report
 from adjoint.core.problem import short, wide_dtype
 
 Shape = tuple[int, ...]
@@ -17,6 +17,13 @@ MAX_CHUNK = 64
 
 EPSILON = 1e-6
 """Keeps the norm of q and k away from 0."""
+
+RESET = {torch.float32: -104.0, torch.float64: -746.0}
+"""By the type of the arithmetic, a log decay g whose e^g is 0 there.
+
+A lower g, down to −inf, resets the state just as well. But a running sum of such numbers has no digits left for the
+tokens after them, or is −inf: sums take RESET in their place.
+"""
 
 NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in range(6))
 """Bits of the gradients a backward computes."""
@@ -178,6 +185,18 @@ POSITIVE_GATE = register_fault(
     "gated_delta: g is the logarithm of a decay and must be at most 0, got a positive number at position "
     "{position} (counted in order); a decay factor goes in as its logarithm"
 )
+NAN_GATE = register_fault(
+    "gated_delta: g must be a number of at most 0, −inf included, got NaN at position {position} (counted in order); "
+    "the state would be NaN from there on, so look for where g was computed"
+)
+STRENGTH_OUT_OF_RANGE = register_fault(
+    "gated_delta: beta must be from 0 to 1, got a number outside of that, or NaN, at position {position} (counted in "
+    "order); beta goes in after its sigmoid, and a model that means a beta of up to 2 runs without adjoint.checked()"
+)
+GROWING_STATE = register_fault(
+    "gated_delta: a key makes the state grow at position {position} of beta (counted in order), where "
+    "e^g·(beta·‖k‖² − 1) is more than 1; normalise the keys, as normalize_qk=True does"
+)
 STATE_INDEX_OUT_OF_RANGE = register_fault(
     "gated_delta_step: state_indices must be at least 0 and less than the number of states, or -1 for a row that is "
     "skipped, got {value} at position {position}"
@@ -186,3 +205,31 @@ STATE_INDEX_REPEATED = register_fault(
     "gated_delta_step: state_indices must not repeat, because two rows would write one state, got {value} again at "
     "position {position}"
 )
+
+
+_ROUNDING_OF_KEYS = 2.0**-6
+"""What a key of bfloat16 numbers may add to beta·‖k‖² − 1, where that is 1 before it is rounded."""
+
+
+def report_values(k: Tensor, g: Tensor, beta: Tensor, normalized: bool, skipped: Tensor | None = None) -> None:
+    """What `adjoint.checked()` asks of the values: gates that are numbers, beta from 0 to 1, and keys that let no state
+    grow.
+
+    A token multiplies what the state holds along its key with e^g·(1 − β‖k‖²), and nothing else with more than e^g: the
+    state grows where that is below −1, beyond what the rounding of keys explains.
+
+    Args:
+        normalized: whether keys are normalised, and so no longer than 1.
+        skipped: rows of the batch that are not computed, and may hold anything.
+    """
+    kind = wide_dtype(k.dtype)
+
+    def report_in_rows(fault: Fault, values: Tensor, faulty: Tensor) -> None:
+        report(fault, values, faulty if skipped is None else faulty & ~skipped[:, None, None])
+
+    report_in_rows(NAN_GATE, g, g.isnan())
+    report_in_rows(STRENGTH_OUT_OF_RANGE, beta, ~((beta >= 0) & (beta <= 1)))
+    if not normalized:
+        squares = k.to(kind).square().sum(-1).repeat_interleave(beta.shape[2] // max(1, k.shape[2]), 2)
+        growth = g.to(kind).exp() * (beta.to(kind) * squares - 1)
+        report_in_rows(GROWING_STATE, beta, growth > 1 + _ROUNDING_OF_KEYS)

@@ -15,9 +15,15 @@ Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 """`compute(arguments, outputs)`"""
 
 DOMAIN = (
-    "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and finite, where the recurrence cannot diverge; results that are "
+    "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and −inf too, where the recurrence cannot diverge; results that are "
     "below the smallest number of the accumulator may be 0"
 )
+
+RESETS = "a g of −inf multiplies the state with 0, which NaN and infinities in it survive; dg is 0 there"
+"""Of the special values of the whole op and of a step."""
+
+CHECKED = "inside adjoint.checked(), so are NaN in g, beta outside [0, 1] and keys that make the state grow"
+"""What is reported beside what always is."""
 
 RESIDUALS = (
     "the error of dbeta, a sum of products with v − Sᵀk, is relative to the same sum with |v| where values are close "
@@ -25,7 +31,7 @@ RESIDUALS = (
 )
 """Of the domain of dbeta."""
 
-CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay and strong decay, packed"
+CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay, strong decay and resets, packed"
 
 FORWARD, BACKWARD = 2e-6, 1e-5
 """Ceilings of what is computed in float32: several times what the cases show, an order below what a mistake does."""
@@ -84,6 +90,7 @@ def eager_candidate(
     compute: Compute,
     numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
     waits: Callable[[Problem], bool] = lambda problem: False,
+    revision: int = 1,
 ) -> Candidate:
     """A candidate in plain PyTorch, for every problem and layout."""
 
@@ -91,4 +98,4 @@ def eager_candidate(
         with torch.no_grad(), torch.autocast(plan.problem.device.type, enabled=False):  # which would round operands
             compute(arguments, outputs)
 
-    return in_pytorch(name, guarantee, allocating_outputs(run), numeric, waits)
+    return in_pytorch(name, guarantee, allocating_outputs(run), numeric, waits, revision)

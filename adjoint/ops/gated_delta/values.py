@@ -52,6 +52,7 @@ def tokens(
     strength: tuple[float, float] = (0.05, 0.95),
     keys: Keys = unit_vectors,
     wide_gates: bool = True,
+    resets: tuple[int, ...] = (),
     lay: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Make:
     """q, k, v, g, beta, initial states and bounds of sequences.
@@ -60,6 +61,7 @@ def tokens(
         decay: the largest −g, uniform from a hundredth of it; None for g = 0.
         strength: the range of beta.
         wide_gates: g and beta in float32, not the dtype of q.
+        resets: tokens whose g is −inf.
         lay: the same values, otherwise in memory.
     """
     batch, time, key_heads, heads, K, V = shape
@@ -71,6 +73,7 @@ def tokens(
 
         gates = wide_dtype(dtype) if wide_gates else dtype
         g = uniform(0.01, 1) * -decay if decay is not None else torch.zeros(batch, time, heads)
+        g[:, list(resets)] = -torch.inf
         inputs = (
             unit_vectors(generator, (batch, time, key_heads, K)).to(dtype),
             keys(generator, (batch, time, key_heads, K)).to(dtype),
@@ -196,6 +199,17 @@ OnDevice = Callable[[torch.device], Any]
 def blank(*shape: int, dtype: torch.dtype = torch.float32) -> OnDevice:
     """Zeros of a shape, on a device."""
     return lambda device: torch.zeros(shape, dtype=dtype, device=device)
+
+
+def at(position: int, value: float, *shape: int) -> OnDevice:
+    """Zeros of a shape, but for one number, on a device."""
+
+    def make(device: torch.device) -> Tensor:
+        numbers = torch.zeros(shape, device=device)
+        numbers.view(-1)[position] = value
+        return numbers
+
+    return make
 
 
 def integers(*values: int) -> OnDevice:

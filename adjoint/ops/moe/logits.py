@@ -11,20 +11,20 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
-from adjoint.core.problem import short
+from adjoint.core.problem import Problem
 
 MAX_EXPERTS = 1024
 """What one warp sorts."""
 
 
+def refuse_float64(problem: Problem) -> str:
+    """Why kernels of the router cannot serve a dtype."""
+    return "float64 is for plain PyTorch: the kernels compute in float32" if problem.dtypes[0] == torch.float64 else ""
+
+
 def check_logits(op: str, logits: Tensor) -> None:
-    """A floating tensor [..., experts] of a type and a number of experts the kernels have."""
+    """A floating tensor [..., experts] of a number of experts the kernels have."""
     require_floating(op, "logits", logits)
-    if logits.dtype == torch.float64:
-        raise ArgumentError(
-            f"{op}: logits must be bfloat16, float16 or float32, got {short(logits.dtype)}; "
-            f"convert them first, for example with logits.float()"
-        )
     if logits.dim() == 0:
         raise ArgumentError(f"{op}: logits must have an axis of experts, the last, got a tensor without axes")
     if not 1 <= logits.shape[-1] <= MAX_EXPERTS:

@@ -14,7 +14,12 @@ from adjoint.ops.activation.packing import ORDERS, unpack
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 
-BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
+PLANS = {
+    "eager": Preference(backend="eager"),
+    "float64": Preference(plan="eager"),
+    "triton": Preference(backend="triton"),
+}
+BACKENDS = ["eager", "float64", pytest.param("triton", marks=pytest.mark.kernels)]
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -70,7 +75,7 @@ def test_gradients_lie_where_the_inputs_lay(
     device: torch.device,
 ) -> None:
     """Same bits as out of place; the same memory, strides included; nothing beside it is touched."""
-    preference = Preference(backend=backend)
+    preference = PLANS[backend]
     memory = _inputs(subject, device, dtype)
     leaves = _leaves([view(tensor.clone()) for tensor in memory])
     y = subject(*leaves, preference=preference)
@@ -98,7 +103,7 @@ def test_out_of_place_leaves_the_inputs_alone(subject: Subject, backend: str, de
     memory = _inputs(subject, device)
     leaves = _leaves(memory)
     before = [tensor.clone() for tensor in memory]
-    y = subject(*leaves, preference=Preference(backend=backend))
+    y = subject(*leaves, preference=PLANS[backend])
     gradients = torch.autograd.grad(y, leaves, _upstream(y))
     assert all(map(torch.equal, memory, before))
     assert all(g.data_ptr() != leaf.data_ptr() for g, leaf in zip(gradients, leaves, strict=True))
@@ -108,7 +113,7 @@ def test_out_of_place_leaves_the_inputs_alone(subject: Subject, backend: str, de
 @every_subject
 def test_a_second_backward_raises(subject: Subject, backend: str, device: torch.device) -> None:
     leaves = _leaves(_inputs(subject, device))
-    y = subject(*leaves, preference=Preference(backend=backend), reuse_inputs=True).sum()
+    y = subject(*leaves, preference=PLANS[backend], reuse_inputs=True).sum()
     first = [g.clone() for g in torch.autograd.grad(y, leaves, retain_graph=True)]
     with pytest.raises(Unsupported, match=rf"{subject.function.__name__}: a second backward.*reuse_inputs=True"):
         torch.autograd.grad(y, leaves, retain_graph=True)
@@ -122,7 +127,7 @@ def test_another_op_does_not_read_gradients_as_inputs(
     subject: Subject, other: Callable[[Tensor], Tensor], backend: str, device: torch.device
 ) -> None:
     """An op that saved the same tensor, and whose backward comes later, raises autograd's own error."""
-    preference = Preference(backend=backend)
+    preference = PLANS[backend]
     for which in range(len(subject.inputs)):
         leaves = _leaves(_inputs(subject, device))
         inner = [leaf * 1 for leaf in leaves]
@@ -135,7 +140,7 @@ def test_another_op_does_not_read_gradients_as_inputs(
 @every_backend
 @every_subject
 def test_another_op_that_comes_first_is_right(subject: Subject, backend: str, device: torch.device) -> None:
-    preference = Preference(backend=backend)
+    preference = PLANS[backend]
 
     def gradients(reuse: bool) -> tuple[Tensor, ...]:
         leaves = _leaves(_inputs(subject, device))
@@ -210,7 +215,7 @@ def test_one_tensor_as_gate_and_up_is_refused(device: torch.device) -> None:
 @every_order
 def test_halves_of_one_tensor_are_separate(order: str, backend: str, device: torch.device) -> None:
     """As gate and up, they give the gradient of the packed tensor, in its memory."""
-    preference = Preference(backend=backend)
+    preference = PLANS[backend]
     (memory,) = _inputs(SILU, device)
     packed = memory.clone().requires_grad_()
     y = adjoint.swiglu(packed, order=order, preference=preference)  # type: ignore[arg-type]
@@ -227,7 +232,7 @@ def test_halves_of_one_tensor_are_separate(order: str, backend: str, device: tor
 def test_one_gradient_alone_leaves_the_other_input_alone(
     wanted: int, layout: str, backend: str, device: torch.device
 ) -> None:
-    preference = Preference(backend=backend)
+    preference = PLANS[backend]
 
     def gradient(reuse: bool) -> tuple[Tensor, list[Tensor]]:
         tensors = [LAYOUTS[layout](tensor) for tensor in _inputs(SWIGLU, device)]
@@ -246,7 +251,7 @@ def test_one_gradient_alone_leaves_the_other_input_alone(
 @every_subject
 def test_an_upstream_in_the_inputs_memory_is_read_first(subject: Subject, backend: str, device: torch.device) -> None:
     """As when the upstream gradient is a view of an input: elements are overwritten out of order."""
-    preference = Preference(backend=backend)
+    preference = PLANS[backend]
 
     def gradients(reuse: bool) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(4)
@@ -263,7 +268,7 @@ def test_an_upstream_in_the_inputs_memory_is_read_first(subject: Subject, backen
 @every_subject
 def test_plan_shows_the_operator(subject: Subject, backend: str, device: torch.device) -> None:
     memory = _inputs(subject, device)
-    preference = Preference(backend=backend)
+    preference = PLANS[backend]
     chosen = adjoint.plan(subject.function, *memory, preference=preference, reuse_inputs=True, **subject.keywords)
     plain = adjoint.plan(subject.function, *memory, preference=preference, **subject.keywords)
     assert chosen.adjoint is not None and plain.adjoint is not None
@@ -285,7 +290,7 @@ def test_plan_shows_the_operator(subject: Subject, backend: str, device: torch.d
 def test_checkpointing_recomputes_what_was_overwritten(subject: Subject, backend: str, device: torch.device) -> None:
     def block(*tensors: Tensor, reuse: bool) -> Tensor:
         inner = [tensor * 1.5 for tensor in tensors]
-        return subject(*inner, reuse_inputs=reuse, preference=Preference(backend=backend))
+        return subject(*inner, reuse_inputs=reuse, preference=PLANS[backend])
 
     leaves = _leaves(_inputs(subject, device))
     expected = torch.autograd.grad(block(*leaves, reuse=False).sum(), leaves)

@@ -236,6 +236,50 @@ def test_infinities_have_silu_s_limits(backend: str, device: torch.device) -> No
     assert torch.equal(y[:2], torch.tensor([-0.0, float("inf")], device=device)) and y[0].signbit() and y[2].isnan()
 
 
+@every_backend
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_special_value_stays_within_its_row(value: float, backend: str, device: torch.device) -> None:
+    """Of a step: it reaches its own channel of its own row, from its token on, and the gradients of that channel."""
+    shapes = ((3, 5, 6), (3, 6, 2), (6, 3))
+    x, state, weight = (normal(*shape, seed=n).float() for n, shape in enumerate(shapes))
+    spoiled = x.clone()
+    spoiled[1, 2, 4] = value
+
+    def run(tokens: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        inputs = leaves(device, tokens, state.clone())
+        outputs = adjoint.causal_conv1d_step(*inputs, weight.to(device), preference=Preference(backend=backend))
+        return (*outputs, *torch.autograd.grad(outputs[0], inputs, dy.to(device)))
+
+    dy = torch.ones(3, 5, 6)
+    (clean, _, *_), (y, last, dx, dstate) = run(x, dy), run(spoiled, dy)
+    reached = torch.zeros(3, 5, 6, dtype=torch.bool)
+    reached[1, 2:, 4] = True
+    assert torch.equal(y.cpu()[~reached], clean.cpu()[~reached]) and (y.cpu()[reached] != clean.cpu()[reached]).all()
+    assert torch.equal(last.cpu(), spoiled[:, 3:].mT) or value != value
+    elsewhere = torch.ones(3, 5, 6, dtype=torch.bool)
+    elsewhere[1, :, 4] = False
+    assert torch.isfinite(dx.cpu()[elsewhere]).all() and torch.isfinite(dstate.cpu()[[0, 2]]).all()
+    dy[1, 3, 4] = value
+    _, _, dx, dstate = run(x, dy)
+    touched = torch.zeros(3, 5, 6, dtype=torch.bool)
+    touched[1, 1:4, 4] = True
+    assert torch.equal(~torch.isfinite(dx.cpu()), touched) and torch.isfinite(dstate).all()
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_states_are_copies_of_tokens(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Bits of the tokens, on every device: the zero below zero and an infinity included."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    x, state, weight = normal(2, 5, 3, dtype=dtype), normal(2, 3, 3, dtype=dtype, seed=1), normal(3, 4, seed=2)
+    x[0, 3, 0], x[1, 4, 2], state[1, 1, 2] = -0.0, torch.inf, -0.0
+    x, state, weight = (t.to(device) for t in (x, state, weight.to(dtype)))
+    _, final = conv(x, weight, initial_state=state, output_final_state=True, backend=backend)
+    _, new = adjoint.causal_conv1d_step(x[:, :2], state, weight, preference=Preference(backend=backend))
+    assert torch.equal(final.view(bits), x[:, 2:].mT.contiguous().view(bits))
+    assert torch.equal(new.view(bits), torch.cat((state[..., 2:], x[:, :2].mT), -1).view(bits))
+
+
 # ------------------------------------------------------------------------------------- many sequences, parts
 
 
@@ -381,6 +425,26 @@ def test_wrong_bounds_are_reported_and_harmless(wrong: tuple[int, ...], backend:
     x, weight = torch.ones(1, 5, 3, device=device), torch.ones(3, 4, device=device)
     with pytest.raises(adjoint.ArgumentError, match="causal_conv1d: cu_seqlens must begin with 0"):
         conv(x, weight, cu_seqlens=torch.tensor(wrong, device=device), output_final_state=True, backend=backend)
+        adjoint.check()
+
+
+@every_backend
+@pytest.mark.parametrize("wrong", [4, -2])
+def test_an_index_out_of_range_is_reported_and_skips_its_row(wrong: int, backend: str, device: torch.device) -> None:
+    """At once on the CPU; on a GPU the row gives zeros, and so do its gradients, until `check` raises."""
+    x, weight, pool = leaves(device, normal(3, 2, 5), normal(5, 3, seed=1), normal(4, 5, 2, seed=2))
+    said = rf"state_indices must be at least 0.*got {wrong} at position 1"
+
+    def run(index: int) -> list[Tensor]:
+        chosen = torch.tensor([3, index, 0], device=device)
+        preference = Preference(backend=backend)
+        outputs = adjoint.causal_conv1d_step(x, pool, weight, state_indices=chosen, preference=preference)
+        return [*outputs, *torch.autograd.grad(outputs, (x, weight, pool), [torch.ones_like(o) for o in outputs])]
+
+    expected = run(-1)
+    with pytest.raises(adjoint.ArgumentError, match=said):
+        results = run(wrong)
+        assert all(map(torch.equal, results, expected))
         adjoint.check()
 
 

@@ -24,7 +24,7 @@ from adjoint.contract.inputs import leaves, widened
 from adjoint.core import kernels
 from adjoint.core.plan import Plan
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
-from adjoint.ops.gated_delta.rule import plans
+from adjoint.ops.gated_delta.rule import guarantee, plans
 
 pytestmark = pytest.mark.gpu
 
@@ -159,16 +159,22 @@ def exact_results(example: Example) -> tuple[Tensor, ...]:
     return results(Preference(plan="eager.chunked"), Example(*widened(example)))
 
 
-def inside(plan: Plan, answers: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """Every result is finite and within what its plan states; what float32 has no normal number for may be 0."""
+def inside(plan: Plan, answers: dict[str, Tensor], exact: dict[str, Tensor], example: Example | None = None) -> None:
+    """Every result is finite, within what is recorded and, with its inputs, within what its plan promises for them.
+    What float32 has no normal number for may be 0."""
     assert plan.adjoint is not None
     stated = plan.guarantee | plan.adjoint.guarantee
     smallest = torch.finfo(torch.float32).smallest_normal
+    *inputs, do, dfinal = (None,) * 9 if example is None else widened(example)
     for name, got in answers.items():
         assert bool(torch.isfinite(got).all()), name
         got, expected = (torch.where(x.abs() < smallest, 0.0, x) for x in (got, exact[name]))
-        measured = stated[name].error.measure(got, expected)
+        measured = stated[name].recorded.measure(got, expected)
         assert measured.holds, (name, str(measured))
+        if example is not None:
+            upstream = (do, dfinal) if name in GRADIENTS else ()
+            measured = stated[name].error.measure(got, expected, *upstream, *inputs)
+            assert measured.holds, (name, str(measured))
 
 
 def named(answers: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -231,6 +237,18 @@ def _orthogonal(example: Example) -> Example:
     return example._replace(k=axes[None, :, None].expand_as(example.k), beta=torch.ones_like(example.beta))
 
 
+def _reset(*tokens: int) -> Callable[[Example], Example]:
+    """−inf as the log decay of some tokens; of the last head alone one more."""
+
+    def change(example: Example) -> Example:
+        g = example.g.clone()
+        g[:, list(tokens)] = -torch.inf
+        g[:, tokens[0] + 1, -1] = -torch.inf
+        return example._replace(g=g)
+
+    return change
+
+
 DOMAINS: dict[str, tuple[dict[str, Any], Callable[[Example], Example]]] = {
     "random": ({"time": 700}, lambda example: example),
     "random, split": ({"time": 2200, "heads": FEW, "decay": 0.05}, lambda example: example),
@@ -243,6 +261,11 @@ DOMAINS: dict[str, tuple[dict[str, Any], Callable[[Example], Example]]] = {
     "a chunk and a token": ({"time": CHUNK + 1}, lambda example: example),
     "packed": ({"time": 700, "bounds": (0, 0, 1, 65, 193, 700, 700)}, lambda example: example),
     "smaller keys, float16": ({"time": 300, "heads": FEW, **SMALLER}, lambda example: example),
+    "resets": ({"time": 700}, _reset(0, 63, 64, 100, 101, 640, 699)),
+    "resets of most of a chunk": ({"time": 300, "heads": FEW, **SMALLER}, _reset(*range(64, 112))),
+    "resets, split": ({"time": 2200, "heads": FEW, "decay": 0.05}, _reset(700, 1023, 1024, 2047, 2199)),
+    "resets, packed": ({"time": 700, "bounds": (0, 0, 1, 65, 193, 700, 700)}, _reset(0, 1, 64, 65, 150, 192, 300)),
+    "every token reset": ({"time": 130}, _reset(*range(129))),
     "three heads of a key": ({"time": 130, "heads": ODD}, lambda example: example),
 }
 
@@ -253,7 +276,7 @@ def test_errors_are_within_what_is_stated(device: torch.device, name: str, domai
     options, change = DOMAINS[domain]
     example = change(drawn(device, **options))
     plan = plan_of(name, example)
-    inside(plan, named(results(preference_for(name), example)), named(exact_results(example)))
+    inside(plan, named(results(preference_for(name), example)), named(exact_results(example)), example)
 
 
 @every_plan
@@ -266,7 +289,7 @@ def test_wide_values(device: torch.device, name: str) -> None:
     except adjoint.Unsupported as refusal:
         pytest.skip(str(refusal))
     for got, expected in zip(answers, exact, strict=True):
-        assert float((got.double() - expected).norm()) <= plans.CEILINGS[torch.float16] * float(expected.norm())
+        assert float((got.double() - expected).norm()) <= guarantee.CEILINGS[torch.float16] * float(expected.norm())
 
 
 @every_plan
@@ -280,8 +303,8 @@ def test_residuals_of_a_rounding(device: torch.device, name: str) -> None:
     answers, exact = named(results(preference_for(name), example)), named(exact_results(example))
     terms = (example.v.double() * exact["dv"] / example.beta.double()[..., None]).abs().sum(-1)
     error = (answers.pop("dbeta").double() - exact["dbeta"]).norm()
-    inside(plan, answers, exact)
-    assert float(error) <= plan.adjoint.guarantee["dbeta"].error.ceiling * float(terms.norm())  # type: ignore[union-attr]
+    inside(plan, answers, exact, example)
+    assert float(error) <= plan.adjoint.guarantee["dbeta"].recorded.ceiling * float(terms.norm())  # type: ignore[union-attr]
 
 
 @every_plan
@@ -327,7 +350,7 @@ def test_gradients_pass_through_segments(device: torch.device, name: str, heads:
     answers, exact = results(preference_for(name), example), named(exact_results(example))
     passed = exact["dinitial_state"][2].norm() / example.dfinal[2].norm()
     assert passed > 0.1, "the gradient of the longest initial state has much of the final state's"
-    inside(plan, named(answers), exact)
+    inside(plan, named(answers), exact, example)
     assert torch.equal(named(answers)["dinitial_state"][1], example.dfinal[1])
     for number, (begin, end) in enumerate(pairwise(bounds)):
         alone = results(preference_for(name), example.of(begin, end, number))
@@ -365,6 +388,75 @@ def test_prefixes_and_causality(device: torch.device, name: str, heads: tuple[in
 
 @every_plan
 @both_scans
+def test_resets_change_no_bit_before_them_and_have_no_gradient(
+    device: torch.device, name: str, heads: tuple[int, int]
+) -> None:
+    """Nor do very low gates, whose results are those of −inf."""
+    example = drawn(device, 1500, heads)
+    plan_of(name, example)
+    before = named(results(preference_for(name), example))
+    resets = [100, 101, 1100]
+    after = []
+    for value in (-torch.inf, -1e30, torch.finfo(torch.float32).min, -104.5):
+        g = example.g.clone()
+        g[:, resets] = value
+        after.append(results(preference_for(name), example._replace(g=g)))
+        assert same(after[-1], after[0]), value
+    answers = named(after[0])
+    assert torch.equal(answers["o"][:, :100], before["o"][:, :100]) and not answers["dg"][:, resets].any()
+
+
+@every_plan
+@both_scans
+def test_nan_stays_within_its_chunk_and_after(device: torch.device, name: str, heads: tuple[int, int]) -> None:
+    """Chunks before it, other sequences, and their gradients keep every bit; a query reaches its own output alone."""
+    bounds, token, begin, end = (0, 200, 1500, 1700), 1300, 200 + 17 * CHUNK, 1500
+    example = drawn(device, 1700, heads, bounds=bounds)
+    plan_of(name, example)
+    right = results(preference_for(name), example)
+    for names in (("k", "v", "g", "beta"), ("q",)):
+        changes = {key: x.clone() for key, x in zip(Example._fields, example.tokens, strict=False) if key in names}
+        for x in changes.values():
+            x[:, token] = torch.nan
+        got = results(preference_for(name), example._replace(**changes))
+        elsewhere = torch.ones(1700, dtype=torch.bool, device=device)
+        elsewhere[slice(token, token + 1) if names == ("q",) else slice(begin, end)] = False
+        assert got[0][:, token].isnan().all() and torch.equal(got[0][:, elsewhere], right[0][:, elsewhere])
+        for number in (0, 2):
+            whose = number, bounds[number], bounds[number + 1]
+            assert same(of_sequence(got, *whose), of_sequence(right, *whose)), (names, number)
+
+
+@every_plan
+def test_a_prefill_in_checking_mode_is_recorded_in_a_graph(device: torch.device, name: str) -> None:
+    """NaN in g, a beta above 1 and long keys are reported by each replay, and change nothing otherwise."""
+    example = drawn(device, 300, MANY)
+    plan_of(name, example)
+    expected = forward(preference_for(name), example)
+    with adjoint.checked():
+        forward(preference_for(name), example)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = forward(preference_for(name), example)
+    graph.replay()
+    adjoint.check()
+    assert same(recorded, expected)
+    places = (("g", torch.nan, "got NaN at position 323 "), ("beta", 1.25, "from 0 to 1.* position 323 "))
+    for key, value, words in (*places, ("k", 1.0, "the state grow at position ")):
+        tensor = getattr(example, key)
+        before = tensor.clone()
+        if key == "k":
+            tensor[:, 20] = value  # 128 of them
+        else:
+            tensor[0, 20, 3] = value
+        graph.replay()
+        with pytest.raises(adjoint.ArgumentError, match=words):
+            adjoint.check()
+        tensor.copy_(before)
+
+
+@every_plan
+@both_scans
 def test_a_prefill_cut_in_two(device: torch.device, name: str, heads: tuple[int, int]) -> None:
     """After whole chunks it keeps its bits, where it is not one that is split. Any other cut gives what is within the
     ceiling of the exact result as the whole is, so the two are within twice of it."""
@@ -379,7 +471,7 @@ def test_a_prefill_cut_in_two(device: torch.device, name: str, heads: tuple[int,
         if heads == MANY and cut % CHUNK == 0:
             assert same(parts, whole), cut
         for key, got, expected in zip(OUTPUTS, parts, whole, strict=True):
-            measured = plan.guarantee[key].error.measure(got, expected.double())
+            measured = plan.guarantee[key].recorded.measure(got, expected.double())
             assert measured.value <= 2 * measured.limit, (key, cut, str(measured))
     short = forward(preference_for(name), example.of(0, SEGMENT, 0))
     first, between = forward(preference_for(name), example.of(0, 5 * CHUNK, 0))
@@ -589,7 +681,7 @@ def test_4096_decoded_tokens_follow_a_prefill(device: torch.device) -> None:
     for t in range(prefill, prefill + decoded):
         token = (x[:, t : t + 1] for x in example.tokens)
         steps.append(adjoint.gated_delta_step(*token, pool, in_place=True)[0])
-    rule = adjoint.plan(adjoint.gated_delta_rule, *example.tokens).guarantee["o"].error
+    rule = adjoint.plan(adjoint.gated_delta_rule, *example.tokens).guarantee["o"].recorded
     step = adjoint.plan(adjoint.gated_delta_step, *(x[:, :1] for x in example.tokens), pool).guarantee["o"].error
     limit = rule.ceiling + step.ceiling  # type: ignore[union-attr]
     got, expected = torch.cat(steps, 1).double(), exact[:, prefill:]

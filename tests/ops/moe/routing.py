@@ -30,7 +30,7 @@ def adversarial(experts: int, dtype: torch.dtype, tokens: int = 11) -> Tensor:
     logits[8] = 0.0
     logits[8, ::2] = -0.0
     logits[9, -1] = logits[9].max()
-    bits = logits.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits = logits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     bits[3, 0] = torch.full((), INFINITY, dtype=dtype).view(bits.dtype) + 1  # the NaN nearest to infinity
     return logits
 
@@ -44,21 +44,22 @@ def by_rank(values: list[float], among: range | None = None) -> list[int]:
 def chosen_by_sorting(
     logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int, groups_kept: int
 ) -> list[list[int]]:
-    """The selection, token by token, on lists of Python's floats."""
+    """The selection, token by token, on lists of Python's floats, which are rounded to the type of the weights."""
+    rounded = float if logits.dtype == torch.float64 else _rounded
     selection = []
     for row in logits.double().tolist():
         values = row
         if score == "sigmoid" or bias is not None:
-            values = [_rounded(s) for s in _scores(row, score)]
+            values = [rounded(s) for s in _scores(row, score)]
             if bias is not None:
-                values = [_rounded(v + b) for v, b in zip(values, bias.double().tolist(), strict=True)]
+                values = [rounded(v + b) for v, b in zip(values, bias.double().tolist(), strict=True)]
         size = len(values) // num_groups
         allowed = set(range(num_groups))
         if groups_kept < num_groups:
             sums = []
             for group in range(num_groups):
                 best = by_rank(values, range(group * size, (group + 1) * size))[:2]
-                sums.append(_rounded(sum(values[place] for place in best)))
+                sums.append(rounded(sum(values[place] for place in best)))
             allowed = set(by_rank(sums)[:groups_kept])
         selection.append([place for place in by_rank(values) if place // size in allowed][:k])
     return selection
@@ -89,11 +90,12 @@ def wrongs(logits: Tensor, k: int, backend: str, seed: int = 0, **options: Any) 
     preference = adjoint.Preference(backend=backend)
     weights, indices = adjoint.moe.route(x, k, preference=preference, **options)
     generator = torch.Generator().manual_seed(seed)
-    upstream = torch.randn(weights.shape, generator=generator).to(logits.device)
+    upstream = torch.randn(weights.shape, generator=generator).to(weights)
     (gradient,) = torch.autograd.grad(weights, x, upstream)
     mistakes = []
     rows = logits.detach().reshape(-1, logits.shape[-1]).double()
-    if indices.reshape(-1, k).tolist() != chosen_by_sorting(rows, k, score, bias, *groups):
+    as_given = logits.detach().reshape(rows.shape)
+    if indices.reshape(-1, k).tolist() != chosen_by_sorting(as_given, k, score, bias, *groups):
         mistakes.append("indices")
     exact = rows.clone().requires_grad_()
     flat = indices.reshape(-1, k)
@@ -104,6 +106,8 @@ def wrongs(logits: Tensor, k: int, backend: str, seed: int = 0, **options: Any) 
         mistakes.append(f"weights: {measured}")
     assert plan.adjoint is not None
     (dtruth,) = torch.autograd.grad(truth, exact, upstream.view(-1, k).double())
+    if logits.dtype == torch.float64:  # autograd takes 1 − σ from a rounded σ, which is not exact enough
+        dtruth = reference.route_backward(upstream.view(-1, k), rows, flat, score, renormalize)
     statement = plan.adjoint.guarantee["dlogits"].error
     limit = statement.bound(upstream.view(-1, k).double(), rows, flat)  # type: ignore[union-attr]
     finite = truth.detach().isfinite().all(1) & dtruth.isfinite().all(1)

@@ -13,7 +13,15 @@ from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.ops.activation import reference
 from adjoint.ops.activation.silu import silu
-from adjoint.ops.activation.values import LAYOUTS, WORKLOAD_SHAPES, built_tensors, cases, exhaustive, workload
+from adjoint.ops.activation.values import (
+    CPU_WORKLOADS,
+    LAYOUTS,
+    WORKLOAD_SHAPES,
+    built_tensors,
+    cases,
+    exhaustive,
+    workload,
+)
 
 _SPECIALS = tuple(
     Special(f"x = {x}, dy = {dy}", (x,), dy, (y,), (dx,))
@@ -47,6 +55,7 @@ SILU = Subject(
     exhaustive=exhaustive(lambda gate, factor: (gate,)),
     mistakes=_MISTAKES,
     specials=_SPECIALS,
+    plans=("eager",),
 )
 
 SUBJECTS = (SILU,)
@@ -68,7 +77,10 @@ BAD_CALLS = (
     BadCall("out= over an input", _run_over_input, "out=", "shares memory", "x"),
 )
 
-WORKLOADS = tuple(workload(SILU, shape, F.silu) for shape in WORKLOAD_SHAPES)
+WORKLOADS = (
+    *(workload(SILU, shape, F.silu) for shape in WORKLOAD_SHAPES),
+    *(workload(SILU, baseline=F.silu, **details) for details in CPU_WORKLOADS),
+)
 
 
 def built_calls() -> Iterator[Call]:

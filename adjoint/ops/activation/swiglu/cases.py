@@ -1,6 +1,6 @@
 """What `swiglu` is tested, verified and timed on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf, nan
 from typing import Any
@@ -18,6 +18,7 @@ from adjoint.ops.activation import reference
 from adjoint.ops.activation.packing import ORDERS, unpack
 from adjoint.ops.activation.swiglu import swiglu
 from adjoint.ops.activation.values import (
+    CPU_WORKLOADS,
     LAYOUTS,
     PACKED_LAYOUTS,
     WORKLOAD_SHAPES,
@@ -92,6 +93,7 @@ SWIGLU = Subject(
     exhaustive=exhaustive(lambda gate, factor: (gate, factor)),
     mistakes=_MISTAKES,
     specials=(*_SPECIALS, _LARGEST),
+    plans=("eager",),
 )
 
 PACKED = tuple(
@@ -105,6 +107,7 @@ PACKED = tuple(
         cases=cases(PACKED_LAYOUTS, 1),
         exhaustive=exhaustive(lambda gate, factor, order=order: (reference.pack(gate, factor, order),)),  # type: ignore[misc]
         mistakes=_packed_mistakes(order),
+        plans=("eager",),
     )
     for order in ORDERS
 )
@@ -159,11 +162,25 @@ def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _torch_packed(order: str, packed: Tensor) -> Tensor:
+    return _torch_swiglu(*unpack(packed, order))
+
+
+_PACKED_BASELINES: list[tuple[Subject, Callable[..., Tensor]]] = [
+    (subject, partial(_torch_packed, subject.keywords["order"])) for subject in PACKED
+]
+_PACKED_PEERS = {"gate_up": ("flashinfer_packed_swiglu",)}
+
 WORKLOADS = (
     *(workload(SWIGLU, shape, _torch_swiglu, peers=("liger_swiglu",)) for shape in WORKLOAD_SHAPES),
     *(
-        workload(x, WORKLOAD_SHAPES[0], lambda packed, x=x: _torch_swiglu(*unpack(packed, x.keywords["order"])))
-        for x in PACKED
+        workload(subject, WORKLOAD_SHAPES[0], baseline, peers=_PACKED_PEERS.get(subject.keywords["order"], ()))
+        for subject, baseline in _PACKED_BASELINES
+    ),
+    *(
+        workload(subject, baseline=baseline, **details)
+        for details in CPU_WORKLOADS
+        for subject, baseline in ((SWIGLU, _torch_swiglu), *_PACKED_BASELINES)
     ),
 )
 

@@ -21,6 +21,7 @@ from adjoint.core.preference import Preference
 from adjoint.device.sequences import count_sequences, require_cu_seqlens
 from adjoint.ops.conv import plans
 from adjoint.ops.conv.arguments import MAX_PARTS, is_silu, parts_of, require_convolution, require_state
+from adjoint.ops.conv.flops import convolution, convolution_backward
 from adjoint.ops.conv.shape import describe, part_names
 
 _OP = "causal_conv1d"
@@ -79,7 +80,8 @@ def _declare(count: int) -> Op:
         allocate=_allocate,
         describe=_describe,
         forward=lambda: plans.CONV[count],
-        adjoint=Adjoint(lambda: plans.CONV_BACKWARD[count], describe_backward),
+        flops=convolution,
+        adjoint=Adjoint(lambda: plans.CONV_BACKWARD[count], describe_backward, flops=convolution_backward(count)),
     )
 
 

@@ -18,6 +18,7 @@ from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.conv import plans
 from adjoint.ops.conv.arguments import MAX_STEP_TOKENS, is_silu, require_convolution, require_state
+from adjoint.ops.conv.flops import convolution, convolution_backward
 from adjoint.ops.conv.shape import STEP, describe
 
 _INPUTS = ("x", "weight", "bias?", "state", "state_indices?")
@@ -61,7 +62,12 @@ def _describe_backward(dy: Any, dnew_state: Any, *arguments: Any) -> Facts:
     return describe(x, weight, bias, state, state_indices, state.shape[0], upstream)
 
 
-_FORWARD: dict[str, Any] = {"inputs": _INPUTS, "options": "bool silu, bool checking", "describe": _describe}
+_FORWARD: dict[str, Any] = {
+    "inputs": _INPUTS,
+    "options": "bool silu, bool checking",
+    "describe": _describe,
+    "flops": convolution,
+}
 
 _step = Op(
     STEP,
@@ -74,7 +80,7 @@ _step = Op(
         x.new_empty((x.shape[0], *state.shape[1:])),
     ),
     forward=lambda: plans.STEP,
-    adjoint=Adjoint(lambda: plans.STEP_BACKWARD, _describe_backward),
+    adjoint=Adjoint(lambda: plans.STEP_BACKWARD, _describe_backward, flops=convolution_backward(1)),
 )
 _step_in_place = Op(
     f"{STEP}_in_place",

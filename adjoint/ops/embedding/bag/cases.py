@@ -17,7 +17,7 @@ from adjoint.core.arguments import FLOATING
 from adjoint.core.plan import Call, bind
 from adjoint.core.problem import short
 from adjoint.ops.embedding.bag import embedding_bag, reference
-from adjoint.ops.embedding.values import device_lookup, few_ids, hot_ids, zero_table
+from adjoint.ops.embedding.values import bytes_looked_up, device_lookup, few_ids, hot_ids, zero_table
 
 
 def _bag_inputs(
@@ -238,11 +238,10 @@ def _workloads() -> Iterable[Workload]:
             f"embedding_bag[{mode}] {rows}×{columns}, {bags} bags of {width}, {short(dtype)}",
             replace(subject, reference=_in_tuple(in_torch), reference_backward=partial(_gradients, in_torch)),
             _bag_table(rows, columns, bags, width),
-            bags * (width + 1) * size,
+            lambda ids, weight, *_: bytes_looked_up(ids, weight, len(ids)),
             (bags + rows) * size,
             in_torch,
             dtype=dtype,
-            compile=False,
             devices=("cuda",),
         )
 

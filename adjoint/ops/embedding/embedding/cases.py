@@ -24,7 +24,7 @@ from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.core.problem import short
 from adjoint.ops.embedding.embedding import embedding, reference
-from adjoint.ops.embedding.values import ROWS, device_lookup, few_ids, hot_ids, zero_table
+from adjoint.ops.embedding.values import ROWS, bytes_looked_up, device_lookup, few_ids, hot_ids, zero_table
 
 
 def _lookup(
@@ -304,11 +304,10 @@ def _workload(rows: int, columns: int, count: int, dtype: torch.dtype, kind: str
         f"embedding {rows}×{columns}, {count} tokens, {short(dtype)}, {kind}",
         EMBEDDING,
         partial(device_lookup, kind, rows, columns, count),
-        2 * count * size,
+        lambda ids, weight: bytes_looked_up(ids, weight, ids.numel()),
         (count + rows) * size,
         lambda ids, weight: F.embedding(ids, weight),
         dtype=dtype,
-        compile=False,
         **details,
     )
 
@@ -325,7 +324,6 @@ def _workloads() -> Iterable[Workload]:
             2 * count * columns * 2,
             2 * count * columns * 2,
             None,
-            compile=False,
             directions=("backward",),
             others={"torch, coalesced": _coalesced},
             devices=("cuda",),

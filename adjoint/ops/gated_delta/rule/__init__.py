@@ -19,13 +19,14 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.errors import ArgumentError
+from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
 from adjoint.device.sequences import count_sequences, require_cu_seqlens
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.arguments import NEED_STATE
+from adjoint.ops.gated_delta.flops import recurrence, recurrence_backward
 from adjoint.ops.gated_delta.packing import saved_states
 from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule.shape import describe
@@ -64,7 +65,9 @@ def _check_backward(do: Tensor | None, dfinal_state: Tensor | None, *arguments: 
 
 
 def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, keep = arguments
+    q, _k, v, _g, _beta, _initial_state, cu_seqlens, _scale, _normalize_qk, output_final_state, _checking, keep = (
+        arguments
+    )
     kind = wide_dtype(q.dtype)
     return (
         v.new_empty(v.shape),
@@ -93,7 +96,7 @@ _rule = Op(
     _OP,
     inputs=_INPUTS,
     differentiable=("q", "k", "v", "g", "beta", "initial_state"),
-    options="float scale, bool normalize_qk, bool output_final_state",
+    options="float scale, bool normalize_qk, bool output_final_state, bool checking",
     outputs=("o", "final_state"),
     kept=("saved",),
     absent=_absent,
@@ -101,12 +104,14 @@ _rule = Op(
     allocate=_allocate,
     describe=_describe,
     forward=lambda: plans.RULE,
+    flops=recurrence,
     adjoint=Adjoint(
         lambda: plans.RULE_BACKWARD,
         _describe_backward,
         options="float scale, bool normalize_qk",
         options_of=lambda *arguments: arguments[len(_INPUTS) : len(_INPUTS) + 2],
         check=_check_backward,
+        flops=recurrence_backward,
     ),
 )
 
@@ -128,13 +133,17 @@ def gated_delta_rule(
 ) -> tuple[Float[Tensor, "batch time value_heads V"], Float[Tensor, "sequences value_heads K V"] | None]:
     """The gated delta rule over whole sequences: every token's output, and the state after the last.
 
+    Time comes before heads: [B, T, H, D]. Tensors with heads first, [B, H, T, D], are taken for that without an error
+    where their shapes allow it, as they do when there are as many key heads as value heads; the result is then wrong.
+
     Value head h reads key head h // (H / Hg). Under autocast q, k and v are cast to its dtype, unless they are
     float64; gates and states are left alone.
 
     Args:
         q, k: queries and keys; float64, float32, bfloat16 or float16, one dtype for q, k and v. K is at most 256.
         v: values; its heads are a multiple of those of q and k. V is at most 256.
-        g: the logarithm of the decay, at most 0; float32 or the dtype of q.
+        g: the logarithm of the decay, at most 0; float32 or the dtype of q. −inf resets the state: nothing of what was
+            before the token reaches it or a later one, and its own gradient is 0.
         beta: the strength, from 0 to 1; float32 or the dtype of q.
         scale: a factor of the outputs; 1/sqrt(K) by default.
         initial_state: the state each sequence begins with, float32 (float64 for float64); 0 by default.
@@ -146,7 +155,10 @@ def gated_delta_rule(
 
     Raises:
         ArgumentError: shapes, dtypes, devices or sizes are wrong, or (on the CPU) g is positive or cu_seqlens out
-            of order; on a GPU `adjoint.check()` raises for values.
+            of order; on a GPU `adjoint.check()` raises for values. Inside `adjoint.checked()` also where g is NaN, beta
+            is not from 0 to 1, or, without normalize_qk, a key makes the state grow: e^g·(β‖k‖² − 1) is more than
+            1 + 2⁻⁶. Then I − βkkᵀ has an eigenvalue below −1 that the decay does not make up for, nor the rounding of
+            keys explain.
         Unsupported: no plan meets the preference.
 
     >>> import torch
@@ -159,6 +171,6 @@ def gated_delta_rule(
     q, k, v, g, beta = metadata.autocast(q, k, v, g, beta)
     metadata.require_axes(_OP, "q", q, "batch, time, key heads, K")
     scale = metadata.scale_of(_OP, scale, q.shape[3])
-    options = (scale, bool(normalize_qk), bool(output_final_state))
+    options = (scale, bool(normalize_qk), bool(output_final_state), is_checking())
     o, final_state = _rule.call(q, k, v, g, beta, initial_state, cu_seqlens, *options, preference=preference)
     return o, final_state if output_final_state else None

@@ -3,25 +3,26 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
-from adjoint.core.errors import Unsupported
+from adjoint.core.errors import Unsupported, checked
 from adjoint.core.plan import Call, bind
 from adjoint.core.preference import Preference
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import NEED_STATE
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 from adjoint.ops.gated_delta.rule import eager, gated_delta_rule
+from adjoint.ops.gated_delta.rule.layers import K, V, in_torch, layer
 from adjoint.ops.gated_delta.values import (
+    at,
     blank,
     calls_of,
     changed,
-    drawn_on,
     gradients,
     integers,
     nearly_equal,
@@ -41,11 +42,26 @@ _CASES = (
         "nearly equal keys, no decay", tokens((1, 80, 1, 1, 16, 16), keys=nearly_equal, decay=None, strength=(0.9, 1))
     ),
     Case("orthogonal keys, strong decay", tokens((1, 65, 1, 1, 8, 8), keys=orthogonal, decay=40.0)),
+    Case("resets", tokens((1, 140, 2, 4, 16, 8), decay=0.1, resets=(0, 63, 64, 100, 101, 139))),
+    Case(
+        "resets, packed",
+        tokens((1, 90, 1, 2, 8, 12), cu_seqlens=(0, 0, 1, 66, 90), resets=(0, 1, 40, 65, 66), wide_gates=False),
+    ),
     Case("strided", tokens((2, 9, 1, 2, 5, 6), lay=strided)),
     Case("no tokens", tokens((2, 0, 1, 1, 4, 4))),
     Case("two segments", tokens((1, 1100, 1, 1, 4, 4), decay=0.05), heavy=True),
     Case("a layer", tokens((1, 2048, 4, 8, 128, 128), decay=0.1), heavy=True),
     Case("a layer, keys nearly equal", tokens((1, 1024, 2, 4, 128, 128), keys=nearly_equal, decay=0.1), heavy=True),
+    Case(
+        "a layer, resets",
+        tokens((1, 1300, 4, 8, 128, 128), decay=0.1, resets=(0, 63, 64, *range(700, 740), 1023, 1024)),
+        heavy=True,
+    ),
+    Case(
+        "many heads, resets",
+        tokens((1, 300, 5, 10, 64, 128), cu_seqlens=(0, 130, 300), resets=(5, 64, 129, 130, 200, 299)),
+        heavy=True,
+    ),
     Case("largest heads, packed", tokens((1, 700, 1, 2, 256, 256), cu_seqlens=(0, 1, 300, 700)), heavy=True),
 )
 
@@ -53,7 +69,7 @@ _CASES = (
 
 
 def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """A sequence keeps its bits: a row alone, a packed sequence alone, and the outputs of a prefix."""
+    """A sequence keeps its bits: a row alone, a packed sequence alone, the outputs of a prefix, and beside NaN."""
     *tokens, state, cu_seqlens = inputs
     do, dfinal = upstream
     rows, time = do.shape[:2]
@@ -86,6 +102,23 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
                 yield part[0][0], whole[0][0][:, :cut]
 
         yield Rebatch(f"the first {cut}", (*(x[:, :cut] for x in tokens), state, None), (do[:, :cut], dfinal), prefix)
+
+    row, last_chunk = number if cu_seqlens is None else 0, begin + (end - begin - 1) // CHUNK * CHUNK
+    with_nan = [x.clone() for x in tokens]
+    for x in with_nan:
+        x[row, end - 1] = torch.nan
+
+    def elsewhere(whole: Answers, part: Answers) -> Iterator[tuple[Tensor, Tensor]]:
+        """Other sequences, their states and gradients; of the same sequence the outputs of the chunks before."""
+        for got, every in zip((*part[0], *part[1]), (*whole[0], *whole[1]), strict=True):
+            mask = torch.ones(every.shape[:2], dtype=torch.bool, device=every.device)
+            if every.shape[1] == time:
+                mask[row, last_chunk if part[0] and got is part[0][0] else begin : end] = False
+            else:
+                mask[number] = False
+            yield got[mask], every[mask]
+
+    yield Rebatch(f"NaN as the last token of sequence {number}", (*with_nan, state, cu_seqlens), upstream, elsewhere)
 
 
 # -------------------------------------------------------------------------------------------- mistakes
@@ -122,6 +155,7 @@ _RULE = Subject(
     cases=_CASES,
     mistakes=_MISTAKES,
     rebatched=_rebatched,
+    recorded=Path(__file__).with_name("recorded.json"),
 )
 
 
@@ -160,8 +194,12 @@ SUBJECTS = (_RULE, _NORMALIZED)
 _call = calls_of(gated_delta_rule, q=(1, 6, 1, 4), k=(1, 6, 1, 4), v=(1, 6, 2, 3), g=(1, 6, 2), beta=(1, 6, 2))
 
 
-def _positive_at_7(device: torch.device) -> Tensor:
-    return (torch.arange(12, device=device) == 7).view(1, 6, 2) * 0.25
+def _in_checking_mode(**arguments: Any) -> None:
+    with checked():
+        gated_delta_rule(**arguments)
+
+
+_checked_call = calls_of(_in_checking_mode, q=(1, 6, 1, 4), k=(1, 6, 1, 4), v=(1, 6, 2, 3), g=(1, 6, 2), beta=(1, 6, 2))
 
 
 def _two_rows(device: torch.device) -> None:
@@ -198,7 +236,16 @@ BAD_CALLS = (
             "2 heads of v", "3 heads of q and k", "multiple"),
     BadCall("K past the cap", _call(q=blank(1, 6, 1, 257), k=blank(1, 6, 1, 257)), "K", "257", "256", "because"),
     BadCall("V past the cap", _call(v=blank(1, 6, 2, 300)), "V", "300", "256", "because"),
-    BadCall("a positive g", _call(g=_positive_at_7), "g", "at most 0", "position 7 "),
+    BadCall("a positive g", _call(g=at(7, 0.25, 1, 6, 2)), "g", "at most 0", "position 7 "),
+    BadCall("NaN in g, in checking mode", _checked_call(g=at(7, torch.nan, 1, 6, 2)),
+            "g", "NaN at position 7 ", "−inf"),
+    BadCall("a beta above 1, in checking mode", _checked_call(beta=at(9, 1.25, 1, 6, 2)),
+            "beta", "from 0 to 1", "position 9 ", "sigmoid"),
+    BadCall("a beta below 0, in checking mode", _checked_call(beta=at(2, -0.5, 1, 6, 2)), "beta", "position 2 "),
+    BadCall("NaN in beta, in checking mode", _checked_call(beta=at(11, torch.nan, 1, 6, 2)), "beta", "position 11 "),
+    BadCall("a long key, in checking mode",
+            _checked_call(k=at(13, 1.75, 1, 6, 1, 4), beta=lambda device: torch.full((1, 6, 2), 0.75, device=device)),
+            "the state grow", "position 6 ", "normalize_qk=True"),
     BadCall("states of the wrong shape", _call(initial_state=blank(2, 2, 4, 3)),
             _STATE, "(1, 2, 4, 3)", "(2, 2, 4, 3)"),
     BadCall("states with K and V exchanged", _call(initial_state=blank(1, 2, 3, 4)),
@@ -231,48 +278,35 @@ BAD_CALLS = (
 # ------------------------------------------------------------------------------------------- workloads
 
 _ROWS = (
-    (32768, 16, 32, 1, 1),
-    (32768, 16, 32, 4, 1),
-    (8192, 16, 32, 1, 1),
-    (32768, 2, 8, 1, 1),
-    (32768, 16, 32, 1, 256),
+    (32768, 16, 32, 1, ""),
+    (32768, 16, 32, 4, ""),
+    (32768, 16, 32, 16, ""),
+    (32768, 16, 32, 64, ""),
+    (8192, 16, 32, 1, ""),
+    (4096, 16, 32, 1, ""),
+    (32768, 2, 8, 1, ""),
+    (32768, 16, 32, 1, "slow decay"),
+    (32768, 16, 32, 1, "FlashQLA's gates"),
+    (32768, 16, 32, 1, "initial gates"),
 )
-"""Tokens, key heads, value heads, sequences they are packed from, and what log σ(x) is divided by for the decay.
+"""Tokens, key heads, value heads, sequences they are packed from, and gates."""
 
-Our times do not depend on the decay. Those of a peer do that leaves out what has decayed away: log σ(x) itself halves a
-state at every token, more than most heads of a layer do.
-"""
-
-K = V = 128
-"""The sizes of keys and values that are timed."""
-
-
-def _layer(time: int, key_heads: int, heads: int, sequences: int, slower: int) -> Make:
-    """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length."""
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        normal = partial(torch.randn, **drawn_on(device, generator))
-        q, k = (F.normalize(normal(1, time, key_heads, K), dim=-1).to(dtype) for _ in range(2))
-        v = normal(1, time, heads, V).to(dtype)
-        g, beta = F.logsigmoid(normal(1, time, heads)) / slower, normal(1, time, heads).sigmoid()
-        bounds = torch.arange(0, time + 1, time // sequences, device=device) if sequences > 1 else None
-        return q, k, v, g, beta, None, bounds
-
-    return make
+_LONGEST_IN_TORCH = 4096
+"""Tokens of the longest row that torch takes part in: a compiler unrolls its loop over chunks."""
 
 
 def _by_chunks(*inputs: Any) -> tuple[Tensor]:
     """The chunked form in float64, which other tests hold to the recurrence: that would take minutes here."""
     v = inputs[2]
     out, unused = torch.empty_like(v), v.new_empty(0)
-    eager.forward((*inputs, K**-0.5, False, False, False), (out, unused, unused))
+    eager.forward((*inputs, K**-0.5, False, False, False, False), (out, unused, unused))
     return (out,)
 
 
 def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     v, options = inputs[2], (K**-0.5, False)
     saved, unused = v.new_zeros(saved_states(v.shape[1]), v.shape[2], K, V), v.new_empty(0)
-    eager.forward((*inputs, *options, False, True), (torch.empty_like(v), unused, saved))
+    eager.forward((*inputs, *options, False, False, True), (torch.empty_like(v), unused, saved))
     slopes = tuple(map(torch.empty_like, inputs[:5]))
     eager.backward((do, None, *inputs, saved, *options, NEED_STATE - 1), (*slopes, unused))
     return slopes
@@ -289,20 +323,19 @@ _TIMED = replace(
 )
 
 
-def _workload(time: int, key_heads: int, heads: int, sequences: int, slower: int) -> Workload:
+def _workload(time: int, key_heads: int, heads: int, sequences: int, decays: str) -> Workload:
     keys, values, gates = time * key_heads * K * 2, time * heads * V * 2, time * heads * 4
     products = CHUNK * (2 * K + 2 * V) + 3 * K * V  # k kᵀ, q kᵀ; T r, P v'; k S, q S, kᵀ v'
     packed = f", {sequences} sequences" if sequences > 1 else ""
-    slow = ", slow decay" if slower > 1 else ""
+    named = f", {decays}" if decays else ""
     return Workload(
-        name=f"gated_delta_rule {time} tokens, {key_heads} and {heads} heads{packed}{slow}",
+        name=f"gated_delta_rule {time} tokens, {key_heads} and {heads} heads{packed}{named}",
         subject=_TIMED,
-        make=_layer(time, key_heads, heads, sequences, slower),
+        make=layer(time, key_heads, heads, sequences, decays),
         forward_bytes=2 * keys + 2 * values + 2 * gates,
         backward_bytes=4 * keys + 3 * values + 4 * gates,
-        baseline=None,
-        peers=("fla_gated_delta_rule", "flash_qla_gated_delta_rule"),
-        compile=False,
+        baseline=in_torch if time <= _LONGEST_IN_TORCH and sequences == 1 else None,
+        peers=("fla_gated_delta_rule", "flash_qla_gated_delta_rule", "flashinfer_gated_delta_rule"),
         devices=("cuda",),
         operations=2 * time * heads * products,
         kept=True,
@@ -325,7 +358,6 @@ _ON_A_CPU = Workload(
     peers=("transformers_gated_delta_rule",),
     dtype=torch.float32,
     devices=("cpu",),
-    compile=False,
 )
 
 WORKLOADS = (*(_workload(*row) for row in _ROWS), _ON_A_CPU)
@@ -371,14 +403,14 @@ def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], n
 
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
     """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
-    for *layer, unaligned in _LAYERS:
-        _, heads, sizes, _ = layer
+    for *built, unaligned in _LAYERS:
+        _, heads, sizes, _ = built
         states: dict[str, Any] = {"initial_state": on_meta(4, heads[1], *sizes), "output_final_state": True}
         bounds = on_meta(5, dtype=torch.int64)
-        yield _built(*layer, cu_seqlens=bounds, **states), "triton.chunked", unaligned
+        yield _built(*built, cu_seqlens=bounds, **states), "triton.chunked", unaligned
     yield _built(torch.bfloat16, (4, 8), (128, 128), False), "triton.chunked", False  # rows of a batch, which are split
-    for *layer, unaligned in _ON_HOPPER:
-        _, heads, sizes, _ = layer
+    for *built, unaligned in _ON_HOPPER:
+        _, heads, sizes, _ = built
         states = {"initial_state": on_meta(1, heads[1], *sizes), "output_final_state": True}
-        yield _built(*layer), "gluon.fused", unaligned
-        yield _built(*layer, **states), "gluon.fused", unaligned
+        yield _built(*built), "gluon.fused", unaligned
+        yield _built(*built, **states), "gluon.fused", unaligned

@@ -34,7 +34,17 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.gated_delta.arguments import EPSILON, NEED_BETA, NEED_G, NEED_K, NEED_Q, NEED_STATE, POSITIVE_GATE
+from adjoint.ops.gated_delta.arguments import (
+    EPSILON,
+    NEED_BETA,
+    NEED_G,
+    NEED_K,
+    NEED_Q,
+    NEED_STATE,
+    POSITIVE_GATE,
+    RESET,
+    report_values,
+)
 from adjoint.ops.gated_delta.packing import Group, Tokens, bounds, groups
 
 # --------------------------------------------------------------------------------------------- one block
@@ -86,11 +96,16 @@ class _Block:
         self.v = tokens.gather(inputs.v[:, self.heads], kind).flatten(1, 2)
         self.beta = tokens.gather(inputs.beta[:, self.heads], kind).flatten(1, 2).unsqueeze(-1)
         # The running sum in float64: differences of long sums in float32 would lose the digits of short decays.
-        log_decay = tokens.gather(inputs.g[:, self.heads], torch.float64).flatten(1, 2).cumsum(-1)
-        self.from_start = log_decay.exp().unsqueeze(-1).to(kind)
-        self.to_end = (log_decay[..., -1:] - log_decay).exp_().unsqueeze(-1).to(kind)
-        self.chunk_decay = log_decay[..., -1].exp()[..., None, None].to(kind)
-        self.decay = _decays(log_decay, kind)
+        # A reset is not in it: what crosses one is 0, and the tokens after it have their own small sums.
+        g = tokens.gather(inputs.g[:, self.heads], torch.float64).flatten(1, 2)
+        is_reset = g < RESET[kind]
+        resets = is_reset.cumsum(-1, dtype=torch.int8)
+        log_decay = g.masked_fill_(is_reset, 0).cumsum(-1)
+        from_start, chunk_decay = log_decay.exp().masked_fill_(resets > 0, 0), log_decay[..., -1].exp()
+        to_end = (log_decay[..., -1:] - log_decay).exp_().masked_fill_(resets != resets[..., -1:], 0)
+        self.from_start, self.to_end = from_start.unsqueeze(-1).to(kind), to_end.unsqueeze(-1).to(kind)
+        self.chunk_decay = chunk_decay.masked_fill_(resets[..., -1] > 0, 0)[..., None, None].to(kind)
+        self.decay = _decays(log_decay, resets, kind)
         self.T = inverse((self.kk * self.decay).mul_(self.beta).tril_(-1)).view_as(self.decay)
 
     def _each_head(self, x: Tensor) -> Tensor:
@@ -197,8 +212,9 @@ class _Block:
         return total.sub_(y * (y * total).sum(-1, keepdim=True)).mul_(norm)
 
 
-def _decays(log_decay: Tensor, kind: torch.dtype) -> Tensor:
-    """e^{G_i−G_j} for i ≥ j, 0 above the diagonal; differences first, of sums in two parts where one is not enough."""
+def _decays(log_decay: Tensor, resets: Tensor, kind: torch.dtype) -> Tensor:
+    """e^{G_i−G_j} for i ≥ j, 0 above the diagonal and across a reset, which `resets` counts; differences first, of sums
+    in two parts where one is not enough."""
     size = log_decay.shape[-1]
     future = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu_(1)
     high = log_decay.to(kind)
@@ -206,7 +222,7 @@ def _decays(log_decay: Tensor, kind: torch.dtype) -> Tensor:
     if kind != torch.float64:
         low = (log_decay - high).to(kind)
         between.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
-    return between.masked_fill_(future, -torch.inf).exp_()
+    return between.masked_fill_(future | (resets.unsqueeze(-1) != resets.unsqueeze(-2)), -torch.inf).exp_()
 
 
 def _passing(between: Tensor, since_start: Tensor, until_end: Tensor) -> Tensor:
@@ -263,9 +279,11 @@ def inverse(A: Tensor) -> Tensor:
 
 def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     """Writes the outputs; the final states, and those between segments, where they are needed."""
-    *tokens, initial_state, cu_seqlens, scale, normalize, output_final_state, keep = arguments
-    (q, _, v, g, _), (out, final_state, saved) = tokens, outputs
+    *tokens, initial_state, cu_seqlens, scale, normalize, output_final_state, checking, keep = arguments
+    (q, k, v, g, beta), (out, final_state, saved) = tokens, outputs
     report(POSITIVE_GATE, g, g > 0)
+    if checking:
+        report_values(k, g, beta, normalize)
     starts, lengths = bounds(q.shape[0], q.shape[1], cu_seqlens, raises=True)
     if output_final_state:
         _set(final_state, initial_state)

@@ -22,7 +22,7 @@ from torch import Tensor
 from adjoint.core.errors import check, report
 from adjoint.core.launch import Execute, Setup, run_concurrently
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.arguments import POSITIVE_GATE
+from adjoint.ops.gated_delta.arguments import POSITIVE_GATE, report_values
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.shape import Copies, Shape
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import bind_bounds, bind_clear, bind_clear_saved, index_regions
@@ -40,7 +40,7 @@ PARTS = 1
 def forward(setup: Setup, hopper: bool = False) -> Execute:
     """o; the final states, and those between segments, where they are needed."""
     shape, device = Shape.of(setup.problem), setup.device
-    _scale, normalize, output_final_state, keep = setup.problem.options
+    _scale, normalize, output_final_state, checking, keep = setup.problem.options
     setup.add_numeric(chunk=CHUNK, segment=packing.SEGMENT)
     copies = Copies(setup, shape, normalize and not shape.is_empty)
     setup.scratch(**index_regions(shape, segments=shape.is_split and not shape.is_empty))
@@ -65,6 +65,8 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
         memory = setup.memory(workspace)
         cu_seqlens = copies.contiguous(memory, "cu_seqlens", cu_seqlens)
         initial_state = copies.contiguous(memory, "initial_state", initial_state)
+        if checking:
+            report_values(k, g, beta, normalize)
         gates(memory, cu_seqlens, g, beta)
         if device.type == "cpu":
             check()
@@ -116,7 +118,7 @@ class _Kernels(NamedTuple):
 
 
 def _bind_triton(setup: Setup, shape: Shape) -> _Kernels:
-    *_, output_final_state, keep = setup.problem.options
+    *_, output_final_state, _checking, keep = setup.problem.options
     states = {"initial": shape.has_initial_state, "final": output_final_state}
     setup.scratch(**scan_regions(shape))
     inverse, output = bind_chunk_inverse(setup, shape, PARTS), bind_output(setup, shape)
@@ -134,7 +136,7 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
     from adjoint.ops.gated_delta.rule.hopper.forward_scan import bind_forward_scan
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
 
-    *_, output_final_state, _keep = setup.problem.options
+    *_, output_final_state, _checking, _keep = setup.problem.options
     states = {"initial": shape.has_initial_state, "final": output_final_state}
     setup.scratch(**score_region(shape))
     inverse = bind_inverse_and_scores(setup, shape)
@@ -149,14 +151,17 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
 
 def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:
     """Without tokens, heads or sizes, states stay what they are; values are checked all the same."""
-    bounds = bind_bounds(setup, shape, CHUNK, raises=True)
+    bounds = bind_bounds(setup, shape, CHUNK, raises=True) if shape.is_packed else None
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        _q, _k, _v, g, _beta, initial_state, cu_seqlens, *_ = arguments
+        _q, k, _v, g, beta, initial_state, cu_seqlens, _scale, normalize, *_, checking, _keep = arguments
         out, final_state, saved = outputs
         memory = setup.memory(workspace)
-        bounds(memory, copies.contiguous(memory, "cu_seqlens", cu_seqlens), memory["first_chunks"])
+        if bounds:
+            bounds(memory, copies.contiguous(memory, "cu_seqlens", cu_seqlens), memory["first_chunks"])
         report(POSITIVE_GATE, g, g > 0)
+        if checking:
+            report_values(k, g, beta, normalize)
         if setup.device.type == "cpu":
             check()
         out.zero_()

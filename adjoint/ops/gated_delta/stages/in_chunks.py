@@ -48,6 +48,12 @@ class Chunks:
         out[self.places[self.inside]] = moved[self.inside]
         return out.unflatten(0, (self.batch, self.time))
 
+    def decays(self, G: Tensor, diagonal: int) -> Tensor:
+        """e^{G_i−G_j} for j up to i + diagonal, 0 elsewhere and for padding, which has no G; differences first."""
+        future = torch.ones(self.size, self.size, dtype=torch.bool, device=G.device).triu(1 + diagonal)
+        absent = future | ~self.inside[:, None, :, None]
+        return (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill_(absent, -torch.inf).exp_()
+
     def at(self, step: int) -> tuple[slice | Tensor, slice | Tensor]:
         """The sequences that have a chunk of this number, and which of all chunks it is."""
         if not self.packed:
@@ -81,10 +87,3 @@ class Chunks:
 def state_count(tokens: int, sequences: int, chunk: int) -> int:
     """How many places there are for the states that chunks begin with."""
     return tokens // chunk + sequences
-
-
-def decays(G: Tensor, diagonal: int) -> Tensor:
-    """e^{G_i−G_j} for j up to i + diagonal, 0 elsewhere; differences first."""
-    size = G.shape[-1]
-    future = torch.ones(size, size, dtype=torch.bool, device=G.device).triu(1 + diagonal)
-    return (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill_(future, -torch.inf).exp_()

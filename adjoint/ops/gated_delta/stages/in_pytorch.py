@@ -14,23 +14,38 @@ from adjoint.ops.gated_delta.promises import DOMAIN, Promises, eager_candidate, 
 _CASES = "the family's cases: grouped heads, packed, tails"
 
 
-def promised(ceiling: float, computed: torch.dtype | None = None, domain: str = DOMAIN, **kinds: int | str) -> Promises:
+_DOMAIN = f"{DOMAIN}; G finite, as cumulative_decay gives it"
+
+
+def promised(
+    ceiling: float,
+    computed: torch.dtype | None = None,
+    domain: str = _DOMAIN,
+    special_values: str = "",
+    **kinds: int | str,
+) -> Promises:
     """Guarantees by name. A kind that is a number: the result has that input's dtype; "wide": float32, or float64."""
 
     def promises(problem: Problem) -> dict[str, Guarantee]:
         wide = wide_dtype(problem.dtypes[0])
         dtypes = {name: wide if isinstance(kind, str) else problem.dtypes[kind] for name, kind in kinds.items()}
-        return promise(problem, dtypes, ceiling, _CASES, computed, domain=domain)
+        return promise(problem, dtypes, ceiling, _CASES, computed, domain=domain, special_values=special_values)
 
     return promises
 
 
-def forward(compute: Callable[..., None], promises: Promises) -> Candidate:
+def forward(compute: Callable[..., None], promises: Promises, revision: int = 1) -> Candidate:
     """Of `compute(*arguments, outputs)`."""
-    return eager_candidate("eager.chunks", promises, lambda arguments, outputs: compute(*arguments, outputs))
+
+    def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        compute(*arguments, outputs)
+
+    return eager_candidate("eager.chunks", promises, run, revision=revision)
 
 
-def backward(compute: Callable[..., tuple[Tensor, ...]], promises: Promises, has_need: bool = True) -> Candidate:
+def backward(
+    compute: Callable[..., tuple[Tensor, ...]], promises: Promises, has_need: bool = True, revision: int = 1
+) -> Candidate:
     """Of `compute(*upstream, *inputs, *options) -> gradients`; `has_need` where the operator takes a mask of them."""
 
     def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -39,4 +54,4 @@ def backward(compute: Callable[..., tuple[Tensor, ...]], promises: Promises, has
             if need >> bit & 1:
                 target.copy_(gradient)
 
-    return eager_candidate("eager.chunks", promises, run)
+    return eager_candidate("eager.chunks", promises, run, revision=revision)

@@ -16,6 +16,7 @@ from adjoint.core.layout import overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.gated_delta import arguments as metadata
+from adjoint.ops.gated_delta.flops import recurrence, recurrence_backward
 from adjoint.ops.gated_delta.step import plans
 
 _OP = "gated_delta_step"
@@ -85,7 +86,12 @@ def _describe_backward(do: Any, dnew_state: Any, *arguments: Any) -> Facts:
 
 _INPUTS = ("q", "k", "v", "g", "beta", "state", "state_indices?")
 _OPTIONS = "float scale, bool normalize_qk, bool all_states"
-_FORWARD: dict[str, Any] = {"inputs": _INPUTS, "options": f"{_OPTIONS}, bool checking", "describe": _describe}
+_FORWARD: dict[str, Any] = {
+    "inputs": _INPUTS,
+    "options": f"{_OPTIONS}, bool checking",
+    "describe": _describe,
+    "flops": recurrence,
+}
 
 _step = Op(
     _OP,
@@ -100,6 +106,7 @@ _step = Op(
         _describe_backward,
         options=_OPTIONS,
         options_of=lambda *arguments: arguments[len(_INPUTS) : -1],
+        flops=recurrence_backward,
     ),
 )
 _step_in_place = Op(
@@ -138,7 +145,7 @@ def gated_delta_step(
     token, and each of all states once.
 
     Args:
-        q, k, v, g, beta, scale, normalize_qk: as for `gated_delta_rule`.
+        q, k, v, g, beta, scale, normalize_qk: as for `gated_delta_rule`, time before heads.
         state: the state of each row, or a pool of states that `state_indices` picks from; float32 or bfloat16
             (float64 for float64).
         state_indices: int32 or int64, which state each row reads (and writes, in place); −1 skips the row, whose
@@ -150,7 +157,8 @@ def gated_delta_step(
 
     Raises:
         ArgumentError: shapes, dtypes, devices or sizes are wrong, an in-place step is asked for a gradient, or (on the
-            CPU) g is positive or an index out of range; on a GPU `adjoint.check()` raises for values.
+            CPU) g is positive or an index out of range; on a GPU `adjoint.check()` raises for values. Inside
+            `adjoint.checked()` also for those values of g, beta and keys that `gated_delta_rule` then refuses.
         Unsupported: no plan meets the preference.
 
     >>> import torch

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.core.errors import checked
 from adjoint.core.plan import Call, bind
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.step import gated_delta_step
 from adjoint.ops.gated_delta.values import (
     Sizes,
+    at,
     blank,
     calls_of,
     changed,
@@ -30,12 +32,16 @@ from adjoint.ops.gated_delta.values import (
 
 
 def _rows(
-    shape: Sizes, state_indices: tuple[int, ...] | None = None, states: int = 0, narrow_state: bool = False
+    shape: Sizes,
+    state_indices: tuple[int, ...] | None = None,
+    states: int = 0,
+    narrow_state: bool = False,
+    resets: tuple[int, ...] = (),
 ) -> Make:
     """q, k, v, g, beta, a pool of states, and which of them each row reads."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        q, k, v, g, beta, state, _ = tokens(shape)(dtype, device, generator)
+        q, k, v, g, beta, state, _ = tokens(shape, resets=resets)(dtype, device, generator)
         if state_indices is not None:
             pool = torch.randn((states, *state.shape[1:]), generator=generator, dtype=torch.float64)
             state = pool.to(state.dtype).to(device)
@@ -102,6 +108,7 @@ _STEP = Subject(
         Case("states in 16 bits", _rows((2, 1, 1, 1, 3, 4), narrow_state=True)),
         Case("grouped heads", _rows((2, 2, 1, 2, 3, 2))),
         Case("paged", _rows((3, 2, 1, 1, 4, 3), (3, -1, 0), 5)),
+        Case("resets", _rows((2, 3, 1, 2, 3, 2), resets=(0, 2))),
         Case("sixteen tokens", _rows((8, 16, 2, 4, 128, 128)), heavy=True),
         Case("large heads, paged", _rows((5, 3, 1, 2, 256, 200), (6, 2, -1, 0, 3), 9, True), heavy=True),
     ),
@@ -127,11 +134,24 @@ SUBJECTS = (_STEP, _ALL_STATES)
 # -------------------------------------------------------------------------------------------- bad calls
 
 _TOKENS = {"q": (1, 4), "k": (1, 4), "v": (2, 3), "g": (2,), "beta": (2,)}
-_call = calls_of(gated_delta_step, **{name: (1, 2, *rest) for name, rest in _TOKENS.items()}, state=(1, 2, 4, 3))
+_SHAPES = {**{name: (1, 2, *rest) for name, rest in _TOKENS.items()}, "state": (1, 2, 4, 3)}
+_call = calls_of(gated_delta_step, **_SHAPES)
+
+
+def _in_checking_mode(**arguments: Any) -> None:
+    with checked():
+        gated_delta_step(**arguments)
+
+
+_checked_call = calls_of(_in_checking_mode, **_SHAPES)
 
 
 def _with_tokens(count: int) -> Any:
     return _call(**{name: blank(1, count, *rest) for name, rest in _TOKENS.items()})
+
+
+def _strong(device: torch.device) -> Tensor:
+    return torch.full((1, 2, 2), 0.75, device=device)
 
 
 def _leaf(device: torch.device) -> Tensor:
@@ -153,6 +173,12 @@ BAD_CALLS = (
     BadCall("an index below −1", _call(state_indices=integers(-2)), "state_indices", "got -2 at position 0"),
     BadCall("a positive g in a step", _call(g=lambda device: torch.full((1, 2, 2), 0.5, device=device)),
             "g", "at most 0", "position 0 "),
+    BadCall("NaN in g of a step, in checking mode", _checked_call(g=at(3, torch.nan, 1, 2, 2)),
+            "g", "NaN at position 3 "),
+    BadCall("a beta above 1 of a step, in checking mode", _checked_call(beta=at(1, 1.5, 1, 2, 2)),
+            "beta", "position 1 "),
+    BadCall("a long key of a step, in checking mode", _checked_call(k=at(5, 1.75, 1, 2, 1, 4), beta=_strong),
+            "the state grow", "position 2 ", "normalize_qk=True"),
     BadCall("a gradient of an in-place step", _call(state=_leaf, in_place=True), "in_place", "gradient", "no_grad"),
 )  # fmt: skip
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.problem import wide_dtype
-from adjoint.device.sequences import out_of_range, repeated
+from adjoint.device.sequences import out_of_range, repeated, skipped_rows
 from adjoint.ops.gated_delta.arguments import (
     EPSILON,
     NEED_STATE,
     POSITIVE_GATE,
     STATE_INDEX_OUT_OF_RANGE,
     STATE_INDEX_REPEATED,
+    report_values,
 )
 
 
@@ -57,9 +58,9 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def of(state_indices: Tensor | None, states: int) -> "_Rows":
-        if state_indices is None:
+        skipped = skipped_rows(state_indices, states)
+        if state_indices is None or skipped is None:
             return _Rows(None, None)
-        skipped = out_of_range(state_indices, states) | (state_indices < 0)
         return _Rows(torch.where(skipped, 0, state_indices).long(), skipped)
 
     def read(self, state: Tensor, kind: torch.dtype) -> Tensor:
@@ -88,12 +89,14 @@ def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], in_place: b
     """Writes the outputs, and the states: the last of each row or all of them; in place the pool's own."""
     *inputs, state, state_indices, scale, normalize, all_states, checking = arguments
     out, states = outputs
-    g, time = inputs[3], out.shape[1]
+    (_, k, _, g, beta), time = inputs, out.shape[1]
     report(POSITIVE_GATE, g, g > 0)
     if state_indices is not None:
         report(STATE_INDEX_OUT_OF_RANGE, state_indices, out_of_range(state_indices, len(state)))
         if checking:
             report(STATE_INDEX_REPEATED, state_indices, repeated(state_indices))
+    if checking:
+        report_values(k, g, beta, normalize, skipped_rows(state_indices, len(state)))
     rows, tokens = _Rows.of(state_indices, len(state)), _Tokens.of(inputs, normalize)
     current = rows.read(state, tokens.v.dtype)
     for t in range(time):

@@ -38,7 +38,7 @@ from adjoint.core.kernels import Budget, Float, Int32, Int64, Int64If16, Pointer
 from adjoint.core.launch import Execute, Launch, Setup, is_aligned
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.device.faults import record
-from adjoint.device.sequences import out_of_range, repeated
+from adjoint.device.sequences import out_of_range, repeated, skipped_rows
 from adjoint.ops.gated_delta.arguments import (
     NEED_BETA,
     NEED_G,
@@ -49,6 +49,7 @@ from adjoint.ops.gated_delta.arguments import (
     POSITIVE_GATE,
     STATE_INDEX_OUT_OF_RANGE,
     STATE_INDEX_REPEATED,
+    report_values,
 )
 from adjoint.ops.gated_delta.step.plans import backward_columns, power_of_two
 
@@ -222,12 +223,14 @@ def forward(setup: Setup) -> Execute:
     tiles = {(one, aligned): _bind_tiles(setup, one, aligned) for one in either for aligned in either}
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
-        q, k, v, g, beta, state, indices, scale, _normalize, _all_states, checking = arguments
+        q, k, v, g, beta, state, indices, scale, normalize, _all_states, checking = arguments
         out, states = outputs
         batch, time, heads, V = v.shape
         K = q.shape[3]
         if checking and indices is not None:
             report(STATE_INDEX_REPEATED, indices, repeated(indices))
+        if checking:
+            report_values(k, g, beta, normalize, skipped_rows(indices, len(state)))
         if out.numel() == 0 or K == 0:  # no state has an element, and an output is an empty sum
             report(POSITIVE_GATE, g, g > 0)
             if indices is not None:

@@ -12,20 +12,23 @@ from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.ops.gated_delta.promises import Promises, eager_candidate, promise
+from adjoint.ops.gated_delta.promises import CHECKED, RESETS, Promises, eager_candidate, promise
 from adjoint.ops.gated_delta.step import eager
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
-_CASES = "the family's cases: rows of their own, paged, several tokens"
+_CASES = "the family's cases: rows of their own, paged, several tokens, resets"
 
 CEILING = 2e-6
 """Of what is computed in float32: several times what the cases show."""
 
 _OUT_OF_RANGE = (
     "g above 0 and state_indices out of range are reported: at once on the CPU, by adjoint.check() on a GPU, where g "
-    "is then taken as it is, and the row is skipped"
+    f"is then taken as it is, and the row is skipped; {CHECKED}"
 )
+_SPECIAL_VALUES = f"{RESETS}; any other NaN or infinity reaches its own row alone, and no token before its own"
+_SPECIAL_GRADIENTS = f"{RESETS}; any other NaN or infinity reaches gradients of its own row, and of the state it reads"
+_WORDS: dict[str, Any] = {"out_of_range": _OUT_OF_RANGE, "special_values": _SPECIAL_VALUES}
 _ORDER = "; sums over K add the second half to the first, until one is left"
 
 
@@ -40,17 +43,17 @@ def _gradients(problem: Problem) -> dict[str, torch.dtype]:
 
 
 def _guarantee(problem: Problem) -> dict[str, Guarantee]:
-    return promise(problem, _outputs(problem), CEILING, _CASES, out_of_range=_OUT_OF_RANGE)
+    return promise(problem, _outputs(problem), CEILING, _CASES, **_WORDS)
 
 
 def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    return promise(problem, _gradients(problem), CEILING, _CASES)
+    return promise(problem, _gradients(problem), CEILING, _CASES, special_values=_SPECIAL_GRADIENTS)
 
 
 def _tiles_guarantee(problem: Problem) -> dict[str, Guarantee]:
     """A row's tokens go one after the other in one program, and every sum has an order of its own."""
     bits: dict[str, Any] = {"repeatable": True, "batch_invariant": "row", "prefix_invariant": True}
-    return promise(problem, _outputs(problem), CEILING, _CASES, order=_ORDER, out_of_range=_OUT_OF_RANGE, **bits)
+    return promise(problem, _outputs(problem), CEILING, _CASES, order=_ORDER, **_WORDS, **bits)
 
 
 def _tiles_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
@@ -58,9 +61,10 @@ def _tiles_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     shared = f"{order}; rows that share a state are added in their order"
     tokens = _gradients(problem)
     pool = {"dstate": tokens.pop("dstate")}
+    words: dict[str, Any] = {"repeatable": True, "special_values": _SPECIAL_GRADIENTS}
     return {
-        **promise(problem, tokens, CEILING, _CASES, order=order, repeatable=True, batch_invariant="row"),
-        **promise(problem, pool, CEILING, _CASES, order=shared, repeatable=True, batch_invariant="the rows of a state"),
+        **promise(problem, tokens, CEILING, _CASES, order=order, batch_invariant="row", **words),
+        **promise(problem, pool, CEILING, _CASES, order=shared, batch_invariant="the rows of a state", **words),
     }
 
 

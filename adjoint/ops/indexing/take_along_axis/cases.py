@@ -306,7 +306,6 @@ def _workloads() -> Iterable[Workload]:
                 lambda x, indices: torch.take_along_dim(x, indices, -1),
                 dtype=torch.float32,
                 directions=("backward",) if promised else ("forward", "backward"),
-                compile=False,
                 deterministic=not promised,
                 devices=("cuda",),
             )

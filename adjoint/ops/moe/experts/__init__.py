@@ -134,6 +134,19 @@ def _allocate(
     return x.new_empty(x.shape), gu, *allocate_layout(indices, gate_up.shape[0])
 
 
+def _flops(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, keep: bool) -> int:
+    """gate_up[e] · x and down[e] · h, for each row."""
+    return 2 * weights.numel() * x.shape[1] * (gate_up.shape[1] + down.shape[2])
+
+
+def _flops_backward(dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> int:
+    """dh = down[e]ᵀ · dy, which all gradients but ddown need; dx, dgate_up and ddown one product each."""
+    need = rest[-1]
+    of_gate_up = bool(need & plans.NEED_X) + bool(need & plans.NEED_GATE_UP)
+    of_down = bool(need & ~plans.NEED_DOWN) + bool(need & plans.NEED_DOWN)
+    return 2 * weights.numel() * x.shape[1] * (of_gate_up * gate_up.shape[1] + of_down * down.shape[2])
+
+
 _experts = Op(
     "moe_experts",
     label=_OP,
@@ -146,11 +159,13 @@ _experts = Op(
     allocate=_allocate,
     describe=_describe,
     forward=lambda: plans.EXPERTS,
+    flops=_flops,
     adjoint=Adjoint(
         lambda: plans.EXPERTS_BACKWARD,
         _describe_backward,
         saves=("x", "gate_up", "down", "weights", "gu", *Layout._fields),
         check=_check_backward,
+        flops=_flops_backward,
     ),
 )
 

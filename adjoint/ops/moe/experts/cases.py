@@ -293,7 +293,7 @@ def _workload(tokens: int, columns: int, number: int, inner: int, slots: int, sk
         matrices + 2 * lines,
         2 * matrices + 3 * lines,
         composed,
-        compile=False,
+        peers=("quack_experts",),
         devices=("cuda",),
         directions=("forward", "forward + backward"),
         operations=6 * tokens * slots * columns * inner,

@@ -29,23 +29,29 @@ def _segments(offsets: Tensor, rows: int) -> list[tuple[int, Tensor | slice]]:
 
 def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """rows[r] @ matrices[expert of r], rounded once; rows of no expert are zero."""
-    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
-    for e, segment in _segments(offsets, rows.shape[0]):
-        matrix = matrices[e].to(wide_dtype(rows.dtype))
-        if isinstance(segment, slice):
-            out[segment] = (rows[segment].to(matrix.dtype) @ matrix).to(out.dtype)
-        else:
-            out = torch.where(segment, (rows.to(matrix.dtype) @ matrix).to(out.dtype), out)
+    kind = wide_dtype(rows.dtype)
+    segments = _segments(offsets, rows.shape[0])
+    if not segments or not isinstance(segments[0][1], slice):
+        out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+        for e, segment in segments:
+            out = torch.where(segment, (rows.to(kind) @ matrices[e].to(kind)).to(out.dtype), out)  # type: ignore[arg-type]
+        return out
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for e, segment in segments:
+        out[segment] = rows[segment].to(kind) @ matrices[e].to(kind)
+    out[segments[-1][1].stop :].zero_()  # type: ignore[union-attr]
     return out
 
 
 def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
     """out[e] = Σ left[r]ᵀ · right[r] over the rows of expert e, rounded once."""
     kind = wide_dtype(left.dtype)
-    out.zero_()
-    for e, segment in _segments(offsets, left.shape[0]):
+    segments = _segments(offsets, left.shape[0])
+    if len(segments) < len(out):
+        out.zero_()
+    for e, segment in segments:
         if isinstance(segment, slice):
-            out[e] = (left[segment].to(kind).T @ right[segment].to(kind)).to(out.dtype)
+            out[e] = left[segment].to(kind).T @ right[segment].to(kind)
         else:
             out[e] = (torch.where(segment, left, 0).to(kind).T @ torch.where(segment, right, 0).to(kind)).to(out.dtype)
 

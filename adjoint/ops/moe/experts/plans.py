@@ -81,18 +81,28 @@ _PROMISES = {
 The roundings are g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
 
 
-def guarantee(problem: Problem, ours: bool, rounds_dh: bool = False) -> dict[str, Guarantee]:
-    """What each output promises: of our kernels, or of the matrix products of a library, which may round dh."""
+_BY_THREADS = "; equal bits for equal numbers of threads"
+
+
+def guarantee(
+    problem: Problem, ours: bool, repeats_on_cpu: bool = False, rounds_dh: bool = False
+) -> dict[str, Guarantee]:
+    """What each output promises: of our kernels, or of the matrix products of a library, which may round dh.
+
+    On the CPU torch's product of two matrices gives equal calls equal bits, for as long as the number of threads stays
+    the same. It promises nothing about a row's bits beside other rows: the shape of a product may choose its kernel.
+    """
     element, is_forward = problem.dtypes[0], problem.op == "moe_experts"
+    repeats = repeats_on_cpu and problem.device.type == "cpu"
     return {
         name: Guarantee(
-            repeatable=ours,
+            repeatable=ours or repeats,
             batch_invariant=item if ours else "",
             device_invariant=False,
             accumulator=short(wide_dtype(element)),
             roundings=roundings + (rounds_dh and has_dh),
             error=Empirical(CEILINGS[element], _CASES[element]),
-            domain="finite inputs whose products do not overflow" + (f"; {order}" if ours else ""),
+            domain="finite inputs whose products do not overflow" + (f"; {order}" if ours else _BY_THREADS * repeats),
             special_values="as the products and sums give them, in the tokens and experts they reach",
             out_of_range=f"an index out of range adds nothing and has no gradient, and is {REPORTED}",
         )
@@ -158,7 +168,9 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             schedules=_SCHEDULES,
         ),
         in_pytorch(
-            "eager.grouped", lambda problem: guarantee(problem, ours=False), allocating_outputs(in_torch(PER_EXPERT))
+            "eager.grouped",
+            lambda problem: guarantee(problem, ours=False, repeats_on_cpu=True),
+            allocating_outputs(in_torch(PER_EXPERT)),
         ),
         # After the one that serves everything: only a preference that names it gets it.
         replace(

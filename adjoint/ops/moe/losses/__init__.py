@@ -12,18 +12,18 @@ Both save the logits and the mask, and one small tensor that the forward gives b
 number of tokens (`load`), or that number (`tokens`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_ids
+from adjoint.core.arguments import require_ids, require_like
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Candidates, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
+from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.moe.logits import check_logits
 from adjoint.ops.moe.losses import plans
 
@@ -75,9 +75,10 @@ def _check_backward(op: str, dloss: Tensor, logits: Tensor, mask: Tensor | None,
     check_logits(op, logits)
     _check_mask(op, mask, logits)
     for name, tensor in (("dloss", dloss), ("what the forward saved", saved)):
-        if tensor.dtype != torch.float32 or tensor.device != logits.device:
+        kind = wide_dtype(logits.dtype)
+        if tensor.dtype != kind or tensor.device != logits.device:
             raise ArgumentError(
-                f"{op}: {name} must be float32 on {logits.device}, got {short(tensor.dtype)} on {tensor.device}"
+                f"{op}: {name} must be {short(kind)} on {logits.device}, got {short(tensor.dtype)} on {tensor.device}"
             )
     expected = (logits.shape[-1] + 1,) if op == "moe.load_balancing_loss" else (1,)
     if dloss.dim() or tuple(saved.shape) != expected:
@@ -116,8 +117,8 @@ def _loss(
         constant=(saved,),
         check=check,
         allocate=lambda logits, *rest: (
-            logits.new_empty((), dtype=torch.float32),
-            logits.new_empty(logits.shape[-1] + 1 if saved == "load" else 1, dtype=torch.float32),
+            logits.new_empty((), dtype=wide_dtype(logits.dtype)),
+            logits.new_empty(logits.shape[-1] + 1 if saved == "load" else 1, dtype=wide_dtype(logits.dtype)),
         ),
         describe=describe,
         forward=forward,
@@ -142,27 +143,51 @@ _balance = _loss(
 _z = _loss("z_loss", ("logits", "mask?"), "tokens", _check_z, _describe, lambda: plans.Z, lambda: plans.Z_BACKWARD)
 
 
+def _stacked(
+    logits: Sequence[Tensor], indices: Sequence[Tensor], mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits, indices and mask of all layers' tokens, the layers along a first axis."""
+    op = "moe.load_balancing_loss"
+    if not isinstance(indices, list | tuple) or len(indices) != len(logits) or not logits:
+        what = f"{len(indices)}" if isinstance(indices, list | tuple) else f"a {type(indices).__name__}"
+        raise ArgumentError(
+            f"{op}: logits in a {type(logits).__name__} are those of several layers, so indices must be a list or "
+            f"tuple of as many tensors, at least 1, got {len(logits)} logits and {what} for indices"
+        )
+    for layer in range(len(logits)):
+        check_logits(op, logits[layer])
+        require_like(op, f"logits[{layer}]", logits[layer], "logits[0]", logits[0])
+        require_ids(op, f"indices[{layer}]", indices[layer], "logits[0]", logits[0])
+        require_like(op, f"indices[{layer}]", indices[layer], "indices[0]", indices[0])
+    _check_mask(op, mask, logits[0])
+    stacked = torch.stack(tuple(logits))
+    return stacked, torch.stack(tuple(indices)), None if mask is None else mask.expand(stacked.shape[:-1])
+
+
 @_balance.public
 def load_balancing_loss(
-    logits: Float[Tensor, "*tokens experts"],
-    indices: Int[Tensor, "*tokens k"],
+    logits: Float[Tensor, "*tokens experts"] | Sequence[Float[Tensor, "*tokens experts"]],
+    indices: Int[Tensor, "*tokens k"] | Sequence[Int[Tensor, "*tokens k"]],
     mask: Bool[Tensor, "*tokens"] | None = None,
     *,
     preference: Preference | None = None,
 ) -> Float[Tensor, ""]:
     """E·Σ f·P over the experts: f how often each is chosen per token, P its mean probability.
 
-    It is k where the load is even. This is what `load_balancing_loss_func` of Hugging Face's mixture models computes
-    for one layer, from the choices that were made instead of a top-k of its own.
+    It is k where the load is even. This is what `load_balancing_loss_func` of Hugging Face's mixture models computes,
+    from the choices that were made instead of a top-k of its own: for one layer, or for a list or tuple of layers,
+    whose tokens are counted as if all were those of one layer. That is not the mean of the layers' losses: layers that
+    are uneven in different ways make up for each other.
 
     Args:
-        logits: the router's, bfloat16, float16 or float32; probabilities are their softmax.
-        indices: the experts chosen, int32 or int64, as `route` returns them; they carry no gradient.
-        mask: True for tokens that count; all do without one.
+        logits: the router's, bfloat16, float16, float32 or float64; probabilities are their softmax. Several layers'
+            have one shape and dtype, and are copied into one tensor.
+        indices: the experts chosen, int32 or int64, as `route` returns them; they carry no gradient. As many as logits.
+        mask: True for tokens that count; all do without one. One for all layers.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        A float32 scalar; 0 where no token counts.
+        A scalar, float32 (float64 for float64 logits); 0 where no token counts.
 
     Raises:
         ArgumentError: a shape, dtype or device is wrong, or (on the CPU) an index is; on a GPU `adjoint.check()`
@@ -173,7 +198,12 @@ def load_balancing_loss(
     >>> logits = torch.zeros(6, 3)
     >>> load_balancing_loss(logits, torch.tensor([[0], [1], [2], [0], [1], [2]]))
     tensor(1.)
+    >>> layers = [torch.tensor([[9.0, 0.0]]), torch.tensor([[0.0, 9.0]])]
+    >>> load_balancing_loss(layers, [torch.tensor([[0]]), torch.tensor([[1]])])
+    tensor(1.)
     """
+    if isinstance(logits, list | tuple):
+        logits, indices, mask = _stacked(logits, indices, mask)  # type: ignore[arg-type]
     return _balance.call(logits, indices, mask, preference=preference)[0]  # type: ignore[no-any-return]
 
 
@@ -187,12 +217,12 @@ def z_loss(
     """The mean over tokens of logsumexp(logits)², which keeps a router's logits small.
 
     Args:
-        logits: bfloat16, float16 or float32.
+        logits: bfloat16, float16, float32 or float64.
         mask: True for tokens that count; all do without one.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        A float32 scalar; 0 where no token counts.
+        A scalar, float32 (float64 for float64 logits); 0 where no token counts.
 
     Raises:
         ArgumentError: a shape, dtype or device is wrong.

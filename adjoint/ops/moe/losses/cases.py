@@ -89,8 +89,8 @@ def _subject(
 
 
 SUBJECTS = (
-    _subject(load_balancing_loss, ("logits", "indices", "mask"), _CASES, torch.float32, torch.bfloat16),
-    _subject(z_loss, ("logits", "mask"), _WITHOUT_INDICES, torch.float16, torch.bfloat16),
+    _subject(load_balancing_loss, ("logits", "indices", "mask"), _CASES, torch.float64, torch.float32, torch.bfloat16),
+    _subject(z_loss, ("logits", "mask"), _WITHOUT_INDICES, torch.float64, torch.float16, torch.bfloat16),
 )
 
 WORKLOADS: tuple[Workload, ...] = ()
@@ -111,6 +111,14 @@ _balance = changing(
         "mask": _mask(device),
     },
 )
+_layers = changing(
+    load_balancing_loss,
+    lambda device: {
+        "logits": [torch.zeros(4, 12, device=device) for _ in range(2)],
+        "indices": [torch.zeros(4, 2, dtype=torch.int64, device=device) for _ in range(2)],
+        "mask": _mask(device),
+    },
+)
 _z = changing(z_loss, lambda device: {"logits": torch.zeros(4, 12, device=device), "mask": _mask(device)})
 
 
@@ -122,6 +130,21 @@ BAD_CALLS = (
     BadCall("indices for other tokens", _balance(indices=shaped(3, 2)), "indices", "(3, 2)"),
     BadCall("indices without a slot", _balance(indices=shaped(4)), "indices", "(4,)"),
     BadCall("more choices than experts", _balance(indices=shaped(4, 13)), "indices", "from 1 to 12", "got 13"),
+    BadCall(
+        "layers without indices", _balance(logits=lambda x: [x, x]), "list or tuple of as many", "2 logits", "Tensor"
+    ),
+    BadCall("no layers", _balance(logits=[], indices=[]), "at least 1", "0 logits and 0"),
+    BadCall("fewer indices than layers", _layers(indices=lambda i: i[:1]), "2 logits and 1 for indices"),
+    BadCall("layers of other tokens", _layers(logits=lambda x: [x[0], x[1][:3]]), "logits[1]", "(4, 12)", "(3, 12)"),
+    BadCall("layers of other types", _layers(logits=lambda x: [x[0], x[1].double()]), "logits[1]", "float64"),
+    BadCall("a layer that is no tensor", _layers(logits=lambda x: [x[0], None]), "logits", "tensor", "NoneType"),
+    BadCall(
+        "indices of a layer that are floats", _layers(indices=lambda i: [i[0], i[1].float()]), "indices[1]", "int64"
+    ),
+    BadCall(
+        "another number of choices in a layer", _layers(indices=lambda i: [i[0], i[1][:, :1]]), "indices[1]", "(4, 1)"
+    ),
+    BadCall("a mask for two layers", _layers(mask=shaped(2, 4)), "mask", "(4,)", "(2, 4)"),
     BadCall("a mask of integers", _z(mask=Tensor.long), "mask", "bool", "int64"),
     BadCall("a mask too long", _z(mask=shaped(5)), "z_loss: mask", "(4,)", "(5,)"),
     BadCall("a mask elsewhere", _balance(mask=lambda mask: mask.to("meta")), "mask", "logits", "meta"),

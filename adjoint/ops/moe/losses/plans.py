@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from adjoint.core.errors import register_fault
 from adjoint.core.guarantee import Derived, Guarantee, spacing
 from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, allocating_outputs, in_pytorch
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.layout import REPORTED
+from adjoint.ops.moe.logits import refuse_float64
 from adjoint.ops.moe.losses import eager, reference
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -23,8 +25,6 @@ RUN, RUNS = 16, 64
 
 MAX_CHOICES = 2**31 - 2**16
 """Choices of all tokens that fit the kernels' integers."""
-
-U = 2.0**-24
 
 INDEX_OUT_OF_RANGE = register_fault(
     "moe.load_balancing_loss: indices[{position}] (of all indices, row by row) is {value}, which is no expert: experts "
@@ -52,74 +52,109 @@ _SPECIAL = (
 )
 
 
-def _additions(rows: int) -> int:
-    """Additions a token's term goes through."""
-    return RUN + RUNS * (len(levels(rows)) - 1)
+class _Arithmetic(NamedTuple):
+    """How a loss is computed.
+
+    Attributes:
+        kind: the type of the loss.
+        rounds_once: it is computed in a wider one.
+        over_tokens: additions that a token's term goes through.
+        over_experts: additions that a term goes through in a sum over the experts.
+    """
+
+    kind: torch.dtype
+    rounds_once: bool
+    over_tokens: float
+    over_experts: float
+
+    @property
+    def u(self) -> float:
+        return torch.finfo(self.kind).eps / 2
+
+    @property
+    def smallest(self) -> float:
+        """The smallest normal number."""
+        return torch.finfo(self.kind).tiny
 
 
-def _parts(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _arithmetic(problem: Problem, in_float64: bool) -> _Arithmetic:
+    """Torch adds in an order of its own, in float64: there a sum has as many additions as terms."""
+    kind, (experts, rows, _) = wide_dtype(problem.dtypes[0]), problem.sizes
+    if in_float64:
+        return _Arithmetic(kind, kind != torch.float64, rows, experts)
+    return _Arithmetic(kind, False, RUN + RUNS * (len(levels(rows)) - 1), experts / 32)
+
+
+def _parts(
+    logits: Tensor, mask: Tensor | None, arithmetic: _Arithmetic
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of the tokens that count: probabilities, their relative error, logsumexp and its error; and which count.
 
     A probability costs 3·|d|·u + 5·u for each of its exponentials, d the distance from the row's maximum, and an
     addition for each slice and halving of the sum; a logarithm 8·u·(1 + |log|).
     """
+    u = arithmetic.u
     rows = logits.reshape(-1, logits.shape[-1])
     counted = torch.ones_like(rows[:, 0], dtype=torch.bool) if mask is None else mask.reshape(-1)
     far = (rows.amax(-1, keepdim=True) - rows).nan_to_num(nan=0.0, posinf=0.0)
     p = torch.softmax(rows, -1)
     mean = (p * far).nan_to_num(nan=0.0).sum(-1, keepdim=True)
-    steps = rows.shape[1] / 32 + 24
-    relative = U * (3 * far + 3 * mean + steps)
+    steps = arithmetic.over_experts + 24
+    relative = u * (3 * far + 3 * mean + steps)
     size = torch.logsumexp(rows, -1, keepdim=True)
     log = (size - rows.amax(-1, keepdim=True)).abs().nan_to_num(nan=0.0, posinf=0.0)
-    error = U * (3 * mean + steps + 8 * (1 + log) + 2 * size.abs())
+    error = u * (3 * mean + steps + 8 * (1 + log) + 2 * size.abs())
     return p, relative, size, error, counted
 
 
 def _forward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
-    steps = _additions(problem.sizes[1])
+    arithmetic = _arithmetic(problem, in_float64)
+    u = arithmetic.u
 
     def balance(logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Tensor:
         loss = reference.load_balancing_loss(logits, indices, mask)
-        if in_float64:
-            return 1.001 * U * loss.abs()
-        _, relative, _, _, counted = _parts(logits, mask)
+        if arithmetic.rounds_once:
+            return 1.001 * u * loss.abs()
+        _, relative, _, _, counted = _parts(logits, mask, arithmetic)
         worst = relative[counted].amax() if counted.any() else loss.new_zeros(())
-        return loss.abs() * (1.001 * worst + U * (steps + logits.shape[-1] / 32 + 16))
+        return loss.abs() * (1.001 * worst + u * (arithmetic.over_tokens + arithmetic.over_experts + 16))
 
     def z(logits: Tensor, mask: Tensor | None = None) -> Tensor:
         loss = reference.z_loss(logits, mask)
-        if in_float64:
-            return 1.001 * U * loss.abs() + 2.0**-149
-        _, _, size, error, counted = _parts(logits, mask)
+        if arithmetic.rounds_once:
+            return 1.001 * u * loss.abs() + 2 * u * arithmetic.smallest
+        _, _, size, error, counted = _parts(logits, mask, arithmetic)
         number = max(1, int(counted.sum()))
         terms = (2 * size.abs() * error + error * error)[counted].sum() / number
-        return 1.001 * terms + U * (steps + 6) * loss.abs() + 2.0**-125
+        return 1.001 * terms + u * (arithmetic.over_tokens + 6) * loss.abs() + 2 * arithmetic.smallest
 
     return balance if "balancing" in problem.op else z
 
 
 def _backward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
-    dtype = problem.dtypes[0]
+    dtype, arithmetic = problem.dtypes[0], _arithmetic(problem, in_float64)
+    u = arithmetic.u
 
     def finish(exact: Tensor, limit: Tensor, counted: Tensor, shape: torch.Size) -> Tensor:
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        limit = limit + spacing(exact.abs() + limit, dtype) / 2 + smallest + 2.0**-120
+        limit = limit + spacing(exact.abs() + limit, dtype) / 2 + smallest + 64 * arithmetic.smallest
         return torch.where(counted[:, None], limit, 0.0).view(shape)
 
     def balance(dloss: Tensor, logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Tensor:
-        p, relative, _, _, counted = _parts(logits, mask)
+        p, relative, _, _, counted = _parts(logits, mask, arithmetic)
         f = reference.fractions(indices, counted, p.shape[1], p.dtype)
         exact = reference.load_balancing_loss_backward(dloss, logits, indices, mask).reshape(p.shape)
         terms = p * (f + (p * f).sum(-1, keepdim=True)) * p.shape[1] / max(1, int(counted.sum())) * dloss.abs()
-        share = U * 8 if in_float64 else 2 * relative.amax(-1, keepdim=True) + U * (p.shape[1] / 32 + 24)
+        sums = 2 * relative.amax(-1, keepdim=True) + u * (arithmetic.over_experts + 24)
+        share = u * 8 if arithmetic.rounds_once else sums
         return finish(exact, share * terms, counted, logits.shape)
 
     def z(dloss: Tensor, logits: Tensor, mask: Tensor | None = None) -> Tensor:
-        p, relative, size, error, counted = _parts(logits, mask)
+        p, relative, size, error, counted = _parts(logits, mask, arithmetic)
         exact = reference.z_loss_backward(dloss, logits, mask).reshape(p.shape)
         factor = 2 * p / max(1, int(counted.sum())) * dloss.abs()
-        limit = U * 8 * exact.abs() if in_float64 else factor * (size.abs() * (relative + 8 * U) + 2 * error)
+        sums = factor * (size.abs() * (relative + 8 * u) + 2 * error)
+        limit = u * 8 * exact.abs() if arithmetic.rounds_once else sums
         return finish(exact, limit, counted, logits.shape)
 
     return balance if "balancing" in problem.op else z
@@ -132,13 +167,14 @@ def _guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
         if backward
         else "c·u·|loss|, c the additions a token goes through and the error of its own term"
     )
+    units = "u = 2⁻⁵³" if problem.dtypes[0] == torch.float64 else "u = 2⁻²⁴"
     stated = Guarantee(
         repeatable=True,
         batch_invariant="",
         device_invariant=False,
         accumulator="float64" if in_float64 else "float32",
         roundings=1,
-        error=Derived(f"{formula}, u = 2⁻²⁴", (_backward_bound if backward else _forward_bound)(problem, in_float64)),
+        error=Derived(f"{formula}, {units}", (_backward_bound if backward else _forward_bound)(problem, in_float64)),
         domain="every input" if backward or in_float64 else _ORDER,
         special_values=_SPECIAL,
         out_of_range=f"an index counts for no expert, {REPORTED}" if balancing and not backward else "",
@@ -151,7 +187,8 @@ def _guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
 
 def _refuse(problem: Problem) -> str:
     choices = problem.sizes[1] * problem.sizes[2]
-    return f"counts up to {MAX_CHOICES} choices, there are {choices}" if choices > MAX_CHOICES else ""
+    too_many = f"counts up to {MAX_CHOICES} choices, there are {choices}" if choices > MAX_CHOICES else ""
+    return refuse_float64(problem) or too_many
 
 
 def _candidates(kernel: str, launch: str, compute: Callable[..., None]) -> tuple[Candidate, ...]:

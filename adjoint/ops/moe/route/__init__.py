@@ -27,7 +27,7 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
+from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.moe.logits import check_logits
 from adjoint.ops.moe.route import plans
 
@@ -79,8 +79,12 @@ def _check(
 
 def _check_bias(bias: Tensor, logits: Tensor) -> None:
     require_floating(_OP, "bias", bias)
-    if bias.dtype != torch.float32:
-        raise ArgumentError(f"{_OP}: bias must be float32, in which it is added, got {short(bias.dtype)}")
+    kind = wide_dtype(logits.dtype)
+    if bias.dtype != kind:
+        raise ArgumentError(
+            f"{_OP}: bias must be {short(kind)}, in which it is added to scores of {short(logits.dtype)} logits, "
+            f"got {short(bias.dtype)}"
+        )
     if tuple(bias.shape) != (logits.shape[-1],):
         raise ArgumentError(
             f"{_OP}: bias must have one value for each of the {logits.shape[-1]} experts, got shape {tuple(bias.shape)}"
@@ -90,10 +94,10 @@ def _check_bias(bias: Tensor, logits: Tensor) -> None:
 
 
 def _check_backward(dweights: Tensor, weights: Tensor, indices: Tensor, logits: Tensor | None, *options: Any) -> None:
-    experts, k, _, score, renormalize = options
+    experts, k, dtype, score, renormalize = options
     tensors = {"dweights": dweights, "weights": weights, "indices": indices}
     for name, tensor in tensors.items():
-        kind = torch.int64 if name == "indices" else torch.float32
+        kind = torch.int64 if name == "indices" else wide_dtype(dtype)
         if tensor.dtype != kind:
             raise ArgumentError(f"{_OP}: {name} must be {short(kind)}, got {short(tensor.dtype)}")
         if tensor.dim() == 0 or tensor.shape[-1] != k or tensor.shape != weights.shape:
@@ -139,7 +143,7 @@ def _describe_backward(
 
 def _allocate(logits: Tensor, bias: Tensor | None, k: int, *options: Any) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+    return logits.new_empty(shape, dtype=wide_dtype(logits.dtype)), logits.new_empty(shape, dtype=torch.int64)
 
 
 _route = Op(
@@ -188,21 +192,22 @@ def route(
     """The k best experts of each token, largest first, and their weights.
 
     Args:
-        logits: bfloat16, float16 or float32, any strides; up to 1024 experts along the last axis.
+        logits: bfloat16, float16, float32 or float64, any strides; up to 1024 experts along the last axis.
         k: experts a token, up to 64.
         score: what weights are made of: the softmax over the experts, or each one's sigmoid.
-        bias: float32, added to the scores for the selection alone; weights do not know of it, and it has no
-            gradient.
+        bias: float32, float64 for float64 logits, added to the scores for the selection alone; weights do not know
+            of it, and it has no gradient.
         num_groups: experts form this many groups of adjacent ones, of which a token uses only some.
         groups_kept: how many: those with the largest sum of their two best selection scores.
         renormalize: divide a token's weights by their sum.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        weights, float32, and indices, int64, both [..., k].
+        weights, float32 (float64 for float64 logits), and indices, int64, both [..., k].
 
     The selection compares the logits as given for a softmax without a bias, and otherwise score + bias: the score
-    in float64, rounded once to float32, and the sum in float32. Equal ones go to the lower expert, and NaN ranks last.
+    in float64, rounded once to float32, and the sum in float32; for float64 logits both in float64. Equal ones go to
+    the lower expert, and NaN ranks last.
     A row with +∞, or with nothing above −∞, has NaN weights.
 
     Raises:

@@ -10,6 +10,7 @@ from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload, normal
 from adjoint.contract.mistakes import answers, zeros
 from adjoint.core.plan import Call, bind
+from adjoint.core.problem import wide_dtype
 from adjoint.ops.moe.logits import MAX_EXPERTS
 from adjoint.ops.moe.route import plans, reference, route
 from adjoint.ops.moe.values import changing, laid_across, shaped, values
@@ -50,13 +51,17 @@ _CASES = (
 # ------------------------------------------------------------------------------------------- references
 
 
-def _reference(score: str, renormalize: bool, k: int = K) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda logits: reference.route(logits, k, score, renormalize=renormalize)[:1]
+def _reference(
+    score: str, renormalize: bool, k: int = K, kind: torch.dtype = torch.float32
+) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda logits: reference.route(logits, k, score, renormalize=renormalize, kind=kind)[:1]
 
 
-def _gradient(score: str, renormalize: bool, k: int = K) -> Callable[..., tuple[Tensor, ...]]:
+def _gradient(
+    score: str, renormalize: bool, k: int = K, kind: torch.dtype = torch.float32
+) -> Callable[..., tuple[Tensor, ...]]:
     def backward(dweights: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        indices = reference.select(logits.reshape(-1, logits.shape[-1]), k, score, None)
+        indices = reference.select(logits.reshape(-1, logits.shape[-1]), k, score, None, kind=kind)
         return (reference.route_backward(dweights, logits, indices, score, renormalize),)
 
     return backward
@@ -88,13 +93,14 @@ def _subject(name: str, score: str, renormalize: bool, *dtypes: torch.dtype) -> 
     keywords: dict[str, Any] = {"k": K}
     keywords |= {"score": score} if score != "softmax" else {}
     keywords |= {} if renormalize else {"renormalize": False}
+    kind = wide_dtype(dtypes[0])
     return Subject(
         name=name,
         function=route,
         keywords=keywords,
         inputs=("logits",),
-        reference=_reference(score, renormalize),
-        reference_backward=_gradient(score, renormalize),
+        reference=_reference(score, renormalize, kind=kind),
+        reference_backward=_gradient(score, renormalize, kind=kind),
         cases=_CASES,
         mistakes=_mistakes(score, renormalize),
         dtypes=dtypes,
@@ -106,6 +112,10 @@ SUBJECTS = (
     _subject("moe.route", "softmax", True, torch.float32, torch.bfloat16, torch.float16),
     _subject("moe.route[not renormalized]", "softmax", False, torch.bfloat16),
     _subject("moe.route[sigmoid]", "sigmoid", True, torch.float32, torch.bfloat16),
+    # Their selection compares float64.
+    _subject("moe.route[float64]", "softmax", True, torch.float64),
+    _subject("moe.route[float64, not renormalized]", "softmax", False, torch.float64),
+    _subject("moe.route[float64, sigmoid]", "sigmoid", True, torch.float64),
 )
 
 
@@ -117,7 +127,8 @@ _changed = changing(
 
 BAD_CALLS = (
     BadCall("boolean logits", _changed(logits=Tensor.bool), "route: logits", "bool"),
-    BadCall("logits in float64", _changed(logits=Tensor.double), "logits", "float64", ".float()"),
+    BadCall("integer logits", _changed(logits=Tensor.long), "route: logits", "float64, float32", "int64", ".float()"),
+    BadCall("a narrow bias for float64", _changed(logits=Tensor.double), "bias", "float64 logits", "got float32"),
     BadCall("logits without axes", _changed(logits=shaped(), k=1), "logits", "axis of experts"),
     BadCall("no experts", _changed(logits=shaped(3, 0), k=1), "1 to 1024 experts", "(3, 0)"),
     BadCall("too many experts", _changed(logits=shaped(2, 1025), k=1), "1024", "(2, 1025)"),
@@ -147,11 +158,24 @@ BAD_CALLS = (
 # ----------------------------------------------------------------------------------------- workloads
 
 
+def _for_choices(arguments: Inputs, choices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], int]:
+    """The gradient for a contender's own experts, in tokens where they differ from ours by the order of ties alone."""
+    dweights, logits = arguments
+    assert dweights is not None and logits is not None
+    theirs = choices[0].long()
+    ours = reference.select(logits, theirs.shape[1], "softmax", None)
+    differ = (theirs != ours).any(-1)
+    is_tie = (logits.gather(1, theirs) == logits.gather(1, ours)).all(-1)
+    is_tie &= theirs.sort(-1).values.diff(dim=-1).ne(0).all(-1)  # no expert is chosen twice
+    chosen = torch.where(is_tie[:, None], theirs, ours)
+    return (reference.route_backward(dweights, logits, chosen, "softmax", True),), int((differ & is_tie).sum())
+
+
 def _workload(rows: int, experts: int, k: int) -> Workload:
-    def softmax_topk(logits: Tensor) -> Tensor:
+    def softmax_topk(logits: Tensor) -> tuple[Tensor, Tensor]:
         shares = torch.softmax(logits, -1, dtype=torch.float32)
-        weights, _ = torch.topk(shares, k, -1)
-        return weights / weights.sum(-1, keepdim=True)
+        weights, chosen = torch.topk(shares, k, -1)
+        return weights / weights.sum(-1, keepdim=True), chosen
 
     subject = Subject(
         name="moe.route",
@@ -170,7 +194,9 @@ def _workload(rows: int, experts: int, k: int) -> Workload:
         moved,
         moved + rows * k * 4,
         softmax_topk,
+        peers=("quack_top_8",) if k == 8 else (),
         devices=("cuda",),
+        chosen=_for_choices,
     )
 
 

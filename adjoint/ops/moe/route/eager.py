@@ -1,4 +1,4 @@
-"""The router in plain PyTorch: the definition itself, in float64, rounded once."""
+"""The router in plain PyTorch: the definition itself, in float64, rounded once to the type of the weights."""
 
 from typing import Any
 
@@ -9,8 +9,10 @@ from adjoint.ops.moe.route import reference
 
 
 def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    logits, bias, k, score, *options = arguments
-    for output, exact in zip(outputs, reference.route(logits.double(), k, score, bias, *options), strict=True):
+    logits, bias, k, score, num_groups, groups_kept, renormalize = arguments
+    kind = outputs[0].dtype
+    results = reference.route(logits.double(), k, score, bias, num_groups, groups_kept, renormalize, kind)
+    for output, exact in zip(outputs, results, strict=True):
         output.copy_(exact)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.plan import Candidate, Compute, allocating_outputs, in_pytorch
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
+from adjoint.ops.moe.logits import refuse_float64
 from adjoint.ops.moe.route import bounds, eager, reference
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
@@ -42,26 +43,44 @@ def _compares_logits(problem: Problem) -> bool:
 
 def _ties(problem: Problem) -> str:
     _, score, groups, groups_kept, _ = problem.options
-    as_given = _compares_logits(problem)
-    what = "the logits as given" if as_given else f"the {score} in float64, rounded once to float32"
-    plus = " plus the bias, added in float32" if len(problem.dtypes) > 1 else ""
-    near = "" if as_given else "; scores that round to one float32 are equal, however they differ before"
-    best = f"; the {groups_kept} of {groups} groups with the largest sum, in float32, of their two best, "
+    as_given, kind = _compares_logits(problem), short(_kind(problem))
+    rounded = "" if kind == "float64" else f", rounded once to {kind}"
+    what = "the logits as given" if as_given else f"the {score} in float64{rounded}"
+    plus = f" plus the bias, added in {kind}" if len(problem.dtypes) > 1 else ""
+    near = "" if as_given else f"; scores that round to one {kind} are equal, however they differ before"
+    best = f"; the {groups_kept} of {groups} groups with the largest sum, in {kind}, of their two best, "
     first = f"{best}others are never chosen" if groups_kept < groups else ""
     return f"compares {what}{plus}, largest first, equal ones by the lower expert, +0 = −0, NaN below −∞{near}{first}"
+
+
+def _kind(problem: Problem) -> torch.dtype:
+    """The type of the weights, in which scores are compared."""
+    return wide_dtype(problem.dtypes[0])
+
+
+def _rounds_once(problem: Problem, in_float64: bool) -> bool:
+    """Whether weights are computed in a wider type than their own."""
+    return in_float64 and _kind(problem) != torch.float64
+
+
+def _units(problem: Problem) -> str:
+    return "u = 2⁻⁵³, η = 2⁻¹⁰²¹" if _kind(problem) == torch.float64 else "u = 2⁻²⁴, η = 2⁻¹²⁵"
 
 
 def forward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
     k, score, groups, groups_kept, renormalize = problem.options
     as_given, ties = _compares_logits(problem), _ties(problem)
+    kind, rounds_once = _kind(problem), _rounds_once(problem, in_float64)
 
     def bound(logits: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1])
-        indices = reference.select(flat, k, score, bias, groups, groups_kept)
-        limit = bounds.weights_bound(flat, indices, score, renormalize, in_float64)
+        indices = reference.select(flat, k, score, bias, groups, groups_kept, kind)
+        limit = bounds.weights_bound(flat, indices, score, renormalize, kind, rounds_once)
         return limit.view(*logits.shape[:-1], k)
 
-    formula = "u·w·(1 + 0.001) + η" if in_float64 else "u·w·(3|d| + 3·Σ p·|d| + n + 40) + η, d = x − maximum"
+    formula = "u·w·(1 + 0.001) + η" if rounds_once else "u·w·(3|d| + 3·Σ p·|d| + n + 40) + η, d = x − maximum"
+    if kind == torch.float64 and score == "sigmoid":
+        formula = formula.replace("x − maximum", "min(x, 0)")
     item = "" if in_float64 else "token"
     return {
         "weights": Guarantee(
@@ -70,7 +89,7 @@ def forward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee
             device_invariant=False,
             accumulator="float64" if in_float64 else "float32",
             roundings=1,
-            error=Derived(f"{formula}, u = 2⁻²⁴, η = 2⁻¹²⁵", bound),
+            error=Derived(f"{formula}, {_units(problem)}", bound),
             special_values=_SPECIAL_WEIGHTS,
             ties=ties,
         ),
@@ -88,14 +107,15 @@ def forward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee
 
 def backward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
     _, k, dtype, score, renormalize = problem.options
+    rounds_once = _rounds_once(problem, in_float64)
 
     def bound(dweights: Tensor, logits: Tensor, indices: Tensor | None = None) -> Tensor:
         """`indices` are there where a bias or groups had a part in the selection."""
         flat = logits.reshape(-1, logits.shape[-1])
         if indices is None:
-            indices = reference.select(flat, k, score, None)
+            indices = reference.select(flat, k, score, None, kind=_kind(problem))
         upstream, chosen = dweights.reshape(-1, k), indices.reshape(-1, k)
-        limit = bounds.gradient_bound(upstream, flat, chosen, score, renormalize, dtype, in_float64)
+        limit = bounds.gradient_bound(upstream, flat, chosen, score, renormalize, dtype, rounds_once)
         return limit.view(logits.shape)
 
     return {
@@ -105,21 +125,26 @@ def backward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarante
             device_invariant=False,
             accumulator="float64" if in_float64 else "float32",
             roundings=1,
-            error=Derived(_gradient_formula(problem, in_float64), bound),
+            error=Derived(_gradient_formula(problem, rounds_once), bound),
             domain="every input" if _is_dense(problem) else "every input; experts that were not chosen have exactly 0",
             special_values=_SPECIAL_GRADIENT,
         )
     }
 
 
-def _gradient_formula(problem: Problem, in_float64: bool) -> str:
+def _gradient_formula(problem: Problem, rounds_once: bool) -> str:
     """What `bounds.gradient_bound` computes, in words."""
     *_, score, renormalize = problem.options
     term = "w·(|dw| + Σ w·|dw|)" if score == "softmax" or renormalize else "w·|dw|"
     term += "·(1 − σ(x))" if score == "sigmoid" else ""
-    slack = "2·u" if in_float64 else "20·u" if score == "softmax" else "(3·max(x, 0) + 32)·u"
+    if rounds_once:
+        slack = "2·u"
+    elif _kind(problem) == torch.float64:
+        slack = "(20 + k)·u" if score == "softmax" else "(3·max(x, 0) + 32 + k)·u"
+    else:
+        slack = "20·u" if score == "softmax" else "(3·max(x, 0) + 32)·u"
     others = f"; of others (2·ε + ε_p + {slack})·p·Σ w·|dw|, ε_p that of p" if _is_dense(problem) else ""
-    where = "ε the largest relative error of the row's weights, u = 2⁻²⁴, η what underflows"
+    where = f"ε the largest relative error of the row's weights, {_units(problem).partition(',')[0]}, η what underflows"
     return f"½ ulp + (2·ε + {slack})·{term} + η{others}; {where}"
 
 
@@ -170,6 +195,8 @@ def _on_kernels(
     def refuse(problem: Problem) -> str:
         if not accepts(problem):
             return f"{kernel} is for another mode"
+        if reason := refuse_float64(problem):
+            return reason
         if problem.sizes[-1] > MAX_ROWS and len(problem.sizes) > 1:
             return f"numbers up to {MAX_ROWS} rows, there are {problem.sizes[-1]}"
         return ""

@@ -14,12 +14,12 @@ def scores(logits: Tensor, score: str) -> Tensor:
     return torch.softmax(logits.masked_fill(absent, float("-inf")), -1).masked_fill(absent, NAN)
 
 
-def selection_scores(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
-    """What experts are compared by: the logits as given, or the score rounded to float32, plus the bias there."""
+def selection_scores(logits: Tensor, score: str, bias: Tensor | None, kind: torch.dtype = torch.float32) -> Tensor:
+    """What experts are compared by: the logits as given, or the score rounded to `kind`, plus the bias there."""
     if score == "softmax" and bias is None:
         return logits
-    rounded = scores(logits, score).float()
-    return (rounded if bias is None else rounded + bias.float()).double()
+    rounded = scores(logits, score).to(kind)
+    return (rounded if bias is None else rounded + bias.to(kind)).double()
 
 
 def ranked(values: Tensor) -> Tensor:
@@ -32,16 +32,22 @@ def ranked(values: Tensor) -> Tensor:
 
 
 def select(
-    logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int = 1, groups_kept: int = 1
+    logits: Tensor,
+    k: int,
+    score: str,
+    bias: Tensor | None,
+    num_groups: int = 1,
+    groups_kept: int = 1,
+    kind: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The experts of each row, best first."""
-    compared = selection_scores(logits, score, bias)
+    """The experts of each row, best first; scores are compared in `kind`, float64 for logits that were float64."""
+    compared = selection_scores(logits, score, bias, kind)
     rows, experts = compared.shape
     if groups_kept == num_groups:
         return ranked(compared)[:, :k]
     by_group = compared.view(rows, num_groups, experts // num_groups)
     two_best = by_group.gather(-1, ranked(by_group)[..., :2])
-    group_scores = two_best.float().sum(-1).double()  # in float32, as they are compared
+    group_scores = two_best.to(kind).sum(-1).double()
     is_kept = torch.zeros(rows, num_groups, dtype=torch.bool, device=logits.device)
     is_kept.scatter_(1, ranked(group_scores)[:, :groups_kept], True)
     every = ranked(compared)
@@ -70,10 +76,11 @@ def route(
     num_groups: int = 1,
     groups_kept: int = 1,
     renormalize: bool = True,
+    kind: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Weights and experts of each row of logits [..., experts]."""
     flat = logits.reshape(-1, logits.shape[-1])
-    indices = select(flat, k, score, bias, num_groups, groups_kept)
+    indices = select(flat, k, score, bias, num_groups, groups_kept, kind)
     shape = (*logits.shape[:-1], k)
     return weights_of(flat, indices, score, renormalize).view(shape), indices.view(shape)
 

@@ -82,7 +82,7 @@ def _torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 WORKLOADS = tuple(
-    workload(RMS_NORM, rows, size, _torch_rms_norm, peers=("liger_rms_norm", "quack_rms_norm"))
+    workload(RMS_NORM, rows, size, _torch_rms_norm, peers=("liger_rms_norm", "quack_rms_norm", "flashinfer_rms_norm"))
     for rows, size in ((32768, 2048), (16384, 4096))
 )
 

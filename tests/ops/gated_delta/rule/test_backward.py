@@ -13,8 +13,9 @@ from adjoint.contract.inputs import Inputs, leaves, widened
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import NEED_STATE
-from adjoint.ops.gated_delta.rule import _rule, plans
+from adjoint.ops.gated_delta.rule import _rule, guarantee, plans
 from adjoint.ops.gated_delta.values import nearly_equal, orthogonal, tokens
+from tests.ops.gated_delta.rule.promised import assert_gradients_are_as_promised
 
 FORWARD, BACKWARD = _rule.forward, _rule.forms[""].operator
 KERNELS = Preference(plan="triton.chunked").text
@@ -41,7 +42,7 @@ def backward(
     inputs: Inputs, do: Tensor | None, dfinal: Tensor | None, need: int = 63, normalize: bool = False
 ) -> tuple[Tensor, ...]:
     """The gradients, by the kernels alone."""
-    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, True), KERNELS)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, False, True), KERNELS)
     return BACKWARD.launch((do, dfinal, *inputs, saved, 0.5, normalize, need), KERNELS)
 
 
@@ -58,7 +59,7 @@ def inside_the_ceiling(results: tuple[Tensor, ...], right: list[Tensor], dtype: 
     for name, got, expected in zip(NAMES, results, right, strict=False):
         assert torch.isfinite(got).all(), name
         error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-        assert error <= plans.BACKWARD_CEILINGS[dtype], (name, float(error))
+        assert error <= guarantee.BACKWARD_CEILINGS[dtype], (name, float(error))
 
 
 # ----------------------------------------------------------------------------------------------- results
@@ -70,7 +71,9 @@ def test_either_gradient_may_be_absent(device: torch.device, present: str) -> No
     inputs = drawn(device, (1, 70, 1, 2, 20, 12))
     do, dfinal = upstream_of(inputs)
     do, dfinal = (do if present != "dfinal" else None), (dfinal if present != "do" else None)
-    inside_the_ceiling(backward(inputs, do, dfinal), exact(inputs, do, dfinal), torch.float32)
+    results, right = backward(inputs, do, dfinal), exact(inputs, do, dfinal)
+    inside_the_ceiling(results, right, torch.float32)
+    assert_gradients_are_as_promised("triton.chunked", inputs, (do, dfinal), results, right)
 
 
 @pytest.mark.kernels
@@ -90,25 +93,28 @@ def test_upstream_gradients_reach_the_initial_state_in_two_parts(device: torch.d
 def test_keys(device: torch.device, dtype: torch.dtype, keys: Any) -> None:
     inputs = drawn(device, (1, 80, 1, 1, 16, 16), dtype, keys=keys, decay=0.1, state=False)
     do, _ = upstream_of(inputs)
-    inside_the_ceiling(backward(inputs, do, None, 31), exact(inputs, do, None), dtype)
+    results, right = backward(inputs, do, None, 31), exact(inputs, do, None)
+    inside_the_ceiling(results, right, dtype)
+    assert_gradients_are_as_promised("triton.chunked", inputs, (do, None), results[:5], right)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_residuals_of_a_rounding(device: torch.device, dtype: torch.dtype) -> None:
     """Values that the state holds already, but for their rounding: v − Sᵀk is smaller than the errors of its terms, and
-    so may be dβ, a sum of products with it. Its error is held to those terms, as is stated."""
+    so may be dβ, a sum of products with it. Its error is held to those terms, and to the promise for these inputs."""
     q, k, _, g, beta, state, _ = drawn(device, (1, 66, 1, 1, 16, 16), dtype)
     v = torch.einsum("bthk,bhkv->bthv", k.float(), state).to(dtype)
     inputs = (q, k, v, torch.zeros_like(g), beta, state, None)
     do, dfinal = upstream_of(inputs)
     results, right = backward(inputs, do, dfinal), exact(inputs, do, dfinal)
+    assert_gradients_are_as_promised("triton.chunked", inputs, (do, dfinal), results, right)
     others = [x for place, x in enumerate(results) if place != 4], [x for place, x in enumerate(right) if place != 4]
     inside_the_ceiling(tuple(others[0]), others[1], dtype)
     terms = (v.double() * right[2] / beta.double()[..., None]).abs().sum(-1)
     error = (results[4].double() - right[4]).norm()
-    assert error <= plans.BACKWARD_CEILINGS[dtype] * terms.norm()
-    assert dtype == torch.float32 or error > plans.BACKWARD_CEILINGS[dtype] * right[4].norm(), "why it is stated so"
+    assert error <= guarantee.BACKWARD_CEILINGS[dtype] * terms.norm()
+    assert dtype == torch.float32 or error > guarantee.BACKWARD_CEILINGS[dtype] * right[4].norm(), "why it is stated so"
 
 
 @pytest.mark.kernels
@@ -124,7 +130,9 @@ def test_gradients_pass_through_norms(device: torch.device, K: int) -> None:
     shape = Shape(*(torch.float32,) * 3, None, 1, 66, 1, 1, 2, K, 8)
     assert key_blocks(shape) == (2 if K == 40 else 1)
     results = backward(tuple(inputs), do, dfinal, normalize=True)
-    inside_the_ceiling(results, exact(tuple(inputs), do, dfinal, normalize_qk=True), torch.float32)
+    right, upstream = exact(tuple(inputs), do, dfinal, normalize_qk=True), (do, dfinal)
+    inside_the_ceiling(results, right, torch.float32)
+    assert_gradients_are_as_promised("triton.chunked", tuple(inputs), upstream, results, right, normalize=True)
 
 
 @pytest.mark.kernels

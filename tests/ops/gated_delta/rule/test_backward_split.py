@@ -13,6 +13,7 @@ from adjoint.contract.inputs import Inputs
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule import shape as rule_shape
+from tests.ops.gated_delta.rule.promised import assert_gradients_are_as_promised
 from tests.ops.gated_delta.rule.test_backward import (
     FORWARD,
     KERNELS,
@@ -64,6 +65,7 @@ def test_gradients_pass_through_every_segment(
     upstream = (do if present != "dfinal" else None), (dfinal if present != "do" else None)
     results, right = backward(inputs, *upstream), exact(inputs, *upstream)
     inside_the_ceiling(results, right, torch.float32)
+    assert_gradients_are_as_promised("triton.chunked", inputs, upstream, results, right)
     for number in (0, 4):  # sequences without tokens
         expected = dfinal[number] if present != "do" else torch.zeros_like(dfinal[number])
         assert torch.equal(results[5][number], expected)
@@ -78,13 +80,17 @@ def test_rows_of_a_batch(device: torch.device) -> None:
     """Of two segments and a token, and two value heads of a key; K and V that fill no block."""
     inputs = drawn(device, (2, 2 * SHORT + 1, 1, 2, 40, 12), decay=0.001, strength=(0.0, 0.2))
     do, dfinal = upstream_of(inputs)
-    inside_the_ceiling(backward(inputs, do, dfinal), exact(inputs, do, dfinal), torch.float32)
+    results, right = backward(inputs, do, dfinal), exact(inputs, do, dfinal)
+    inside_the_ceiling(results, right, torch.float32)
+    assert_gradients_are_as_promised("triton.chunked", inputs, (do, dfinal), results, right)
 
 
 def test_sixteen_bits(device: torch.device) -> None:
     inputs = remembered(device, (0, 3 * SHORT + 7), torch.bfloat16)
     do, dfinal = upstream_of(inputs)
-    inside_the_ceiling(backward(inputs, do, dfinal), exact(inputs, do, dfinal), torch.bfloat16)
+    results, right = backward(inputs, do, dfinal), exact(inputs, do, dfinal)
+    inside_the_ceiling(results, right, torch.bfloat16)
+    assert_gradients_are_as_promised("triton.chunked", inputs, (do, dfinal), results, right)
 
 
 # -------------------------------------------------------------------------------------------------- bits
@@ -124,7 +130,7 @@ def test_run_needs_no_other_memory(device: torch.device) -> None:
     bounds = (0, 50, 3 * SHORT + 60, 4 * SHORT)
     inputs = remembered(device, bounds, torch.bfloat16)
     do, dfinal = upstream_of(inputs)
-    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, True), KERNELS)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, False, True), KERNELS)
     outputs = run_poisoned((do, dfinal, *inputs, saved, 0.5, False, 63))
     expected: tuple[Tensor, ...] = backward(inputs, do, dfinal)
     assert all(torch.equal(got, right) for got, right in zip(outputs, expected, strict=True))

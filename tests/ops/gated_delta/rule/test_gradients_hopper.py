@@ -11,6 +11,7 @@ from adjoint.contract.inputs import Inputs
 from adjoint.core.kernels import triton_missing
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.rule import plans
+from tests.ops.gated_delta.rule.promised import assert_gradients_are_as_promised
 from tests.ops.gated_delta.rule.test_backward import BACKWARD, FORWARD, drawn, exact, inside_the_ceiling, upstream_of
 
 FUSED = Preference(plan="gluon.fused").text
@@ -76,7 +77,7 @@ def test_it_stores_less_between_kernels() -> None:
 
 
 def backward(inputs: Inputs, do: Tensor, dfinal: Tensor, normalize: bool = False, need: int = 63) -> tuple[Tensor, ...]:
-    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, True), FUSED)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, normalize, False, False, True), FUSED)
     return BACKWARD.launch((do, dfinal, *inputs, saved, 0.5, normalize, need), FUSED)
 
 
@@ -99,7 +100,9 @@ def test_gradients(
     inputs = drawn(device, shape, dtype, **options)
     do, dfinal = upstream_of(inputs)
     results = backward(inputs, do, dfinal, normalize)
-    inside_the_ceiling(results, exact(inputs, do, dfinal, normalize_qk=normalize), dtype)
+    right = exact(inputs, do, dfinal, normalize_qk=normalize)
+    inside_the_ceiling(results, right, dtype)
+    assert_gradients_are_as_promised("gluon.fused", inputs, (do, dfinal), results, right, normalize=normalize)
     again = backward(inputs, do, dfinal, normalize)
     assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
 

@@ -15,11 +15,12 @@ from adjoint.core.launch import set_up
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.packing import SEGMENT
-from adjoint.ops.gated_delta.rule import plans
+from adjoint.ops.gated_delta.rule import guarantee, plans
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.rule.shape import is_readable, pad_to_16, token_rows
 from adjoint.ops.gated_delta.values import nearly_equal, orthogonal, tokens
 from tests.ops.gated_delta.rule.kernels import CHUNKED, Kernels
+from tests.ops.gated_delta.rule.promised import FORWARD, OUTPUTS, arguments_of, guarantees_of
 
 KERNELS = Preference(plan="triton.chunked")
 
@@ -50,11 +51,17 @@ def part(inputs: Inputs, begin: int, end: int, state: Tensor | None) -> Inputs:
 
 
 def inside_the_ceiling(inputs: Inputs, by_chunks: bool = True, **options: Any) -> None:
-    exact = reference.gated_delta_rule(*widened(inputs), by_chunks=by_chunks, **options)
-    for got, expected in zip(rule(inputs, **options), exact, strict=True):
+    """Within what is recorded, and within what is promised for these inputs."""
+    exact, wide = reference.gated_delta_rule(*widened(inputs), by_chunks=by_chunks, **options), widened(inputs)
+    scale = options.get("scale", inputs[0].shape[-1] ** -0.5)
+    arguments = arguments_of(inputs, scale, options.get("normalize_qk", False))
+    promises = guarantees_of(FORWARD, arguments, "triton.chunked")
+    for name, got, expected in zip(OUTPUTS, rule(inputs, **options), exact, strict=True):
         assert torch.isfinite(got).all()
+        measured = promises[name].error.measure(got, expected, *wide)
+        assert measured.holds, (name, str(measured))
         error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-        assert error <= plans.CEILINGS[inputs[0].dtype], float(error)
+        assert error <= guarantee.CEILINGS[inputs[0].dtype], float(error)
 
 
 # ------------------------------------------------------------------------------------------------- bits
@@ -119,7 +126,7 @@ def test_another_cut_is_within_the_ceiling(device: torch.device) -> None:
     first, between = rule(part(inputs, 0, 37, inputs[5]))
     second, last = rule(part(inputs, 37, 100, between))
     for got, whole in ((torch.cat((first, second), 1), o), (last, final)):
-        assert (got.double() - whole.double()).norm() <= 2 * plans.CEILINGS[torch.float16] * whole.double().norm()
+        assert (got.double() - whole.double()).norm() <= 2 * guarantee.CEILINGS[torch.float16] * whole.double().norm()
 
 
 @pytest.mark.kernels
@@ -168,7 +175,7 @@ def test_states_between_segments(device: torch.device, unsplit: None) -> None:
     assert saved.shape[0] == 1 and same(saved[0], rule(first)[1][0])
     short = tuple(x[:, : SEGMENT + 10] for x in whole)
     bounds_of_short = torch.tensor([0, 900, SEGMENT + 10], device=device)
-    out = plan.operator.allocate(*short, None, bounds_of_short, 1.0, False, True, True)
+    out = plan.operator.allocate(*short, None, bounds_of_short, 1.0, False, True, False, True)
     for x in out:
         x.fill_(torch.nan)
     other = adjoint.plan(
@@ -217,7 +224,7 @@ def test_a_long_sequence_of_few_heads_is_split(device: torch.device) -> None:
     o, final = rule(inputs)
     exact = reference.gated_delta_rule(*widened(inputs), by_chunks=True)
     for got, right in zip((o, final), exact, strict=True):
-        assert (got.double() - right).norm() <= plans.CEILINGS[torch.float32] * right.norm()
+        assert (got.double() - right).norm() <= guarantee.CEILINGS[torch.float32] * right.norm()
     alone, last = rule(part(inputs, 3, bounds[-1], inputs[5][1:2]))
     assert same(alone, o[:, 3:]) and same(last, final[1:2])
     short, _ = rule(part(inputs, 3, 3 + SEGMENT + 10, inputs[5][1:2]))
@@ -407,7 +414,12 @@ def test_a_positive_gate_is_named(device: torch.device) -> None:
 def problem(dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Problem:
     every = {"rows": 1, "time": 64, "sequences": 1, "key_heads": 1, "heads": 1, "K": 16, "V": 16, "states": 0} | sizes
     return Problem(
-        "gated_delta_rule", torch.device("cpu"), (dtype,) * 3, "", tuple(every.values()), (1.0, False, True, True)
+        "gated_delta_rule",
+        torch.device("cpu"),
+        (dtype,) * 3,
+        "",
+        tuple(every.values()),
+        (1.0, False, True, False, True),
     )
 
 

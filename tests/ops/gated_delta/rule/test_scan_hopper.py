@@ -12,7 +12,7 @@ from adjoint.core.kernels import triton_missing
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.packing import CHUNK
-from adjoint.ops.gated_delta.rule import plans
+from adjoint.ops.gated_delta.rule import guarantee, plans
 from adjoint.ops.gated_delta.rule.shape import Shape, token_rows
 from tests.ops.gated_delta.rule.kernels import Kernels
 from tests.ops.gated_delta.rule.test_backward import FORWARD, drawn
@@ -42,7 +42,7 @@ def scanned(inputs: Inputs, on_hopper: bool) -> tuple[Tensor, Tensor]:
     from adjoint.ops.gated_delta.rule.triton.state_scan import bind_state_scan, scan_regions
 
     _, k, v, g, beta, state, cu_seqlens = inputs
-    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, True), FUSED)
+    _, _, saved = FORWARD.launch((*inputs, 0.5, False, False, False, True), FUSED)
     bound = Kernels(inputs, CANDIDATE, "gated_delta_rule_backward")
     setup, shape = bound.setup, bound.shape
     memory = bound.memory(
@@ -164,7 +164,7 @@ def test_states_and_values(
         values = new_values[chunk : chunk + chunks].permute(1, 2, 0, 3).flatten(2)
         for got, expected in ((states[chunk : chunk + chunks], expected_states), (values[..., :tokens], expected_new)):
             error = float((got.double() - expected).norm())
-            assert error <= plans.CEILINGS[dtype] * float(expected.norm()), (chunk, error)
+            assert error <= guarantee.CEILINGS[dtype] * float(expected.norm()), (chunk, error)
         assert bool((values[..., tokens:] == 0).all())
 
 

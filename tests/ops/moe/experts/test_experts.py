@@ -60,6 +60,25 @@ def _exact(inputs: list[Tensor]) -> tuple[Tensor, ...]:
     return reference.experts(*wide), *reference.experts_backward(_upstream(inputs[0]).double(), *wide)
 
 
+@pytest.mark.parametrize("dtype", plans.CEILINGS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_equal_calls_on_the_cpu_have_equal_bits(threads: int, dtype: torch.dtype) -> None:
+    """Products large enough to be shared among threads, of copies that lie elsewhere in memory."""
+    inputs, before = _layer(300, 192, 5, 160, 2, dtype), torch.get_num_threads()
+    plan = adjoint.plan(moe.experts, *inputs, preference=Preference(backend="eager", repeatable=True))
+    assert plan.name == "eager.grouped" and plan.adjoint is not None and plan.adjoint.name == "eager.grouped"
+    assert "equal numbers of threads" in plan.guarantee["y"].domain
+    torch.set_num_threads(threads)
+    try:
+        first, others = _run(inputs, "eager"), []
+        for _ in range(5):
+            others.append([t.clone() for t in inputs])  # kept, so that each has memory of its own
+            for name, result, again in zip(NAMES, first, _run(others[-1], "eager"), strict=True):
+                assert torch.equal(result, again), name
+    finally:
+        torch.set_num_threads(before)
+
+
 def _agree(got: tuple[Tensor, ...], exact: tuple[Tensor, ...], dtype: torch.dtype) -> None:
     ceiling = plans.CEILINGS[dtype]
     for name, value, truth in zip(NAMES, got, exact, strict=True):
@@ -84,8 +103,7 @@ def test_the_reference_is_the_dense_layer() -> None:
     leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
     y = _dense(*leaves)
     gradients = torch.autograd.grad(y, [t for t in leaves if t.is_floating_point()], _upstream(y))
-    for name, got, expected in zip(NAMES, _exact([t.detach() for t in leaves]), (y, *gradients), strict=True):
-        torch.testing.assert_close(got, expected, msg=name)
+    _agree(_exact([t.detach() for t in leaves]), (y, *gradients), torch.float64)
 
 
 # --------------------------------------------------------------------------------------------- values

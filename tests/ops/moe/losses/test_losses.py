@@ -38,7 +38,7 @@ def inside(function: Callable[..., Tensor], backend: str, expected: Callable[[Te
     """Whether a loss and its gradient are within their bounds of what torch's autograd makes of another formulation."""
     preference = Preference(backend=backend)
     logits, *rest = inputs
-    x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    x, exact = logits.clone().requires_grad_(), logits.double().clone().requires_grad_()
     loss, truth = function(x, *rest, preference=preference), expected(exact)
     (gradient,), (dtruth,) = torch.autograd.grad(loss, x), torch.autograd.grad(truth, exact)
     plan = adjoint.plan(function, *inputs, preference=preference)
@@ -58,6 +58,65 @@ def test_load_balancing_is_hugging_faces(masked: bool, backend: str, device: tor
     mask = torch.arange(50, device=device) % 3 != 0 if masked else None
     _, indices = moe.route(logits, 3)
     assert inside(moe.load_balancing_loss, backend, lambda x: as_hugging_face(x, 3, mask), logits, indices, mask)
+
+
+# ----------------------------------------------------------------------------------------- several layers
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_layers_are_counted_as_one(masked: bool, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """`load_balancing_loss_func` of several layers is that of their tokens one after the other, the mask repeated."""
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("float64 is for plain PyTorch")
+    layers = [(layer + 1) * _logits(24, 7, layer).to(device, dtype).view(4, 6, 7) for layer in range(3)]
+    mask = torch.arange(24, device=device).view(4, 6) % 5 != 0 if masked else None
+    indices = [moe.route(logits, 2)[1] for logits in layers]
+    preference = Preference(backend=backend)
+    leaves = [logits.clone().requires_grad_() for logits in layers]
+    loss = moe.load_balancing_loss(leaves, indices, mask, preference=preference)
+    gradients = torch.autograd.grad(loss, leaves)
+
+    exact = [logits.double().clone().requires_grad_() for logits in layers]
+    concatenated = torch.cat([logits.view(24, 7) for logits in exact])
+    truth = as_hugging_face(concatenated, 2, None if mask is None else mask.view(24).repeat(3))
+    expected = torch.autograd.grad(truth, exact)
+
+    stacked = torch.stack(layers)
+    counted = None if mask is None else mask.expand(3, 4, 6)
+    plan = adjoint.plan(moe.load_balancing_loss, layers, indices, mask, preference=preference)
+    assert plan.adjoint is not None and loss.dtype == dtype
+    rest = stacked.double(), torch.stack(indices), counted
+    assert plan.guarantee["loss"].error.measure(loss.detach(), truth.detach(), *rest).holds
+    error, one = plan.adjoint.guarantee["dlogits"].error, torch.ones((), dtype=torch.float64, device=device)
+    assert error.measure(torch.stack(gradients), torch.stack(expected), one, *rest).holds
+
+    mean = sum(float(moe.load_balancing_loss(x, i, mask)) for x, i in zip(layers, indices, strict=True)) / 3
+    assert abs(mean - float(loss.detach())) > 1e-3, "which the mean of the layers' losses is not"
+    if dtype == torch.float64:
+        assert torch.autograd.gradcheck(lambda *x: moe.load_balancing_loss(x, indices, mask), leaves)
+
+
+def test_layers_may_come_in_a_compiled_function(device: torch.device) -> None:
+    layers = tuple(_logits(10, 6, layer).to(device) for layer in range(2))
+    indices = tuple(moe.route(logits, 2)[1] for logits in layers)
+    torch._dynamo.reset()
+    compiled = torch.compile(moe.load_balancing_loss, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(layers, indices), moe.load_balancing_loss(list(layers), list(indices)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_losses_in_float64(masked: bool, device: torch.device) -> None:
+    """Within bounds of 2⁻⁵³ of another formulation; and the loss is float64."""
+    logits = _logits(50, 12).to(device).double()
+    mask = torch.arange(50, device=device) % 3 != 0 if masked else None
+    _, indices = moe.route(logits, 3)
+    assert inside(moe.load_balancing_loss, "eager", lambda x: as_hugging_face(x, 3, mask), logits, indices, mask)
+    counted = slice(None) if mask is None else mask
+    assert inside(moe.z_loss, "eager", lambda x: (x[counted].exp().sum(-1).log() ** 2).mean(), logits, mask)
+    assert moe.load_balancing_loss(logits, indices, mask).dtype == moe.z_loss(logits, mask).dtype == torch.float64
 
 
 @backends

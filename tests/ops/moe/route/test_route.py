@@ -1,8 +1,9 @@
 """The router: what only it knows. The shared checks are in test_contract."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from adjoint.core.kernels import interpreting
 from adjoint.ops.moe.route import reference
 from adjoint.verify.bits import same_bits
 from tests.ops.moe.routing import HALF, INFINITY, NAN, SINGLE, adversarial, wrongs
+from tests.promises import broken
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -56,6 +58,74 @@ def test_modes(mode: str, biased: bool, backend: str, device: torch.device) -> N
     bias = _bias(40, device) if biased else None
     dtype = SINGLE if "sigmoid" in mode else HALF
     assert not wrongs(adversarial(40, dtype).to(device), 6, backend, bias=bias, **MODES[mode])
+
+
+# ----------------------------------------------------------------------------------------------- float64
+
+DOUBLE = torch.float64
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("mode", ["softmax", *MODES])
+def test_modes_in_float64(mode: str, biased: bool, device: torch.device) -> None:
+    bias = _bias(40, device).double() if biased else None
+    options = MODES.get(mode, {})
+    logits = adversarial(40, DOUBLE).to(device)
+    assert not wrongs(logits, 6, "eager", bias=bias, **options)
+    weights, indices = moe.route(logits, 6, bias=bias, **options)
+    assert weights.dtype == DOUBLE and indices.dtype == torch.int64
+
+
+def test_float64_compares_what_float32_cannot_tell_apart(device: torch.device) -> None:
+    """Sigmoids, sums with a bias and sums of groups that round to one float32."""
+    close = torch.tensor([[2.0, 2.0 + 1e-12, 1.0, 1.0 + 1e-12]], dtype=DOUBLE, device=device)
+    assert moe.route(close, 2, score="sigmoid")[1].tolist() == [[1, 0]]
+    assert moe.route(close.float(), 2, score="sigmoid")[1].tolist() == [[0, 1]]
+    bias = torch.tensor([0.0, 0.0, 5.0, 5.0], dtype=DOUBLE, device=device)
+    assert moe.route(close, 2, bias=bias)[1].tolist() == [[3, 2]]
+    groups = torch.tensor([[2.0, 1.0, 2.0, 1.0 + 1e-12]], dtype=DOUBLE, device=device)
+    assert moe.route(groups, 2, num_groups=2, groups_kept=1)[1].tolist() == [[2, 3]]
+
+
+def _in_many_digits(logits: list[Any], upstream: list[Any], chosen: list[int], score: str, renormalize: bool) -> Any:
+    """Weights of the chosen experts of a row, and the gradient of its logits, by the formulas of the docs."""
+    shares = [mpmath.exp(x) for x in logits]
+    shares = [s / sum(shares) for s in shares] if score == "softmax" else [1 / (1 + mpmath.exp(-x)) for x in logits]
+    total = sum(shares[e] for e in chosen) if renormalize else mpmath.mpf(1)
+    weights = [shares[e] / total for e in chosen]
+    dot = sum(w * dw for w, dw in zip(weights, upstream, strict=True))
+    gradient = [mpmath.mpf(0)] * len(logits)
+    if score == "softmax" and not renormalize:
+        gradient = [-s * dot for s in shares]
+    for e, w, dw in zip(chosen, weights, upstream, strict=True):
+        slope = w * (dw - dot if renormalize else dw)
+        gradient[e] += slope * (1 - shares[e] if score == "sigmoid" else 1)
+    return weights, gradient
+
+
+@pytest.mark.parametrize("scale", [1, 30, 1000])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_float64_is_inside_its_bound_of_many_digits(
+    score: Literal["softmax", "sigmoid"], renormalize: bool, scale: float, device: torch.device
+) -> None:
+    source = torch.Generator().manual_seed(scale)
+    logits = (scale * torch.randn(6, 9, generator=source, dtype=DOUBLE)).to(device).requires_grad_()
+    upstream = torch.randn(6, 4, generator=source, dtype=DOUBLE).to(device)
+    weights, indices = moe.route(logits, 4, score=score, renormalize=renormalize)
+    (gradient,) = torch.autograd.grad(weights, logits, upstream)
+    rows = logits.detach()
+    plan = adjoint.plan(moe.route, rows, 4, score=score, renormalize=renormalize)
+    assert plan.adjoint is not None
+    limits = plan.guarantee["weights"].error.bound(rows), plan.adjoint.guarantee["dlogits"].error.bound(upstream, rows)  # type: ignore[union-attr]
+    results = weights.detach(), gradient
+    with mpmath.workdps(1500):  # e^−3000 beside 1
+        for row in range(6):
+            numbers = [[mpmath.mpf(x) for x in values[row].tolist()] for values in (rows, upstream)]
+            exact = _in_many_digits(*numbers, indices[row].tolist(), score, renormalize)
+            for got, truth, limit in zip(results, exact, limits, strict=True):
+                for value, right, most in zip(got[row].tolist(), truth, limit[row].tolist(), strict=True):
+                    assert abs(mpmath.mpf(value) - right) <= mpmath.mpf(most)
 
 
 @backends
@@ -241,12 +311,12 @@ def test_the_references_agree_with_finite_differences(score: str, renormalize: b
 def test_as_a_router_is_written_in_pytorch() -> None:
     """softmax, top-k, divide by the sum: what the mixture blocks of Hugging Face's Qwen models do."""
     logits = torch.randn(50, 16, generator=torch.Generator().manual_seed(7))
-    shares = torch.softmax(logits, -1, dtype=torch.float32)
-    values, chosen = torch.topk(shares, 4, -1)
+    values, chosen = torch.topk(torch.softmax(logits.double(), -1), 4, -1)
     weights, indices = moe.route(logits, 4)
     assert torch.equal(indices, chosen)
-    torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True))
-    torch.testing.assert_close(moe.route(logits, 4, renormalize=False)[0], values)
+    for renormalize, exact in ((True, values / values.sum(-1, keepdim=True)), (False, values)):
+        weights, _ = moe.route(logits, 4, renormalize=renormalize)
+        assert not broken(moe.route, (logits,), {"weights": (weights, exact)}, k=4, renormalize=renormalize)
 
 
 @pytest.mark.kernels
@@ -275,6 +345,7 @@ def test_the_operator_checks_what_it_is_given(device: torch.device) -> None:
     backward = torch.ops.adjoint.moe_route_backward
     for changed, words in (
         ((weights.double(), weights, indices, None), "dweights must be float32"),
+        ((weights, weights.double(), indices, None), "weights must be float32"),
         ((weights, weights, indices.int(), None), "indices must be int64"),
         ((weights[:2], weights, indices, None), "dweights must have the shape of weights"),
         ((weights, weights, indices, weights), "logits must have shape"),

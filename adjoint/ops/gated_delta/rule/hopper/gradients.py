@@ -34,6 +34,9 @@ from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
 
+MINUS_ZERO = gl.constexpr(-(2**31))
+"""The bits of −0 in float32, which is e^G of a token that resets the state."""
+
 
 @gluon.jit
 def _add(a, b):
@@ -186,7 +189,6 @@ def rule_gradients_hopper(
         last = index % GROUP == GROUP - 1
         item = program + index // GROUP * step
         next_item = program + (index + 1) // GROUP * step
-        lane = (item * GROUP + index % GROUP).to(gl.int64)
         head = (item % KEY_HEADS * GROUP + index % GROUP).to(gl.int64)
         next_lane = (next_item * GROUP + (index + 1) % GROUP).to(gl.int64)
         next_head = (next_item % KEY_HEADS * GROUP + (index + 1) % GROUP).to(gl.int64)
@@ -294,13 +296,16 @@ def rule_gradients_hopper(
         before = gl.associative_scan(until, 0, _add) - until
         d_gates = gl.associative_scan(gl.convert_layout(since, TOKENS), 0, _add, reverse=True) + before
         token = gl.arange(0, CHUNK, TOKENS)
-        decay = gl.sum(gl.where(token == CHUNK - 1, gl.convert_layout(e_G, TOKENS), 0.0), 0)
+        e_G = gl.convert_layout(e_G, TOKENS)
+        decay = gl.sum(gl.where(token == CHUNK - 1, e_G, 0.0), 0)
         through_state = gl.sum(of_states.load(EVERYWHERE), 0) * decay
         gate_place = (first_token.to(gl.int64) * HEADS + head) + token.to(gl.int64) * HEADS
         gl.store(
             dbeta + gate_place, gl.convert_layout(d_strengths, TOKENS).to(dbeta.dtype.element_ty), mask=token < rows
         )
-        gl.store(dg + gate_place, (d_gates + through_state).to(dg.dtype.element_ty), mask=token < rows)
+        is_reset = e_G.to(gl.int32, bitcast=True) == MINUS_ZERO
+        d_gates = gl.where(is_reset, 0.0, d_gates + through_state)
+        gl.store(dg + gate_place, d_gates.to(dg.dtype.element_ty), mask=token < rows)
 
         if last:
             key_head = (item % KEY_HEADS).to(gl.int64)

@@ -81,26 +81,20 @@ def _load_bounds(cu_seqlens, number, status_word, fault, sequences, tokens, RAIS
 @triton.jit
 def rule_sequence_bounds(
     cu_seqlens: Pointer.bound, sequence_begins: Pointer.int32, first_spans: Pointer.int32, status_word: Pointer.int64,
-    fault: Int32, sequences: Int32, tokens: Int64, time: Int32,
-    PACKED: tl.constexpr, RAISE: tl.constexpr, SPAN: tl.constexpr,
+    fault: Int32, sequences: Int32, tokens: Int64, RAISE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Sums over all sequences, by one program: cu_seqlens that descend are taken as their running maximum."""
-    spans_of_row = tl.cdiv(time, SPAN)
     zero = tl.zeros([], tl.int32)
     last_bound, last_before, total = zero, zero, zero
     for start in range(0, sequences + 1, BOUNDS_BLOCK):
         number = start + tl.arange(0, BOUNDS_BLOCK)
         inside = number <= sequences
-        if PACKED:
-            bound, before = _load_bounds(cu_seqlens, number, status_word, fault, sequences, tokens, RAISE)
-            bound, first, last_bound, last_before, total = _scan_bounds(
-                bound, before, inside, number, last_bound, last_before, total, SPAN
-            )
-            tl.store(sequence_begins + number, bound, inside)
-            tl.store(first_spans + number, first, inside)
-        else:
-            tl.store(sequence_begins + number, (number.to(tl.int64) * time).to(tl.int32), inside)
-            tl.store(first_spans + number, number * spans_of_row, inside)
+        bound, before = _load_bounds(cu_seqlens, number, status_word, fault, sequences, tokens, RAISE)
+        bound, first, last_bound, last_before, total = _scan_bounds(
+            bound, before, inside, number, last_bound, last_before, total, SPAN
+        )
+        tl.store(sequence_begins + number, bound, inside)
+        tl.store(first_spans + number, first, inside)
 
 
 @kernel(budget=SMALL, targets=NVIDIA)
@@ -249,16 +243,14 @@ def _bind_spans(setup: Setup, shape: Shape, span: int, raises: bool) -> Callable
 
 
 def bind_bounds(setup: Setup, shape: Shape, span: int, raises: bool) -> Callable[..., None]:
-    """Where sequences begin, and their first spans: all there is to say where there are no tokens."""
-    bounds = setup.kernel(
-        rule_sequence_bounds, bound=shape.ids or torch.int32, PACKED=shape.is_packed, RAISE=raises, SPAN=span
-    )
+    """Where packed sequences begin, and their first spans: all there is to say where there are no tokens."""
+    bounds = setup.kernel(rule_sequence_bounds, bound=shape.ids, RAISE=raises, SPAN=span)
 
-    def launch(memory: Memory, cu_seqlens: Tensor | None, first_spans: Any) -> None:
+    def launch(memory: Memory, cu_seqlens: Tensor, first_spans: Any) -> None:
         bounds.launch(
-            (1,), cu_seqlens=first_spans if cu_seqlens is None else cu_seqlens,
-            sequence_begins=memory["sequence_begins"], first_spans=first_spans, status_word=status_word(setup.device),
-            fault=SEQUENCES_OUT_OF_ORDER.row, sequences=shape.sequences, tokens=shape.tokens, time=shape.time,
+            (1,), cu_seqlens=cu_seqlens, sequence_begins=memory["sequence_begins"], first_spans=first_spans,
+            status_word=status_word(setup.device), fault=SEQUENCES_OUT_OF_ORDER.row, sequences=shape.sequences,
+            tokens=shape.tokens,
         )  # fmt: skip
 
     return launch

@@ -17,7 +17,7 @@ from adjoint.core.launch import Setup
 from adjoint.core.workspace import Memory
 from adjoint.device.faults import record
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.arguments import POSITIVE_GATE
+from adjoint.ops.gated_delta.arguments import POSITIVE_GATE, RESET
 from adjoint.ops.gated_delta.rule.shape import Shape
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import (
     INDEX_COUNT,
@@ -33,6 +33,9 @@ GATE_LOW, GATE_STRENGTH, GATE_FROM_START, GATE_TO_END, GATE_ROWS = map(tl.conste
 
 GATE_DECAY = tl.constexpr(4 * 64 - 1)
 """Where e^Γ lies: the last of e^G."""
+
+LEAST = tl.constexpr(RESET[torch.float32])
+"""What a lower g counts as in running sums."""
 
 HEADS = tl.constexpr(8)
 """Value heads of a program."""
@@ -80,6 +83,9 @@ def rule_gates(
 ):  # fmt: skip
     """The running sum of g in float64, and what is computed from it; tokens past the end have g = 0 and β = 0.
 
+    A g that resets the state counts as LEAST: e^{G_i−G_j} is 0 across it, and sums stay small enough for the others.
+    Its own e^G is −0, by which kernels whose sums are not exactly 0 there know that its gradient is.
+
     With INDEX the sequences are the rows of a batch, and where they lie is written here, with SEGMENTS of segments too.
     No argument of this kernel is promised to be aligned, so its sums have one layout and one order.
     """
@@ -110,6 +116,8 @@ def rule_gates(
     decay = tl.load(g_row + wide_head * g_head_stride, inside, other=0).to(tl.float32)
     if RAISE:
         record(status_word, fault, token[:, None] * heads + wide_head, decay.to(tl.int64), inside & (decay > 0))
+    is_reset = decay < LEAST
+    decay = tl.where(is_reset, LEAST, decay)
     G = tl.cumsum(decay.to(tl.float64), 0)
     high = G.to(tl.float32)
     low = (G - high.to(tl.float64)).to(tl.float32)
@@ -119,10 +127,11 @@ def rule_gates(
     place = gates + (slot.to(tl.int64) * heads + wide_head) * (GATE_ROWS * CHUNK) + row[:, None]
     stored = (head < heads)[None, :] & (row < CHUNK)[:, None]
     from_start = tl.exp(high)
+    from_start = tl.where(is_reset, from_start * -1.0, from_start + from_start * low)
     tl.store(place, high, stored)
     tl.store(place + GATE_LOW * CHUNK, low, stored)
     tl.store(place + GATE_STRENGTH * CHUNK, strength, stored)
-    tl.store(place + GATE_FROM_START * CHUNK, from_start + from_start * low, stored)
+    tl.store(place + GATE_FROM_START * CHUNK, from_start, stored)
     tl.store(place + GATE_TO_END * CHUNK, tl.exp((end[None, :] - G).to(tl.float32)), stored)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.errors import ArgumentError
+from adjoint.core.flops import Flops, no_products
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short, wide_dtype
@@ -30,8 +31,14 @@ def _stage(
     check: Callable[..., None],
     allocate: Callable[..., tuple[Tensor, ...]],
     options: str = "int chunk",
+    flops: Flops = no_products,
+    flops_backward: Flops = no_products,
 ) -> Op:
-    """A stage that takes `cu_seqlens` after its inputs, and has one plan."""
+    """A stage that takes `cu_seqlens` after its inputs, and has one plan.
+
+    Its operations are those of products of whole chunks, not of their lower halves; q and k of a key head are
+    multiplied once for all of its value heads.
+    """
 
     def describe(*arguments: Any) -> Facts:
         return Facts(tuple(x.dtype for x in arguments[: len(inputs)]), sizes=(arguments[0].shape[-1],))
@@ -46,7 +53,12 @@ def _stage(
         allocate=allocate,
         describe=describe,
         forward=lambda: plans.STAGES[name][:1],
-        adjoint=Adjoint(lambda: plans.STAGES[name][1:], lambda *everything: describe(*everything[len(outputs) :])),
+        flops=flops,
+        adjoint=Adjoint(
+            lambda: plans.STAGES[name][1:],
+            lambda *everything: describe(*everything[len(outputs) :]),
+            flops=flops_backward,
+        ),
     )
 
 
@@ -84,6 +96,9 @@ def cumulative_decay(
 ) -> Float[Tensor, "batch time value_heads"]:
     """G, the running sum of g within each chunk, in float32 (float64 for float64).
 
+    A g below −104 (−746 for float64), −inf included, counts as that: e^g is 0 either way, the state is reset, and G
+    stays finite, as the other stages need it: they take differences of it. Its gradient is 0.
+
     >>> import torch
     >>> cumulative_decay(torch.full((1, 5, 1), -1.0), 2).flatten()
     tensor([-1., -2., -1., -2., -1.])
@@ -106,12 +121,25 @@ def _check_gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None, c
     require_cu_seqlens(op, cu_seqlens, k, "k")
 
 
+def _flops_gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None, chunk: int) -> int:
+    """k kᵀ"""
+    return 2 * k.numel() * chunk
+
+
+def _flops_gram_backward(dA: Tensor, *arguments: Any) -> int:
+    """dk = (E + Eᵀ) k, with E summed over the value heads first; dβ and dG have k kᵀ from the forward."""
+    *inputs, need = arguments
+    return _flops_gram(*inputs) if need & 1 else 0
+
+
 _gram = _stage(
     "gram",
     ("k", "beta", "G"),
     ("A",),
     _check_gram,
     lambda k, beta, G, cu_seqlens, chunk: (beta.new_empty((*beta.shape, chunk)),),
+    flops=_flops_gram,
+    flops_backward=_flops_gram_backward,
 )
 
 
@@ -148,7 +176,20 @@ def _check_solve(A: Tensor, cu_seqlens: Tensor | None) -> None:
     require_cu_seqlens("solve", cu_seqlens, A, "A")
 
 
-_solve = _stage("solve", ("A",), ("T",), _check_solve, lambda A, cu_seqlens: (A.new_empty(A.shape),), options="")
+def _flops_solve_backward(dT: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Tᵀ dT Tᵀ. The forward counts nothing, as torch counts nothing for triangular systems."""
+    return 2 * 2 * A.numel() * A.shape[3]
+
+
+_solve = _stage(
+    "solve",
+    ("A",),
+    ("T",),
+    _check_solve,
+    lambda A, cu_seqlens: (A.new_empty(A.shape),),
+    options="",
+    flops_backward=_flops_solve_backward,
+)
 
 
 @_solve.public
@@ -198,8 +239,26 @@ def _allocate_carry(
     return u.new_empty(u.shape), state.new_empty((places, *state.shape[1:])), state.new_empty(state.shape)
 
 
+def _flops_carry(k: Tensor, w: Tensor, u: Tensor, *rest: Any) -> int:
+    """w S and kᵀ v'"""
+    return 2 * 2 * w.numel() * u.shape[3]
+
+
+def _flops_carry_backward(dvalues: Any, dstates: Any, dfinal: Any, k: Tensor, w: Tensor, u: Tensor, *rest: Any) -> int:
+    """k dS⁺ and wᵀ dv', which all gradients need; dv' Sᵀ for dw, v' dS⁺ᵀ for dk."""
+    need = rest[-1]
+    products = 2 * bool(need) + (need & 1) + (need >> 1 & 1)
+    return 2 * products * w.numel() * u.shape[3]
+
+
 _carry = _stage(
-    "carry", ("k", "w", "u", "G", "state"), ("values", "states", "final_state"), _check_carry, _allocate_carry
+    "carry",
+    ("k", "w", "u", "G", "state"),
+    ("values", "states", "final_state"),
+    _check_carry,
+    _allocate_carry,
+    flops=_flops_carry,
+    flops_backward=_flops_carry_backward,
 )
 
 
@@ -244,6 +303,22 @@ def _check_output(*arguments: Any) -> None:
     metadata.require_states(op, "states", states, shape, q, tokens="q, k and values")
 
 
+def _flops_output(q: Tensor, k: Tensor, values: Tensor, *rest: Any) -> int:
+    """q S, q kᵀ, and its product with v'"""
+    *_, chunk, _scale = rest
+    return 2 * (q.numel() * chunk + values.numel() * (q.shape[3] + chunk))
+
+
+def _flops_output_backward(do: Tensor, q: Tensor, k: Tensor, values: Tensor, *rest: Any) -> int:
+    """M k and Mᵀ q, by key head; do Sᵀ for dq and dG, do v'ᵀ for M, and one product each for dv' and dS."""
+    *_, chunk, _scale, need = rest
+    need_q, need_k, need_values, need_states, need_G = (need >> bit & 1 for bit in range(5))
+    of_states = (need_q | need_G) + need_states
+    of_chunks = (need_q | need_k | need_G) + need_values
+    of_scores = need_q + need_k
+    return 2 * (q.numel() * chunk * of_scores + values.numel() * (q.shape[3] * of_states + chunk * of_chunks))
+
+
 _output = _stage(
     "output",
     ("q", "k", "values", "states", "G"),
@@ -251,6 +326,8 @@ _output = _stage(
     _check_output,
     lambda q, k, values, *_: (values.new_empty(values.shape),),
     options="int chunk, float scale",
+    flops=_flops_output,
+    flops_backward=_flops_output_backward,
 )
 
 

@@ -1,6 +1,8 @@
 """The chunks that the stages without kernels are tested and verified on."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor
 
 from adjoint.contract.cases import BadCall, Case, Inputs, Make, Subject, Workload
 from adjoint.core.plan import Call
+from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.gated_delta import reference
+from adjoint.ops.gated_delta.arguments import RESET
 from adjoint.ops.gated_delta.stages.chunks import carry, cumulative_decay, gram, output, solve
 from adjoint.ops.gated_delta.values import CPU, Function, Sizes, chunk_places, gradients, tokens, w_u, zeros
 
@@ -26,7 +30,8 @@ def _padded(matrix: Tensor) -> Tensor:
     return F.pad(matrix, (0, _CHUNK - matrix.shape[-1])).transpose(0, 1)
 
 
-def _decay(g: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+def _decay(g: Tensor, cu_seqlens: Tensor | None, least: float = -torch.inf) -> tuple[Tensor, ...]:
+    g = torch.where(g < least, least, g)
     return (_joined([g[at].cumsum(0) for _, _, at in chunk_places(g, cu_seqlens, _CHUNK)], g),)
 
 
@@ -61,13 +66,15 @@ def _output(
     return (_joined(parts, values),)
 
 
-def _inputs_of(stage: str, shape: Sizes, cu_seqlens: tuple[int, ...] | None = None) -> Make:
+def _inputs_of(
+    stage: str, shape: Sizes, cu_seqlens: tuple[int, ...] | None = None, resets: tuple[int, ...] = ()
+) -> Make:
     """The inputs of a stage, as the stages before it give them."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-        q, k, v, g, beta, state, bounds = tokens(shape, cu_seqlens=cu_seqlens)(dtype, CPU, generator)
+        q, k, v, g, beta, state, bounds = tokens(shape, cu_seqlens=cu_seqlens, resets=resets)(dtype, CPU, generator)
         wide = g.dtype
-        (G,) = _decay(g, bounds)
+        (G,) = _decay(g, bounds, RESET[wide])
         (A,) = _gram(k.to(wide), beta, G, bounds)
         w, u = (x.to(dtype) for x in w_u(k.to(wide), v.to(wide), beta, G, _solve(A, bounds)[0], bounds))
         values, states, _ = _carry(k.to(wide), w.to(wide), u.to(wide), G, state, bounds)
@@ -84,6 +91,8 @@ def _inputs_of(stage: str, shape: Sizes, cu_seqlens: tuple[int, ...] | None = No
 
 
 _SMALL, _PACKED = (1, 5, 1, 2, 3, 2), (1, 30, 1, 2, 4, 5)
+_RESETS, _AFTER_RESETS = (0, 3, 4, 6, 17, 20), ("gram", "carry", "output")
+"""Tokens whose g is −inf, and the stages that take the running sums of them."""
 
 
 def _stage(function: Callable[..., Any], inputs: tuple[str, ...], exact: Function, outputs: int = 1) -> Subject:
@@ -111,6 +120,11 @@ def _stage(function: Callable[..., Any], inputs: tuple[str, ...], exact: Functio
         cases=(
             Case("few tokens", _inputs_of(name, _SMALL)),
             Case("packed", _inputs_of(name, _PACKED, (0, 0, 1, 18, 30))),
+            *(
+                (Case("resets", _inputs_of(name, _PACKED, (0, 0, 1, 18, 30), _RESETS)),)
+                if name in _AFTER_RESETS
+                else ()
+            ),
         ),
         mistakes={"zero output": zeros},
         dtypes=(torch.float64, torch.float32 if name == "solve" else torch.bfloat16),
@@ -118,8 +132,20 @@ def _stage(function: Callable[..., Any], inputs: tuple[str, ...], exact: Functio
     )
 
 
+def _resets(dtype: torch.dtype) -> Subject:
+    """Running sums of g with −inf, in one dtype: which numbers stand for it depends on that."""
+    exact = partial(_decay, least=RESET[wide_dtype(dtype)])
+    return replace(
+        _stage(cumulative_decay, ("g",), exact),
+        name=f"cumulative_decay[resets, {short(dtype)}]",
+        cases=(Case("resets", _inputs_of("cumulative_decay", _PACKED, (0, 0, 1, 18, 30), _RESETS)),),
+        dtypes=(dtype,),
+    )
+
+
 SUBJECTS = (
     _stage(cumulative_decay, ("g",), _decay),
+    *map(_resets, (torch.float64, torch.bfloat16)),
     _stage(gram, ("k", "beta", "G"), _gram),
     _stage(solve, ("A",), _solve),
     _stage(carry, ("k", "w", "u", "G", "state"), _carry, 3),

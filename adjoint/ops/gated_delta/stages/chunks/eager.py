@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
+from adjoint.ops.gated_delta.arguments import RESET
 from adjoint.ops.gated_delta.rule.eager import inverse
-from adjoint.ops.gated_delta.stages.in_chunks import Chunks, decays
+from adjoint.ops.gated_delta.stages.in_chunks import Chunks
 
 # ------------------------------------------------------------------------------------- cumulative_decay
 
 
 def cumulative_decay(g: Tensor, cu_seqlens: Tensor | None, chunk: int, outputs: tuple[Tensor, ...]) -> None:
+    """G = Σ g_j over the j ≤ t of its chunk, where a g that resets the state counts as RESET."""
     chunks = Chunks(g, cu_seqlens, chunk, raises=True)
-    outputs[0].copy_(chunks.tokens(chunks.gather(g, torch.float64).cumsum(-1)))
+    bounded = chunks.gather(g, torch.float64).clamp_min_(RESET[wide_dtype(g.dtype)])
+    outputs[0].copy_(chunks.tokens(bounded.cumsum(-1)))
 
 
 def cumulative_decay_backward(dG: Tensor, g: Tensor, cu_seqlens: Tensor | None, chunk: int) -> tuple[Tensor, ...]:
-    """dg_t = Σ dG_i over the i ≥ t of its chunk."""
+    """dg_t = Σ dG_i over the i ≥ t of its chunk, 0 where g resets the state."""
     chunks = Chunks(g, cu_seqlens, chunk)
-    return (chunks.tokens(chunks.gather(dG, torch.float64).flip(-1).cumsum(-1).flip(-1)),)
+    dg = chunks.tokens(chunks.gather(dG, torch.float64).flip(-1).cumsum(-1).flip(-1))
+    return (dg.masked_fill(g < RESET[wide_dtype(g.dtype)], 0),)
 
 
 # ------------------------------------------------------------------------------------------------- gram
@@ -39,7 +43,7 @@ def gram(
     keys = chunks.gather(k, kind)
     products = (keys @ keys.mT).repeat_interleave(repeat, 1)
     strength = chunks.gather(beta, kind).unsqueeze(-1)
-    outputs[0].copy_(chunks.tokens(products.mul_(decays(chunks.gather(G, kind), -1)).mul_(strength)))
+    outputs[0].copy_(chunks.tokens(products.mul_(chunks.decays(chunks.gather(G, kind), -1)).mul_(strength)))
 
 
 def gram_backward(
@@ -49,7 +53,7 @@ def gram_backward(
     chunks, kind, repeat = Chunks(k, cu_seqlens, chunk), wide_dtype(k.dtype), _repeat(beta, k)
     keys = chunks.gather(k, kind, repeat)
     strength = chunks.gather(beta, kind).unsqueeze(-1)
-    N = chunks.gather(dA, kind) * decays(chunks.gather(G, kind), -1)
+    N = chunks.gather(dA, kind) * chunks.decays(chunks.gather(G, kind), -1)
     through = N * (keys @ keys.mT)
     dbeta = through.sum(-1)
     through.mul_(strength)
@@ -162,7 +166,7 @@ class _Output:
         self.q, self.k = chunks.gather(q, kind, self.repeat), chunks.gather(k, kind, self.repeat)
         self.values, self.states = chunks.gather(values, kind), states[chunks.state_places]
         decay = chunks.gather(G, kind)
-        self.from_start, self.between = decay.exp().unsqueeze(-1), decays(decay, 0)
+        self.from_start, self.between = decay.exp().unsqueeze(-1), chunks.decays(decay, 0)
 
 
 def output(*arguments: Any) -> None:

@@ -2,16 +2,23 @@
 
 import torch
 
-from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
+from adjoint.ops.gated_delta.arguments import RESET
+from adjoint.ops.gated_delta.promises import BACKWARD, DOMAIN, FORWARD
 from adjoint.ops.gated_delta.stages.chunks import eager
 from adjoint.ops.gated_delta.stages.in_pytorch import backward, forward, promised
 
 _DOUBLE = torch.float64
+_RESETS = f"a g below {RESET[torch.float32]:g}, of float64 {RESET[torch.float64]:g}, down to −inf counts as that"
 
 STAGES = {
     "cumulative_decay": (
-        forward(eager.cumulative_decay, promised(FORWARD, _DOUBLE, G="wide")),
-        backward(eager.cumulative_decay_backward, promised(BACKWARD, _DOUBLE, dg=0), has_need=False),
+        forward(eager.cumulative_decay, promised(FORWARD, _DOUBLE, DOMAIN, _RESETS, G="wide"), revision=2),
+        backward(
+            eager.cumulative_decay_backward,
+            promised(BACKWARD, _DOUBLE, DOMAIN, f"{_RESETS}; its gradient is 0", dg=0),
+            has_need=False,
+            revision=2,
+        ),
     ),
     "gram": (
         forward(eager.gram, promised(FORWARD, A="wide")),

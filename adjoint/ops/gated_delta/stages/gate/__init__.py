@@ -4,6 +4,8 @@ Adjoint, with t = a + dt_bias:
 
     da = −dg·e^{A_log}·σ(t),   db = dβ·β·(1 − β),   dA_log = Σ dg·g,   ddt_bias = Σ da
 
+A token whose dg is 0 adds 0 to every gradient, where g is −inf too: the state is reset there, and the rule's dg is 0.
+
 In plain PyTorch computed in float64 and rounded once, the sums over all tokens too; by kernels in float32. Under
 autocast nothing is cast.
 """

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Special, Subject, Workload
 from adjoint.core.plan import Call, bind
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import reference
@@ -47,6 +47,15 @@ GATE = Subject(
     dtypes=(torch.float64, torch.bfloat16),
     batched=("a", "b"),
     rebatched=_fewer_tokens,
+    specials=(
+        Special(
+            "a gate that resets the state, and is not used",
+            inputs=(torch.inf, 0.0, 0.0, 0.0),
+            upstream=-0.0,
+            outputs=(-torch.inf, 0.5),
+            gradients=(0.0, -0.0, 0.0, 0.0),
+        ),
+    ),
 )
 
 SUBJECTS = (GATE,)

@@ -22,8 +22,12 @@ def backward(
     t, rate = a.double() + dt_bias.double(), A_log.double().exp()
     upstream = torch.zeros_like(t) if dg is None else dg.double()
     of_beta = torch.zeros_like(t) if dbeta is None else dbeta.double()
-    da = upstream * t.sigmoid() * -rate
-    through = upstream * _softplus(t) * -rate
+
+    def through(slope: Tensor) -> Tensor:
+        """−dg·e^{A_log}·slope, 0 where dg is: a g of −inf, which resets the state, has infinite factors."""
+        return torch.where(upstream == 0, -upstream, upstream * slope * -rate)
+
+    da, of_rate = through(t.sigmoid()), through(_softplus(t))
     beta = b.double().sigmoid()
     db = of_beta * beta * b.double().neg().sigmoid()
-    return da, db, through.reshape(-1, heads).sum(0), da.reshape(-1, heads).sum(0)
+    return da, db, of_rate.reshape(-1, heads).sum(0), da.reshape(-1, heads).sum(0)

@@ -58,6 +58,12 @@ def softplus_of(t, small):
     return tl.maximum(t, 0.0) + 2.0 * (s + s * (z * series))
 
 
+@triton.jit
+def through_rate(dg, rate, slope):
+    """−dg·e^{A_log}·slope, 0 where dg is: a g of −inf, which resets the state, has infinite factors."""
+    return tl.where(dg == 0, dg * -1.0, dg * -rate * slope)
+
+
 @kernel(budget=_BUDGET, schedule=("COLUMNS", "ROWS"))
 @triton.jit
 def gated_delta_gate(
@@ -103,13 +109,13 @@ def gated_delta_gate_backward(
         t = tl.load(a + row_offsets(row, a_inner, a_outer, a_step) + head[None, :], inside, other=0).to(tl.float32)
         t += bias
         place = dg + row_offsets(row, dg_inner, dg_outer, dg_step) + head[None, :]
-        upstream = tl.load(place, inside & (has_dg != 0), other=0).to(tl.float32) * -rate
+        upstream = tl.load(place, inside & (has_dg != 0), other=0).to(tl.float32)
         small = tl.exp(-tl.abs(t))
-        of_a = upstream * sigmoid_of(t, small)
+        of_a = through_rate(upstream, rate, sigmoid_of(t, small))
         if NEED_A:
             tl.store(da + at, of_a.to(da.dtype.element_ty), inside)
         if NEED_SUMS:
-            through = tl.where(inside, upstream * softplus_of(t, small), 0.0)
+            through = tl.where(inside, through_rate(upstream, rate, softplus_of(t, small)), 0.0)
             plane = runs * HEADS
             target = sums + run.to(tl.int64) * HEADS + head
             tl.store(target, sums_of_run(through, COLUMNS), in_head)

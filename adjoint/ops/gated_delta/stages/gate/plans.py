@@ -1,6 +1,7 @@
 """Which code serves `gate`, and what it guarantees."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -93,7 +94,8 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 
     def of(name: str, kind: torch.dtype) -> Guarantee:
         item, domain = ("", f"{_FINITE}; {_ORDER}") if _FORMULAS[name] is _SUM else ("token", _FINITE)
-        return guarantee(kind, item, _FORMULAS[name], _bound(problem, name, kind), domain)
+        stated = guarantee(kind, item, _FORMULAS[name], _bound(problem, name, kind), domain)
+        return replace(stated, special_values=_UNUSED) if name in _GRADIENT_NAMES else stated
 
     return {name: of(name, kind) for name, kind in dtypes.items()}
 
@@ -102,8 +104,9 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 _KERNELS = ("adjoint.ops.gated_delta.stages.gate.kernels", refuse, _guarantee, _SCHEDULES)
 _EAGER_DOMAIN = "every finite input whose results are finite"
+_UNUSED = "a token whose dg is 0 adds 0 to da, dA_log and ddt_bias, where its g is −inf too"
 _OUTPUTS = in_pytorch.promised(FORWARD, torch.float64, _EAGER_DOMAIN, g="wide", beta="wide")
-_GRADIENTS = in_pytorch.promised(BACKWARD, torch.float64, _EAGER_DOMAIN, da=0, db=1, dA_log=2, ddt_bias=3)
+_GRADIENTS = in_pytorch.promised(BACKWARD, torch.float64, _EAGER_DOMAIN, _UNUSED, da=0, db=1, dA_log=2, ddt_bias=3)
 
 GATE = (on_kernels("gated_delta_gate", *_KERNELS), in_pytorch.forward(eager.forward, _OUTPUTS))
 GATE_BACKWARD = (on_kernels("gated_delta_gate_backward", *_KERNELS), in_pytorch.backward(eager.backward, _GRADIENTS))

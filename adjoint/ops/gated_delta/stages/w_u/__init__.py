@@ -53,6 +53,20 @@ def _describe_backward(dw: Tensor | None, du: Tensor | None, *arguments: Any) ->
     return _describe(*arguments[:-1], dw=dw, du=du)
 
 
+def _flops(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> int:
+    """T·(β·e^G·k) and T·(β·v), T with all of its columns."""
+    return 2 * T.numel() * (k.shape[3] + v.shape[3])
+
+
+def _flops_backward(dw: Tensor | None, du: Tensor | None, k: Tensor, v: Tensor, *rest: Any) -> int:
+    """X = Tᵀ dw for dk, dβ and dG, Y = Tᵀ du for dv and dβ, and a product with each of dw and du for dT."""
+    _beta, _G, T, _cu_seqlens, need = rest
+    need_k, need_v, need_beta, need_G, need_T = (need >> bit & 1 for bit in range(5))
+    of_dw = 0 if dw is None else k.shape[3] * ((need_k | need_beta | need_G) + need_T)
+    of_du = 0 if du is None else v.shape[3] * ((need_v | need_beta) + need_T)
+    return 2 * T.numel() * (of_dw + of_du)
+
+
 _recompute = Op(
     _OP,
     inputs=("k", "v", "beta", "G", "T", "cu_seqlens?"),
@@ -62,7 +76,8 @@ _recompute = Op(
     allocate=lambda k, v, beta, G, T, cu_seqlens: (v.new_empty((*v.shape[:3], k.shape[3])), v.new_empty(v.shape)),
     describe=_describe,
     forward=lambda: plans.RECOMPUTE_W_U,
-    adjoint=Adjoint(lambda: plans.RECOMPUTE_W_U_BACKWARD, _describe_backward),
+    flops=_flops,
+    adjoint=Adjoint(lambda: plans.RECOMPUTE_W_U_BACKWARD, _describe_backward, flops=_flops_backward),
 )
 
 

@@ -163,7 +163,6 @@ def _workloads() -> Iterator[Workload]:
                 peers=("fla_recompute_w_u",) if narrow and direction == "forward" else (),
                 devices=("cuda",),
                 directions=(direction,),
-                compile=False,
                 recorded=True,
             )
 

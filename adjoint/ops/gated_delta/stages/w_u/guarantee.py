@@ -128,7 +128,7 @@ def in_pytorch(problem: Problem) -> dict[str, Guarantee]:
             batch_invariant="",
             device_invariant=False,
             accumulator=short(wide),
-            roundings=2 * int(kind != wide),
+            roundings=2 * int(kind != wide or (name == "dT" and problem.dtypes[0] != wide)),  # of dT: its two terms
             error=Derived(_FORMULA, _eager_bound(problem, name, kind)),
             out_of_range="cu_seqlens out of order is reported; tokens of no sequence give 0",
             domain="every finite input of which e^G is finite",

@@ -1,0 +1,36 @@
+"""The operations of matrix products of the rule: those of the recurrence, 2·K·V for each product with a state.
+
+Not those of the chunks it is computed by, which have products within a chunk besides: that number would depend on the
+plan, on the size of a chunk and on how sequences are packed. The recurrence gives the same number for a whole sequence,
+for its tokens step by step and for any other implementation: a model's utilisation of a GPU is stated in such numbers.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from adjoint.ops.gated_delta.arguments import NEED_K, NEED_Q
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
+    """Sᵀk, k ⊗ β·(v − Sᵀk) and Sᵀq, for each token and value head."""
+    return 3 * _product(q, v)
+
+
+def recurrence_backward(do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
+    """S do for dq; dSᵀk, k ⊗ de and, where there is a do, q ⊗ do for dS, which all others need; dS e and S de for dk.
+
+    The states, which the backward computes again, count in the forward alone.
+    """
+    need, has_do = rest[-1], do is not None
+    products = int(has_do) if need & NEED_Q else 0
+    if need & ~NEED_Q:
+        products += 2 + has_do
+    if need & NEED_K:
+        products += 2
+    return products * _product(q, v)
+
+
+def _product(q: Tensor, v: Tensor) -> int:
+    """The operations of one product of a state and a vector, for all tokens and value heads."""
+    return 2 * q.shape[3] * v.numel()

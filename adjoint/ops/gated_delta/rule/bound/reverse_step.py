@@ -1,0 +1,63 @@
+"""One chunk of the reverse scan of the state's gradient: what is computed in its place is how far off."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, Arithmetic
+from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, times
+from adjoint.ops.gated_delta.rule.bound.ellipsoids import Ellipsoids
+
+
+class ReverseStep(NamedTuple):
+    """What the reverse scan of a chunk leaves: exact values, and bounds of what is computed in their place.
+
+    Attributes:
+        dS: the gradient of the state the chunk ends with.
+        dS_size, dS_rounding: norms of the rows of it as it is computed, and of what rounding it once costs.
+        Y: the adjoint of β ⊙ (v − Sᵀk).
+        local_error, error, size: of Y, as of v' in `ForwardStep`, before it is rounded.
+    """
+
+    dS: Tensor
+    Y: Tensor
+    dS_size: Tensor
+    dS_rounding: Tensor
+    local_error: Tensor
+    error: Tensor
+    size: Tensor
+
+
+def reverse_step(
+    a: Arithmetic, c: Chunk, do: Tensor, dS: Tensor, E: Ellipsoids
+) -> tuple[ReverseStep, Tensor, Ellipsoids]:
+    """A chunk from the gradient of the state it ends with, and its error; with that of the state it begins with."""
+    row, tiny = a.row(do.shape[-1]) + FLUSHED, 2 * a.tiny * bool(a.storage)
+    two = a.u**2  # what two parts leave of a number
+    keys, tokens = c.over_keys + a.gradient_product, c.over_tokens + a.gradient_product
+    T_abs, P_abs, kt_abs, upstream = c.T.abs(), c.P.abs(), c.kt.abs(), do.norm(dim=-1)
+    local = c.T.mT @ (c.P.mT @ do)
+    Y = c.W @ dS + local
+    s = dS.norm(dim=-1) + E.rows()
+    T_error = c.T_error + (3 * two + tokens) * T_abs + tiny
+    W_error = T_error.mT @ kt_abs.mT + T_abs.mT @ (c.end_error.unsqueeze(-1) * c.k.abs())
+    W_error = a.u * c.W.abs() + (1 + a.u) * W_error + a.tiny
+    from_scores = times(P_abs.mT, upstream)
+    P_error = (3 * two + tokens) * P_abs + c.P_error + tiny
+    slip = times(T_error.mT, from_scores) + times(T_abs.mT, times(P_error.mT, upstream))
+    local_error = a.u * local.norm(dim=-1) + (1 + a.u) * slip + row
+    local_error = local_error + times(W_error, s) + (two + keys + tokens) * times(T_abs.mT, times(kt_abs.mT, s))
+    local_error = local_error + row * c.W.abs().sum(-1)
+    error = E.along(c.W) + local_error
+    size = Y.norm(dim=-1) + error
+    sums = tokens * (c.over.unsqueeze(-1) * s + times(c.old.abs().mT, size)) + c.start_error[..., -1:] * s
+    sums = sums + (two + tokens + 8 * a.unit) * times(c.far.abs().mT, upstream)
+    sums = sums + times(c.k.abs().mT, c.beta * c.start_error * size)
+    sums = sums + abs(c.scale) * times(c.q.abs().mT, c.start_error * upstream)
+    sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2))
+    columns = torch.cat([c.old.mT, c.eye], -1)
+    sizes = torch.cat([local_error + (a.u + 8 * a.unit) * size + row, sums], -1)
+    step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), local_error, error, size)
+    before = c.over[:, None, None] * dS + c.far.mT @ do - c.old.mT @ Y
+    return step, before, E.move(c.M.mT).add(Ellipsoids.around(columns, sizes))

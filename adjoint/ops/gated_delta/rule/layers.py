@@ -1,0 +1,90 @@
+"""Layers that the rule is timed on, and the rule in torch's own functions."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adjoint.contract.cases import Inputs, Make
+from adjoint.ops.gated_delta.packing import CHUNK
+from adjoint.ops.gated_delta.values import drawn_on
+
+K = V = 128
+"""The sizes of keys and values that are timed."""
+
+Normal = Callable[..., Tensor]
+
+
+def _log_sigmoid(normal: Normal, time: int, heads: int) -> Tensor:
+    return F.logsigmoid(normal(1, time, heads))
+
+
+def _slow(normal: Normal, time: int, heads: int) -> Tensor:
+    return _log_sigmoid(normal, time, heads) / 256
+
+
+def _quarter_without_decay(normal: Normal, time: int, heads: int) -> Tensor:
+    """The gates of FlashQLA's own benchmark: log σ(x) / 16, and none at all in a quarter of the heads."""
+    g = _log_sigmoid(normal, time, heads) / 16
+    g[..., normal(heads).argsort()[: heads // 4]] = 0
+    return g
+
+
+def _initial(normal: Normal, time: int, heads: int) -> Tensor:
+    """−A·softplus(dt) as Qwen3-Next begins: A uniform in [0.01, 16), the log of softplus(dt) between 0.001 and 0.1."""
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.special.ndtr(normal(*shape))
+
+    rate, step = 0.01 + 15.99 * uniform(heads), 0.001 * 100 ** uniform(1, time, heads)
+    return -rate * step
+
+
+GATES = {"": _log_sigmoid, "slow decay": _slow, "FlashQLA's gates": _quarter_without_decay, "initial gates": _initial}
+"""Logarithms of decays, by the name a row has.
+
+Our times do not depend on them. Those of a peer do that leaves out what has decayed away: log σ(x) itself halves a
+state at every token, more than most heads of a layer do.
+"""
+
+
+def layer(time: int, key_heads: int, heads: int, sequences: int, gates: str) -> Make:
+    """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        normal = partial(torch.randn, **drawn_on(device, generator))
+        q, k = (F.normalize(normal(1, time, key_heads, K), dim=-1).to(dtype) for _ in range(2))
+        v = normal(1, time, heads, V).to(dtype)
+        g, beta = GATES[gates](normal, time, heads), normal(1, time, heads).sigmoid()
+        bounds = torch.arange(0, time + 1, time // sequences, device=device) if sequences > 1 else None
+        return q, k, v, g, beta, None, bounds
+
+    return make
+
+
+def in_torch(*inputs: Any) -> Tensor:
+    """By chunks in torch's own functions, in float32, for one sequence."""
+    q, k, v, g, beta = (x.float() for x in inputs[:5])
+    time, repeat, chunks = q.shape[1], v.shape[2] // q.shape[2], q.shape[1] // CHUNK
+
+    def by_chunk(x: Tensor) -> Tensor:
+        return x[0].unflatten(0, (chunks, CHUNK)).transpose(1, 2)
+
+    q, k = (by_chunk(x.repeat_interleave(repeat, 2)) for x in (q, k))
+    v, g, beta = by_chunk(v), by_chunk(g).cumsum(-1), by_chunk(beta).unsqueeze(-1)
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    between = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
+    eye = torch.eye(CHUNK, device=q.device)
+    A = (beta * (k @ k.mT) * between).tril(-1)
+    solved = torch.linalg.solve_triangular(eye + A, eye.expand_as(A), upper=False, unitriangular=True)
+    w, u = solved @ (beta * g.exp().unsqueeze(-1) * k), solved @ (beta * v)
+    scores, faded = (q @ k.mT) * between, k * (g[..., -1:] - g).exp().unsqueeze(-1)
+    state, outputs = q.new_zeros(v.shape[1], K, V), []
+    for c in range(chunks):
+        values = u[c] - w[c] @ state
+        outputs.append(g[c].exp().unsqueeze(-1) * (q[c] @ state) + scores[c] @ values)
+        state = g[c, :, -1, None, None].exp() * state + faded[c].mT @ values
+    return (K**-0.5 * torch.stack(outputs)).transpose(1, 2).reshape(1, time, -1, V).to(inputs[2].dtype)

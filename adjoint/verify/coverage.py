@@ -1,0 +1,152 @@
+"""Which promises are checked: those that plans make about their outputs, less those that the listed checks hold.
+
+A promise is a field of a `Guarantee` that states something, of one output of one plan of one operator.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from adjoint.contract.cases import Case, Subject
+from adjoint.contract.inputs import differentiable
+from adjoint.core.guarantee import Guarantee
+from adjoint.core.kernels import why_not_triton
+from adjoint.core.layout import to_meta
+from adjoint.core.plan import select
+from adjoint.core.preference import Preference, resolve
+from adjoint.verify.bits import eager_twin
+from adjoint.verify.jobs import Job, available_backends, subjects
+from adjoint.verify.run import generator
+
+PROMISES = (
+    "repeatable",
+    "batch_invariant",
+    "prefix_invariant",
+    "device_invariant",
+    "accumulator",
+    "roundings",
+    "error",
+    "special_values",
+    "out_of_range",
+    "ties",
+)
+
+BY_CHECK: dict[str, tuple[str, ...]] = {
+    "accuracy": ("error",),
+    "exhaustive": ("error",),
+    "repeats": ("repeatable",),
+    "poison": ("repeatable",),
+    "batch invariance": ("batch_invariant",),
+    "device invariance": ("device_invariant",),
+    "arithmetic": ("accumulator", "roundings"),
+    "special values": ("special_values",),
+}
+"""The promises that a check holds a plan to. "poison" compares the bits of two runs, of all outputs."""
+
+
+class Promise(NamedTuple):
+    operator: str
+    plan: str
+    output: str
+    promise: str
+
+
+def _stated(operator: str, plan: str, guarantees: Mapping[str, Guarantee]) -> Iterator[Promise]:
+    for output, guarantee in guarantees.items():
+        for promise in PROMISES:
+            if getattr(guarantee, promise):
+                yield Promise(operator, plan, output, promise)
+
+
+def made(device: torch.device | str) -> set[Promise]:
+    """Every promise of every plan that takes a case of a subject on a device."""
+    device = torch.device(device)
+    backends, accepted = available_backends(device), ("", why_not_triton(device))
+    promises: set[Promise] = set()
+    for subject in subjects():
+        for dtype, case in product(subject.dtypes, _cases(subject, device)):
+            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+            for operator, problem in call.problems(device):
+                for plan in operator.candidates():
+                    if plan.backend in backends and plan.refuse(problem) in accepted:
+                        promises.update(_stated(operator.name, plan.name, plan.guarantee(problem)))
+    return promises
+
+
+def checked(jobs: Iterable[Job], device: torch.device | str) -> set[Promise]:
+    """The promises that jobs hold plans to."""
+    device = torch.device(device)
+    promises: set[Promise] = set()
+    known: dict[Any, list[_Direction]] = {}
+    for job in jobs:
+        if job.check not in BY_CHECK:
+            continue
+        subject, dtype, _, preference = job.body.args  # type: ignore[attr-defined]
+        if job.check == "special values" and not any(not s.dtypes or dtype in s.dtypes for s in subject.specials):
+            continue
+        for case in _cases(subject, device):
+            key = subject.name, dtype, case.name, preference
+            if key not in known:
+                known[key] = _directions(subject, case, dtype, preference, device)
+            promises.update(_held(job.check, known[key], device))
+            if job.check == "device invariance" and _compares_devices(known[key], device):
+                eager = eager_twin(preference)  # the other side of the comparison
+                promises.update(_held(job.check, _directions(subject, case, dtype, eager, device), None))
+    return promises
+
+
+class _Direction(NamedTuple):
+    """A plan that serves a case: which results come of 16 bits, what results that checks see promise, and all do."""
+
+    operator: str
+    plan: str
+    backend: str
+    narrow: frozenset[str]
+    results: dict[str, Guarantee]
+    outputs: Mapping[str, Guarantee]
+
+
+def _compares_devices(sides: list[_Direction], device: torch.device) -> bool:
+    """Whether every result makes the promise, and kernels, or a GPU, are compared with PyTorch on the CPU."""
+    promised = all(guarantee.device_invariant for side in sides for guarantee in side.results.values())
+    return promised and (device.type != "cpu" or any(side.backend != "eager" for side in sides))
+
+
+def _held(check: str, sides: list[_Direction], device: torch.device | None) -> Iterator[Promise]:
+    """What a check compares on a case; on no device, everything that it could."""
+    if check == "repeats" and not all(g.repeatable for side in sides for g in side.results.values()):
+        return
+    if check == "device invariance" and device is not None and not _compares_devices(sides, device):
+        return
+    for side in sides:
+        for stated in _stated(side.operator, side.plan, side.outputs if check == "poison" else side.results):
+            rounded_once = stated.output in side.narrow and side.outputs[stated.output].roundings <= 1
+            if stated.promise in BY_CHECK[check] and (check != "arithmetic" or rounded_once):
+                yield stated
+
+
+def _cases(subject: Subject, device: torch.device) -> list[Case]:
+    return [case for case in subject.cases if device.type != "cpu" or not case.heavy]
+
+
+def _directions(
+    subject: Subject, case: Case, dtype: torch.dtype, preference: Preference, device: torch.device
+) -> list[_Direction]:
+    """The plans of both directions, with those of their outputs that checks see."""
+    inputs = case.make(dtype, torch.device("cpu"), generator())
+    call = subject.bind(inputs)
+    text = resolve(preference)
+    outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
+    floating = sum(output.is_floating_point() for output in outputs)
+    forward = {name: x.dtype for name, x in zip(call.operator.outputs[:floating], outputs, strict=False)}
+    backward = dict(zip(subject.gradients(inputs), (x.dtype for x in differentiable(inputs)), strict=True))
+    sides = []
+    for (operator, problem), seen in zip(call.problems(device), (forward, backward), strict=True):
+        plan = select(operator, problem, text)
+        results = {name: plan.guarantee[name] for name in seen}
+        compared = (dtype, torch.float32) if dtype.itemsize == 2 else ()
+        narrow = frozenset(name for name, kind in seen.items() if kind in compared)
+        sides.append(_Direction(operator.name, plan.name, plan.backend, narrow, results, plan.guarantee))
+    return sides

@@ -1,0 +1,228 @@
+"""Searches for numbers that break the stated errors: pairs of significands, at exponents where rounding matters."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import Derived, Enumerated, Preference
+from adjoint.contract.cases import Subject
+from adjoint.core.plan import Plan
+from adjoint.ops.activation import bounds, reference
+from adjoint.ops.activation.silu.cases import SILU
+from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
+from adjoint.ops.activation.values import ROOT, every_value
+from adjoint.verify.run import plan_of
+
+NARROW = [torch.bfloat16, torch.float16]
+SEARCHED = [torch.float32, *NARROW]
+IN_TORCH = ["eager.float32", "eager"]
+
+# -------------------------------------------------------------------------------------------- the search
+
+
+class Draw:
+    """Draws gates, ups and upstream gradients of a type, `count` at a time.
+
+    Their products lie evenly over all exponents, and again as often where a result underflows and where it overflows.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self.dtype, self.device, self.info = dtype, device, torch.finfo(dtype)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.smallest = math.log2(self.info.smallest_normal * self.info.eps)
+        self.largest = math.log2(self.info.max)
+
+    def __call__(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """gate, up and dy: silu(gate)·up, dy·silu(gate) and dy·up·silu'(gate) are results of all sizes."""
+        gate = self._gates(count)
+        silu, slope = reference.silu(gate.double()), reference.silu_slope(gate.double())
+        up = self._factor(silu)
+        dy = torch.where(self._uniform(count) < 0.5, self._factor(silu), self._factor(slope * up.double()))
+        return gate, up, dy
+
+    def _uniform(self, count: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        unit = torch.rand(count, dtype=torch.float64, device=self.device, generator=self.generator)
+        return low + (high - low) * unit
+
+    def _round(self, values: Tensor) -> Tensor:
+        return values.clamp(self.info.min, self.info.max).to(self.dtype)
+
+    def _gates(self, count: int) -> Tensor:
+        """Where silu is not its asymptote, around the root of its slope, around 0, and of all sizes."""
+        kind, sign = self._uniform(count, 0, 4).floor(), torch.where(self._uniform(count) < 0.5, -1.0, 1.0)
+        usual = self._uniform(count, -32.0 if self.dtype == torch.float16 else -190.0, 20.0)
+        root = ROOT + sign * 2.0 ** self._uniform(count, -24, -2)
+        small = sign * 2.0 ** self._uniform(count, self.smallest, 0)
+        any_size = sign * 2.0 ** self._uniform(count, 0, self.largest)
+        return self._round(torch.where(kind == 0, root, torch.where(kind == 1, small, usual)).where(kind < 3, any_size)
+                           .where(self._uniform(count) < 0.5, usual))  # fmt: skip
+
+    def _factor(self, other: Tensor) -> Tensor:
+        """Numbers whose product with others has an exponent of interest, with any significand."""
+        count = other.numel()
+        kind = self._uniform(count, 0, 3).floor()
+        everywhere = self._uniform(count, self.smallest - 2, self.largest + 2)
+        small = self._uniform(count, self.smallest - 2, math.log2(self.info.smallest_normal) + 2)
+        large = self._uniform(count, self.largest - 1, self.largest + 1)
+        target = 2.0 ** torch.where(kind == 0, everywhere, torch.where(kind == 1, small, large))
+        sign = torch.where(self._uniform(count) < 0.5, -1.0, 1.0)
+        return self._round(sign * target / other.abs().clamp_min(1e-300))
+
+
+def _arguments(subject: Subject, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    if subject is SILU:
+        return (gate,)
+    return (gate, up) if subject is SWIGLU else (reference.pack(gate, up, subject.keywords["order"]),)
+
+
+def _shares(plan: Plan, subject: Subject, gate: Tensor, up: Tensor, dy: Tensor) -> Iterator[tuple[str, float, float]]:
+    """Each output, the largest share of its bound, or its error in ulp, and the limit of that."""
+    assert plan.adjoint is not None
+    if plan.name == "eager.float32":
+        dy = dy.clamp(-torch.finfo(dy.dtype).max / 2, torch.finfo(dy.dtype).max / 2)
+    inputs = _arguments(subject, gate, up)
+    wide, upstream = tuple(x.double() for x in inputs), dy.double()
+    for direction, arguments, exact in (
+        (plan, wide, subject.reference(*wide)),
+        (plan.adjoint, (upstream, *wide), subject.reference_backward(upstream, *wide)),
+    ):
+        results = direction.run(*((dy, *inputs) if direction is plan.adjoint else inputs))
+        results = results if isinstance(results, tuple) else (results,)
+        for (output, guarantee), result, truth in zip(direction.guarantee.items(), results, exact, strict=True):
+            measured = guarantee.error.measure(result, truth, *arguments)
+            yield output, measured.value, measured.limit
+
+
+def _search(subject: Subject, dtype: torch.dtype, preference: Preference, device: torch.device, pairs: int) -> None:
+    """No pair breaks a bound, and some come near it: a bound that is far from all of them says little."""
+    block, draw = min(pairs, 2**25 if device.type == "cuda" else 2**19), Draw(dtype, device)
+    largest: dict[str, float] = {}
+    for begin in range(0, pairs, block):
+        gate, up, dy = draw(min(block, pairs - begin))
+        plan = plan_of(subject, _arguments(subject, gate, up), preference)
+        for output, value, limit in _shares(plan, subject, gate, up, dy):
+            largest[output] = max(largest.get(output, 0.0), value / limit)
+    assert max(largest.values()) <= 1, largest
+    if dtype != torch.float32:
+        assert min(largest.values()) > 0.9, largest
+
+
+@pytest.mark.parametrize("plan", IN_TORCH)
+@pytest.mark.parametrize("dtype", SEARCHED, ids=str)
+def test_no_pair_breaks_the_bounds_in_torch(plan: str, dtype: torch.dtype, everything: bool) -> None:
+    """10⁷ pairs for each plan."""
+    pairs = 10**7 if everything else 10**7 // 3
+    _search(SWIGLU, dtype, Preference(plan=plan), torch.device("cpu"), pairs)
+
+
+@pytest.mark.parametrize("plan", IN_TORCH)
+@pytest.mark.parametrize("subject", [SILU, *PACKED], ids=lambda subject: subject.name)
+@pytest.mark.parametrize("dtype", SEARCHED, ids=str)
+def test_no_pair_breaks_the_bounds_of_other_forms(subject: Subject, plan: str, dtype: torch.dtype) -> None:
+    _search(subject, dtype, Preference(plan=plan), torch.device("cpu"), 2**18)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("subject", [SILU, SWIGLU], ids=lambda subject: subject.name)
+@pytest.mark.parametrize("dtype", SEARCHED, ids=str)
+def test_no_pair_breaks_the_bounds_of_the_kernels(subject: Subject, dtype: torch.dtype, device: torch.device) -> None:
+    _search(subject, dtype, Preference(backend="triton"), device, 10**5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", SEARCHED, ids=str)
+def test_no_pair_breaks_the_bounds_on_a_gpu(dtype: torch.dtype) -> None:
+    """10⁹ pairs for each type, a few seconds."""
+    _search(SWIGLU, dtype, Preference(backend="triton"), torch.device("cuda"), 10**9)
+
+
+# --------------------------------------------------------------------------------- numbers that did break
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize(
+    ("dtype", "gate", "up", "dy"),
+    [
+        (torch.float16, -12.875, 57.59375, 1.0),
+        (torch.bfloat16, -131.0, 2.06e18, 2.06e18),
+        (torch.bfloat16, -175.0, 3e38, 3e38),
+        (torch.float16, -12.875, 1.0, 57.59375),
+        (torch.float16, 11.0, 5952.0, 5952.0),
+    ],
+)
+def test_hard_products_are_inside_the_bounds(
+    dtype: torch.dtype, gate: float, up: float, dy: float, backend: str, device: torch.device
+) -> None:
+    """More than the 0.501 ulp that a spread of nine factors shows; silu below the range of float32; the overflow.
+
+    Zeros are outside of the bounds, unless a kernel's silu is 0: no term that is large beside the result empties them.
+    """
+    tensors = [torch.full((64,), value, dtype=dtype, device=device) for value in (gate, up, dy)]
+    plan = adjoint.plan(adjoint.swiglu, *tensors[:2], preference=Preference(backend=backend))
+    for output, value, limit in _shares(plan, SWIGLU, *tensors):
+        assert value <= limit, output
+    wide, exact = [x.double() for x in tensors[:2]], reference.swiglu(*(x.double() for x in tensors[:2]))
+    zero = plan.guarantee["y"].error.measure(torch.zeros_like(tensors[0]), exact, *wide)
+    assert zero.holds == (gate < -174 and backend == "triton")
+
+
+@pytest.mark.parametrize("dtype", SEARCHED, ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_silu_of_a_16_bit_number_is_enumerated(dtype: torch.dtype, device: str) -> None:
+    x = torch.empty(4, 8, dtype=dtype, device="meta")
+    for subject in (SILU, SWIGLU, *PACKED):
+        plan = adjoint.plan(subject.function, *(x,) * len(subject.inputs), device=device, **subject.keywords)
+        assert plan.adjoint is not None
+        kind = Enumerated if subject is SILU and dtype in NARROW else Derived
+        assert isinstance(plan.guarantee["y"].error, kind)
+        assert all(isinstance(promise.error, Derived) for promise in plan.adjoint.guarantee.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *SEARCHED], ids=str)
+def test_the_cpu_computes_in_float32_by_default(dtype: torch.dtype) -> None:
+    """In both directions; float64 inside is there by its name, and for what is float64 itself."""
+    x = torch.empty(4, 8, dtype=dtype)
+    for subject in (SILU, SWIGLU, *PACKED):
+        default = plan_of(subject, (x,) * len(subject.inputs), Preference())
+        named = plan_of(subject, (x,) * len(subject.inputs), Preference(plan="eager"))
+        assert default.adjoint is not None and named.adjoint is not None
+        for plan in (default, default.adjoint):
+            assert plan.name == ("eager" if dtype == torch.float64 else "eager.float32")
+            assert all(promise.accumulator == str(max(dtype, torch.float32, key=lambda t: t.itemsize))[6:]
+                       for promise in plan.guarantee.values())  # fmt: skip
+        for plan, other in ((named, default), (named.adjoint, default.adjoint)):
+            assert plan.name == "eager"
+            assert dtype == torch.float64 or plan.sku != other.sku
+            assert all(promise.accumulator == "float64" for promise in plan.guarantee.values())
+
+
+# ------------------------------------------------------------------------------------ one operand, all values
+
+
+@pytest.mark.parametrize("plan", IN_TORCH)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_silu_of_every_16_bit_number(plan: str, dtype: torch.dtype) -> None:
+    x = every_value(dtype)
+    chosen = adjoint.plan(adjoint.silu, x, preference=Preference(plan=plan))
+    measured = chosen.guarantee["y"].error.measure(chosen.run(x), reference.silu(x.double()))  # type: ignore[arg-type]
+    assert measured.holds
+    assert measured.limit == bounds.ULP["float32" if plan == "eager.float32" else "float64"][dtype]
+    assert measured.value > 0.4999
+
+
+@pytest.mark.parametrize("plan", IN_TORCH)
+def test_silu_of_float32_bit_patterns(plan: str) -> None:
+    """Four million random ones, infinities, NaN and the edges between ways to compute."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-(2**31), 2**31, (2**22,), generator=generator).to(torch.int32).view(torch.float32)
+    edges = torch.tensor([-87.0, -87.33655, -88.0, -88.72284, -103.97, -104.0, -174.67, -0.0, 0.0, 17.0, 88.8, ROOT])
+    near = torch.cat([edges.nextafter(edges.new_tensor(to)) for to in (-torch.inf, torch.inf)])
+    x = torch.cat((x, edges, near, torch.linspace(-105, -80, 2**18), torch.linspace(-20, 20, 2**18)))
+    dy = torch.where(x.isnan(), 1.0, x.roll(1).nan_to_num(1.0, 1.0, 1.0)).clamp(-(2.0**126), 2.0**126)
+    chosen = adjoint.plan(adjoint.silu, x, preference=Preference(plan=plan))
+    for output, value, limit in _shares(chosen, SILU, x, x, dy):
+        assert value <= limit, output
