@@ -1,6 +1,7 @@
 """The convolution in plain PyTorch: float32 arithmetic (float64 for float64), rounded once.
 
-A chunk of tokens at a time, so that what lies between input and output stays in the cache.
+Few tokens are computed at once, in few calls of torch. Many are, a chunk at a time, so that what lies between input and
+output stays in the cache.
 """
 
 from collections.abc import Iterator
@@ -25,10 +26,10 @@ from adjoint.ops.conv.arguments import (
 )
 from adjoint.ops.conv.shape import Shape
 
-_CHUNK = 2**16
-"""Numbers of a chunk."""
+_AT_ONCE, _CHUNK = 2**20, 2**18
+"""Numbers up to which a batch is computed at once, and those of a chunk of others."""
 
-_FEW = 2**14
+_TINY = 2**14
 """Numbers that take less time than calls of torch do."""
 
 _BOUND = 2048.0
@@ -254,7 +255,7 @@ def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor
 
 def _add_up(windows: Tensor, taps: Tensor) -> Tensor:
     """Σ_j taps[j]·windows[j]: in two calls of torch, or a call for each tap, where that takes less time."""
-    if windows.numel() <= _FEW:
+    if windows.numel() <= _TINY:
         return (windows * taps[:, None, None]).sum(0)
     first, *others = taps.contiguous()
     total = windows[0] * first
@@ -308,8 +309,8 @@ class _Rows:
 
 
 def _are_few(shape: Shape) -> bool:
-    """Whether all tokens are one chunk, and every row of the batch a sequence: then little code serves them soonest."""
-    return not shape.is_packed and 0 < shape.tokens * shape.channels <= _CHUNK
+    """Whether all tokens are computed at once: no chunks, and every row of the batch a sequence."""
+    return not shape.is_packed and 0 < shape.tokens * shape.channels <= _AT_ONCE
 
 
 def _differentiate(

@@ -1,4 +1,4 @@
-"""Steps of decoding: a program takes a tile of channels of one row through its tokens, and writes the state after them.
+"""Steps of decoding: a program takes a tile of channels of some rows through their tokens, and writes the states after.
 
 The arithmetic of a token is that of `forward.py`, operation by operation.
 """
@@ -18,10 +18,23 @@ from adjoint.device.faults import record
 from adjoint.device.sequences import out_of_range, repeated
 from adjoint.ops.conv.arguments import STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
 from adjoint.ops.conv.shape import Shape, named_strides
-from adjoint.ops.conv.triton.rows import activate, convolve, load_bias, load_rows, load_taps, unstack
+from adjoint.ops.conv.triton.rows import activate, convolve, load_bias, load_rows, load_taps
 
 
-@kernel(budget=Budget(registers=128, shared_bytes=32_768), schedule=("CHANNELS", "ROWS", "TILED_LOAD", "TILED_STORE"))
+@triton.jit
+def side_by_side(columns, ROWS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr):
+    """Tiles along a last axis of 2^LEVELS; what it has more than those repeats the first."""
+    for _ in tl.static_range(2**LEVELS - len(columns)):
+        columns = columns + (columns[0],)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for number in tl.static_range(2 ** (LEVELS - 1 - level)):
+            joined = joined + (tl.join(columns[number], columns[number + 2 ** (LEVELS - 1 - level)]),)
+        columns = joined
+    return tl.reshape(columns[0], (ROWS, CHANNELS, 2**LEVELS))
+
+
+@kernel(budget=Budget(registers=168, shared_bytes=32_768), schedule=("CHANNELS", "ROWS"))
 @triton.jit
 def conv_step(
     x: PointerIf16.element, weight: Pointer.weight, bias: Pointer.bias, state: Pointer.element, indices: Pointer.index,
@@ -31,10 +44,11 @@ def conv_step(
     state_channel: Int64, state_column: Int64, index_step: Int64,
     WIDTH: tl.constexpr, INDEXED: tl.constexpr, IN_PLACE: tl.constexpr, ADJACENT: tl.constexpr, HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, DOUBLE: tl.constexpr, CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr, TILED_LOAD: tl.constexpr, TILED_STORE: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """y of some rows' tokens, and their states after them, in their own places or in the rows'. ADJACENT: x_channel is
-    1. LEVELS: a state's columns are at most 2^LEVELS."""
+    1. The columns of a state, 2^LEVELS at most, lie side by side, and are written so: a column alone would touch all of
+    the memory that its neighbours do."""
     COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BEFORE: tl.constexpr = WIDTH - 1
     tile = tl.program_id(0) % tiles
@@ -51,15 +65,7 @@ def conv_step(
         place = tl.where(wrong, -1, index)
     live = inside & (place >= 0)
     at = place * state_sequence + channel * state_channel
-    columns = tl.arange(0, 2**LEVELS)[None, None, :]
-    if TILED_LOAD == 2 and BEFORE > 0:
-        all_ = tl.load(state + at[:, :, None] + columns * state_column, live[:, :, None] & (columns < BEFORE), other=0)
-        flat = unstack(tl.reshape(all_, (ROWS * CHANNELS, 2**LEVELS)), ROWS * CHANNELS, LEVELS)
-        window = ()
-        for column in tl.static_range(BEFORE):
-            window = window + (tl.reshape(flat[column], (ROWS, CHANNELS)),)
-    else:
-        window = load_rows(state, at, live, state_column, 0, BEFORE)
+    window = load_rows(state, at, live, state_column, 0, BEFORE)
     taps = load_taps(weight, channel, channel < channels, weight_channel, weight_tap, WIDTH, COMPUTED)
     start = load_bias(bias, channel, channel < channels, bias_step, HAS_BIAS, COMPUTED)
     for t in range(0, time):
@@ -70,29 +76,12 @@ def conv_step(
         tl.store(y + (row * time + t) * channels + channel, result.to(y.dtype.element_ty), inside)
         window = rows[1:]
     if BEFORE > 0:
+        column = tl.arange(0, 2**LEVELS)[None, None, :]
+        out = new_state + (row * channels + channel) * BEFORE
         if IN_PLACE:
-            out, mask, step = state + at, live, state_column
-        else:
-            out, mask, step = new_state + (row * channels + channel) * BEFORE, inside, 1
-        if TILED_STORE == 2:
-            stacked = stack(window, ROWS, CHANNELS, LEVELS)
-            tl.store(out[:, :, None] + columns * step, stacked, mask[:, :, None] & (columns < BEFORE))
-        else:
-            for column in tl.static_range(BEFORE):
-                tl.store(out + column * step, window[column], mask)
-
-
-@triton.jit
-def stack(vectors, ROWS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr):
-    """Up to 2^LEVELS tiles side by side, along a last axis of so many; what is past them is not specified."""
-    for _ in tl.static_range(2**LEVELS - len(vectors)):
-        vectors = vectors + (vectors[0],)
-    for level in tl.static_range(LEVELS):
-        joined = ()
-        for number in tl.static_range(2 ** (LEVELS - 1 - level)):
-            joined = joined + (tl.join(vectors[number], vectors[number + 2 ** (LEVELS - 1 - level)]),)
-        vectors = joined
-    return tl.reshape(vectors[0], (ROWS, CHANNELS, 2**LEVELS))
+            out, inside = state + at, live
+        out = out[:, :, None] + column * (state_column if IN_PLACE else 1)
+        tl.store(out, side_by_side(window, ROWS, CHANNELS, LEVELS), inside[:, :, None] & (column < BEFORE))
 
 
 def step(setup: Setup) -> Execute:
@@ -105,8 +94,7 @@ def step(setup: Setup) -> Execute:
     bound = setup.either(
         conv_step, **shape.types, **constants, index=shape.index, INDEXED=indexed, IN_PLACE=in_place,
         ADJACENT=not shape.is_time_adjacent and "x" not in shape.copied, CHANNELS=block,
-        ROWS=rows, LEVELS=max(0, shape.width - 2).bit_length(), TILED_LOAD=schedule["tiled_load"],
-        TILED_STORE=schedule["tiled_store"], num_warps=shape.warps(block * rows, schedule["warps"]),
+        ROWS=rows, LEVELS=max(0, shape.width - 2).bit_length(), num_warps=shape.warps(block * rows, schedule["warps"]),
     )  # fmt: skip
     tiles = -(-shape.channels // block)
 
