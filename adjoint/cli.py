@@ -211,7 +211,7 @@ def verify(
     record: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Check nothing; write the errors of these ops' cases here to a file, as JSON."
+            metavar="FOLDER", help="Check nothing; write the errors of these ops' cases here to a folder, as JSON."
         ),
     ] = None,
     merge: Annotated[
@@ -223,7 +223,7 @@ def verify(
     from adjoint.verify import command
     from adjoint.verify.shards import read_shard
 
-    options = {"--all": everything, "--jobs": jobs, "--shard": shard, "--save": save}
+    options = {"--all": everything, "--jobs": jobs if merge else None, "--shard": shard, "--save": save}
     if merge:
         options |= {"--device": device, "--record": record}
     alone = "--merge" if merge else "--record" if record else ""
@@ -234,7 +234,7 @@ def verify(
         if record is not None:
             from adjoint.verify.record import record as record_errors
 
-            status = record_errors(_console(), arguments or [], _present(_device(device)), record)
+            status = record_errors(_console(), arguments or [], _present(_device(device)), record, processes=jobs)
         elif merge:
             status = command.merge(_console(), [Path(argument) for argument in arguments or []])
         else:
