@@ -20,6 +20,7 @@ from adjoint.core.guarantee import Derived, Empirical, ErrorStatement, Guarantee
 from adjoint.core.operator import forget
 from adjoint.core.problem import short
 from adjoint.ops.gated_delta.values import tokens
+from adjoint.verify import figures
 from adjoint.verify.jobs import subjects
 from adjoint.verify.run import generator
 
@@ -144,8 +145,7 @@ def load() -> Limits:
 
 def main() -> None:
     with pretended_hopper():
-        text = json.dumps(limits(), indent=1, sort_keys=True, ensure_ascii=False)
-    PATH.write_text(text + "\n", encoding="utf-8")
+        figures.save(limits(), PATH)
 
 
 if __name__ == "__main__":
