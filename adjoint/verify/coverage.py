@@ -17,9 +17,8 @@ from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import to_meta
 from adjoint.core.plan import select
 from adjoint.core.preference import Preference, resolve
-from adjoint.core.problem import short
 from adjoint.verify.bits import eager_twin
-from adjoint.verify.figures import Place, Sizes, has_error, revised
+from adjoint.verify.figures import Place, due_of, is_on_kernels
 from adjoint.verify.jobs import Job, available_backends, named_plans, served_backends, subjects
 from adjoint.verify.run import generator
 
@@ -163,33 +162,10 @@ def due(machine: str, device: torch.device | str, chosen: Iterable[Subject]) -> 
         preferences = [(Preference(backend=name), served.dtypes) for name, served in served_backends(subject, device)]
         preferences += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
         for preference, dtypes in preferences:
-            if device.type == "cpu" and _on_kernels(preference) != (machine == "interpreter"):
+            if device.type == "cpu" and is_on_kernels(preference) != (machine == "interpreter"):
                 continue
             for dtype in dtypes:
                 if dtype != torch.float64:
-                    sizes = _sizes(subject, dtype, preference, machine, device)
-                    figures.update((place, output) for place, output, _ in sizes.seeds())
+                    stated = due_of(subject, dtype, preference, machine, device)
+                    figures.update((place, output) for place, outputs in stated.items() for output in outputs)
     return figures
-
-
-def _on_kernels(preference: Preference) -> bool:
-    return "triton" in (preference.backend, *str(preference.plan).replace("+", ".").split("."))
-
-
-def _sizes(subject: Subject, dtype: torch.dtype, preference: Preference, machine: str, device: torch.device) -> Sizes:
-    """How many numbers the outputs of all cases have, which are computed."""
-    sizes, text = Sizes(), resolve(preference)
-    for case in subject.cases:
-        inputs = case.make(dtype, torch.device("cpu"), generator())
-        call = subject.bind(inputs)
-        outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
-        forward = {name: x for name, x in zip(call.operator.outputs, outputs, strict=False) if x.is_floating_point()}
-        backward = dict(zip(subject.gradients(inputs), differentiable(inputs), strict=True))
-        plans = [select(operator, problem, text) for operator, problem in call.problems(device)]
-        names = revised([plan.candidate for plan in plans])
-        place = Place(machine, short(dtype), subject.name, names, case.name)
-        for plan, results in zip(plans, (forward, backward), strict=True):
-            for name, x in results.items():
-                if has_error(plan.guarantee[name]):
-                    sizes.add(place, name, x.numel())
-    return sizes

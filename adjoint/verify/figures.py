@@ -4,7 +4,8 @@
 
 A machine is a GPU ("nvidia-h200"), "cpu", or "interpreter" for kernels in Triton's. A figure is `MARGIN` times the
 norm-relative error that was measured, so an error that doubles is past it. A promise is for users and every input; a
-figure is for one case on one machine, and promises nothing. `adjoint verify --record FOLDER` writes the files.
+figure is for one case on one machine, and promises nothing. `adjoint verify --record FOLDER` writes the files, and
+names in recorded/<machine>/pending.json what it did not get to.
 
 Outputs that are copied have no figures: their promise is that they have no error. Nor has float64, in which the
 reference rounds as much as the op does.
@@ -12,7 +13,7 @@ reference rounds as much as the op does.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +22,13 @@ import torch
 
 from adjoint.bench.environment import slug
 from adjoint.contract.cases import Case, Subject
+from adjoint.contract.inputs import differentiable
 from adjoint.core.guarantee import Derived, Guarantee
-from adjoint.core.preference import Preference
+from adjoint.core.layout import to_meta
+from adjoint.core.plan import select
+from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
-from adjoint.verify.run import Comparison, Evaluation, compare, evaluate
+from adjoint.verify.run import Comparison, Evaluation, compare, evaluate, generator
 
 FOLDER = Path(__file__).with_name("recorded")
 
@@ -77,6 +81,11 @@ def machine_of(device: torch.device, backend: str) -> str:
     return "interpreter" if backend == "triton" else device.type
 
 
+def is_on_kernels(preference: Preference) -> bool:
+    """Whether a preference that names a backend or plans asks for kernels."""
+    return preference.backend == "triton" or "triton" in str(preference.plan)
+
+
 def place_of(found: Evaluation, dtype: torch.dtype, case: Case) -> Place:
     plan = found.plan
     assert plan.adjoint is not None
@@ -122,14 +131,16 @@ def recorded(place: Place) -> Mapping[str, float] | None:
     return figures.get(place.subject, {}).get(place.plans, {}).get(place.case, {})
 
 
-def put(figures: Figures, errors: Errors) -> None:
-    """Adds the figures of errors; where two preferences lead to the same plans, the larger of both."""
+def of_errors(errors: Errors) -> Figures:
+    """The figures of errors."""
+    figures: Figures = {}
     for place, by_output in errors.items():
         alike = [outputs for other, outputs in errors.items() if other[:-1] == place[:-1]]
-        of_case = figures.setdefault(place.subject, {}).setdefault(place.plans, {}).setdefault(place.case, {})
-        for output, error in by_output.items():
-            figure = _figure(place, error, [outputs[output] for outputs in alike if output in outputs])
-            of_case[output] = max(figure, of_case.get(output, 0.0))
+        figures.setdefault(place.subject, {}).setdefault(place.plans, {})[place.case] = {
+            output: _figure(place, error, [outputs[output] for outputs in alike if output in outputs])
+            for output, error in by_output.items()
+        }
+    return figures
 
 
 def _figure(place: Place, error: Error, all_cases: Sequence[Error]) -> float:
@@ -140,7 +151,7 @@ def _figure(place: Place, error: Error, all_cases: Sequence[Error]) -> float:
 
 
 def save(figures: Figures, path: Path) -> None:
-    """Writes figures to a file, a case on a line, whole or not at all."""
+    """Writes figures to a file, a case on a line."""
 
     def lines(value: Any, depth: int) -> str:
         if depth == 3 or not value:
@@ -151,10 +162,30 @@ def save(figures: Figures, path: Path) -> None:
         ]
         return "{\n" + ",\n".join(items) + "\n" + "  " * depth + "}"
 
+    _write(lines(figures, 0), path)
+
+
+def _write(text: str, path: Path) -> None:
+    """Writes a file whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(lines(figures, 0) + "\n", encoding="utf-8")
+    unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def pending(machine: str, folder: Path | None = None) -> dict[str, list[str]]:
+    """The subjects, by dtype, that a run on a machine did not get to."""
+    path = path_of(machine, "pending", folder or FOLDER)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def save_pending(subjects: Mapping[str, Sequence[str]], machine: str, folder: Path) -> None:
+    """Writes what `pending` reads: no file where there are none."""
+    path = path_of(machine, "pending", folder)
+    if subjects:
+        _write(json.dumps(subjects, indent=1, ensure_ascii=False), path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------- errors
@@ -166,23 +197,20 @@ def has_error(guarantee: Guarantee) -> bool:
     return not (isinstance(statement, Derived) and statement.is_zero)
 
 
-class Sizes:
-    """Which outputs of which cases have figures: those of enough numbers, or the largest of an output that has none."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[tuple[Any, ...], dict[Any, int]] = {}
-
-    def add(self, place: Place, output: str, size: int) -> None:
-        if size:
-            self._sizes.setdefault((place[:-1], output), {})[place] = size
-
-    def seeds(self) -> Iterator[tuple[Place, str, int]]:
-        """Each case and output that has a figure, and how many seeds its error is measured over."""
-        for (_, output), sizes in self._sizes.items():
-            largest = max(sizes, key=lambda place: sizes[place])
-            for place, size in sizes.items():
-                if size >= FEWEST or (place == largest and sizes[largest] < FEWEST):
-                    yield place, output, min(MOST_SEEDS, math.ceil(FEWEST / size))
+def seeds_of(sizes: Mapping[Place, Mapping[str, int]]) -> dict[Place, dict[str, int]]:
+    """Which outputs of which cases have figures, by how many numbers they have: those of enough, and the largest of an
+    output that has none. To each, how many seeds its error is measured over."""
+    by_output: dict[tuple[Any, ...], dict[Place, int]] = {}
+    for place, outputs in sizes.items():
+        for output, size in outputs.items():
+            by_output.setdefault((place[:-1], output), {})[place] = size
+    chosen: dict[Place, dict[str, int]] = {}
+    for (_, output), of_cases in by_output.items():
+        largest = max(of_cases, key=lambda place: of_cases[place])
+        for place, size in of_cases.items():
+            if size >= FEWEST or (size and place == largest):
+                chosen.setdefault(place, {})[output] = min(MOST_SEEDS, math.ceil(FEWEST / size))
+    return {place: chosen[place] for place in sizes if place in chosen}
 
 
 def samples(comparisons: Sequence[Comparison]) -> dict[str, "Sample"]:
@@ -202,43 +230,51 @@ class Sample(NamedTuple):
     roundoff: float
 
 
-def errors_of(first: Mapping[Place, Mapping[str, Sample]], again: Callable[[str, int], Mapping[str, Sample]]) -> Errors:
-    """The errors that have figures, from the samples of all cases for the first seed, and of one for a further seed."""
-    sizes = Sizes()
-    for place, outputs in first.items():
-        for output, sample in outputs.items():
-            sizes.add(place, output, sample.size)
-    chosen: dict[Place, dict[str, int]] = {}
-    for place, output, seeds in sizes.seeds():
-        chosen.setdefault(place, {})[output] = seeds
+def due_of(
+    subject: Subject, dtype: torch.dtype, preference: Preference, machine: str, device: torch.device
+) -> dict[Place, dict[str, int]]:
+    """The cases and outputs that have figures on a machine, with the numbers of their seeds; nothing is computed."""
+    sizes: dict[Place, dict[str, int]] = {}
+    for case in subject.cases:
+        inputs = case.make(dtype, torch.device("cpu"), generator())
+        call = subject.bind(inputs)
+        outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
+        forward = {name: x for name, x in zip(call.operator.outputs, outputs, strict=False) if x.is_floating_point()}
+        backward = dict(zip(subject.gradients(inputs), differentiable(inputs), strict=True))
+        plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
+        place = Place(machine, short(dtype), subject.name, revised([plan.candidate for plan in plans]), case.name)
+        sizes[place] = {
+            name: x.numel()
+            for plan, results in zip(plans, (forward, backward), strict=True)
+            for name, x in results.items()
+            if has_error(plan.guarantee[name])
+        }
+    return seeds_of(sizes)
+
+
+Draw = Callable[[str, int], Mapping[str, Sample]]
+"""The samples of a case for a seed."""
+
+
+def errors_of(due: Mapping[Place, Mapping[str, int]], draw: Draw) -> Errors:
+    """The errors of cases and outputs, each over so many seeds."""
     errors: Errors = {}
-    for place, seeds_of in chosen.items():
-        drawn = [first[place], *(again(place.case, seed) for seed in range(1, max(seeds_of.values())))]
+    for place, seeds in due.items():
+        drawn = [draw(place.case, seed) for seed in range(max(seeds.values()))]
         errors[place] = {
             output: Error(
-                math.sqrt(sum(one[output].error ** 2 for one in drawn[:seeds]) / seeds), first[place][output].roundoff
+                math.sqrt(sum(one[output].error ** 2 for one in drawn[:count]) / count), drawn[0][output].roundoff
             )
-            for output, seeds in seeds_of.items()
+            for output, count in seeds.items()
         }
     return errors
 
 
-def errors_of_cases(
-    subject: Subject,
-    dtype: torch.dtype,
-    device: torch.device,
-    preference: Preference,
-    first: dict[Place, dict[str, Sample]] | None = None,
-) -> Errors:
-    """The errors of a subject's cases that have figures; `first` are those of the first seed, where they are known."""
+def _root_mean_square(drawn: Sequence[Sample]) -> Error:
+    return Error(math.sqrt(sum(one.error**2 for one in drawn) / len(drawn)), drawn[0].roundoff)
+
+
+def drawing(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Draw:
+    """Evaluates a subject's cases."""
     cases = {case.name: case for case in subject.cases}
-
-    def draw(case: str, seed: int) -> dict[str, Sample]:
-        return samples(compare(evaluate(subject, cases[case], dtype, device, preference, seed)))
-
-    if first is None:
-        first = {}
-        for case in subject.cases:
-            found = evaluate(subject, case, dtype, device, preference)
-            first[place_of(found, dtype, case)] = samples(compare(found))
-    return errors_of(first, draw)
+    return lambda case, seed: samples(compare(evaluate(subject, cases[case], dtype, device, preference, seed)))

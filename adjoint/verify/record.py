@@ -1,5 +1,6 @@
 """What `adjoint verify --record FOLDER` does: the errors of ops' cases on a machine become its recorded figures."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from copy import deepcopy
@@ -17,7 +18,7 @@ from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify import figures, workers
-from adjoint.verify.figures import Errors, Figures, errors_of_cases
+from adjoint.verify.figures import Errors, Figures
 from adjoint.verify.jobs import Job, job_of, named_plans, on_device, served_backends, subjects
 from adjoint.verify.run import Row
 
@@ -32,26 +33,38 @@ class Measured(Row):
     errors: Errors = field(default_factory=dict)
 
 
-def measure(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """The errors of all cases that have figures."""
-    errors = errors_of_cases(subject, dtype, device, preference)
+CASES_OF_A_JOB = 4
+"""Few enough that no process is left with much to compile at the end."""
+
+
+def measure(
+    subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference, part: slice = slice(None)
+) -> list[Row]:
+    """The errors of all cases that have figures, or of a part of these cases."""
+    machine = figures.machine_of(device, "triton" if figures.is_on_kernels(preference) else "eager")
+    due = figures.due_of(subject, dtype, preference, machine, device)
+    chosen = {place: due[place] for place in list(due)[part]}
+    errors = figures.errors_of(chosen, figures.drawing(subject, dtype, device, preference))
     count = sum(map(len, errors.values()))
     return [Measured(subject.name, "record", short(dtype), "", "", f"{count} figures", True, "", errors)]
 
 
 def jobs(ops: Sequence[str] | None, device: torch.device) -> list[Job]:
-    """What is measured on a device: in Triton's interpreter kernels alone, as elsewhere nothing else is new."""
+    """What is measured on a device, kernels first: in Triton's interpreter they alone, as nothing else is new there."""
     listed = []
     for subject in (on_device(subject, device) for subject in subjects(ops)):
         preferences = [(Preference(backend=name), served.dtypes) for name, served in served_backends(subject, device)]
         preferences += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
+        parts = [slice(begin, begin + CASES_OF_A_JOB) for begin in range(0, len(subject.cases), CASES_OF_A_JOB)]
         listed += [
-            job_of(subject, "record", dtype, device, preference, measure)
+            job_of(subject, f"record {number}/{len(parts)}", dtype, device, preference, partial(measure, part=part))
             for preference, dtypes in preferences
             for dtype in dtypes
             if dtype != torch.float64  # whose reference rounds as much as it does
+            for number, part in enumerate(parts, 1)
         ]
-    return [job for job in listed if not interpreting() or job.backend == "triton"]
+    chosen = [job for job in listed if not interpreting() or job.backend == "triton"]
+    return sorted(chosen, key=lambda job: job.backend != "triton")
 
 
 def record(
@@ -66,7 +79,7 @@ def record(
         raise ArgumentError(f"verify: --jobs must be 1 or more, not {processes}")
     listing = partial(jobs, ops or None, device)
     listed = listing()
-    files = _Files(folder)
+    files = _Files(folder, listed, device)
     if processes == 1:
         results = workers.run_here(listed, range(len(listed)), lambda job: None)
     else:
@@ -80,7 +93,7 @@ def record(
             for row in rows:
                 failed += not row.passed
                 if isinstance(row, Measured):
-                    files.add(row.errors)  # and saves them: what an interrupted run has measured is kept
+                    files.add(listed[position], row.errors)  # and saves them, for a run that is interrupted
                 line = f"{done}/{len(listed)} {listed[position].label}: {row.measured} {row.detail}"
                 console.print(Text(line, style="dim" if row.passed else "red"), soft_wrap=True)
     for path in files.paths:
@@ -92,33 +105,47 @@ def record(
 class _Files:
     """Files of figures in a folder, which begin as they are there, or else as the package has them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, listed: Sequence[Job], device: torch.device) -> None:
         self._folder = folder
+        self._machine = {backend: figures.machine_of(device, backend) for backend in ("triton", "eager")}
         self._figures: dict[Path, Figures] = {}
-        self._measured: set[tuple[Path, str]] = set()
+        self._errors: dict[tuple[Path, str], Errors] = {}
+        self._waiting = Counter(map(self._key, listed))
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # refused before the work
+            self._save_pending()  # refused before the work
         except OSError as error:
             raise ArgumentError(f"verify: cannot write figures to {folder}: {error}") from error
+
+    def _key(self, job: Job) -> tuple[str, str, str]:
+        return self._machine[job.backend], job.dtype, job.op
 
     @property
     def paths(self) -> list[Path]:
         return sorted(self._figures)
 
-    def add(self, errors: Errors) -> None:
-        """Replaces what subjects had before, and adds what other plans of theirs have now."""
+    def add(self, job: Job, errors: Errors) -> None:
+        """Adds what a job measured, in place of what its subject had before this run."""
         for place in errors:
             path = figures.path_of(place.machine, place.dtype, self._folder)
             if path not in self._figures:
                 there = figures.read(path)
                 own = figures.load(place.machine, place.dtype) if there is None else there
                 self._figures[path] = deepcopy(own or {})
-            if (path, place.subject) not in self._measured:
-                self._measured.add((path, place.subject))
-                self._figures[path].pop(place.subject, None)
-        changed: dict[Path, Errors] = {}
-        for place, of_case in errors.items():
-            changed.setdefault(figures.path_of(place.machine, place.dtype, self._folder), {})[place] = of_case
-        for path, of_file in changed.items():
-            figures.put(self._figures[path], of_file)
+            of_subject = self._errors.setdefault((path, place.subject), {})
+            # Two preferences may lead to the same plans, and one of them to a figure that the other has elsewhere.
+            of_subject[place] = errors[place] | of_subject.get(place, {})
+        for path, subject in {(figures.path_of(x.machine, x.dtype, self._folder), x.subject) for x in errors}:
+            self._figures[path] |= figures.of_errors(self._errors[path, subject])
             figures.save(self._figures[path], path)
+        self._waiting[self._key(job)] -= 1
+        self._save_pending()
+
+    def _save_pending(self) -> None:
+        """Names what is not measured yet: nothing, once every job has been."""
+        for machine in {machine for machine, _, _ in self._waiting}:
+            pending = figures.pending(machine, self._folder)
+            for (where, dtype, subject), count in self._waiting.items():
+                if where == machine:
+                    others = {*pending.get(dtype, ())} - {subject}
+                    pending[dtype] = sorted(others | ({subject} if count else set()))
+            figures.save_pending({dtype: names for dtype, names in pending.items() if names}, machine, self._folder)
