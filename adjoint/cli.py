@@ -266,6 +266,9 @@ def bench(
         list[str] | None, typer.Option(metavar="NAME", help="Only this peer, such as FLA; may be repeated.")
     ] = None,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile as well.")] = True,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Measure errors, beside promises and peers, and time nothing.")
+    ] = False,
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Time the host cost of a call on a small tensor instead.")
     ] = False,
@@ -286,6 +289,14 @@ def bench(
     try:
         if overhead:
             command.overhead(console, target)
+        elif errors:
+            folder = results.with_name("errors")
+            if save or not readme:
+                passed = command.accuracy(
+                    console, ops or [], target, rows=rows or (), peers=peer, folder=folder if save else None
+                )
+            if readme:
+                command.errors_page(console, Path("docs/errors.md"), folder)
         elif save or plot is not None or not readme:
             if save:
                 try:
@@ -302,7 +313,7 @@ def bench(
                 folder=results if save else None,
                 plot=plot,
             )
-        if readme:
+        if readme and not errors:
             command.readme(console, [Path("README.md"), Path("docs/performance.md")], results)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)

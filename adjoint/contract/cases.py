@@ -2,7 +2,8 @@
 
 An op's `cases.py` lists its `SUBJECTS`, `BAD_CALLS` and `WORKLOADS`, and `built_calls()`, whose kernels are built ahead
 of time: calls, or tuples of a call and what restricts its builds, as `core.launch.variants` takes it. Nothing else is
-needed for a new op to go through every check: see `adjoint.verify`.
+needed for a new op to go through every check: see `adjoint.verify`. `ERROR_WORKLOADS`, where it is there, has workloads
+whose errors `bench --errors` measures in place of those that are timed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
