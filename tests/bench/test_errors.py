@@ -16,7 +16,8 @@ from adjoint.contract.cases import Inputs, Workload
 from adjoint.core.guarantee import Derived, Empirical
 from adjoint.core.plan import Plan
 from adjoint.ops import FAMILIES, cases
-from adjoint.ops.gated_delta.rule.cases import ERROR_WORKLOADS
+from adjoint.ops.gated_delta.rule.cases import ERROR_WORKLOADS, WORKLOADS
+from adjoint.ops.gated_delta.rule.layers import layer
 from tests.bench.test_bench import small
 from tests.bench.test_workloads import WORKLOAD
 
@@ -101,6 +102,17 @@ def test_nearly_equal_keys_and_a_share_of_the_decays() -> None:
     assert torch.equal(wide[3] / 16, narrow[3]), "the same numbers, drawn again"
     k = narrow[1][0, :, 0]
     assert float((k @ k[0]).min()) > 0.98 and float((wide[1][0, :, 0] @ wide[1][0, 0, 0]).min()) < 0.5
+
+
+@pytest.mark.parametrize("workload", [*ERROR_WORKLOADS[-2:], WORKLOADS[0]], ids=("states", "gradients", "timed"))
+def test_layers_of_the_rule_keep_their_promises(workload: Workload) -> None:
+    """With final states, without, and as they are timed; each here with few tokens and heads."""
+    few = replace(workload, make=layer(130, 1, 2, 1, "", 1 / 64, True), devices=("cpu",), peers=())
+    rows = [*errors.measure("gated_delta", few, CPU)]
+    assert {row.output for row in rows} >= ({"o"} if "forward" in few.directions else {"dq", "dk", "dv", "dg", "dbeta"})
+    assert all(row.holds and row.promise.endswith("of its bound") for row in rows), [row for row in rows if row.note]
+    timed = run.measure("gated_delta", few, CPU, compile=False, rounds=1)
+    assert all(row.status == run.OK for row in timed)
 
 
 @pytest.fixture

@@ -268,6 +268,18 @@ def test_evaluated_once_for_all_results() -> None:
     assert not torch.equal(promised["o"].error.bound(*others), first)  # type: ignore[union-attr]
 
 
+def test_bounds_of_a_call_without_final_states() -> None:
+    """It has one upstream gradient, and the bounds of a call whose other one is 0."""
+    problems = problem_of((1, 70, 1, 2, 4, 3), torch.bfloat16)
+    inputs, do = problems.inputs, problems.do
+    saved = FORWARD.allocate(*arguments_of(inputs, 1.0))[2]
+    for name in ("dq", "dv", "dg", "dinitial_state"):
+        stated = guarantees_of(BACKWARD, (do, None, *inputs, saved, 1.0, False, 63), PORTABLE)[name].error
+        alone = stated.bound(*widened((do, *inputs)))  # type: ignore[union-attr]
+        zero = stated.bound(*widened((do, torch.zeros_like(problems.dfinal), *inputs)))  # type: ignore[union-attr]
+        assert torch.equal(alone, zero) and (alone > 0).any(), name
+
+
 def test_sizes_of_zero() -> None:
     for shape in ((0, 5, 1, 1, 2, 2), (2, 0, 1, 2, 3, 4), (1, 4, 1, 1, 0, 2), (1, 4, 1, 1, 2, 0)):
         inputs = tokens(shape)(torch.float32, CPU, torch.Generator().manual_seed(0))
