@@ -92,10 +92,16 @@ def _delta_rule(function: Any, *inputs: Any) -> Any:
     return function(*tensors, initial_state=state, output_final_state=False, cu_seqlens=cu_seqlens)[0]
 
 
-def _fla_gated_delta_rule(task: Task) -> Contender:
+def _delta_rule_with_states(function: Any, *inputs: Any) -> Any:
+    """The same, with the final states."""
+    *tensors, state, cu_seqlens = inputs
+    return function(*tensors, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def _fla_gated_delta_rule(call: Callable[..., Any], task: Task) -> Contender:
     os.environ["FLA_FLASH_QLA"] = "0"  # or, with FlashQLA installed, it would run that one's kernels
     rule = _imported("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "flash-linear-attention")
-    return through_autograd(partial(_delta_rule, rule), task)
+    return through_autograd(partial(call, rule), task)
 
 
 def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
@@ -241,7 +247,10 @@ PEERS = {
         _autograd("quack.topk:topk", "quack-kernels", lambda top, logits: top(logits, 8, softmax=True)),
     ),
     "quack_experts": Peer("QuACK", "quack-kernels", _quack_experts, directions=(FORWARD,)),
-    "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
+    "fla_gated_delta_rule": Peer("FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule)),
+    "fla_gated_delta_rule_with_states": Peer(
+        "FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule_with_states)
+    ),
     "flashinfer_gated_delta_rule": Peer(
         "FlashInfer", "flashinfer-python", _flashinfer_gated_delta_rule, directions=(FORWARD,)
     ),

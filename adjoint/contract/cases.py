@@ -2,12 +2,12 @@
 
 An op's `cases.py` lists its `SUBJECTS`, `BAD_CALLS` and `WORKLOADS`, and `built_calls()`, whose kernels are built ahead
 of time: calls, or tuples of a call and what restricts its builds, as `core.launch.variants` takes it. Nothing else is
-needed for a new op to go through every check: see `adjoint.verify`.
+needed for a new op to go through every check: see `adjoint.verify`. `ERROR_WORKLOADS`, where it is there, has workloads
+whose errors `bench --errors` measures in place of those that are timed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,7 +88,6 @@ class Subject:
         mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the inputs' dtype; each must fail
             the accuracy check, or the check proves nothing.
         specials: elementwise special values.
-        recorded: the reviewed file of errors that were recorded on its cases: see `contract.recorded`.
         plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them.
         batch_axis: the axis along which items follow each other.
         batched: names of the inputs that have it; None for all.
@@ -111,7 +110,6 @@ class Subject:
     exhaustive: Callable[[torch.dtype], Iterable[Case]] = lambda dtype: ()
     mistakes: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], Answers]] = field(default_factory=dict)
     specials: tuple[Special, ...] = ()
-    recorded: Path | None = None
     plans: tuple[str, ...] = ()
     batch_axis: int = 0
     batched: tuple[str, ...] | None = None
