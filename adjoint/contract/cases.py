@@ -15,11 +15,24 @@ from torch import Tensor
 
 from adjoint.contract import batching
 from adjoint.contract.batching import Answers, Rebatch
+from adjoint.contract.forms import Form
 from adjoint.contract.inputs import Inputs, is_differentiable
 from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 
-__all__ = ["Answers", "BadCall", "Case", "Inputs", "Make", "Rebatch", "Special", "Subject", "Workload", "normal"]
+__all__ = [
+    "Answers",
+    "BadCall",
+    "Case",
+    "Form",
+    "Inputs",
+    "Make",
+    "Rebatch",
+    "Special",
+    "Subject",
+    "Workload",
+    "normal",
+]
 
 Make = Callable[[torch.dtype, torch.device, torch.Generator], Inputs]
 
@@ -89,7 +102,9 @@ class Subject:
             the accuracy check, or the check proves nothing.
         specials: elementwise special values.
         recorded: the reviewed file of errors that were recorded on its cases: see `contract.recorded`.
-        plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them.
+        plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them, on the cases and
+            dtypes that they take.
+        forms: other forms of the call, which have its bits.
         batch_axis: the axis along which items follow each other.
         batched: names of the inputs that have it; None for all.
         resized: `(inputs, upstream, size) -> (inputs, upstream)` with another number of items.
@@ -113,6 +128,7 @@ class Subject:
     specials: tuple[Special, ...] = ()
     recorded: Path | None = None
     plans: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
     batch_axis: int = 0
     batched: tuple[str, ...] | None = None
     resized: Callable[[Inputs, tuple[Tensor, ...], int], tuple[Inputs, tuple[Tensor, ...]]] | None = None

@@ -47,7 +47,7 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     for special in subject.specials:
         if special.dtypes and dtype not in special.dtypes:
             continue
-        found = evaluate(subject, _case_of(special), dtype, device, preference)
+        found = evaluate(subject, case_of(special), dtype, device, preference)
         names = (*(f"output {i}" for i in range(len(found.outputs))), *subject.inputs)
         wrong = [
             f"{name} is {result[0].item()}, stated {expected}"
@@ -58,7 +58,9 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     return rows
 
 
-def _case_of(special: Special) -> Case:
+def case_of(special: Special) -> Case:
+    """Copies of a special value."""
+
     def make(dtype: torch.dtype, device: torch.device, source: torch.Generator) -> Inputs:
         return tuple(torch.full((SPECIAL_COPIES,), value, dtype=dtype, device=device) for value in special.inputs)
 
