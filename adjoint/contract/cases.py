@@ -96,6 +96,8 @@ class Subject:
             output for `x` is named `dx`; others keep their dtype and have no gradient.
         reference: inputs, floating ones in float64 -> the public outputs.
         reference_backward: upstream gradients, then inputs, in the same way -> a gradient per floating input.
+        choices: inputs, in the same way -> what error statements of gradients take behind the inputs, where those alone
+            do not say it: the experts that a router chose, for example.
         cases: layouts, sizes and values.
         exhaustive: for 16-bit dtypes, cases that together hold every value; empty where that is out of reach.
         mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the inputs' dtype; each must fail
@@ -121,6 +123,7 @@ class Subject:
     reference: Callable[..., tuple[Tensor, ...]]
     reference_backward: Callable[..., tuple[Tensor, ...]]
     cases: tuple[Case, ...]
+    choices: Callable[..., tuple[Tensor, ...]] = lambda *inputs: ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     exhaustive: Callable[[torch.dtype], Iterable[Case]] = lambda dtype: ()

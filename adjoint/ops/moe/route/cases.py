@@ -119,6 +119,7 @@ _GROUPED = replace(
     keywords={"k": K, "num_groups": _GROUPS[0], "groups_kept": _GROUPS[1]},
     reference=_reference("softmax", True, groups=_GROUPS),
     reference_backward=_gradient("softmax", True, groups=_GROUPS),
+    choices=lambda logits: reference.route(logits, K, "softmax", None, *_GROUPS)[1:],
     cases=(
         Case("few tokens", _make(5, 12)),
         Case("ties", _make(9, 72, lay=lambda t: (t / 2).round())),
