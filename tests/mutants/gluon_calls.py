@@ -167,10 +167,7 @@ def _run(example: Example) -> None:
     hopper.run_both(example.call, example.upstream(), SCHEDULES[0])
 
 
-FIRST, OTHERS = SCHEDULES[:1], SCHEDULES[1:]
-
-
-def noticed(mutant: Mutant, schedules: tuple[Schedule, ...]) -> bool:
+def noticed(mutant: Mutant, schedule: Schedule) -> bool:
     """Whether any launch with a function's other code leaves other bits in memory; of shared functions, any at all."""
     codes = {}
     launches = [launch for launch in _recorded if launch.function.fn.__module__ == mutant.module]
@@ -179,6 +176,6 @@ def noticed(mutant: Mutant, schedules: tuple[Schedule, ...]) -> bool:
         codes[mutant.module, mutant.function] = code_of(compile(mutant.source, file, "exec"), mutant.function)
         launches = launches or _recorded
     try:
-        return any(launch.is_changed(codes, schedule) for schedule in schedules for launch in launches)
+        return any(launch.is_changed(codes, schedule) for launch in launches)
     except Exception:
         return True
