@@ -13,7 +13,8 @@ from adjoint.core.operator import Operator
 from adjoint.core.plan import Call, Candidate
 from adjoint.ops.gated_delta.rule.hopper import gradients
 from tests.gluon.examples import Example
-from tests.gluon.model import Codes, Schedule, modelled
+from tests.gluon.model import Codes, modelled
+from tests.gluon.programs import Schedule
 
 TARGET = "sm_90"
 

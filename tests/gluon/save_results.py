@@ -10,7 +10,7 @@ import torch
 from adjoint.verify import interpreter
 from tests.gluon import hopper
 from tests.gluon.examples import EXAMPLES
-from tests.gluon.model import SCHEDULES
+from tests.gluon.programs import SCHEDULES
 
 
 def main(name: str, file: str) -> None:

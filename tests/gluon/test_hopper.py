@@ -7,7 +7,7 @@ from adjoint.core import kernels
 from tests.gluon import hopper
 from tests.gluon.examples import EXAMPLES, Example
 from tests.gluon.hopper import results
-from tests.gluon.model import SCHEDULES
+from tests.gluon.programs import SCHEDULES
 
 pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter")
 

@@ -25,7 +25,7 @@ from adjoint.contract.inputs import each
 from adjoint.core.preference import Preference
 from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
-from tests.gluon.model import SCHEDULES
+from tests.gluon.programs import SCHEDULES
 from tests.mutants import calls as edges
 from tests.mutants import (
     dispatch_calls,

@@ -24,7 +24,8 @@ from adjoint.ops.gated_delta.rule import shape as rule_shape
 from tests.gluon import hopper
 from tests.gluon.breaks import code_of
 from tests.gluon.examples import Example
-from tests.gluon.model import SCHEDULES, Codes, Modelled, Schedule
+from tests.gluon.model import Codes, Modelled
+from tests.gluon.programs import SCHEDULES, Schedule
 from tests.mutants.rule_backward_calls import no_numbers
 from tests.mutants.trees import Mutant
 
