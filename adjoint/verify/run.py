@@ -182,11 +182,12 @@ def compare(found: Evaluation) -> list[Comparison]:
     """Each public output and gradient beside the reference's."""
     subject, inputs, upstream = found.subject, widened(found.inputs), widened(found.upstream)
     forward, backward = found.guarantees
+    of_gradients = (*upstream, *inputs, *subject.choices(*inputs))
     return [
         Comparison(name, guarantee, result, exact, arguments)
         for promises, results, truth, arguments in (
             (forward, found.outputs, subject.reference(*inputs), inputs),
-            (backward, found.gradients, subject.reference_backward(*upstream, *inputs), (*upstream, *inputs)),
+            (backward, found.gradients, subject.reference_backward(*upstream, *inputs), of_gradients),
         )
         for (name, guarantee), result, exact in zip(promises.items(), results, truth, strict=True)
     ]

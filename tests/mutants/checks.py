@@ -25,6 +25,7 @@ from adjoint.contract.inputs import each
 from adjoint.core.preference import Preference
 from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
+from tests.gluon.programs import SCHEDULES
 from tests.mutants import calls as edges
 from tests.mutants import (
     conv_calls,
@@ -331,10 +332,8 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
 
-GLUON = tuple(
-    partial(gluon_calls.noticed, schedules=schedules) for schedules in (gluon_calls.FIRST, gluon_calls.OTHERS)
-)
-"""Those of kernels in Gluon: most mutants need no second schedule."""
+GLUON = tuple(partial(gluon_calls.noticed, schedule=schedule) for schedule in SCHEDULES)
+"""Those of kernels in Gluon, a schedule each: most mutants need no second one."""
 
 
 def stages(family: str, mutant: Mutant) -> tuple[Noticed, ...]:
