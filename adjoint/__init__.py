@@ -6,7 +6,7 @@ from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
 from adjoint.ops import gated_delta, moe
-from adjoint.ops.activation import silu, swiglu
+from adjoint.ops.activation import sigmoid_gate, silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
@@ -37,6 +37,7 @@ __all__ = [
     "plan",
     "prefer",
     "rms_norm",
+    "sigmoid_gate",
     "silu",
     "swiglu",
     "take_along_axis",

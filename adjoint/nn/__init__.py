@@ -1,6 +1,6 @@
 """Thin modules over the ops: torch's parameters where torch has the module, and nothing but the call."""
 
-from adjoint.nn.activation import SiLU, SwiGLU
+from adjoint.nn.activation import SigmoidGate, SiLU, SwiGLU
 from adjoint.nn.embedding import Embedding, EmbeddingBag
 from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
@@ -11,6 +11,7 @@ __all__ = [
     "GatedRMSNorm",
     "RMSNorm",
     "SiLU",
+    "SigmoidGate",
     "SparseMoE",
     "SwiGLU",
     "fuse_experts",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 OPS = (
     "activation.silu",
     "activation.swiglu",
+    "activation.sigmoid_gate",
     "norm.rms_norm",
     "norm.gated_rms_norm",
     "norm.l2_norm",
