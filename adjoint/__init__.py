@@ -11,6 +11,7 @@ from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
 from adjoint.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from adjoint.ops.rotary import rotary
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "plan",
     "prefer",
     "rms_norm",
+    "rotary",
     "sigmoid_gate",
     "silu",
     "swiglu",

@@ -20,6 +20,7 @@ OPS = (
     "norm.rms_norm",
     "norm.gated_rms_norm",
     "norm.l2_norm",
+    "rotary.rotary",
     "embedding.embedding",
     "embedding.bag",
     "indexing.take_along_axis",
