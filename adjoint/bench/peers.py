@@ -108,7 +108,7 @@ def _fla_rotary(task: Task) -> Contender:
 
 
 def _liger_rotary(task: Task) -> Contender:
-    """Liger's kernels without its autograd wrapper: whole heads, heads before tokens, in place."""
+    """Liger's kernels without its autograd wrapper; they rotate in place, and take heads before tokens."""
     module, install = "liger_kernel.ops.rope", "liger-kernel"
     rope = _imported(f"{module}:rope_{task.direction}", install)
     *_, q, k, cos, sin = task.arguments

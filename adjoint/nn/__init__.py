@@ -4,12 +4,14 @@ from adjoint.nn.activation import SigmoidGate, SiLU, SwiGLU
 from adjoint.nn.embedding import Embedding, EmbeddingBag
 from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
+from adjoint.nn.rotary import Rotary
 
 __all__ = [
     "Embedding",
     "EmbeddingBag",
     "GatedRMSNorm",
     "RMSNorm",
+    "Rotary",
     "SiLU",
     "SigmoidGate",
     "SparseMoE",

@@ -33,6 +33,7 @@ from tests.mutants import (
     gluon_calls,
     indexing_calls,
     norm_calls,
+    rotary_calls,
     route_calls,
     rule_backward_calls,
     rule_calls,
@@ -65,6 +66,7 @@ RULE = tuple(
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "norm": ("adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels", "adjoint.device.row_tiles"),
+    "rotary": ("adjoint.ops.rotary.rotary.kernels",),
     "embedding": (
         "adjoint.device.grouping.kernels",
         "adjoint.ops.embedding.kernels",
@@ -188,6 +190,16 @@ def _norm_noticed(mutant: Mutant) -> bool:
         return True
 
 
+# --------------------------------------------------------------------------------------------- rotary
+
+
+def _rotary_noticed(mutant: Mutant) -> bool:
+    """Whether any call gives other bits than the eager path, at either edge of memory; tiles are small."""
+    edges.guard()
+    rotary_calls.shrink()
+    return any(_differs(call, number) for number, call in enumerate(rotary_calls.calls()))
+
+
 # ------------------------------------------------------------------------------------------ embedding
 
 
@@ -299,6 +311,7 @@ Noticed = Callable[[Mutant], bool]
 JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "activation": (edges, bits, numerics),
     "norm": (edges, norm_calls),
+    "rotary": (edges, rotary_calls),
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
     "moe": (edges, dispatch_calls, route_calls, experts_calls),
@@ -308,6 +321,7 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
 STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "norm": (_norm_noticed,),
+    "rotary": (_rotary_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),

@@ -48,6 +48,9 @@ CHECKS = {
     "rms_norm": (40, 40),
     "rms_norm[offset]": (40, 40),
     "rms_norm[residual]": (40, 40),
+    "rotary": (40, 40),
+    "rotary[interleaved]": (40, 40),
+    "rotary[whole heads]": (40, 40),
     "sigmoid_gate": (68, 42),
     "silu": (68, 42),
     "solve": (22, 0),
@@ -82,6 +85,7 @@ BAD_CALLS = {
     "norm.gated_rms_norm": 25,
     "norm.l2_norm": 14,
     "norm.rms_norm": 24,
+    "rotary.rotary": 58,
 }
 """The fewest calls that every op must refuse."""
 

@@ -45,7 +45,8 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> None:
     """A row of cos and one of sin for each token of q, as wide as the columns that are rotated, or half as wide."""
     require_floating(_OP, "cos", cos)
     if cos.dtype not in (q.dtype, torch.float32):
-        raise ArgumentError(f"{_OP}: cos must be float32 or {short(q.dtype)}, as q is, got {short(cos.dtype)}")
+        allowed = "float32, as q is" if q.dtype == torch.float32 else f"float32 or {short(q.dtype)}, as q is"
+        raise ArgumentError(f"{_OP}: cos must be {allowed}, got {short(cos.dtype)}")
     if cos.device != q.device:
         raise ArgumentError(f"{_OP}: cos must be on the device of q, {q.device}, got {cos.device}")
     batch, time, _, size = q.shape

@@ -395,7 +395,7 @@ def _workload(
 
 WORKLOADS = (
     _workload(32768, 16, 2, 256, 64, peers=("fla_rotary",)),
-    _workload(32768, 16, 2, 256, 64, in_place=True, peers=("fla_rotary",)),
+    _workload(32768, 16, 2, 256, 64, in_place=True, peers=("fla_rotary", "liger_rotary")),
     _workload(32768, 32, 8, 128, 128, peers=("fla_rotary", "liger_rotary")),
     _workload(1024, 16, 2, 256, 64, devices=("cpu",), table_dtype=_F32, dtype=_F32),
 )
