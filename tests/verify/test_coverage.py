@@ -73,6 +73,8 @@ HELD_BY: dict[Pattern, str] = {
     ("gated_delta_step", "*", "prefix_invariant"): (
         "tests/ops/gated_delta/step/test_kernels.py::test_tokens_in_one_step_or_one_at_a_time"
     ),
+    ("rotary*", "*", "prefix_invariant"): "tests/ops/rotary/test_rotary.py::test_a_prefix_is_the_prefix",
+    ("rotary*", "*", "special_values"): "tests/ops/rotary/test_rotary.py::test_special_values",
     ("moe_dispatch", "*", "ties"): LAYOUT,
     ("moe_route", "*", "ties"): ROUTING,
     ("embedding_bag", "out", "ties"): "tests/ops/embedding/bag/test_bag.py::test_the_first_of_equal_entries_wins",

@@ -53,6 +53,10 @@ CHECKS = {
     "rms_norm": (40, 40),
     "rms_norm[offset]": (40, 40),
     "rms_norm[residual]": (40, 40),
+    "rotary": (40, 40),
+    "rotary[interleaved]": (40, 40),
+    "rotary[whole heads]": (40, 40),
+    "sigmoid_gate": (68, 42),
     "silu": (76, 46),
     "solve": (22, 0),
     "swiglu": (76, 46),
@@ -66,6 +70,7 @@ CHECKS = {
 """Of every subject on a CPU: of plans in PyTorch, and of kernels, which the interpreter runs."""
 
 BAD_CALLS = {
+    "activation.sigmoid_gate": 22,
     "activation.silu": 15,
     "activation.swiglu": 27,
     "conv.causal_conv1d": 52,
@@ -87,6 +92,7 @@ BAD_CALLS = {
     "norm.gated_rms_norm": 25,
     "norm.l2_norm": 14,
     "norm.rms_norm": 24,
+    "rotary.rotary": 58,
 }
 """The fewest calls that every op must refuse."""
 
