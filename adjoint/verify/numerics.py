@@ -181,8 +181,8 @@ def _central_differences(subject: Subject, inputs: Inputs, upstream: tuple[Tenso
         return (sums[0] - sums[1]) / (2 * step)
 
     return [
-        inputs[index].new_tensor([slope(index, position) for position in range(inputs[index].numel())]).reshape(
-            inputs[index].shape
-        )
+        inputs[index]
+        .new_tensor([slope(index, position) for position in range(inputs[index].numel())])
+        .reshape(inputs[index].shape)
         for index in subject.places(inputs)
     ]

@@ -74,9 +74,7 @@ def test_tables_of_both_widths_give_the_same_bits(
     tables = [t.to(dtype).to(device) for t in (_angles(7, 4).cos(), _angles(7, 4).sin())]
     found = []
     for given in (tables, [_wide(t, interleaved) for t in tables]):
-        y = adjoint.rotary(
-            q, k, *given, rotary_dim=8, interleaved=interleaved, preference=Preference(backend=backend)
-        )
+        y = adjoint.rotary(q, k, *given, rotary_dim=8, interleaved=interleaved, preference=Preference(backend=backend))
         found.append((*y, *torch.autograd.grad(y, (q, k), [t.detach().flip(1) for t in y])))
     assert all(map(torch.equal, *found))
 
@@ -101,9 +99,7 @@ def test_scores_depend_on_the_distance_alone(backend: str, device: torch.device)
     q, k = (_normal(n, 1, 1, 1, 32, device=device).expand(1, 40, 1, 32) for n in range(2))
     frequencies = 100.0 ** -(torch.arange(16, dtype=torch.float64, device=device) / 16)
     angles = torch.arange(40, device=device)[:, None] * frequencies
-    q, k = adjoint.rotary(
-        q, k, angles.cos(), angles.sin(), rotary_dim=32, preference=Preference(backend=backend)
-    )  # type: ignore[assignment]
+    q, k = adjoint.rotary(q, k, angles.cos(), angles.sin(), rotary_dim=32, preference=Preference(backend=backend))  # type: ignore[assignment]
     scores = q[0, :, 0] @ k[0, :, 0].T
     assert torch.allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-12)
     assert (scores[0, 1:] - scores[0, :-1]).abs().max() > 0.1
@@ -141,9 +137,7 @@ def test_special_values(dtype: torch.dtype, backend: str, device: torch.device) 
         [[inf, 2.0, -0.0, nan], [inf, 2.0, nan, -0.0], [inf, inf, inf, -inf]], dtype=dtype, device=device
     )
     q = heads.view(1, 3, 1, 4).requires_grad_()
-    y, _ = adjoint.rotary(
-        q, None, tables[:, :1], tables[:, 1:], rotary_dim=2, preference=Preference(backend=backend)
-    )
+    y, _ = adjoint.rotary(q, None, tables[:, :1], tables[:, 1:], rotary_dim=2, preference=Preference(backend=backend))
     expected = torch.tensor([[nan, inf], [inf, nan], [nan, inf]], dtype=dtype, device=device)
     assert same_bits(y.detach()[0, :, 0, :2], expected)
     (dq,) = torch.autograd.grad(y, q, heads.view(1, 3, 1, 4))
@@ -187,9 +181,7 @@ def test_no_numbers_break_the_bound(interleaved: bool, dtype: torch.dtype, backe
 
 @pytest.mark.kernels
 @both_pairs
-def test_one_launch_rotates_q_and_k(
-    interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_launch_rotates_q_and_k(interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = (_normal(n, 2, 50, 4 - 2 * n, 16, dtype=torch.float32, device=device).requires_grad_() for n in range(2))
     cos, sin = (_normal(n, 50, 8, dtype=torch.float32, device=device) for n in (2, 3))
     launched = record_launches(monkeypatch)
@@ -204,9 +196,7 @@ def test_one_launch_rotates_q_and_k(
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("layout", ["projection", "heads first", "contiguous"])
-def test_views_are_read_where_they_lie(
-    layout: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_are_read_where_they_lie(layout: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """q and k as slices of one projection, or with heads before tokens: no copy, and the aligned variant."""
     both = _normal(0, 2, 9, 6, 32, dtype=torch.bfloat16, device=device)
     q, k = both[:, :, :4], both[:, :, 4:]
