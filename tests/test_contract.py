@@ -27,6 +27,7 @@ COVERED_ONCE = frozenset(
         "poison",
         "exhaustive",
         "arithmetic",
+        "forms",
     )
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""

@@ -133,10 +133,16 @@ def _delta_rule(function: Any, *inputs: Any) -> Any:
     return function(*tensors, initial_state=state, output_final_state=False, cu_seqlens=cu_seqlens)[0]
 
 
-def _fla_gated_delta_rule(task: Task) -> Contender:
+def _delta_rule_with_states(function: Any, *inputs: Any) -> Any:
+    """The same, with the final states."""
+    *tensors, state, cu_seqlens = inputs
+    return function(*tensors, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def _fla_gated_delta_rule(call: Callable[..., Any], task: Task) -> Contender:
     os.environ["FLA_FLASH_QLA"] = "0"  # or, with FlashQLA installed, it would run that one's kernels
     rule = _imported("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "flash-linear-attention")
-    return through_autograd(partial(_delta_rule, rule), task)
+    return through_autograd(partial(call, rule), task)
 
 
 def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
@@ -211,6 +217,20 @@ def _fla_step(task: Task) -> Contender:
     return Contender(lambda: as_tuple(step(q, k, v, g, beta=beta, initial_state=state, output_final_state=True)))
 
 
+def _fla_causal_conv1d(task: Task) -> Contender:
+    """FLA's Triton kernels, which take the activation by another name."""
+    try:
+        conv = _imported("fla.modules.conv.causal_conv1d:causal_conv1d", "flash-linear-attention")
+    except NotInstalled:  # versions before 0.4 have it elsewhere
+        conv = _imported("fla.modules.convolution:causal_conv1d", "flash-linear-attention")
+
+    def call(x: Tensor, weight: Tensor, bias: Any, state: Any, cu_seqlens: Any) -> Tensor:
+        keywords = {"initial_state": state, "activation": "swish", "cu_seqlens": cu_seqlens}
+        return as_tuple(conv(x, weight, bias, **keywords))[0]
+
+    return through_autograd(call, task)
+
+
 def _fla_recompute_w_u(task: Task) -> Contender:
     """Its forward kernel alone. Its running sums of g are logarithms to base 2, made before the clock starts."""
     recompute = _imported("fla.ops.gated_delta_rule.wy_fast:recompute_w_u_fwd", "flash-linear-attention")
@@ -261,6 +281,7 @@ PEERS = {
         "fla-core",
         _autograd("fla.modules.l2norm:l2norm", "flash-linear-attention", lambda norm, x: norm(x, EPS)),
     ),
+    "fla_causal_conv1d": Peer("FLA", "fla-core", _fla_causal_conv1d),
     "fla_rotary": Peer("FLA", "fla-core", _fla_rotary),
     "liger_rotary": Peer("Liger", "liger-kernel", _liger_rotary),
     "quack_top_8": Peer(  # softmax over the chosen logits, in their dtype; k must be a power of two there
@@ -269,7 +290,10 @@ PEERS = {
         _autograd("quack.topk:topk", "quack-kernels", lambda top, logits: top(logits, 8, softmax=True)),
     ),
     "quack_experts": Peer("QuACK", "quack-kernels", _quack_experts, directions=(FORWARD,)),
-    "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
+    "fla_gated_delta_rule": Peer("FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule)),
+    "fla_gated_delta_rule_with_states": Peer(
+        "FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule_with_states)
+    ),
     "flashinfer_gated_delta_rule": Peer(
         "FlashInfer", "flashinfer-python", _flashinfer_gated_delta_rule, directions=(FORWARD,)
     ),

@@ -20,6 +20,8 @@ OPS = (
     "norm.rms_norm",
     "norm.gated_rms_norm",
     "norm.l2_norm",
+    "conv.causal_conv1d",
+    "conv.causal_conv1d_step",
     "rotary.rotary",
     "embedding.embedding",
     "embedding.bag",

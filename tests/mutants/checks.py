@@ -25,8 +25,10 @@ from adjoint.contract.inputs import each
 from adjoint.core.preference import Preference
 from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
+from tests.gluon.programs import SCHEDULES
 from tests.mutants import calls as edges
 from tests.mutants import (
+    conv_calls,
     dispatch_calls,
     embedding_calls,
     experts_calls,
@@ -66,6 +68,7 @@ RULE = tuple(
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "norm": ("adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels", "adjoint.device.row_tiles"),
+    "conv": tuple(f"adjoint.ops.conv.triton.{part}" for part in ("rows", "forward", "backward", "step")),
     "rotary": ("adjoint.ops.rotary.rotary.kernels",),
     "embedding": (
         "adjoint.device.grouping.kernels",
@@ -186,6 +189,22 @@ def _norm_noticed(mutant: Mutant) -> bool:
     norm_calls.shrink()
     try:
         return norm_calls.noticed(mutant.module)
+    except Exception:
+        return True
+
+
+# ----------------------------------------------------------------------------------------------- conv
+
+
+def _conv_noticed(mutant: Mutant) -> bool:
+    """Whether any call gives other bits than the kernels as they are; blocks, stretches and runs are small."""
+    edges.guard()
+    if mutant.module == MODULES["conv"][0]:  # which the others import
+        for name in MODULES["conv"][1:]:
+            load(name, source_of(name))
+    conv_calls.shrink()
+    try:
+        return conv_calls.noticed(mutant.module)
     except Exception:
         return True
 
@@ -311,6 +330,7 @@ Noticed = Callable[[Mutant], bool]
 JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "activation": (edges, bits, numerics),
     "norm": (edges, norm_calls),
+    "conv": (edges, conv_calls),
     "rotary": (edges, rotary_calls),
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
@@ -321,6 +341,7 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
 STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "norm": (_norm_noticed,),
+    "conv": (_conv_noticed,),
     "rotary": (_rotary_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
@@ -330,10 +351,8 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
 
-GLUON = tuple(
-    partial(gluon_calls.noticed, schedules=schedules) for schedules in (gluon_calls.FIRST, gluon_calls.OTHERS)
-)
-"""Those of kernels in Gluon: most mutants need no second schedule."""
+GLUON = tuple(partial(gluon_calls.noticed, schedule=schedule) for schedule in SCHEDULES)
+"""Those of kernels in Gluon, a schedule each: most mutants need no second one."""
 
 
 def stages(family: str, mutant: Mutant) -> tuple[Noticed, ...]:
@@ -422,6 +441,7 @@ _LOOKUPS = _first(partial(embedding_calls.lookups, small=False), partial(embeddi
 _PREPARATIONS: dict[str, Callable[[], None]] = {
     ".norm.": partial(norm_calls.record, MODULES["norm"]),
     ".row_tiles": partial(norm_calls.record, MODULES["norm"]),
+    ".conv.": partial(conv_calls.record, MODULES["conv"]),
     ".grouping.": _LOOKUPS,
     ".embedding.": _LOOKUPS,
     ".indexing.": _first(partial(indexing_calls.takes, False, ("few",))),
