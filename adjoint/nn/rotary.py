@@ -16,8 +16,8 @@ from adjoint.ops.rotary import rotary
 class Rotary(nn.Module):
     """Rotates q and k by the angles position·inv_freq, by `adjoint.rotary`.
 
-    inv_freq_i = base^(−2i/R), for the R/2 pairs among the first R = dim·partial_rotary_factor columns of a head: float32
-    whatever the module is cast to, and in no state dict, as in Hugging Face's modules.
+    inv_freq_i = base^(−2i/R), for the R/2 pairs among the first R = dim·partial_rotary_factor columns of a head. It is
+    float32 whatever the module is cast to, and in no state dict, as in Hugging Face's modules.
 
     Args:
         dim: D, the columns of a head.
@@ -55,8 +55,8 @@ class Rotary(nn.Module):
         self.rotary_dim = round(dim * partial_rotary_factor)
         if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= dim:
             raise ArgumentError(
-                f"Rotary: dim·partial_rotary_factor, the number of columns that are rotated, must be even, from 2 to the "
-                f"{dim} columns of a head, got {self.rotary_dim}"
+                f"Rotary: dim·partial_rotary_factor, the number of columns that are rotated, must be even, from 2 to "
+                f"the {dim} columns of a head, got {self.rotary_dim}"
             )
         if not base > 0:
             raise ArgumentError(f"Rotary: base must be a positive number, got {base}")
@@ -94,7 +94,7 @@ class Rotary(nn.Module):
         Args:
             q, k: as for `adjoint.rotary`.
             position_ids: whole numbers, [time] or [batch, time]; by default 0, 1, 2, … in every row.
-            cu_seqlens: the bounds of packed sequences, int32 or int64, in a batch of one row: every sequence begins at 0.
+            cu_seqlens: the bounds of packed sequences in a batch of one row, int32 or int64: each begins at position 0.
             in_place: overwrites the rotated columns of q and k. Not differentiable.
 
         Raises:

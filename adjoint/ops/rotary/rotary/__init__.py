@@ -192,8 +192,8 @@ def rotary(
 ) -> tuple[Float[Tensor, "batch time heads D"], Float[Tensor, "batch time key_heads D"] | None]:
     """Rotates the first R columns of every head of q and k by the angles of their tokens, in one launch.
 
-    Computed in float32 (float64 for float64) and rounded once; columns from R on are copied. Positions are the caller's:
-    each token has its row of cos and sin, so packed sequences need nothing else.
+    Computed in float32 (float64 for float64) and rounded once; columns from R on are copied. Each token has its row of
+    cos and sin, so that positions, those of packed sequences too, are the caller's.
 
     Args:
         q: queries, any strides: a slice of a packed projection is read where it lies.

@@ -297,7 +297,7 @@ BAD_CALLS = (
     BadCall("tables of an odd width", _call(**_tables(5, 5)), "width of cos", "even", "5"),
     BadCall("tables wider than heads", _call(**_tables(5, 10)), "width of cos", "8 columns", "10"),
     BadCall("tables without columns", _call(**_tables(5, 0)), "width of cos", "from 2", "0"),
-    BadCall("tables of another width than rotary_dim", _call(rotary_dim=8), "cos", "8 columns", "4 pairs", "width of 6"),
+    BadCall("tables of another width than rotary_dim", _call(rotary_dim=8), "8 columns", "4 pairs", "width of 6"),
     BadCall("an odd rotary_dim", _call(rotary_dim=3), "rotary_dim", "even", "3"),
     BadCall("more columns than a head has", _call(rotary_dim=12), "rotary_dim", "8 columns", "12"),
     BadCall("a negative rotary_dim", _call(rotary_dim=-2), "rotary_dim", "from 2", "-2"),

@@ -1,4 +1,4 @@
-"""The rotary embedding in plain PyTorch: the operations of the kernels, in the same order and types, so the same bits."""
+"""The rotary embedding in plain PyTorch: the operations of the kernels in the same types, so the same bits."""
 
 from torch import Tensor
 
