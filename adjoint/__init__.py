@@ -1,5 +1,8 @@
 """GPU kernels that come with their gradients and their guarantees, for hybrid language models."""
 
+from importlib import import_module
+from types import ModuleType
+
 from adjoint import nn
 from adjoint.core.errors import ArgumentError, Unsupported, check, checked
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
@@ -31,6 +34,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_step",
     "gated_rms_norm",
+    "integrations",
     "l2_norm",
     "moe",
     "nn",
@@ -41,3 +45,14 @@ __all__ = [
     "swiglu",
     "take_along_axis",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports what few programs need when it is first asked for."""
+    if name == "integrations":
+        return import_module("adjoint.integrations")
+    raise AttributeError(f"module 'adjoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
