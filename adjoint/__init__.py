@@ -4,7 +4,8 @@ from importlib import import_module
 from types import ModuleType
 
 from adjoint import nn
-from adjoint.core.errors import ArgumentError, Unsupported, check, checked
+from adjoint.core.errors import ArgumentError, Unsupported, WrongResult, check, checked
+from adjoint.core.first_use import first_use_check, set_first_use_check
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
@@ -26,10 +27,12 @@ __all__ = [
     "Plan",
     "Preference",
     "Unsupported",
+    "WrongResult",
     "check",
     "checked",
     "embedding",
     "embedding_bag",
+    "first_use_check",
     "gated_delta",
     "gated_delta_rule",
     "gated_delta_step",
@@ -41,6 +44,7 @@ __all__ = [
     "plan",
     "prefer",
     "rms_norm",
+    "set_first_use_check",
     "silu",
     "swiglu",
     "take_along_axis",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adjoint.core import explanation, kernels
+from adjoint.core import explanation, first_use, kernels
 from adjoint.core.arguments import check_outputs, check_workspace
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.guarantee import Guarantee
@@ -369,10 +369,13 @@ class Plan:
 
         Raises:
             Unsupported: the plan was made for a target, not for a device.
+            WrongResult: it computes wrongly, which `first_use_check` looks for.
         """
         self._require_device()
         if self.candidate.setup is not None:
             self._setup[0].prepare()
+        if first_use.switch.enabled:
+            first_use.check(self)
         if self.adjoint is not None:
             self.adjoint.prepare()
         return self
@@ -424,6 +427,8 @@ class Plan:
         workspace: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """`run` without its checks, on the operator's arguments, options included."""
+        if first_use.switch.enabled:
+            first_use.check(self)
         if self.waits:
             self._refuse_capture()
         candidate = self.candidate
