@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -155,6 +156,38 @@ def _import_seconds(modules: str) -> float:
         for _ in range(4)
     ]
     return statistics.median(runs[1:])
+
+
+# ------------------------------------------------------------------------------------------------- ops
+
+
+@app.command()
+def ops(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to list; all by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List every op's plans: their dtypes, where they run, and what they promise."""
+    from dataclasses import asdict
+
+    import adjoint
+    from adjoint.matrix import entries
+
+    try:
+        listed = entries(names or ())
+    except adjoint.ArgumentError as error:
+        _refuse(error)
+    if as_json:
+        _print_json([asdict(entry) for entry in listed])
+        return
+    console = _console()
+    for op in dict.fromkeys(entry.op for entry in listed):
+        console.print(Text(op, style="bold cyan"))
+        for entry in listed:
+            if entry.op == op:
+                facts = f"{entry.plan}, {entry.direction}: {', '.join(entry.dtypes)}; {entry.where}"
+                console.print(
+                    Padding(Text(facts), (0, 0, 0, 2)), Padding(Text(entry.what, "dim"), (0, 0, 0, 6)), sep=""
+                )
 
 
 # ------------------------------------------------------------------------------------------------ plan
