@@ -24,6 +24,23 @@ MODULES = {
 """What the reference lists: every name that a module says is public."""
 
 
+def on_config(config: Any) -> Any:
+    """Adds the pages of docs/ that the menu does not name to one of its sections, under their headings."""
+    sections = {title: pages for entry in config.nav for title, pages in entry.items()}
+    named = {page for pages in sections.values() for page in _pages(pages)}
+    for path in sorted(ROOT.joinpath("docs").glob("*.md")):
+        if path.name not in named:
+            sections["Error analysis" if path.stem.endswith("-error") else "Operations"].append(path.name)
+    return config
+
+
+def _pages(entry: Any) -> list[str]:
+    """The files below an entry of the menu."""
+    if isinstance(entry, str):
+        return [entry]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in _pages(part)]
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages to those in docs/."""
     pages = {
