@@ -22,7 +22,7 @@ from tests.mutants import calls as edges
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TRITON = Preference(backend="triton")
-SMALL = {"channels": 16, "rows": 4, "edge_rows": 2, "blocks": 2, "columns": 16, "warps": 4}
+SMALL = {"channels": 16, "rows": 4, "edge_rows": 2, "rest_rows": 2, "stages": 1, "blocks": 2, "columns": 16, "warps": 4}
 
 LAYOUTS = {**edges.LAYOUTS, "time adjacent": lambda t: edges.LAYOUTS[""](t.mT).mT}
 
@@ -127,6 +127,7 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_step, 4, 3, 20, 4, FLOAT64, (3, -1, 0, 3))
         yield partial(_step, 2, 2, 18, 3, FLOAT32, layout="transposed")
         yield partial(_step, 2, 16, 5, 4, BFLOAT16, bias=False)
+        yield partial(_step, 3, 9, 5, 4, FLOAT64, (1, -1, 2))
     if module.endswith(("step", "rows")):
         yield partial(_step, 3, 2, 17, 4, FLOAT64, (2, -1, 0), in_place=True)
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (2, 0, 4))

@@ -28,15 +28,23 @@ EQUIVALENT = {
     ("sums_of_rows", "PIECES == 1 -> PIECES == 2"): "two ways to write the same additions",
     ("rms_norm_backward", "0.0 -> 1.0"): "a row past the end is all zeros: any finite factor serves",
     # conv
+    ("differentiate_block", "row < BEFORE -> row <= BEFORE"): "a token of the block itself is always its own",
     (
-        "differentiate_at_edges",
-        "tl.where(exists, age, -1) -> tl.where(exists, age, -2)",
-    ): "any age below 0 reaches nothing",
+        "differentiate_rest",
+        "token + row < end -> token + row <= end (2)",
+    ): "dy of a token past the end is 0, and so is dz",
+    ("conv_backward", "token + 1 -> token - 1"): "matters to bounds out of order alone, which end in an error here",
+    ("conv_backward", "token % ROWS == 0 -> token % ROWS != 0 (2)"): "any tokens may be computed as the rest is",
     (
-        "differentiate_at_edges",
-        "final < BEFORE -> final <= BEFORE",
-    ): "a token at the end of its sequence does not exist",
-    ("differentiate_at_edges", "row < ROWS -> row <= ROWS (2)"): "one more total, which nobody reads",
+        "conv_backward",
+        "tl.where(token % ROWS == 0, (stop - token) // ROWS, 0) -> "
+        "tl.where(token % ROWS == 0, 0, (stop - token) // ROWS)",
+    ): "any tokens may be computed as the rest is",
+    ("conv_backward", "place >= 0 -> place > 0 (1)"): "any tokens may be computed as the rest is",
+    ("conv_step", "tl.where(wrong, -1, index) -> tl.where(wrong, -2, index)"): "any place below 0 is skipped",
+    ("conv_step", "other=-1 -> other=1"): "of a row past the last, nothing is read or written",
+    ("side_by_side", "2 ** LEVELS - len(columns) -> 2 ** LEVELS + len(columns)"): "columns past the last are not used",
+    ("side_by_side", "2 ** LEVELS -> 3 ** LEVELS (1)"): "columns past the last are not used",
     ("pool_place", "tl.maximum(place, -1) -> tl.maximum(place, -2)"): "any place below 0 is skipped",
     (
         "pool_place",
@@ -46,12 +54,7 @@ EQUIVALENT = {
         "conv_places",
         "low + high + 1 -> low + high + 2",
     ): "another middle, of a bound that is there, and the levels suffice",
-    ("conv_backward", "tokens - number * stretch -> tokens + number * stretch"): (
-        "blocks past the last token add nothing and write nothing"
-    ),
     ("conv_backward_states", "row < length -> row <= length (3)"): "dz of a token past the end is not used",
-    ("conv_step", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
-    ("conv_step", "index + one -> index - one"): "plus or minus 0, which is there for its shape",
     (
         "*",
         "token - sequence_begin >= BEFORE -> token - sequence_begin > BEFORE",
@@ -60,12 +63,7 @@ EQUIVALENT = {
         "*",
         "token + ROWS <= sequence_end -> token + ROWS < sequence_end",
     ): "a block without an edge may be computed as one that has some",
-    (
-        "*",
-        "token + ROWS + BEFORE <= sequence_end -> token + ROWS + BEFORE < sequence_end",
-    ): "a block without an edge may be computed as one that has some",
     ("conv_forward", "WIDTH - 1 -> WIDTH + 1"): "a block without an edge may be computed as one that has some",
-    ("conv_backward", "WIDTH - 1 -> WIDTH + 1"): "a block without an edge may be computed as one that has some",
     # embedding: gather and sums over groups
     ("embedding_gather", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a row then records the fault, and the minimum of equal words is the same word"

@@ -207,9 +207,9 @@ def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor
     dx, dweight, dbias, dstate = outputs
     if _are_few(shape):
         dy = _joined(upstream, shape, x)
-        gradient = _differentiate(_Rows(x, weight, state), dy, dfinal, bias, shape.is_silu, need, outputs)
-        if gradient is not None and need & NEED_STATE:
-            dstate.copy_(gradient)
+        before_rows = _differentiate(_Rows(x, weight, state), dy, dfinal, bias, shape.is_silu, need, outputs)
+        if before_rows is not None and need & NEED_STATE:
+            dstate.copy_(before_rows)
         return
     padded, kind, before = _Padded(shape, cu_seqlens, x.device, raises=False), shape.computed, shape.width - 1
     rows, taps, bias = padded.fill(x, state, kind), weight.to(kind).T, None if bias is None else bias.to(kind)

@@ -146,7 +146,7 @@ def differentiate_rest(
         gradient = tl.where(in_dy & (token + row < end), gradient, 0.0)
         slopes = slopes + (gradient,)
         added = add_token(sums, gradient, window, row, WIDTH, NEED_WEIGHT, NEED_BIAS)
-        sums = add_if((token + row < stop) & (token + row < end), sums, added)
+        sums = add_if(token + row < stop, sums, added)
         if NEED_X:
             total = tl.zeros(start.shape, start.dtype)
             own = token + row - BEFORE
