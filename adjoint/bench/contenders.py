@@ -91,7 +91,7 @@ def _without_graph(function: Callable[..., Any], *arguments: Any) -> tuple[Tenso
 
 
 def kept_bytes(function: Callable[..., Any], inputs: Inputs, subject: Subject | None = None) -> int:
-    """What autograd keeps of a call, in bytes that are not the inputs'; a subject says which of those have gradients."""
+    """What autograd keeps of a call, in bytes that are not the inputs'; a subject knows which have gradients."""
     own = leaves(inputs) if subject is None else subject.leaves(inputs)
     held: dict[int, int] = {}
 
