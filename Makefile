@@ -2,6 +2,7 @@
 # make test      the same set-up, then lint, types and tests (no GPU needed)
 # make test-all  the long one: every case, every build target
 # make record    measures every op's errors here again, as recorded figures: after a new op, case or revision
+# make docs      the documentation as a site, in build/site
 # make mutants   breaks every operator and constant of the kernels in turn; goes on where it was interrupted
 #
 # Another Python: make test PYTHON=python3.12
@@ -12,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all record mutants lint format bench wheel clean
+.PHONY: help setup demo test test-all docs record mutants lint format bench wheel clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; 1,7p' Makefile
@@ -55,6 +56,11 @@ record: $(READY)
 	TRITON_INTERPRET=1 $(RECORD)
 	$(BIN)/python -m tests.verify.counts
 	$(BIN)/python -m tests.verify.limits
+
+# Broken links, anchors and pages that no menu leads to end the build.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run --jobs $(JOBS)

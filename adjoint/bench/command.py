@@ -1,14 +1,17 @@
 """What `adjoint bench` does, once its arguments are read."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from adjoint.bench import environment, errors, results, run, tables
+from adjoint.bench import chart, environment, errors, results, run, tables
 from adjoint.bench import overhead as host
+from adjoint.bench.omissions import omissions
 
 
 def times(
@@ -21,9 +24,21 @@ def times(
     compile: bool = True,
     folder: Path | None = None,
     plot: Path | None = None,
-) -> bool:
-    """Times and prints; saves where a folder is given. Whether every result was right."""
+    as_data: bool = False,
+) -> tuple[bool, dict[str, Any]]:
+    """Times and prints; saves where a folder is given. Whether every result was right, and all of it as data.
+
+    Args:
+        console: where it prints what it leaves out, how far it is, and a table, unless the caller prints the data.
+        as_data: whether the caller does.
+    """
     selected = run.select(ops, rows)
+    run.check_peers(peers)
+    if plot is not None:
+        chart.require_drawing(plot)
+    left_out = list(omissions(selected, device, compile=compile, peers=peers))
+    for sentence in left_out:
+        console.print(Text(sentence), soft_wrap=True)
     options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
     options += ["--no-compile"] * (not compile) + ["--save"] * (folder is not None)
     command = " ".join(["adjoint bench", *ops, *options])
@@ -43,12 +58,15 @@ def times(
 
     result = run.run(selected, device, compile=compile, peers=peers, report=progress)
     name = environment.device_name(device)
-    console.print(tables.times(result, name))
+    if not as_data:
+        for table in tables.times(result, name, console.width):
+            console.print(table)
     if folder is not None:
         console.print(f"saved in {results.save(result, command, folder)}", highlight=False, soft_wrap=True)
     if plot is not None:
-        tables.plot(result, name, plot)
-    return result.ok
+        chart.plot(result, name, plot)
+        console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)
+    return result.ok, results.as_data(result, command) | {"left_out": left_out}
 
 
 def accuracy(
@@ -82,12 +100,14 @@ def accuracy(
     return not broken
 
 
-def overhead(console: Console, device: torch.device) -> None:
-    """Prints host costs: on the CPU always, on a GPU too when that is the device."""
+def overhead(console: Console, device: torch.device, as_data: bool = False) -> list[dict[str, Any]]:
+    """Prints host costs, unless the caller does, as data: on the CPU always, on a GPU too when that is the device."""
     rows = host.overhead(torch.device("cpu"))
     if device.type == "cuda":
         rows += host.overhead(device)
-    console.print(tables.overheads(rows))
+    if not as_data:
+        console.print(tables.overheads(rows, console.width))
+    return [asdict(row) | {"host": row.host, "inside": row.inside} for row in rows]
 
 
 def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:

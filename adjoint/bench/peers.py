@@ -21,6 +21,7 @@ from adjoint.bench.contenders import (
     STEP,
     Builder,
     Contender,
+    NeedsGpu,
     NotInstalled,
     Task,
     as_tuple,
@@ -29,6 +30,12 @@ from adjoint.bench.contenders import (
 
 EPS = 1e-6
 """Of the norms."""
+
+NEED_GPU = frozenset(("FLA", "FlashInfer", "FlashQLA", "Liger", "QuACK"))
+"""The labels of peers that are made of kernels."""
+
+INSTALLED_BY = {"fla-core": "flash-linear-attention"}
+"""What pip installs a distribution by, where that is another."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,20 @@ class Peer:
     distribution: str
     build: Builder
     directions: tuple[str, ...] = (FORWARD, BACKWARD, STEP)
+
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" or self.label not in NEED_GPU
+
+    @property
+    def package(self) -> str:
+        """What pip installs it by."""
+        return INSTALLED_BY.get(self.distribution, self.distribution)
+
+    def build_on_device(self, task: Task) -> Contender:
+        """Its contender, or `NeedsGpu`."""
+        if not self.runs_on(task.device):
+            raise NeedsGpu("its kernels need a GPU")
+        return self.build(task)
 
 
 def version(distribution: str) -> str | None:

@@ -29,17 +29,7 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
     name = environment.device_name(result.device)
     path = folder / f"{environment.slug(name)}.json"
     earlier = load(path) if path.exists() else {"runs": [], "rows": []}
-    run = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": command,
-        "commit": environment.commit(),
-        "source": digest_source()[:16],
-        "versions": environment.versions(),
-        "copy_ceiling_gb_per_s": round(result.ceiling, 1),
-        "l2_bytes": environment.cache_bytes(result.device),
-    }
-    if result.matrix_ceiling is not None:
-        run["matrix_ceiling_tf_per_s"] = round(result.matrix_ceiling, 1)
+    run = _describe_run(result, command)
     index = len(earlier["runs"])
     fresh = [_encode(row, result.ceiling, index) for row in result.rows if row.status != LEFT_OUT]
     replaced = {_key(row) for row in fresh}
@@ -50,17 +40,42 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
     used = sorted({row["run"] for row in rows})
     for row in rows:
         row["run"] = used.index(row["run"])
-    content = {
-        "schema": SCHEMA,
-        "device": name,
-        "device_type": result.device.type,
-        "dtype": short(Workload.dtype),  # where the name of a workload says no other
-        "runs": [runs[index] for index in used],
-        "rows": rows,
-    }
+    content = _content(result, [runs[index] for index in used], rows)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
+
+
+def as_data(result: Result, command: str) -> dict[str, Any]:
+    """A result as a file of it alone would hold it, with the rows that have no time."""
+    return _content(result, [_describe_run(result, command)], [_encode(row, result.ceiling, 0) for row in result.rows])
+
+
+def _content(result: Result, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "device": environment.device_name(result.device),
+        "device_type": result.device.type,
+        "dtype": short(Workload.dtype),  # where the name of a workload says no other
+        "runs": runs,
+        "rows": rows,
+    }
+
+
+def _describe_run(result: Result, command: str) -> dict[str, Any]:
+    """Of a run."""
+    conditions = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "commit": environment.commit(),
+        "source": digest_source()[:16],
+        "versions": environment.versions(),
+        "copy_ceiling_gb_per_s": round(result.ceiling, 1),
+        "l2_bytes": environment.cache_bytes(result.device),
+    }
+    if result.matrix_ceiling is not None:
+        conditions["matrix_ceiling_tf_per_s"] = round(result.matrix_ceiling, 1)
+    return conditions
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from adjoint.bench.contenders import (
     STEP,
     Builder,
     Contender,
+    NeedsGpu,
     NotInstalled,
     Task,
     compiled,
@@ -51,7 +52,7 @@ class Row:
     Attributes:
         status: `OK` has a time, and `INACCURATE` too: it promises nothing, and its error is past the limit of
             those who do not. `FAILED` gave a wrong result, `ERROR` raised, `ABSENT` is not installed, and
-            `LEFT_OUT` stands for a workload that is meant for another device.
+            `LEFT_OUT` stands for a workload, or a peer, that is meant for another device.
         bytes: the fewest bytes the direction must move.
         ratio: its time over ours, in the same run: above 1, ours is faster.
         error: norm-relative, against float64.
@@ -145,6 +146,13 @@ def _names(workload: Workload) -> set[str]:
     return {workload.subject.name, workload.subject.function.__name__}
 
 
+def check_peers(labels: Sequence[str] | None) -> None:
+    """Raises for a label that no peer has."""
+    known = sorted({peer.label for peer in PEERS.values()})
+    if unknown := sorted(set(labels or ()) - set(known)):
+        raise ArgumentError(f"bench: unknown peer {', '.join(unknown)}; peers are {', '.join(known)}")
+
+
 def run(
     selected: Sequence[tuple[str, Workload]],
     device: torch.device,
@@ -164,9 +172,7 @@ def run(
         report: called after each workload with what is known so far.
     """
     rows: tuple[Row, ...] = ()
-    labels = sorted({peer.label for peer in PEERS.values()})
-    if unknown := sorted(set(peers or ()) - set(labels)):
-        raise ArgumentError(f"bench: unknown peer {', '.join(unknown)}; peers are {', '.join(labels)}")
+    check_peers(peers)
     ceiling = copy_ceiling(device)
     product = matrix_ceiling(device) if any(workload.operations for _, workload in selected) else None
     for family, workload in selected:
@@ -243,7 +249,7 @@ def builders_of(
             builders[DETERMINISTIC] = deterministic
         builders |= {label: gradients_by(function) for label, function in workload.others.items()}
     able = [PEERS[peer] for peer in workload.peers if direction in PEERS[peer].directions]
-    return builders | {peer.label: peer.build for peer in able if peers is None or peer.label in peers}
+    return builders | {peer.label: peer.build_on_device for peer in able if peers is None or peer.label in peers}
 
 
 def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inputs, float, str]:
@@ -292,6 +298,8 @@ class _Entry:
                 self.row = replace(self.row, kept_bytes=contender.kept())
         except NotInstalled as absent:
             self.row = replace(row, status=ABSENT, note=str(absent))
+        except NeedsGpu as reason:
+            self.row = replace(row, status=LEFT_OUT, note=str(reason))
         except Exception as error:
             self.row = replace(row, status=ERROR, note=first_line(error))
         else:

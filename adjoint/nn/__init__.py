@@ -20,3 +20,7 @@ __all__ = [
     "SwiGLU",
     "fuse_experts",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

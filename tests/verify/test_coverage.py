@@ -24,6 +24,7 @@ TAKE = "tests/ops/indexing/take_along_axis/test_take_along_axis.py"
 LAYOUT = "tests/ops/moe/dispatch/test_dispatch.py::test_the_layout_is_the_stable_sort"
 ROUTING = "tests/ops/moe/route/test_route.py::test_routing_is_a_stable_sort_of_the_logits"
 DISPATCH = "tests/ops/moe/dispatch/test_dispatch.py::test_an_index_out_of_range_gives_a_zero_row_past_the_last_offset"
+SPECIAL_SUMS = "tests/ops/moe/dispatch/test_dispatch.py::test_special_values_of_rows_and_sums"
 PREFIX = "tests/ops/gated_delta/rule/test_kernels.py::test_a_prefix_is_the_prefix"
 BOUNDS = "tests/ops/gated_delta/rule/test_kernels.py::test_bounds_out_of_order_are_reported_and_put_in_order"
 CONV = "tests/ops/conv/test_conv.py"
@@ -50,6 +51,20 @@ HELD_BY: dict[Pattern, str] = {
         "tests/ops/embedding/embedding/test_properties.py::test_no_sum_is_negative_zero"
     ),
     ("take_along_axis*", "*", "special_values"): f"{TAKE}::test_special_values_of_the_gradient",
+    ("moe_dispatch*", "*", "special_values"): SPECIAL_SUMS,
+    ("moe_combine", "*", "special_values"): SPECIAL_SUMS,
+    ("moe_combine_backward", "*", "special_values"): (
+        "tests/ops/moe/dispatch/test_dispatch.py::test_special_values_of_the_gradients_of_combine"
+    ),
+    ("moe_experts*", "*", "special_values"): (
+        "tests/ops/moe/experts/test_experts.py::test_a_token_reaches_nobody_else"
+    ),
+    ("rms_norm_residual*", "*", "special_values"): (
+        "tests/ops/norm/test_norm.py::test_special_values_of_a_sum_are_those_of_a_row"
+    ),
+    ("swiglu_packed*", "*", "special_values"): (
+        "tests/ops/activation/test_activation.py::test_special_values_of_one_tensor_are_those_of_two"
+    ),
     ("moe_route*", "*", "special_values"): "tests/ops/moe/route/test_route.py::test_special_rows",
     ("moe_*_loss*", "*", "special_values"): (
         "tests/ops/moe/losses/test_losses.py::test_what_does_not_count_counts_for_nothing"
@@ -115,11 +130,6 @@ NOT_HELD: dict[Pattern, str] = {
         for operator in ("solve", "solve_backward")
     },
     ("moe_load_balancing_loss", "loss", "out_of_range"): "an index out of range is refused, as the bad calls show",
-    ("moe_combine*", "*", "special_values"): "no check: the sums are those of dispatch, whose bits are held",
-    ("moe_dispatch*", "*", "special_values"): "no check: rows are copied, and bits of finite ones are held",
-    ("moe_experts*", "*", "special_values"): "no check: what products give depends on their order",
-    ("rms_norm_residual*", "*", "special_values"): "no check: the kernels of rms_norm, whose special values are held",
-    ("swiglu_packed*", "*", "special_values"): "no check: the functions of swiglu, whose special values are held",
 }  # fmt: skip
 """Promises that nothing holds by itself, and why."""
 
