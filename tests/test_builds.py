@@ -111,43 +111,40 @@ def test_a_failed_build_is_noticed() -> None:
 compiles = pytest.mark.skipif(kernels.interpreting(), reason="the ordinary process compiles")
 
 
-def _rows_variants() -> dict[tuple[str, bool, str, bool], Variant]:
-    """The bfloat16 variants of the rows kernels: by kernel, whether there is an up, the kind of rows and alignment."""
+def _rows_variants() -> dict[tuple[str, str, str, bool], Variant]:
+    """The bfloat16 variants of the rows kernels: by kernel, op, the kind of rows and alignment."""
     listed = {}
     for _, variant in builds("sm_90"):
         if variant.kernel.endswith("_rows") and variant.kernel.startswith("silu") and variant.types[0][1] == "*bf16":
             constants = dict(variant.constants)
             rows = "one row" if constants["ONE_ROW"] else "long rows" if variant.num_warps == 8 else "short rows"
-            listed[variant.kernel, constants["HAS_UP"], rows, bool(variant.aligned)] = variant
+            op = "sigmoid_gate" if constants["SIGMOID"] else "swiglu" if constants["HAS_UP"] else "silu"
+            listed[variant.kernel, op, rows, bool(variant.aligned)] = variant
     return listed
 
 
 _ROWS = _rows_variants()
 
 
-def _ptx(kernel: str, has_up: bool, key: tuple[str, bool]) -> tuple[Variant, str]:
+def _ptx(kernel: str, op: str, key: tuple[str, bool]) -> tuple[Variant, str]:
     """The bfloat16 kernel with NVIDIA's own instructions, as assembly for sm_90."""
     from triton.backends.compiler import GPUTarget
 
     rows, aligned = key
-    variant = _ROWS[kernel, has_up, rows, aligned]
+    variant = _ROWS[kernel, op, rows, aligned]
     return variant, variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
 
 
-ROWS = [
-    ("silu_forward_rows", False),
-    ("silu_forward_rows", True),
-    ("silu_backward_rows", False),
-    ("silu_backward_rows", True),
-]
 LOADS_STORES = {
-    ("silu_forward_rows", False): (1, 1),
-    ("silu_forward_rows", True): (2, 1),
-    ("silu_backward_rows", False): (2, 1),
-    ("silu_backward_rows", True): (3, 2),
+    ("silu_forward_rows", "silu"): (1, 1),
+    ("silu_forward_rows", "swiglu"): (2, 1),
+    ("silu_forward_rows", "sigmoid_gate"): (2, 1),
+    ("silu_backward_rows", "silu"): (2, 1),
+    ("silu_backward_rows", "swiglu"): (3, 2),
+    ("silu_backward_rows", "sigmoid_gate"): (3, 2),
 }
 
-rows_kernels = pytest.mark.parametrize(("kernel", "has_up"), ROWS)
+rows_kernels = pytest.mark.parametrize(("kernel", "op"), list(LOADS_STORES))
 
 
 def _per_thread(variant: Variant) -> int:
@@ -157,9 +154,9 @@ def _per_thread(variant: Variant) -> int:
 @compiles
 @rows_kernels
 @pytest.mark.parametrize("key", [("one row", True), ("long rows", False), ("short rows", True)], ids=str)
-def test_exponentials_and_reciprocals_are_single_instructions(kernel: str, has_up: bool, key: tuple[str, bool]) -> None:
+def test_exponentials_and_reciprocals_are_single_instructions(kernel: str, op: str, key: tuple[str, bool]) -> None:
     """One each for every element of a thread, in the path without a mask and in the one with it."""
-    variant, ptx = _ptx(kernel, has_up, key)
+    variant, ptx = _ptx(kernel, op, key)
     used = Counter(re.findall(r"\b(?:ex2|rcp|div|sqrt|rsqrt|lg2|tanh)\.[.\w]*", ptx))
     elements = 2 * _per_thread(variant)
     assert used == {"ex2.approx.ftz.f32": elements, "rcp.approx.ftz.f32": elements}
@@ -167,9 +164,9 @@ def test_exponentials_and_reciprocals_are_single_instructions(kernel: str, has_u
 
 @compiles
 @rows_kernels
-def test_inline_assembly_reads_its_operand(kernel: str, has_up: bool) -> None:
+def test_inline_assembly_reads_its_operand(kernel: str, op: str) -> None:
     """Each 2^x reads a product with −log₂(e)/2, each 1/x a sum with 1: no interpreter runs this text."""
-    _, ptx = _ptx(kernel, has_up, ("one row", True))
+    _, ptx = _ptx(kernel, op, ("one row", True))
     written_by = {}
     sources: dict[str, set[str]] = {"ex2": set(), "rcp": set()}
     for line in ptx.splitlines():
@@ -196,19 +193,19 @@ def test_inline_assembly_reads_its_operand(kernel: str, has_up: bool) -> None:
 @compiles
 @rows_kernels
 @pytest.mark.parametrize("rows", ["one row", "long rows", "short rows"])
-def test_aligned_accesses_are_128_bits_wide(kernel: str, has_up: bool, rows: str) -> None:
+def test_aligned_accesses_are_128_bits_wide(kernel: str, op: str, rows: str) -> None:
     """Whatever the number of columns: the path of full tiles has no mask."""
-    _, ptx = _ptx(kernel, has_up, (rows, True))
-    loads, stores = LOADS_STORES[kernel, has_up]
+    _, ptx = _ptx(kernel, op, (rows, True))
+    loads, stores = LOADS_STORES[kernel, op]
     wide = Counter(re.findall(r"\b(ld|st)\.global[\w.:]*\.(v\d\.b\d+)", ptx))
     assert wide == {("ld", "v4.b32"): loads, ("st", "v4.b32"): stores}
 
 
 @compiles
 @rows_kernels
-def test_nothing_is_divided_or_contracted(kernel: str, has_up: bool) -> None:
+def test_nothing_is_divided_or_contracted(kernel: str, op: str) -> None:
     """No integer division for addresses; no multiply-add but the ones the kernel writes as such."""
-    variant, ptx = _ptx(kernel, has_up, ("long rows", True))
+    variant, ptx = _ptx(kernel, op, ("long rows", True))
     assert not re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)
-    written = 2 * _per_thread(variant) if "backward" in kernel else 0
+    written = 2 * _per_thread(variant) if "backward" in kernel and op != "sigmoid_gate" else 0
     assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == written

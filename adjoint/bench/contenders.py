@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.contract import directions
 from adjoint.contract.cases import Subject, Workload
-from adjoint.contract.inputs import Inputs, differentiable
+from adjoint.contract.inputs import Inputs, differentiable, leaves
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.plan import plan
@@ -94,9 +94,9 @@ def _without_graph(function: Callable[..., Any], *arguments: Any) -> tuple[Tenso
         return _floating(function, *arguments)
 
 
-def kept_bytes(subject: Subject, function: Callable[..., Any], inputs: Inputs) -> int:
-    """What autograd keeps of a call that takes what a subject does, in bytes of memory that is not the inputs'."""
-    own = subject.leaves(inputs)
+def kept_bytes(function: Callable[..., Any], inputs: Inputs, subject: Subject | None = None) -> int:
+    """What autograd keeps of a call, in bytes that are not the inputs'; a subject knows which have gradients."""
+    own = leaves(inputs) if subject is None else subject.leaves(inputs)
     held: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def ours(task: Task) -> Contender:
         run,
         outputs=outputs or (),
         guarantee=promised,
-        kept=lambda: kept_bytes(subject, subject, task.inputs),
+        kept=lambda: kept_bytes(subject, task.inputs, subject),
         sku=str(chosen.sku),
     )
 
@@ -189,7 +189,7 @@ def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
     outputs = tuple(x for x in everything if x.is_floating_point())
     return Contender(
         lambda: torch.autograd.grad(outputs, slopes, task.upstream, retain_graph=True),
-        kept=lambda: kept_bytes(subject, function, task.inputs),
+        kept=lambda: kept_bytes(function, task.inputs, subject),
         choices=tuple(x for x in everything if not x.is_floating_point()),
     )
 
