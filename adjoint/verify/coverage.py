@@ -1,6 +1,7 @@
 """Which promises are checked: those that plans make about their outputs, less those that the listed checks hold.
 
-A promise is a field of a `Guarantee` that states something, of one output of one plan of one operator.
+A promise is a field of a `Guarantee` that states something, of one output of one plan of one operator. Beside them:
+which figures a machine should have on record.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from adjoint.contract.cases import Case, Subject
-from adjoint.contract.inputs import differentiable
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import to_meta
 from adjoint.core.plan import Call, select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.bits import eager_twin
+from adjoint.verify.figures import Place, due_of, is_on_kernels
 from adjoint.verify.forms import call_of
-from adjoint.verify.jobs import Job, available_backends, subjects
+from adjoint.verify.jobs import Job, available_backends, named_plans, served_backends, subjects
 from adjoint.verify.run import generator
 
 PROMISES = (
@@ -170,7 +171,7 @@ def _directions(
     outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
     floating = sum(output.is_floating_point() for output in outputs)
     forward = {name: x.dtype for name, x in zip(call.operator.outputs[:floating], outputs, strict=False)}
-    backward = dict(zip(subject.gradients(inputs), (x.dtype for x in differentiable(inputs)), strict=True))
+    backward = dict(zip(subject.gradients(inputs), (x.dtype for x in subject.differentiable(inputs)), strict=True))
     sides = []
     for (operator, problem), seen in zip(call.problems(device), (forward, backward), strict=True):
         plan = select(operator, problem, text)
@@ -179,3 +180,20 @@ def _directions(
         narrow = frozenset(name for name, kind in seen.items() if kind in compared)
         sides.append(_Direction(operator.name, plan.name, plan.backend, narrow, results, plan.guarantee))
     return sides
+
+
+def due(machine: str, device: torch.device | str, chosen: Iterable[Subject]) -> set[tuple[Place, str]]:
+    """Each case and output of subjects that has a figure on a machine, where plans are chosen as for a device."""
+    device = torch.device(device)
+    figures: set[tuple[Place, str]] = set()
+    for subject in chosen:
+        preferences = [(Preference(backend=name), served.dtypes) for name, served in served_backends(subject, device)]
+        preferences += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
+        for preference, dtypes in preferences:
+            if device.type == "cpu" and is_on_kernels(preference) != (machine == "interpreter"):
+                continue
+            for dtype in dtypes:
+                if dtype != torch.float64:
+                    stated = due_of(subject, dtype, preference, machine, device)
+                    figures.update((place, output) for place, outputs in stated.items() for output in outputs)
+    return figures

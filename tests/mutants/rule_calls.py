@@ -330,8 +330,10 @@ def wrong_gates() -> bool:
     gates.bind_gates(bound.setup, bound.shape, (True,), raises=True)(memory, None, g, g)
     high, low, _, from_start, _ = memory["gates"].view(2, 5, 64)[0, :, :8]
     G = finite.double().clamp_min(least).cumsum(0)
+    # Two parts of float32 have 48 bits, 4e-15, and some for their sums; one alone has 24 of them, 6e-8.
     if not torch.allclose(high.double() + low.double(), G, rtol=1e-12, atol=0):
         return True
+    # An exponential of float32, its argument in two parts, is a few units of 6e-8 off.
     if not torch.allclose(from_start, G.exp().float(), rtol=5e-7, atol=0):
         return True
     if from_start.signbit().tolist() != [False] * 4 + [True, False, True, False]:

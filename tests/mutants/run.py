@@ -24,7 +24,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TextIO
 
 import torch
@@ -113,9 +115,24 @@ def _hash(*texts: str) -> str:
 def _judges(family: str) -> str:
     """A hash of the family's sources and of the checks that judge its mutants."""
     root = Path(str(adjoint.__file__)).parent / "ops" / family
-    sources = sorted(root.rglob("*.py"))
-    modules = (checks, *checks.JUDGES[family])
-    return _hash(*(p.read_text(encoding="utf-8") for p in sources), *(inspect.getsource(module) for module in modules))
+    sources = [path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))]
+    judging = [inspect.getsource(source) for source in (*checks.JUDGES[family], *_functions(family))]
+    return _hash(*sources, *judging)
+
+
+def _functions(family: str) -> list[FunctionType]:
+    """The functions of `checks`, but for those that judge other families."""
+    own, others = (
+        {_inner(stage) for name, stages in checks.STAGES.items() if (name == family) is mine for stage in stages}
+        for mine in (True, False)
+    )
+    found = (value for value in vars(checks).values() if isinstance(value, FunctionType))
+    return [function for function in found if function.__module__ == checks.__name__ and function not in others - own]
+
+
+def _inner(check: checks.Noticed) -> Any:
+    """The function of a check that may have arguments already."""
+    return check.func if isinstance(check, partial) else check
 
 
 def trials(families: Iterable[str], part: str = "", of_equivalent: bool = False) -> list[Trial]:

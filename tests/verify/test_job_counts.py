@@ -12,6 +12,10 @@ from adjoint.verify import jobs
 
 CHECKS = {
     "carry": (23, 0),
+    "causal_conv1d": (40, 40),
+    "causal_conv1d[split]": (40, 40),
+    "causal_conv1d[states]": (40, 40),
+    "causal_conv1d_step": (40, 40),
     "cumulative_decay": (23, 0),
     "cumulative_decay[resets, bfloat16]": (14, 0),
     "cumulative_decay[resets, float64]": (14, 0),
@@ -49,6 +53,10 @@ CHECKS = {
     "rms_norm": (40, 40),
     "rms_norm[offset]": (40, 40),
     "rms_norm[residual]": (40, 40),
+    "rotary": (40, 40),
+    "rotary[interleaved]": (40, 40),
+    "rotary[whole heads]": (40, 40),
+    "sigmoid_gate": (68, 42),
     "silu": (76, 46),
     "solve": (22, 0),
     "swiglu": (76, 46),
@@ -62,8 +70,11 @@ CHECKS = {
 """Of every subject on a CPU: of plans in PyTorch, and of kernels, which the interpreter runs."""
 
 BAD_CALLS = {
+    "activation.sigmoid_gate": 22,
     "activation.silu": 15,
     "activation.swiglu": 27,
+    "conv.causal_conv1d": 52,
+    "conv.causal_conv1d_step": 40,
     "embedding.bag": 41,
     "embedding.embedding": 51,
     "gated_delta.rule": 74,
@@ -81,6 +92,7 @@ BAD_CALLS = {
     "norm.gated_rms_norm": 25,
     "norm.l2_norm": 14,
     "norm.rms_norm": 24,
+    "rotary.rotary": 58,
 }
 """The fewest calls that every op must refuse."""
 

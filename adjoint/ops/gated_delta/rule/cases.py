@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -157,7 +156,6 @@ _RULE = Subject(
     cases=_CASES,
     mistakes=_MISTAKES,
     rebatched=_rebatched,
-    recorded=Path(__file__).with_name("recorded.json"),
 )
 
 
@@ -369,6 +367,33 @@ _ON_A_CPU = Workload(
 )
 
 WORKLOADS = (*(_workload(*row) for row in _ROWS), _ON_A_CPU)
+
+
+def _error_workloads(time: int, nearly_equal: bool, divisor: int) -> Iterator[Workload]:
+    """A layer whose errors are measured: outputs with the final state, and gradients where that is not used."""
+    keys = "nearly equal keys" if nearly_equal else "random keys"
+    decay = f"log σ(x) / {divisor}" if divisor > 1 else "log σ(x)"
+    workload = replace(
+        _workload(time, 16, 32, 1, ""),
+        name=f"gated_delta_rule {time} tokens, {keys}, g = {decay}",
+        make=layer(time, 16, 32, 1, "", 1 / divisor, nearly_equal),
+        baseline=None,
+        directions=("backward",),
+    )
+    with_states = replace(_RULE, reference=_chunked, reference_backward=gradients(_chunked))
+    peers = ("fla_gated_delta_rule_with_states",)
+    yield replace(workload, subject=with_states, peers=peers, directions=("forward",))
+    yield workload
+
+
+ERROR_WORKLOADS = tuple(
+    workload
+    for row in (
+        (1024, False, 1), (16384, False, 1), (1024, False, 16), (1024, True, 1), (1024, True, 16), (1024, True, 64),
+    )
+    for workload in _error_workloads(*row)
+)  # fmt: skip
+"""Tokens, whether keys are nearly equal, and by what the decays log σ(x) are divided."""
 
 
 # ---------------------------------------------------------------------------------------------- builds
