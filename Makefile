@@ -1,6 +1,7 @@
 # make demo      create .venv, install, run `adjoint verify`
 # make test      the same set-up, then lint, types and tests (no GPU needed)
 # make test-all  the long one: every case, every build target
+# make record    measures every op's errors here again, as recorded figures: after a new op, case or revision
 # make docs      the documentation as a site, in build/site
 # make mutants   breaks every operator and constant of the kernels in turn; goes on where it was interrupted
 #
@@ -12,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all docs mutants lint format bench wheel clean
+.PHONY: help setup demo test test-all docs record mutants lint format bench wheel clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; 1,7p' Makefile
@@ -46,6 +47,15 @@ test: lint
 test-all: lint
 	$(PYTEST) --all
 	TRITON_INTERPRET=1 $(PYTEST) -m kernels --all
+
+# On a GPU: adjoint verify --device cuda --record adjoint/verify/recorded
+RECORD = $(BIN)/adjoint verify --device cpu --record adjoint/verify/recorded --jobs $(JOBS)
+
+record: $(READY)
+	$(RECORD)
+	TRITON_INTERPRET=1 $(RECORD)
+	$(BIN)/python -m tests.verify.counts
+	$(BIN)/python -m tests.verify.limits
 
 # Broken links, anchors and pages that no menu leads to end the build.
 docs: $(READY)

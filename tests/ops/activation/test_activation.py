@@ -14,9 +14,12 @@ import adjoint
 from adjoint import Preference
 from adjoint.contract.cases import Subject
 from adjoint.ops.activation import bounds, plans, reference
+from adjoint.ops.activation.packing import ORDERS
+from adjoint.ops.activation.sigmoid_gate.cases import SIGMOID_GATE
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.ops.activation.values import every_value
+from adjoint.verify.bits import same_bits
 from adjoint.verify.run import differentiate, measure
 from tests.promises import broken
 
@@ -31,7 +34,7 @@ NARROW = [torch.bfloat16, torch.float16]
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
-SUBJECTS = (SILU, SWIGLU, *PACKED)
+SUBJECTS = (SILU, SWIGLU, *PACKED, SIGMOID_GATE)
 
 
 def _silu(x: float) -> float:
@@ -110,6 +113,25 @@ def test_zero_is_exactly_zero(dtype: torch.dtype, backend: str, device: torch.de
 
 
 @every_backend
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_special_values_of_one_tensor_are_those_of_two(
+    dtype: torch.dtype, order: str, backend: str, device: torch.device
+) -> None:
+    """Every pair of them, both directions, to the bit."""
+    special = [0.0, -0.0, 1.5, -300.0, torch.finfo(torch.bfloat16).max, torch.inf, -torch.inf, torch.nan]
+    grid = torch.cartesian_prod(*(torch.tensor(special),) * 2).to(dtype).to(device)
+    gate, up = (x.contiguous().requires_grad_() for x in grid.unbind(1))
+    packed = reference.pack(gate.detach()[None], up.detach()[None], order).requires_grad_()
+    y = adjoint.swiglu(gate, up, preference=PLANS[backend])
+    of_one = adjoint.swiglu(packed, order=order, preference=PLANS[backend])  # type: ignore[arg-type]
+    dgate, dup = torch.autograd.grad(y, (gate, up), torch.ones_like(y))
+    (dpacked,) = torch.autograd.grad(of_one, packed, torch.ones_like(of_one))
+    assert same_bits(of_one.detach()[0], y.detach())
+    assert same_bits(dpacked, reference.pack(dgate[None], dup[None], order))
+
+
+@every_backend
 def test_a_product_in_range_does_not_overflow_on_the_way(backend: str, device: torch.device) -> None:
     """gate·up alone would overflow; silu(gate)·up is small."""
     preference = PLANS[backend]
@@ -166,7 +188,7 @@ def _calls(draw: st.DrawFn) -> tuple[Subject, tuple[Tensor, ...], tuple[Tensor, 
     """A subject, its inputs and an upstream gradient, each laid out in its own way."""
     subject = draw(st.sampled_from(SUBJECTS))
     dtype = draw(st.sampled_from(DTYPES))
-    packed = subject not in (SILU, SWIGLU)
+    packed = subject in PACKED
     rank = draw(st.integers(1 if packed else 0, 5))
     shape = tuple(draw(st.integers(0, 5)) for _ in range(rank))
     inner = shape
