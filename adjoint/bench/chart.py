@@ -21,7 +21,7 @@ def colours(contenders: Sequence[str]) -> dict[str, str]:
     chosen = dict(_OWN)
     for index, label in enumerate(hues):
         # Neighbours in the list are far apart on the wheel, every second one is darker, and none is a blue like ours.
-        place = (0.64 + 0.84 * (index * 0.381966 % 1.0)) % 1.0
+        place = (0.74 + 0.72 * (index * 0.381966 % 1.0)) % 1.0
         red, green, blue = colorsys.hls_to_rgb(place, (0.55, 0.38)[index % 2], 0.7)
         chosen[label] = f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
     return {contender: chosen[contender] for contender in contenders}
@@ -48,7 +48,8 @@ def plot(result: Result, name: str, path: Path) -> None:
     timed = [row for row in result.rows if row.gigabytes_per_second is not None]
     groups = list(dict.fromkeys((row.workload, row.direction) for row in timed))
     contenders = list(dict.fromkeys(row.contender for row in timed))
-    figure = figure_of(figsize=(10, 0.8 + 0.6 * len(groups)), layout="constrained")
+    tall = max(0.2 * len(contenders) + 0.8, (0.1 * len(contenders) + 0.2) * len(groups) + 0.8)
+    figure = figure_of(figsize=(10, tall), layout="constrained")
     axes = figure.add_subplot()
     height = 0.8 / max(1, len(contenders))
     for index, (contender, colour) in enumerate(colours(contenders).items()):
@@ -63,5 +64,5 @@ def plot(result: Result, name: str, path: Path) -> None:
     axes.set_yticks([index + 0.4 - height / 2 for index in range(len(groups))], [" ".join(group) for group in groups])
     axes.invert_yaxis()
     axes.set_xlabel(f"GB/s on {name}")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path)
