@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from adjoint.contract.bad_calls import shared
-from adjoint.contract.cases import BadCall, Subject
-from adjoint.core.errors import ArgumentError
+from adjoint.contract.cases import BadCall, Case, Subject
+from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.kernels import why_not_triton
-from adjoint.core.preference import BACKENDS, Preference
+from adjoint.core.plan import select
+from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
 from adjoint.ops import cases
 from adjoint.verify import bits, framework, numerics
+from adjoint.verify.forms import forms
 from adjoint.verify.run import Row, generator
 
 
@@ -140,7 +142,7 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
         checks = dict(_OF_A_BACKEND)
         if thorough or dtype == default:  # each schedule is another compilation
             checks["schedules"] = bits.schedules
-        checks |= _of_16_bits(dtype)
+        checks |= _of_16_bits(dtype) | _of_forms(subject)
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
             checks["exhaustive"] = partial(numerics.accuracy, cases=exhaustive, check="exhaustive")
@@ -157,17 +159,37 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
 
 
 def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
-    """The checks of a plan that is not its backend's first."""
+    """The checks of a plan that is not its backend's first, on the cases that it takes."""
+    preference = Preference(plan=plan)
     return [
-        job_of(subject, name, dtype, device, Preference(plan=plan), check)
+        job_of(taken, name, dtype, device, preference, check)
         for dtype in subject.dtypes
-        for name, check in (_OF_A_PLAN | _of_16_bits(dtype)).items()
+        if (taken := _taken(subject, dtype, device, preference)).cases
+        for name, check in (_OF_A_PLAN | _of_16_bits(dtype) | _of_forms(subject)).items()
     ]
+
+
+def _taken(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Subject:
+    """The subject with the cases that a plan takes in a dtype."""
+
+    def takes(case: Case) -> bool:
+        call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+        try:
+            return all(select(operator, problem, resolve(preference)) for operator, problem in call.problems(device))
+        except Unsupported:
+            return False
+
+    return replace(subject, cases=tuple(filter(takes, subject.cases)))
 
 
 def _of_16_bits(dtype: torch.dtype) -> dict[str, Check]:
     """What is compared with the arithmetic of float32."""
     return {"arithmetic": numerics.arithmetic} if dtype.itemsize == 2 else {}
+
+
+def _of_forms(subject: Subject) -> dict[str, Check]:
+    """What other forms of the call, where there are any, have in common with the plain one."""
+    return {"forms": forms} if subject.forms else {}
 
 
 def _default_dtype(subject: Subject) -> torch.dtype:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, Case, Special, Subject
-from adjoint.contract.inputs import Inputs, each, is_differentiable, leaves
+from adjoint.contract.inputs import Inputs, each
 from adjoint.core.guarantee import Measurement, absolute_error, spacing
 from adjoint.core.preference import Preference
 from adjoint.verify import figures
@@ -89,7 +90,7 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     for special in subject.specials:
         if special.dtypes and dtype not in special.dtypes:
             continue
-        found = evaluate(subject, _case_of(special), dtype, device, preference)
+        found = evaluate(subject, case_of(special), dtype, device, preference)
         names = (*(f"output {i}" for i in range(len(found.outputs))), *subject.inputs)
         wrong = [
             f"{name} is {result[0].item()}, stated {expected}"
@@ -100,7 +101,9 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     return rows
 
 
-def _case_of(special: Special) -> Case:
+def case_of(special: Special) -> Case:
+    """Copies of a special value."""
+
     def make(dtype: torch.dtype, device: torch.device, source: torch.Generator) -> Inputs:
         return tuple(torch.full((SPECIAL_COPIES,), value, dtype=dtype, device=device) for value in special.inputs)
 
@@ -125,13 +128,17 @@ def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
     rows = []
     for case in subject.cases:
         found = evaluate(subject, case, dtype, device, preference)
-        wide = found.again(*(each(_widened, tensors) for tensors in (found.inputs, found.upstream)))
         forward, backward = found.guarantees
+        stated = zip((forward | backward).items(), found.results, strict=True)
+        is_compared = [
+            promise.roundings <= 1 and result.dtype in (dtype, torch.float32) for (_, promise), result in stated
+        ]
+        if not any(is_compared):
+            continue
+        wide = found.again(*(each(_widened, tensors) for tensors in (found.inputs, found.upstream)))
+        every = zip((forward | backward).items(), found.results, wide.results, strict=True)
         wrong, compared = [], []
-        named = (forward | backward).items()
-        for (name, promise), narrow, exact in zip(named, found.results, wide.results, strict=True):
-            if narrow.dtype not in (dtype, torch.float32) or promise.roundings > 1:
-                continue
+        for (name, promise), narrow, exact in compress(every, is_compared):
             compared.append(name)
             limit = torch.zeros_like(exact, dtype=torch.float64)
             if promise.accumulator != "none" and exact.numel():
@@ -139,8 +146,7 @@ def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
                 limit += 0.5 * spacing(exact, narrow.dtype)
             if not bool((absolute_error(narrow, exact) <= limit).all()):
                 wrong.append(f"case {case.name!r}: {name} is not rounded {promise.roundings} times")
-        if compared:
-            rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
+        rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
     return rows
 
 
@@ -182,7 +188,7 @@ def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
 
     agrees_with_op = torch.autograd.gradcheck(
         lambda *x: as_tuple(subject(*x, preference=preference)),
-        leaves(plain),
+        subject.leaves(plain),
         raise_exception=False,
         fast_mode=False,
     )
@@ -229,7 +235,8 @@ def _central_differences(subject: Subject, inputs: Inputs, upstream: tuple[Tenso
         return (sums[0] - sums[1]) / (2 * step)
 
     return [
-        tensor.new_tensor([slope(index, position) for position in range(tensor.numel())]).reshape(tensor.shape)
-        for index, tensor in enumerate(inputs)
-        if is_differentiable(tensor)
+        inputs[index]
+        .new_tensor([slope(index, position) for position in range(inputs[index].numel())])
+        .reshape(inputs[index].shape)
+        for index in subject.places(inputs)
     ]

@@ -61,6 +61,8 @@ _CASES = (
         tokens((1, 300, 5, 10, 64, 128), cu_seqlens=(0, 130, 300), resets=(5, 64, 129, 130, 200, 299)),
         heavy=True,
     ),
+    Case("many heads", tokens((1, 200, 8, 16, 128, 128), decay=0.1), heavy=True),
+    Case("few heads of 64, packed", tokens((1, 300, 1, 3, 64, 64), cu_seqlens=(0, 65, 220, 300)), heavy=True),
     Case("largest heads, packed", tokens((1, 700, 1, 2, 256, 256), cu_seqlens=(0, 1, 300, 700)), heavy=True),
 )
 
@@ -177,6 +179,12 @@ _NORMALIZED = replace(
     cases=(
         Case("few tokens", _scaled(tokens((1, 4, 1, 2, 3, 2)))),
         Case("a tail", _scaled(tokens((1, 67, 1, 2, 12, 6)))),
+        Case("a layer", _scaled(tokens((1, 200, 8, 16, 128, 128), decay=0.1)), heavy=True),
+        Case(
+            "few heads of 64, packed",
+            _scaled(tokens((1, 200, 2, 4, 64, 128), cu_seqlens=(0, 1, 66, 200))),
+            heavy=True,
+        ),
     ),
     mistakes={
         "not normalised": wrong(partial(reference.gated_delta_rule, scale=0.7)),
