@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from adjoint.core.arguments import require_ids
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
-from adjoint.ops.gated_delta.arguments import require_cu_seqlens
+from adjoint.device.sequences import require_cu_seqlens
 from adjoint.ops.rotary import rotary
 
 
