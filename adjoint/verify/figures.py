@@ -22,7 +22,7 @@ import torch
 
 from adjoint.bench.environment import slug
 from adjoint.contract.cases import Case, Subject
-from adjoint.contract.inputs import differentiable
+from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.layout import to_meta
 from adjoint.core.plan import select
@@ -240,8 +240,12 @@ def due_of(
         call = subject.bind(inputs)
         outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
         forward = {name: x for name, x in zip(call.operator.outputs, outputs, strict=False) if x.is_floating_point()}
-        backward = dict(zip(subject.gradients(inputs), differentiable(inputs), strict=True))
-        plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
+        by_name = {f"d{name}": x for name, x in zip(subject.inputs, inputs, strict=True)}
+        backward = {name: by_name[name] for name in subject.gradients(inputs)}
+        try:
+            plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
+        except Unsupported:  # a plan that is named may not take every case
+            continue
         place = Place(machine, short(dtype), subject.name, revised([plan.candidate for plan in plans]), case.name)
         sizes[place] = {
             name: x.numel()

@@ -86,12 +86,12 @@ def _limits_of(
     upstream = tuple(torch.randn(x.shape, generator=source).to(x.dtype) for x in outputs)
     wide, slopes = widened(inputs), widened(upstream)
     directions = (
-        (call.operator.outputs[: len(outputs)], subject.reference, wide),
-        (subject.gradients(inputs), subject.reference_backward, (*slopes, *wide)),
+        (call.operator.outputs[: len(outputs)], subject.reference, wide, ()),
+        (subject.gradients(inputs), subject.reference_backward, (*slopes, *wide), subject.choices(*wide)),
     )
     for device in ("cpu", "cuda"):
         problems = call.problems(torch.device(device))
-        for (operator, problem), (names, reference, arguments) in zip(problems, directions, strict=True):
+        for (operator, problem), (names, reference, arguments, choices) in zip(problems, directions, strict=True):
             has_limit = {plan for plan, by_output in known.items() if short(dtype) in by_output.get(names[0], {})}
             fresh = [x for x in operator.candidates() if x.refuse(problem) == "" and x.name not in has_limit]
             exact = dict(zip(names, reference(*arguments), strict=True)) if fresh else {}
@@ -99,7 +99,7 @@ def _limits_of(
                 stated = candidate.guarantee(problem)
                 for output, truth in exact.items():
                     for kind, statement in _statements(stated[output]):
-                        yield candidate.name, output + kind, _limit(statement, truth, arguments)
+                        yield candidate.name, output + kind, _limit(statement, truth, (*arguments, *choices))
 
 
 def _statements(guarantee: Guarantee) -> Iterator[tuple[str, ErrorStatement]]:

@@ -12,9 +12,6 @@ from adjoint.core.operator import operators
 from adjoint.verify.jobs import subjects
 from tests.verify import limits
 
-WITHOUT_CASES = {"triton.groups"}
-"""Plans that no subject's case asks for: routing in groups, which states what the other plans of `moe_route` state."""
-
 
 @pytest.fixture(scope="module")
 def now() -> limits.Limits:
@@ -32,7 +29,7 @@ def test_every_plan_has_limits(now: limits.Limits) -> None:
     for subject in subjects():
         inputs = subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), limits.generator())
         for operator, _ in subject.bind(inputs).problems(torch.device("cpu")):
-            missing = {candidate.name for candidate in operator.candidates()} - named - WITHOUT_CASES
+            missing = {candidate.name for candidate in operator.candidates()} - named
             assert not missing, (subject.name, operator.name, missing)
 
 

@@ -118,6 +118,7 @@ def _search(subject: Subject, dtype: torch.dtype, preference: Preference, device
         plan = plan_of(subject, _arguments(subject, gate, up), preference)
         for output, value, limit in _shares(plan, subject, gate, up, dy):
             largest[output] = max(largest.get(output, 0.0), value / limit)
+    print(f"{subject.name}, {dtype}, {device}: {pairs} pairs, largest shares of the bounds {largest}")
     assert max(largest.values()) <= 1, largest
     if dtype != torch.float32:
         assert min(largest.values()) > 0.9, largest
