@@ -10,6 +10,7 @@ from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
+from adjoint.ops.loss import cross_entropy
 from adjoint.ops.norm import gated_rms_norm, l2_norm, rms_norm
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "Unsupported",
     "check",
     "checked",
+    "cross_entropy",
     "embedding",
     "embedding_bag",
     "gated_delta",

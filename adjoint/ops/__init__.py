@@ -27,6 +27,7 @@ OPS = (
     "moe.dispatch",
     "moe.combine",
     "moe.experts",
+    "loss.cross_entropy",
     "gated_delta.rule",
     "gated_delta.step",
     "gated_delta.stages.gate",
