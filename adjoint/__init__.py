@@ -10,7 +10,7 @@ from adjoint.ops.activation import silu, swiglu
 from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
-from adjoint.ops.loss import cross_entropy
+from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 from adjoint.ops.norm import gated_rms_norm, l2_norm, rms_norm
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ __all__ = [
     "gated_delta_step",
     "gated_rms_norm",
     "l2_norm",
+    "linear_cross_entropy",
     "moe",
     "nn",
     "plan",

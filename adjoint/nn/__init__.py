@@ -2,6 +2,7 @@
 
 from adjoint.nn.activation import SiLU, SwiGLU
 from adjoint.nn.embedding import Embedding, EmbeddingBag
+from adjoint.nn.loss import LinearCrossEntropy
 from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
 
@@ -9,6 +10,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "GatedRMSNorm",
+    "LinearCrossEntropy",
     "RMSNorm",
     "SiLU",
     "SparseMoE",

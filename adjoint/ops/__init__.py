@@ -28,6 +28,7 @@ OPS = (
     "moe.combine",
     "moe.experts",
     "loss.cross_entropy",
+    "loss.linear_cross_entropy",
     "gated_delta.rule",
     "gated_delta.step",
     "gated_delta.stages.gate",

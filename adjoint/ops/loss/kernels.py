@@ -5,7 +5,7 @@ order, UNROLL of them at a time, and keeps the largest it has seen and Σ e^(z �
 added by halves. Every addition takes two numbers, so the number of columns alone fixes the order: neither the layout of
 threads nor the alignment of a row can change a bit.
 
-With L = logsumexp(z), p = e^(z − L), y the label, ε the smoothing and λ the weight of z_loss, and upstream gradients g of
+With L = logsumexp(z), p = e^(z − L), y the label, ε the smoothing, λ the weight of z_loss, and upstream gradients g of
 the loss and h of the label's log-probability:
 
     loss = (1 − ε)·(L − z_y) + ε·(L − mean z) + λ·L²        log-probability = z_y − L
@@ -31,7 +31,7 @@ from adjoint.device.row_tiles import halves
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.plans import SUM_LEVELS, UNROLL, lane_levels
 
-_SMALL = Budget(registers=64, shared_bytes=16_384)
+_SMALL = Budget(registers=96, shared_bytes=16_384)
 _ROW = Budget(registers=128, shared_bytes=65_536)
 
 
@@ -116,13 +116,17 @@ def cap(x, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def load_logits(
-    logits, bias, column, classes, softcap, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
-):
-    """z and dz/dx of some columns of a row; past the last column z is −∞. MASKED: some may be past it."""
+    logits, bias, column, classes, softcap, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    EVICTED: tl.constexpr,
+):  # fmt: skip
+    """z and dz/dx of some columns of a row; past the last column z is −∞. MASKED: some may be past it.
+
+    EVICTED: when the L2 cache may forget what is read: a row is read twice, and the second time should find it there.
+    """
     if MASKED:
-        x = tl.load(logits + column, column < classes, other=0).to(tl.float32)
+        x = tl.load(logits + column, column < classes, other=0, eviction_policy=EVICTED).to(tl.float32)
     else:
-        x = tl.load(logits + column).to(tl.float32)
+        x = tl.load(logits + column, eviction_policy=EVICTED).to(tl.float32)
     if HAS_BIAS:
         if MASKED:
             x += tl.load(bias + column, column < classes, other=0).to(tl.float32)
@@ -144,7 +148,7 @@ def add_columns(
     new_largest = largest
     for step in tl.static_range(UNROLL):
         column = start + step * LANES + tl.arange(0, LANES)
-        z, _ = load_logits(logits, bias, column, classes, softcap, HAS_BIAS, SOFTCAP, MASKED)
+        z, _ = load_logits(logits, bias, column, classes, softcap, HAS_BIAS, SOFTCAP, MASKED, "evict_last")
         new_largest = tl.maximum(new_largest, z)
         if SMOOTHING:
             sum_z += tl.where(column < classes, z, 0.0) if MASKED else z
@@ -164,13 +168,13 @@ def store_slopes(
     """The gradient of UNROLL columns of each lane: of_p·p + of_label·1_y + of_all, times dz/dx."""
     for step in tl.static_range(UNROLL):
         column = start + step * LANES + tl.arange(0, LANES)
-        z, slope = load_logits(logits, bias, column, classes, softcap, HAS_BIAS, SOFTCAP, MASKED)
+        z, slope = load_logits(logits, bias, column, classes, softcap, HAS_BIAS, SOFTCAP, MASKED, "evict_first")
         value = of_p * tl.exp(z - size) + (tl.where(column == target, of_label, 0.0) + of_all)
         value = (value * slope).to(gradient.dtype.element_ty)
         if MASKED:
-            tl.store(gradient + column, value, column < classes)
+            tl.store(gradient + column, value, column < classes, eviction_policy="evict_first")
         else:
-            tl.store(gradient + column, value)
+            tl.store(gradient + column, value, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -182,21 +186,14 @@ def store_zeros(gradient, classes, LANES: tl.constexpr):
 
 
 @triton.jit
-def finish_row(
-    top, log_total, chosen, sum_z, smoothing, z_weight, classes, row, losses, log_probabilities, sizes,
-    SMOOTHING: tl.constexpr,
-):  # fmt: skip
-    """Stores a row's loss, log-probability and L, which it gives; z_y − L is the small difference of what may be large."""
+def results_of(top, log_total, chosen, sum_z, smoothing, z_weight, classes, SMOOTHING: tl.constexpr):
+    """A row's loss, its label's log-probability and L = top + log_total, of which no large parts are subtracted."""
     size = top + log_total
     log_probability = (chosen - top) - log_total
     loss = -log_probability
     if SMOOTHING:
         loss = (1.0 - smoothing) * loss + smoothing * ((top - sum_z / classes) + log_total)
-    loss += z_weight * (size * size)
-    tl.store(losses + row, loss)
-    tl.store(log_probabilities + row, log_probability)
-    tl.store(sizes + row, size)
-    return size
+    return loss + z_weight * (size * size), log_probability, size
 
 
 @kernel(budget=_ROW, numeric=("LANE_LEVELS", "UNROLL"))
@@ -246,17 +243,18 @@ def loss_rows(
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.max(halves(total * tl.exp(largest - shift), 1, LANE_LEVELS, 1))
     sum_z = tl.max(halves(sum_z, 1, LANE_LEVELS, 1)) if SMOOTHING else 0.0
-    chosen, _ = load_logits(logits, bias, target, classes, softcap, HAS_BIAS, SOFTCAP, False)
-    size = finish_row(
-        shift, tl.log(total), chosen, sum_z, smoothing, z_weight, classes, row, losses, log_probabilities, sizes,
-        SMOOTHING,
-    )  # fmt: skip
+    chosen, _ = load_logits(logits, bias, target, classes, softcap, HAS_BIAS, SOFTCAP, False, "")
+    loss, log_probability, size = results_of(
+        shift, tl.log(total), chosen, sum_z, smoothing, z_weight, classes, SMOOTHING
+    )
+    tl.store(losses + row, loss)
+    tl.store(log_probabilities + row, log_probability)
+    tl.store(sizes + row, size)
     if GRADIENT:
-        g = 1.0 / tl.load(count) if MEAN else 1.0
-        of_p = g * (1.0 + 2.0 * z_weight * size)
-        of_label = -g * (1.0 - smoothing)
-        of_all = -g * (smoothing / classes)
-        tl.debug_barrier()  # the label's logit is read before it is written over
+        tl.debug_barrier()  # the label's logit is read before it is written over, and L written before it is read
+        size, of_p, of_label, of_all = coefficients(
+            row, losses, losses, count, sizes, count, smoothing, z_weight, classes, "unit", False, MEAN, False
+        )
         if whole * STRIDE < classes:
             store_slopes(
                 gradient, logits, bias, whole * STRIDE, classes, softcap, size, target, of_p, of_label, of_all,
@@ -272,21 +270,26 @@ def loss_rows(
 @triton.jit
 def coefficients(
     token, dloss, dlog_probabilities, count, sizes, scale, smoothing, z_weight, classes,
-    HAS_LOSS: tl.constexpr, HAS_LOG: tl.constexpr, PER_TOKEN: tl.constexpr, MEAN: tl.constexpr, SCALED: tl.constexpr,
+    LOSS: tl.constexpr, HAS_LOG: tl.constexpr, MEAN: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """What a token's gradient is made of: L, and the factors of p, of the label and of all columns.
 
+    LOSS: the upstream gradient of the loss is "absent", 1 ("unit"), a number ("total") or one for each token ("token").
     SCALED: divided by `scale`, the largest of all upstream gradients: what is then stored in 16 bits does not overflow.
     """
     size = tl.load(sizes + token)
-    g = 0.0
-    h = 0.0
-    if HAS_LOSS:
-        g = tl.load(dloss + token) if PER_TOKEN else tl.load(dloss)
-        if MEAN:
-            g = g / tl.load(count)
+    g = tl.zeros_like(size)
+    h = tl.zeros_like(size)
+    if LOSS == "unit":
+        g += 1.0
+    elif LOSS == "total":
+        g += tl.load(dloss)
+    elif LOSS == "token":
+        g = tl.load(dloss + token)
     if HAS_LOG:
         h = tl.load(dlog_probabilities + token)
+    if MEAN:
+        g = g / tl.load(count)
     if SCALED:
         g = g / tl.load(scale)
         h = h / tl.load(scale)
@@ -302,8 +305,8 @@ def loss_gradient(
     gradient: PointerIf16.element, classes: Int32, blocks: Int32,
     inner: Int32, outer: Int64If16, step: Int64If16, gradient_outer: Int64If16, gradient_step: Int64If16,
     smoothing: Float32, z_weight: Float32, softcap: Float32,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LOSS: tl.constexpr, HAS_LOG: tl.constexpr,
-    PER_TOKEN: tl.constexpr, MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, LOSS: tl.constexpr, HAS_LOG: tl.constexpr, MEAN: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BLOCK columns of a row whose L is known; it may be written over the logits."""
     row = tl.program_id(0) // blocks
@@ -317,7 +320,7 @@ def loss_gradient(
         return
     size, of_p, of_label, of_all = coefficients(
         row, dloss, dlog_probabilities, count, sizes, scale, smoothing, z_weight, classes,
-        HAS_LOSS, HAS_LOG, PER_TOKEN, MEAN, SCALED,
+        LOSS, HAS_LOG, MEAN, SCALED,
     )  # fmt: skip
     if start + BLOCK <= classes:
         store_slopes(
@@ -401,6 +404,13 @@ class RowLosses:
         )  # fmt: skip
 
 
+def upstream_kind(setup: Setup) -> dict[str, Any]:
+    """Which upstream gradients a backward has, as `coefficients` takes them."""
+    layout, loss = setup.problem.layout, facts(setup)[1]
+    kind = "absent" if "dloss absent" in layout else "token" if loss.reduction == "none" else "total"
+    return {"LOSS": kind, "HAS_LOG": "dlog_probabilities absent" not in layout, "MEAN": loss.reduction == "mean"}
+
+
 class Upstream(NamedTuple):
     """Upstream gradients of the loss and of the log-probabilities, each of them possibly absent."""
 
@@ -414,12 +424,9 @@ class RowGradients:
     def __init__(self, setup: Setup, classes: int, has_bias: bool, scaled: bool = False) -> None:
         element, self._loss = facts(setup)
         self._classes, self._block = classes, setup.schedule["gradient_block"]
-        absent = setup.problem.layout
         self._rows = setup.either(
             loss_gradient, element=element, HAS_BIAS=has_bias, SOFTCAP=self._loss.softcap > 0,
-            HAS_LOSS="dloss absent" not in absent, HAS_LOG="dlog_probabilities absent" not in absent,
-            PER_TOKEN=self._loss.reduction == "none", MEAN=self._loss.reduction == "mean", SCALED=scaled,
-            BLOCK=self._block, num_warps=setup.schedule["gradient_warps"],
+            SCALED=scaled, BLOCK=self._block, **upstream_kind(setup), num_warps=setup.schedule["gradient_warps"],
         )  # fmt: skip
 
     def launch(

@@ -32,9 +32,8 @@ def lane_levels(classes: int) -> int:
     return min(11, max(5, (-(-classes // UNROLL) - 1).bit_length()))
 
 
-def arithmetic(problem: Problem, tokens: int, classes: int, on_kernels: bool) -> Arithmetic:
+def arithmetic(element: torch.dtype, tokens: int, classes: int, on_kernels: bool) -> Arithmetic:
     """How a plan adds; torch's own sums may have any order."""
-    element = problem.dtypes[0]
     if not on_kernels:
         return Arithmetic(element, classes, tokens)
     levels = lane_levels(classes)
@@ -70,7 +69,7 @@ def outputs_of(problem: Problem) -> tuple[str, ...]:
 
 def _guarantee(problem: Problem, on_kernels: bool) -> dict[str, Guarantee]:
     loss, (tokens, classes) = options_of(problem), problem.sizes
-    computed = arithmetic(problem, tokens, classes, on_kernels)
+    computed = arithmetic(problem.dtypes[0], tokens, classes, on_kernels)
     is_backward = "backward" in problem.op
     dtype = problem.dtypes[0]
 

@@ -1,7 +1,7 @@
 """Cross entropy of logits.   loss_t = (1 − ε)·(L − z_y) + ε·(L − mean z) + λ·L²,   L = logsumexp(z),   y = labels[t]
 
-z are the logits x, or softcap·tanh(x / softcap); ε is label_smoothing, λ z_loss. Tokens whose label is ignore_index count
-for nothing; the mean is over those that count.
+z are the logits x, or softcap·tanh(x / softcap); ε is label_smoothing, λ z_loss. Tokens whose label is ignore_index
+count for nothing; the mean is over those that count.
 
 Adjoint, given g of a token's loss and h of its label's log-probability z_y − L, with p = softmax(z) over V classes:
 
