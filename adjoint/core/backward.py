@@ -185,7 +185,11 @@ class Backward:
                     results = tuple(x.detach() for x in overwritten)
                 else:
                     arguments = (*upstream, *ctx.saved_tensors, *rest)  # checkpoints unpack what is saved once
-                    results = operator(*arguments)
+                    results = None
+                    if adjoint.at_once is not None and not torch.compiler.is_compiling():
+                        results = adjoint.at_once(*arguments[:-1])
+                    if results is None:
+                        results = operator(*arguments)
                     if adjoint.buffers:
                         return tuple(gradients)
                     if adjoint.assemble is not None:

@@ -71,6 +71,8 @@ class Adjoint:
         overwrites: it writes the gradients over the differentiable inputs, which must be saved.
         buffers: tensors of the caller that it adds to instead of returning a gradient.
         assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
+        at_once: `at_once(*arguments)`: the gradients where they are what was saved, and nothing is left to compute;
+            else None. Not asked while compiling.
         flops: the operations of its matrix products, 2·m·n·k each, those of gradients that are needed; what the
             forward has computed before counts once, there.
     """
@@ -88,6 +90,7 @@ class Adjoint:
     overwrites: bool = False
     buffers: tuple[str, ...] = ()
     assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
+    at_once: Callable[..., tuple[Tensor, ...] | None] | None = None
     flops: Flops = no_products
 
 

@@ -11,6 +11,7 @@ from adjoint.contract.bad_calls import shared
 from adjoint.contract.cases import BadCall, Subject
 from adjoint.core.errors import ArgumentError
 from adjoint.core.kernels import why_not_triton
+from adjoint.core.plan import Candidate
 from adjoint.core.preference import BACKENDS, Preference
 from adjoint.core.problem import short
 from adjoint.ops import cases
@@ -76,17 +77,24 @@ def _served(subject: Subject, backend: str, device: torch.device) -> Subject | N
     """The subject with the dtypes for which both directions have a plan of a backend: an op, or a dtype, may be
     without kernels. None where there are none, or not for the dtype that stands for all."""
 
+    dtypes = _served_dtypes(subject, device, lambda plan: plan.backend == backend)
+    return replace(subject, dtypes=dtypes) if _default_dtype(subject) in dtypes else None
+
+
+def _served_dtypes(
+    subject: Subject, device: torch.device, is_meant: Callable[[Candidate], bool]
+) -> tuple[torch.dtype, ...]:
+    """The dtypes for which both directions have one of the plans that are meant."""
     accepted = ("", why_not_triton(device))  # whether the backend is there at all is settled elsewhere
 
     def serves(dtype: torch.dtype) -> bool:
         call = subject.bind(subject.cases[0].make(dtype, torch.device("cpu"), generator()))
         return all(
-            any(plan.backend == backend and plan.refuse(problem) in accepted for plan in operator.candidates())
+            any(is_meant(plan) and plan.refuse(problem) in accepted for plan in operator.candidates())
             for operator, problem in call.problems(device)
         )
 
-    dtypes = tuple(dtype for dtype in subject.dtypes if serves(dtype))
-    return replace(subject, dtypes=dtypes) if _default_dtype(subject) in dtypes else None
+    return tuple(dtype for dtype in subject.dtypes if serves(dtype))
 
 
 def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False) -> list[Job]:
@@ -157,7 +165,7 @@ def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
         return []
     return [
         _job(subject, name, dtype, device, Preference(plan=plan), check)
-        for dtype in subject.dtypes
+        for dtype in _served_dtypes(subject, device, lambda candidate: candidate.name in plan.split("+"))
         for name, check in (_OF_A_PLAN | _of_16_bits(dtype)).items()
     ]
 

@@ -137,7 +137,8 @@ def _allocate(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *values: Any
 ) -> tuple[Tensor, ...]:
     *numbers, frozen, keep = values
-    loss, kind, number = Loss(*numbers), wide_dtype(hidden.dtype), labels.numel()
+    loss, kind = Loss(*numbers), wide_dtype(hidden.dtype)
+    number = 0 if loss.is_total else labels.numel()
     needed = plans.needed_sums(loss, frozen, keep, bias is not None)
 
     def sums(like: Tensor | None, bit: int, dtype: torch.dtype) -> Tensor:
@@ -164,6 +165,17 @@ def _allocate_scaled(
         count.new_empty(sums.shape if need >> bit & 1 else 0, dtype=plans.DTYPES[dtype])
         for bit, sums in enumerate((hidden_sums, weight_sums, bias_sums))
     )
+
+
+def _unscaled(dloss: Tensor, dlog_probabilities: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
+    """What was kept, where it is the gradient itself: an upstream gradient of 1, of a type that is not rounded.
+
+    On the CPU alone, where asking costs nothing. Autograd copies what another backward may yet need.
+    """
+    sums, (dtype, _) = arguments[:3], arguments[-2:]
+    if not dloss.is_cpu or dtype not in ("float32", "float64") or dloss.item() != 1:
+        return None
+    return sums
 
 
 def _allocate_again(
@@ -209,6 +221,7 @@ _linear_cross_entropy = Op(
         options_of=lambda hidden, weight, labels, bias, *values: (*values, short(hidden.dtype)),
         check=_check_scaling,
         allocate=_allocate_scaled,
+        at_once=_unscaled,
     ),
     alternatives={
         "again": Adjoint(

@@ -241,7 +241,7 @@ class _Blocks:
         self.setup, self.tokens, self.columns, self.classes, self.need = setup, tokens, columns, classes, need
         has_memory = plan == "vendor" or bool(need)
         self.step = -(-classes // 16) * 16  # rows begin at multiples of 16 bytes
-        self.size = block_rows(tokens, self.step, element.itemsize)
+        self.size = block_rows(tokens, self.step, element.itemsize, known)
         setup.add_numeric(block=self.size)
         setup.scratch(slopes=(element, min(self.size, tokens) * self.step * has_memory))
         self.has_memory, self.plan = has_memory, plan
@@ -295,6 +295,7 @@ def forward(setup: Setup, plan: str) -> Execute:
     has_total = loss.reduction != "none"
     setup.scratch(losses=(torch.float32, tokens * has_total))
     setup.scratch(log_probabilities=(torch.float32, tokens * (not loss.log_probabilities)))
+    setup.scratch(targets=(torch.int32, tokens * loss.is_total), sizes=(torch.float32, tokens * loss.is_total))
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         hidden, weight, labels, bias = arguments[:4]
@@ -305,6 +306,8 @@ def forward(setup: Setup, plan: str) -> Execute:
             count.fill_(1.0)
             return
         memory = setup.memory(workspace)
+        if loss.is_total:  # no backward reads them
+            targets, sizes = memory.tensor("targets"), memory.tensor("sizes")
         targets_of.find(memory, memory.contiguous("labels", labels), targets, count)
         hidden = memory.contiguous("hidden", hidden).view(tokens, columns)
         bias = None if bias is None else memory.contiguous("bias", bias)

@@ -32,7 +32,7 @@ NEED_HIDDEN, NEED_WEIGHT, NEED_BIAS = 1, 2, 4
 """Bits of gradients."""
 
 BLOCK_BYTES = 5 * 2**28
-"""Of a block's logits, at most."""
+"""Of a block's logits, at most; half of it in a backward, where the gradients are in memory too."""
 
 ROW_STEP = 128
 """The rows of a block are a multiple of this."""
@@ -64,11 +64,12 @@ def divides_later(dtype: torch.dtype, loss: Loss) -> bool:
     return dtype == torch.float16 and loss.reduction == "mean"
 
 
-def block_rows(tokens: int, classes: int, itemsize: int) -> int:
+def block_rows(tokens: int, classes: int, itemsize: int, is_backward: bool) -> int:
     """Rows of a block: blocks of about equal size, none of which takes more than BLOCK_BYTES, or is short of a step."""
-    most = max(1, BLOCK_BYTES // (classes * itemsize) // ROW_STEP) * ROW_STEP
+    most_bytes = BLOCK_BYTES // 2 if is_backward else BLOCK_BYTES
+    most = max(1, most_bytes // (classes * itemsize) // ROW_STEP) * ROW_STEP
     blocks = -(-tokens // most)
-    return -(-tokens // max(1, blocks) // ROW_STEP) * ROW_STEP or ROW_STEP
+    return max(1, -(-tokens // (max(1, blocks) * ROW_STEP))) * ROW_STEP
 
 
 # ------------------------------------------------------------------------------------------- guarantee
