@@ -211,7 +211,7 @@ def verify(
     record: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Check nothing; write the errors of these ops' cases here to a file, as JSON."
+            metavar="FOLDER", help="Check nothing; write the errors of these ops' cases here to a folder, as JSON."
         ),
     ] = None,
     merge: Annotated[
@@ -223,7 +223,7 @@ def verify(
     from adjoint.verify import command
     from adjoint.verify.shards import read_shard
 
-    options = {"--all": everything, "--jobs": jobs, "--shard": shard, "--save": save}
+    options = {"--all": everything, "--jobs": jobs if merge else None, "--shard": shard, "--save": save}
     if merge:
         options |= {"--device": device, "--record": record}
     alone = "--merge" if merge else "--record" if record else ""
@@ -234,7 +234,7 @@ def verify(
         if record is not None:
             from adjoint.verify.record import record as record_errors
 
-            status = record_errors(_console(), arguments or [], _present(_device(device)), record)
+            status = record_errors(_console(), arguments or [], _present(_device(device)), record, processes=jobs)
         elif merge:
             status = command.merge(_console(), [Path(argument) for argument in arguments or []])
         else:
@@ -266,6 +266,9 @@ def bench(
         list[str] | None, typer.Option(metavar="NAME", help="Only this peer, such as FLA; may be repeated.")
     ] = None,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile as well.")] = True,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Measure errors, beside promises and peers, and time nothing.")
+    ] = False,
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Time the host cost of a call on a small tensor instead.")
     ] = False,
@@ -286,6 +289,14 @@ def bench(
     try:
         if overhead:
             command.overhead(console, target)
+        elif errors:
+            folder = results.with_name("errors")
+            if save or not readme:
+                passed = command.accuracy(
+                    console, ops or [], target, rows=rows or (), peers=peer, folder=folder if save else None
+                )
+            if readme:
+                command.errors_page(console, Path("docs/errors.md"), folder)
         elif save or plot is not None or not readme:
             if save:
                 try:
@@ -302,7 +313,7 @@ def bench(
                 folder=results if save else None,
                 plot=plot,
             )
-        if readme:
+        if readme and not errors:
             command.readme(console, [Path("README.md"), Path("docs/performance.md")], results)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)

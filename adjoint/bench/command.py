@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from adjoint.bench import environment, results, run, tables
+from adjoint.bench import environment, errors, results, run, tables
 from adjoint.bench import overhead as host
 
 
@@ -51,6 +51,37 @@ def times(
     return result.ok
 
 
+def accuracy(
+    console: Console,
+    ops: Sequence[str],
+    device: torch.device,
+    *,
+    rows: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
+    folder: Path | None = None,
+) -> bool:
+    """Measures errors and prints them by family; saves where a folder is given. Whether every promise was kept."""
+    selected = errors.chosen(ops, rows)
+    options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
+    command = " ".join(["adjoint bench", *ops, "--errors", *options, *["--save"] * (folder is not None)])
+
+    def progress(found: list[errors.Row]) -> None:
+        """What is saved survives an interruption."""
+        console.print(Text(f"{found[-1].workload}: measured", style="dim"), soft_wrap=True)
+        if folder is not None:
+            errors.save(found, command, device, folder)
+
+    found = errors.run(selected, device, peers=peers, report=progress)
+    content = errors.content_of(found, command, device)
+    for family in dict.fromkeys(row.family for row in found):
+        console.print(Text(errors.markdown(content, family)), soft_wrap=True)
+    broken = [row for row in found if not row.holds]
+    for row in broken:
+        where = f"{row.workload}, {row.direction}, {row.output}"
+        console.print(Text(f"FAILED {where}: {row.promise or row.note}", style="red"), soft_wrap=True)
+    return not broken
+
+
 def overhead(console: Console, device: torch.device) -> None:
     """Prints host costs: on the CPU always, on a GPU too when that is the device."""
     rows = host.overhead(torch.device("cpu"))
@@ -64,3 +95,9 @@ def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
     for path in (paths[0], *filter(Path.exists, paths[1:])):
         written = results.update_readme(path, folder)
         console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)
+
+
+def errors_page(console: Console, path: Path, folder: Path) -> None:
+    """Writes the saved errors of GPUs into their page."""
+    written = errors.update_page(path, folder)
+    console.print(f"{path}: wrote the errors of {', '.join(written)}", highlight=False, soft_wrap=True)

@@ -86,16 +86,63 @@ def _liger_swiglu(task: Task) -> Contender:
     return Contender(backward, restore=restore)
 
 
+def _fla_rotary(task: Task) -> Contender:
+    """FLA's kernel, one launch for q and one for k, with a number for each pair of columns; in place where ours is."""
+    rotate = _imported("fla.modules.rotary:rotary_embedding", "flash-linear-attention")
+    q, k, cos, sin = task.inputs
+    cos, sin = (x[:, : x.shape[1] // 2].contiguous() for x in (cos, sin))
+    in_place = "in_place" in task.workload.subject.keywords
+    if not in_place:
+        return through_autograd(lambda q, k, *_: (rotate(q, cos, sin), rotate(k, cos, sin)), task)
+    own = q.clone(), k.clone()
+
+    def restore() -> None:
+        own[0].copy_(q)
+        own[1].copy_(k)
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return tuple(rotate(x, cos, sin, inplace=True) for x in own)
+
+    return Contender(run, restore=restore)
+
+
+def _liger_rotary(task: Task) -> Contender:
+    """Liger's kernels without its autograd wrapper; they rotate in place, and take heads before tokens."""
+    module, install = "liger_kernel.ops.rope", "liger-kernel"
+    rope = _imported(f"{module}:rope_{task.direction}", install)
+    *_, q, k, cos, sin = task.arguments
+    sources = (q, k) if task.direction == FORWARD else task.upstream
+    own = tuple(torch.empty_like(x) for x in sources)
+
+    def restore() -> None:
+        for mine, source in zip(own, sources, strict=True):
+            mine.copy_(source)
+
+    def run() -> tuple[Tensor, ...]:
+        results = rope(*(x.transpose(1, 2) for x in own), cos[None], sin[None])
+        return tuple(x.transpose(1, 2) for x in results[:2])
+
+    restore()
+    return Contender(run, restore=restore)
+
+
 def _delta_rule(function: Any, *inputs: Any) -> Any:
     """A peer's `chunk_gated_delta_rule`."""
     *tensors, state, cu_seqlens = inputs
     return function(*tensors, initial_state=state, output_final_state=False, cu_seqlens=cu_seqlens)[0]
 
 
-def _fla_gated_delta_rule(task: Task) -> Contender:
+def _delta_rule_with_states(function: Any, *inputs: Any) -> Any:
+    """The same, with the final states."""
+    *tensors, state, cu_seqlens = inputs
+    return function(*tensors, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def _fla_gated_delta_rule(call: Callable[..., Any], task: Task) -> Contender:
     os.environ["FLA_FLASH_QLA"] = "0"  # or, with FlashQLA installed, it would run that one's kernels
     rule = _imported("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "flash-linear-attention")
-    return through_autograd(partial(_delta_rule, rule), task)
+    return through_autograd(partial(call, rule), task)
 
 
 def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
@@ -170,6 +217,20 @@ def _fla_step(task: Task) -> Contender:
     return Contender(lambda: as_tuple(step(q, k, v, g, beta=beta, initial_state=state, output_final_state=True)))
 
 
+def _fla_causal_conv1d(task: Task) -> Contender:
+    """FLA's Triton kernels, which take the activation by another name."""
+    try:
+        conv = _imported("fla.modules.conv.causal_conv1d:causal_conv1d", "flash-linear-attention")
+    except NotInstalled:  # versions before 0.4 have it elsewhere
+        conv = _imported("fla.modules.convolution:causal_conv1d", "flash-linear-attention")
+
+    def call(x: Tensor, weight: Tensor, bias: Any, state: Any, cu_seqlens: Any) -> Tensor:
+        keywords = {"initial_state": state, "activation": "swish", "cu_seqlens": cu_seqlens}
+        return as_tuple(conv(x, weight, bias, **keywords))[0]
+
+    return through_autograd(call, task)
+
+
 def _fla_recompute_w_u(task: Task) -> Contender:
     """Its forward kernel alone. Its running sums of g are logarithms to base 2, made before the clock starts."""
     recompute = _imported("fla.ops.gated_delta_rule.wy_fast:recompute_w_u_fwd", "flash-linear-attention")
@@ -220,6 +281,9 @@ PEERS = {
         "fla-core",
         _autograd("fla.modules.l2norm:l2norm", "flash-linear-attention", lambda norm, x: norm(x, EPS)),
     ),
+    "fla_causal_conv1d": Peer("FLA", "fla-core", _fla_causal_conv1d),
+    "fla_rotary": Peer("FLA", "fla-core", _fla_rotary),
+    "liger_rotary": Peer("Liger", "liger-kernel", _liger_rotary),
     "quack_top_8": Peer(  # softmax over the chosen logits, in their dtype; k must be a power of two there
         "QuACK",
         "quack-kernels",
@@ -255,7 +319,10 @@ PEERS = {
             lambda loss, logits, labels: loss(logits, labels, reduction="mean"),
         ),
     ),
-    "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
+    "fla_gated_delta_rule": Peer("FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule)),
+    "fla_gated_delta_rule_with_states": Peer(
+        "FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule_with_states)
+    ),
     "flashinfer_gated_delta_rule": Peer(
         "FlashInfer", "flashinfer-python", _flashinfer_gated_delta_rule, directions=(FORWARD,)
     ),

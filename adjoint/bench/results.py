@@ -6,7 +6,7 @@ what is there.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -261,19 +261,24 @@ def update_readme(path: Path, folder: Path = FOLDER) -> list[str]:
     The markers are `<!-- bench:<family>:begin -->` and `<!-- bench:<family>:end -->`. Returns the
     families whose tables were written.
     """
-    from adjoint.ops import FAMILIES
-
     contents = saved(folder)
     if not contents:
         raise ArgumentError(f"bench: {folder} holds no results of a GPU; run `adjoint bench --save` on one first")
+    return write_tables(path, "bench", lambda family: [markdown(content, family) for content in contents])
+
+
+def write_tables(path: Path, kind: str, tables_of: Callable[[str], list[str]]) -> list[str]:
+    """Replaces each family's tables of a kind between their markers; returns the families that have some."""
+    from adjoint.ops import FAMILIES
+
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"bench: {path} cannot be read: {error}") from error
     written = []
     for family in FAMILIES:
-        begin, end = f"<!-- bench:{family}:begin -->", f"<!-- bench:{family}:end -->"
-        tables = [table for content in contents if (table := markdown(content, family))]
+        begin, end = f"<!-- {kind}:{family}:begin -->", f"<!-- {kind}:{family}:end -->"
+        tables = [table for table in tables_of(family) if table]
         if begin not in text or end not in text or not tables:
             continue
         head, _, rest = text.partition(begin)
@@ -282,8 +287,8 @@ def update_readme(path: Path, folder: Path = FOLDER) -> list[str]:
         written.append(family)
     if not written:
         raise ArgumentError(
-            f"bench: {path} has no place for a table; mark it with <!-- bench:{FAMILIES[0]}:begin --> and "
-            f"<!-- bench:{FAMILIES[0]}:end -->"
+            f"bench: {path} has no place for a table; mark it with <!-- {kind}:{FAMILIES[0]}:begin --> and "
+            f"<!-- {kind}:{FAMILIES[0]}:end -->"
         )
     path.write_text(text, encoding="utf-8")
     return written

@@ -190,26 +190,32 @@ def measure(
     rounds: int = ROUNDS,
 ) -> Iterator[Row]:
     """The rows of one workload, by direction."""
-    source, subject = torch.Generator().manual_seed(0), workload.subject
     if device.type not in workload.devices:
         note = f"meant for {' and '.join(workload.devices)}"
         for direction in workload.directions:
             yield Row(family, workload.name, direction, OURS, LEFT_OUT, 0, note=note)
         return
-    inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
-    call = subject.bind(inputs)
-    with torch.no_grad():
-        outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
-    upstream = tuple(_normal_like(output, source) for output in outputs)
-    for direction in workload.directions:
-        task = Task(workload, direction, inputs, upstream)
-        blank = Row(family, name, direction, "", OK, _bytes(workload, direction, inputs, share))
+    name, share, tasks = tasks_of(workload, device)
+    for task in tasks:
+        direction = task.direction
+        blank = Row(family, name, direction, "", OK, _bytes(workload, direction, task.inputs, share))
         blank = replace(blank, operations=round(workload.operations * share) * _TIMES[direction])
-        builders = _builders(workload, direction, compile, peers)
+        builders = builders_of(workload, direction, compile=compile, peers=peers)
         with own_stream(device):
             entries = [_Entry(replace(blank, contender=label), task, build) for label, build in builders.items()]
             rows = _with_ratios(entries, rounds)
         yield from rows
+
+
+def tasks_of(workload: Workload, device: torch.device) -> tuple[str, float, list[Task]]:
+    """The name of a workload on a device, its share of the whole, and a task for each direction, on the same inputs."""
+    source = torch.Generator().manual_seed(0)
+    inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
+    call = workload.subject.bind(inputs)
+    with torch.no_grad():
+        outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
+    upstream = tuple(_normal_like(output, source) for output in outputs)
+    return name, share, [Task(workload, direction, inputs, upstream) for direction in workload.directions]
 
 
 def _bytes(workload: Workload, direction: str, inputs: Inputs, share: float) -> int:
@@ -223,7 +229,9 @@ _TIMES = {FORWARD: 1, BACKWARD: 2, STEP: 3}
 """The operations of a direction over those of the forward."""
 
 
-def _builders(workload: Workload, direction: str, compile: bool, peers: Sequence[str] | None) -> dict[str, Builder]:
+def builders_of(
+    workload: Workload, direction: str, *, compile: bool, peers: Sequence[str] | None
+) -> dict[str, Builder]:
     """Who takes part, by label: ours first."""
     builders: dict[str, Builder] = {OURS: ours}
     if workload.baseline is not None:

@@ -25,8 +25,10 @@ from adjoint.contract.inputs import each
 from adjoint.core.preference import Preference
 from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
+from tests.gluon.programs import SCHEDULES
 from tests.mutants import calls as edges
 from tests.mutants import (
+    conv_calls,
     dispatch_calls,
     embedding_calls,
     experts_calls,
@@ -34,6 +36,7 @@ from tests.mutants import (
     indexing_calls,
     loss_calls,
     norm_calls,
+    rotary_calls,
     route_calls,
     rule_backward_calls,
     rule_calls,
@@ -66,6 +69,8 @@ RULE = tuple(
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "norm": ("adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels", "adjoint.device.row_tiles"),
+    "conv": tuple(f"adjoint.ops.conv.triton.{part}" for part in ("rows", "forward", "backward", "step")),
+    "rotary": ("adjoint.ops.rotary.rotary.kernels",),
     "embedding": (
         "adjoint.device.grouping.kernels",
         "adjoint.ops.embedding.kernels",
@@ -129,22 +134,27 @@ def _activation_noticed(mutant: Mutant) -> bool:
     strided = "strided" in mutant.function or mutant.function == "split_index"
     likely = {"transposed", "six axes", "five axes"} if strided else {"past one tile", "rows apart", "odd halves"}
     ordered = sorted(
-        subjects, key=lambda s: (("pairs" in mutant.function) != ("interleaved" in s.name), s.name != "swiglu")
+        subjects,
+        key=lambda s: (
+            ("pairs" in mutant.function) != ("interleaved" in s.name),
+            ("sigmoid" in mutant.function) != (s.name == "sigmoid_gate"),
+            s.name not in ("swiglu", "sigmoid_gate"),
+        ),
     )
     soon = {
         subject.name: [case for case in subject.cases if case.name in likely] or list(subject.cases[:2])
         for subject in ordered
     }
     return (
-        any(inaccurate(subject, torch.bfloat16, soon[subject.name]) for subject in ordered[:2])
+        any(inaccurate(subject, torch.bfloat16, soon[subject.name]) for subject in ordered[:3])
         or failed(partial(_read_at_the_edge, ordered[0], strided, preference))
-        or any(inaccurate(subject, torch.float32, soon[subject.name][:1]) for subject in ordered[:2])
-        or any(failed(partial(numerics.specials, s, d, CPU, preference)) for s in ordered[:2] for d in s.dtypes)
+        or any(inaccurate(subject, torch.float32, soon[subject.name][:1]) for subject in ordered[:3])
+        or any(failed(partial(numerics.specials, s, d, CPU, preference)) for s in ordered[:3] for d in s.dtypes)
         or any(
             failed(
                 partial(check, replace(subject, cases=tuple(soon[subject.name][:2])), torch.bfloat16, CPU, preference)
             )
-            for subject in ordered[:2]
+            for subject in ordered[:3]
             for check in (bits.poison, bits.upstreams)
         )
         or any(inaccurate(subject, dtype, subject.cases) for subject in ordered for dtype in subject.dtypes)
@@ -202,6 +212,32 @@ def _loss_noticed(mutant: Mutant) -> bool:
 
 _LOSS_LAUNCHES = ("adjoint.ops.loss.cross_entropy.launches", "adjoint.ops.loss.linear_cross_entropy.blocks")
 """What imports the kernels, in the order of their imports."""
+
+
+# ----------------------------------------------------------------------------------------------- conv
+
+
+def _conv_noticed(mutant: Mutant) -> bool:
+    """Whether any call gives other bits than the kernels as they are; blocks, stretches and runs are small."""
+    edges.guard()
+    if mutant.module == MODULES["conv"][0]:  # which the others import
+        for name in MODULES["conv"][1:]:
+            load(name, source_of(name))
+    conv_calls.shrink()
+    try:
+        return conv_calls.noticed(mutant.module)
+    except Exception:
+        return True
+
+
+# --------------------------------------------------------------------------------------------- rotary
+
+
+def _rotary_noticed(mutant: Mutant) -> bool:
+    """Whether any call gives other bits than the eager path, at either edge of memory; tiles are small."""
+    edges.guard()
+    rotary_calls.shrink()
+    return any(_differs(call, number) for number, call in enumerate(rotary_calls.calls()))
 
 
 # ------------------------------------------------------------------------------------------ embedding
@@ -315,6 +351,8 @@ Noticed = Callable[[Mutant], bool]
 JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "activation": (edges, bits, numerics),
     "norm": (edges, norm_calls),
+    "conv": (edges, conv_calls),
+    "rotary": (edges, rotary_calls),
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
     "moe": (edges, dispatch_calls, route_calls, experts_calls),
@@ -325,6 +363,8 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
 STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "norm": (_norm_noticed,),
+    "conv": (_conv_noticed,),
+    "rotary": (_rotary_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),
@@ -334,10 +374,8 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
 
-GLUON = tuple(
-    partial(gluon_calls.noticed, schedules=schedules) for schedules in (gluon_calls.FIRST, gluon_calls.OTHERS)
-)
-"""Those of kernels in Gluon: most mutants need no second schedule."""
+GLUON = tuple(partial(gluon_calls.noticed, schedule=schedule) for schedule in SCHEDULES)
+"""Those of kernels in Gluon, a schedule each: most mutants need no second one."""
 
 
 def stages(family: str, mutant: Mutant) -> tuple[Noticed, ...]:
@@ -427,6 +465,7 @@ _PREPARATIONS: dict[str, Callable[[], None]] = {
     ".norm.": partial(norm_calls.record, MODULES["norm"]),
     ".row_tiles": partial(norm_calls.record, MODULES["norm"]),
     ".loss.": loss_calls.record,
+    ".conv.": partial(conv_calls.record, MODULES["conv"]),
     ".grouping.": _LOOKUPS,
     ".embedding.": _LOOKUPS,
     ".indexing.": _first(partial(indexing_calls.takes, False, ("few",))),

@@ -175,7 +175,7 @@ def _equivalents(families: Iterable[str], part: str) -> Counter[str]:
     return counts
 
 
-def _known(file: Path) -> dict[str, dict[str, Any]]:
+def known(file: Path) -> dict[str, dict[str, Any]]:
     """Results of earlier runs; a line that an interruption cut short is none."""
     results = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -225,17 +225,17 @@ def main() -> int:
     interpreter.correct()
     torch.set_num_threads(1)
     chosen = _chosen(trials(families, arguments.module, arguments.equivalent), arguments)
-    known = _known(arguments.out)
+    outcomes = known(arguments.out)
     same = controls(families, arguments.module)
-    missing = [trial for trial in (*same, *chosen) if trial.key not in known]
+    missing = [trial for trial in (*same, *chosen) if trial.key not in outcomes]
     print(f"{len(chosen)} mutants; {len(missing)} trials are missing, {arguments.jobs} run at once", flush=True)
     checks.warm({trial.mutant.module: None for trial in missing})
     with arguments.out.open("a", encoding="utf-8") as out:
         pool = Pool(arguments.jobs, out)
         pool.run(missing, len(missing))
-    known |= {result["key"]: result for result in pool.results}
-    noticed = [trial.mutant.module for trial in same if known[trial.key]["outcome"] != SURVIVED]
-    results = [known[trial.key] for trial in chosen]
+    outcomes |= {result["key"]: result for result in pool.results}
+    noticed = [trial.mutant.module for trial in same if outcomes[trial.key]["outcome"] != SURVIVED]
+    results = [outcomes[trial.key] for trial in chosen]
     order = {module: n for n, module in enumerate(m for modules in checks.MODULES.values() for m in modules)}
     results.sort(key=lambda result: (order[result["module"]], result["line"]))
     print(table(results, _equivalents(families, arguments.module)))

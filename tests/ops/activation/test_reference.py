@@ -89,7 +89,8 @@ def test_slope_changes_sign_at_its_root() -> None:
     step = (above - below) / 2e-9  # silu'' there
     with mpmath.workdps(50):
         exact = mpmath.diff(lambda x: x * _sigmoid(x), mpmath.mpf(ROOT), 2)
-    assert abs(step / float(exact) - 1) < 1e-6
+        terms = _sigmoid(ROOT) * (1 + abs(ROOT) * _sigmoid(-ROOT))
+    assert abs(step - float(exact)) <= 2 * 11 * UNIT * terms / 2e-9, "each slope is off as far as the test above allows"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,20 @@ def test_swiglu_backward_is_autograd_s() -> None:
     expected_gate, expected_up = _differentiated(reference.swiglu, dy, gate, up)
     assert ((dgate - expected_gate).abs() <= AUTOGRAD_UNITS * _terms(dy, gate, up)).all()
     assert ((dup - expected_up).abs() <= AUTOGRAD_UNITS * expected_up.abs()).all()
+
+
+def test_sigmoid_is_good_to_four_units() -> None:
+    _check(reference.sigmoid, _sigmoid, lambda x: 4 * UNIT * SECOND_ORDER * _sigmoid(x) + TINY)
+
+
+def test_sigmoid_gate_backward_is_autograd_s() -> None:
+    """Where 1 − σ, which autograd forms, does not cancel."""
+    dy, x, gate = _operands(3)
+    gate = gate.clamp(-30, 3)
+    dx, dgate = reference.sigmoid_gate_backward(dy, x, gate)
+    expected_x, expected_gate = _differentiated(reference.sigmoid_gate, dy, x, gate)
+    assert ((dx - expected_x).abs() <= AUTOGRAD_UNITS * expected_x.abs()).all()
+    assert ((dgate - expected_gate).abs() <= 32 * AUTOGRAD_UNITS * expected_gate.abs()).all()
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -10,20 +10,22 @@ from torch import Tensor
 
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
+from tests.conftest import device_under_test
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def _logits(*shape: int, scale: float = 3.0, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    return values.to(device_under_test())
 
 
 def _labels(*shape: int, classes: int, ignored: bool = True) -> Tensor:
     labels = torch.randint(classes, shape, generator=torch.Generator().manual_seed(1))
     if ignored:
         labels.view(-1)[1::3] = -100
-    return labels
+    return labels.to(device_under_test())
 
 
 @every_backend
@@ -34,7 +36,7 @@ def test_torch_has_the_same_loss(backend: str, reduction: str, smoothing: float)
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
     ours = adjoint.cross_entropy(logits, labels, preference=Preference(backend=backend), **options)
     theirs = F.cross_entropy(logits, labels, **options)
-    upstream = torch.linspace(1, 2, ours.numel()).view(ours.shape)
+    upstream = torch.linspace(1, 2, ours.numel(), device=ours.device).view(ours.shape)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     got, expected = (torch.autograd.grad(x, logits, upstream)[0] for x in (ours, theirs))
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
@@ -69,11 +71,11 @@ def test_packed_sequences_are_silent_where_they_meet(backend: str) -> None:
 @every_backend
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_without_labels_loss_and_gradient_are_zero(backend: str, reduction: str) -> None:
-    logits = torch.full((4, 7), float("nan"), requires_grad=True)
-    labels = torch.full((4,), -100)
+    logits = torch.full((4, 7), float("nan"), device=device_under_test(), requires_grad=True)
+    labels = torch.full((4,), -100, device=device_under_test())
     loss = adjoint.cross_entropy(logits, labels, reduction=reduction, preference=Preference(backend=backend))
     (gradient,) = torch.autograd.grad(loss, logits)
-    assert loss.item() == 0 and torch.equal(gradient, torch.zeros(4, 7))
+    assert loss.item() == 0 and torch.equal(gradient, torch.zeros_like(gradient))
 
 
 @every_backend
@@ -129,7 +131,8 @@ def test_the_bound_survives_a_search(backend: str) -> None:
     """Logits that climb towards the largest error, in units of the bound, never pass it."""
     preference, dtype = Preference(backend=backend), torch.float32
     generator = torch.Generator().manual_seed(5)
-    labels = torch.randint(70, (8,), generator=generator)
+    device = device_under_test()
+    labels = torch.randint(70, (8,), generator=generator).to(device)
     options: dict[str, Any] = {"reduction": "none", "z_loss": 0.05, "label_smoothing": 0.1, "softcap": 20.0}
 
     def share(logits: Tensor) -> tuple[float, float]:
@@ -139,18 +142,18 @@ def test_the_bound_survives_a_search(backend: str) -> None:
         measured = error.measure(adjoint.cross_entropy(logits, labels, preference=preference, **options), exact,
                                  logits.double(), labels)  # fmt: skip
         own, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
-        upstream = torch.ones(8)
+        upstream = torch.ones(8, device=device)
         (got,) = torch.autograd.grad(adjoint.cross_entropy(own, labels, preference=preference, **options), own, upstream)
         (right,) = torch.autograd.grad(adjoint.cross_entropy(wide, labels, **options), wide, upstream.double())
         assert plan.adjoint is not None
         promise = plan.adjoint.guarantee["dlogits"].error
         return measured.value, promise.measure(got, right, upstream.double(), logits.double(), labels).value
 
-    best = torch.randn(8, 70, generator=generator).to(dtype) * 10
+    best = torch.randn(8, 70, generator=generator).to(dtype).to(device) * 10
     reached = share(best)
     for step in range(60):
         scale = (0.1, 1.0, 8.0)[step % 3]
-        moved = best + scale * torch.randn(8, 70, generator=generator)
+        moved = best + scale * torch.randn(8, 70, generator=generator).to(device)
         found = share(moved)
         assert max(found) <= 1, f"the bound is passed: {found}"
         if sum(found) > sum(reached):
@@ -160,7 +163,7 @@ def test_the_bound_survives_a_search(backend: str) -> None:
 
 def test_a_bound_without_the_error_of_its_sums_is_passed() -> None:
     """The search can fail: a bound that knows of one rounding alone does not hold."""
-    logits, labels = _logits(4, 300, scale=9.0).float(), torch.zeros(4, dtype=torch.int64)
+    logits, labels = _logits(4, 300, scale=9.0).float(), _labels(4, classes=300, ignored=False)
     plan = adjoint.plan(adjoint.cross_entropy, logits, labels, reduction="none")
     loss = adjoint.cross_entropy(logits, labels, reduction="none").double()
     exact = adjoint.cross_entropy(logits.double(), labels, reduction="none")

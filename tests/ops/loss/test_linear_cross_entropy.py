@@ -12,6 +12,7 @@ import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
 from adjoint.ops.loss import reference
 from adjoint.ops.loss.linear_cross_entropy import plans
+from tests.conftest import device_under_test
 
 KERNELS = pytest.mark.kernels
 PLANS = ["eager", pytest.param("triton.vendor", marks=KERNELS), pytest.param("triton.tiles", marks=KERNELS)]
@@ -25,11 +26,16 @@ def _layer(
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, tokens, generator=generator)
     labels.view(-1)[2::5] = -100
+    device = device_under_test()
+
+    def leaf(values: Tensor) -> Tensor:
+        return values.to(dtype).to(device).requires_grad_()
+
     return {
-        "hidden": torch.randn(*tokens, columns, generator=generator).to(dtype).requires_grad_(),
-        "weight": (torch.randn(classes, columns, generator=generator) / 3).to(dtype).requires_grad_(),
-        "labels": labels,
-        "bias": torch.randn(classes, generator=generator).to(dtype).requires_grad_(),
+        "hidden": leaf(torch.randn(*tokens, columns, generator=generator)),
+        "weight": leaf(torch.randn(classes, columns, generator=generator) / 3),
+        "labels": labels.to(device),
+        "bias": leaf(torch.randn(classes, generator=generator)),
     }
 
 
@@ -78,12 +84,11 @@ def test_blocks_of_rows_make_one_sum(
     bound = adjoint.plan(adjoint.linear_cross_entropy, **layer, reduction=reduction, preference=preference).adjoint
     assert bound is not None
     wide = [x.detach().double() if x.is_floating_point() else x for x in layer.values()]
-    upstream = torch.ones(37 if reduction == "none" else (), dtype=torch.float64)
+    upstream = torch.ones(37 if reduction == "none" else (), dtype=torch.float64, device=layer["hidden"].device)
     for name, one, many in zip(("dhidden", "dweight", "dbias"), whole, blocks, strict=True):
         limit = bound.guarantee[name].error.bound(upstream, *wide)  # type: ignore[union-attr]
         assert bool(((one.double() - many.double()).abs() <= 2 * limit).all()), name
-    if plan != "eager":
-        assert plans.block_rows(37, 64, dtype.itemsize, False) < 37
+    assert plans.block_rows(37, 64, dtype.itemsize, False) < 37
 
 
 def test_a_block_has_the_rows_that_fit() -> None:
@@ -140,7 +145,7 @@ def test_backward_may_run_twice(plan: str) -> None:
 
 
 def test_an_upstream_gradient_of_one_is_not_multiplied_by_on_the_cpu() -> None:
-    layer = _layer()
+    layer = {name: x.detach().cpu().requires_grad_(x.requires_grad) for name, x in _layer().items()}
     loss = adjoint.linear_cross_entropy(**layer)
     kept = loss.grad_fn.saved_tensors[1]  # type: ignore[union-attr]
     _, dweight, _ = _gradients(loss, layer)
@@ -174,7 +179,7 @@ def test_small_upstream_gradients_do_not_vanish(plan: str, dtype: torch.dtype) -
         found = _gradients(loss, layer, scale)
         wide = {name: x.detach().double() if x.is_floating_point() else x for name, x in layer.items()}
         exact = reference.linear_cross_entropy_backward(
-            (torch.full(loss.shape, scale, dtype=torch.float64),), *wide.values(), **options
+            (torch.full_like(loss, scale, dtype=torch.float64),), *wide.values(), **options
         )
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         for got, right in zip(found, exact, strict=True):
@@ -214,7 +219,7 @@ def test_a_tokens_loss_has_its_own_bits(dtype: torch.dtype) -> None:
             return_log_probabilities=True, preference=preference,
         )  # fmt: skip
 
-    every = torch.arange(150)
+    every = torch.arange(150, device=layer["hidden"].device)
     whole = losses(every)
     for tokens in (every[77:78], every[140:], every.flip(0), every[::7]):
         for alone, among_all in zip(losses(tokens), whole, strict=True):
@@ -233,7 +238,7 @@ def test_a_wrong_label_in_a_checked_block(plan: str) -> None:
 def test_autocast_leaves_the_loss_as_it_is(plan: str) -> None:
     layer = _layer()
     plain = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(layer["hidden"].device.type, torch.bfloat16):
         under = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
     assert torch.equal(plain, under)
     assert all(map(torch.equal, _gradients(plain, layer), _gradients(under, layer)))
@@ -245,21 +250,23 @@ def test_the_bounds_survive_a_search(plan: str, dtype: torch.dtype) -> None:
     """Inputs that climb towards the largest error, in units of the bounds, never pass them."""
     generator = torch.Generator().manual_seed(7)
     options: dict[str, Any] = {"softcap": 15.0, "z_loss": 0.01, "label_smoothing": 0.05}
-    labels, preference = torch.randint(30, (6,), generator=generator), Preference(plan=plan)
+    device, preference = device_under_test(), Preference(plan=plan)
+    labels = torch.randint(30, (6,), generator=generator).to(device)
 
     def shares(hidden: Tensor, weight: Tensor) -> dict[str, float]:
-        layer = {"hidden": hidden.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
+        named = {"hidden": hidden, "weight": weight}
+        layer = {name: x.to(dtype).to(device).requires_grad_() for name, x in named.items()}
         chosen = adjoint.plan(adjoint.linear_cross_entropy, **layer, labels=labels, preference=preference, **options)
         loss = adjoint.linear_cross_entropy(**layer, labels=labels, preference=preference, **options)
         wide = [x.detach().double() for x in layer.values()]
         (exact,) = reference.linear_cross_entropy(*wide, labels, **options)
         found = {"loss": chosen.guarantee["loss"].error.measure(loss.detach(), exact, *wide, labels).value}
-        upstream = torch.tensor(0.7, dtype=torch.float64)
-        right = reference.linear_cross_entropy_backward((upstream.float().double(),), *wide, labels, **options)
+        upstream = torch.tensor(0.7, device=device).double()
+        right = reference.linear_cross_entropy_backward((upstream,), *wide, labels, **options)
         assert chosen.adjoint is not None
         for name, got, value in zip(("dhidden", "dweight"), _gradients(loss, layer, 0.7), right, strict=True):
             error = chosen.adjoint.guarantee[name].error
-            found[name] = error.measure(got, value, upstream.float().double(), *wide, labels).value
+            found[name] = error.measure(got, value, upstream, *wide, labels).value
         return found
 
     hidden, weight = torch.randn(6, 12, generator=generator), torch.randn(30, 12, generator=generator)

@@ -1,0 +1,134 @@
+"""Steps of decoding: a program takes a tile of channels of one row through its tokens, and writes the state after them.
+
+The arithmetic of a token is that of `forward.py`, operation by operation.
+"""
+
+# ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adjoint.core.errors import check, report, status_word
+from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Pointer, PointerIf16, kernel
+from adjoint.core.launch import Execute, Setup, is_aligned
+from adjoint.device.faults import record
+from adjoint.device.sequences import out_of_range, repeated
+from adjoint.ops.conv.arguments import STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
+from adjoint.ops.conv.shape import Shape, named_strides
+from adjoint.ops.conv.triton.rows import activate, convolve, load_bias, load_rows, load_taps, unstack
+
+
+@kernel(budget=Budget(registers=128, shared_bytes=32_768), schedule=("CHANNELS", "ROWS", "TILED_LOAD", "TILED_STORE"))
+@triton.jit
+def conv_step(
+    x: PointerIf16.element, weight: Pointer.weight, bias: Pointer.bias, state: Pointer.element, indices: Pointer.index,
+    y: PointerIf16.element, new_state: PointerIf16.element, status_word: Pointer.int64, fault: Int32, batch: Int32,
+    time: Int32, channels: Int32If16, tiles: Int32, states: Int64, x_row: Int64If16, x_token: Int64If16,
+    x_channel: Int64, weight_channel: Int64, weight_tap: Int64, bias_step: Int64, state_sequence: Int64,
+    state_channel: Int64, state_column: Int64, index_step: Int64,
+    WIDTH: tl.constexpr, INDEXED: tl.constexpr, IN_PLACE: tl.constexpr, ADJACENT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, DOUBLE: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr, TILED_LOAD: tl.constexpr, TILED_STORE: tl.constexpr,
+):  # fmt: skip
+    """y of some rows' tokens, and their states after them, in their own places or in the rows'. ADJACENT: x_channel is
+    1. LEVELS: a state's columns are at most 2^LEVELS."""
+    COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    BEFORE: tl.constexpr = WIDTH - 1
+    tile = tl.program_id(0) % tiles
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = (tile * CHANNELS + tl.arange(0, CHANNELS)[None, :]).to(tl.int64)
+    inside = (row < batch) & (channel < channels)
+    if ADJACENT:
+        x_channel = 1
+    place = row
+    if INDEXED:
+        index = tl.load(indices + row * index_step, row < batch, other=-1).to(tl.int64)
+        wrong = (index < -1) | (index >= states)
+        record(status_word, fault, row, index, wrong & (tile == 0))
+        place = tl.where(wrong, -1, index)
+    live = inside & (place >= 0)
+    at = place * state_sequence + channel * state_channel
+    columns = tl.arange(0, 2**LEVELS)[None, None, :]
+    if TILED_LOAD == 2 and BEFORE > 0:
+        all_ = tl.load(state + at[:, :, None] + columns * state_column, live[:, :, None] & (columns < BEFORE), other=0)
+        flat = unstack(tl.reshape(all_, (ROWS * CHANNELS, 2**LEVELS)), ROWS * CHANNELS, LEVELS)
+        window = ()
+        for column in tl.static_range(BEFORE):
+            window = window + (tl.reshape(flat[column], (ROWS, CHANNELS)),)
+    else:
+        window = load_rows(state, at, live, state_column, 0, BEFORE)
+    taps = load_taps(weight, channel, channel < channels, weight_channel, weight_tap, WIDTH, COMPUTED)
+    start = load_bias(bias, channel, channel < channels, bias_step, HAS_BIAS, COMPUTED)
+    for t in range(0, time):
+        value = tl.load(x + row * x_row + t * x_token + channel * x_channel, live, other=0)
+        rows = window + (value,)
+        result = activate(convolve(rows, taps, start, 0, WIDTH), SILU, NARROW, NATIVE)
+        result = tl.where(place >= 0, result, 0.0)
+        tl.store(y + (row * time + t) * channels + channel, result.to(y.dtype.element_ty), inside)
+        window = rows[1:]
+    if BEFORE > 0:
+        if IN_PLACE:
+            out, mask, step = state + at, live, state_column
+        else:
+            out, mask, step = new_state + (row * channels + channel) * BEFORE, inside, 1
+        if TILED_STORE == 2:
+            stacked = stack(window, ROWS, CHANNELS, LEVELS)
+            tl.store(out[:, :, None] + columns * step, stacked, mask[:, :, None] & (columns < BEFORE))
+        else:
+            for column in tl.static_range(BEFORE):
+                tl.store(out + column * step, window[column], mask)
+
+
+@triton.jit
+def stack(vectors, ROWS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr):
+    """Up to 2^LEVELS tiles side by side, along a last axis of so many; what is past them is not specified."""
+    for _ in tl.static_range(2**LEVELS - len(vectors)):
+        vectors = vectors + (vectors[0],)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for number in tl.static_range(2 ** (LEVELS - 1 - level)):
+            joined = joined + (tl.join(vectors[number], vectors[number + 2 ** (LEVELS - 1 - level)]),)
+        vectors = joined
+    return tl.reshape(vectors[0], (ROWS, CHANNELS, 2**LEVELS))
+
+
+def step(setup: Setup) -> Execute:
+    """y, and the rows' new states or, in place, the pool's own."""
+    shape, schedule, device = Shape.of(setup.problem), setup.schedule, setup.device
+    block, in_place = shape.channel_block(schedule["channels"]), setup.problem.op.endswith("in_place")
+    constants = {name: value for name, value in shape.constants(setup.nvidia).items() if name != "HAS_STATE"}
+    indexed = shape.is_indexed
+    rows = schedule["rows"]
+    bound = setup.either(
+        conv_step, **shape.types, **constants, index=shape.index, INDEXED=indexed, IN_PLACE=in_place,
+        ADJACENT=not shape.is_time_adjacent and "x" not in shape.copied, CHANNELS=block,
+        ROWS=rows, LEVELS=max(0, shape.width - 2).bit_length(), TILED_LOAD=schedule["tiled_load"],
+        TILED_STORE=schedule["tiled_store"], num_warps=shape.warps(block * rows, schedule["warps"]),
+    )  # fmt: skip
+    tiles = -(-shape.channels // block)
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        x, weight, bias, state, indices, _silu, checking = arguments
+        y = outputs[0]
+        if checking and indices is not None:
+            report(STATE_INDEX_REPEATED, indices, repeated(indices))
+        if y.numel() == 0 and indices is not None:
+            report(STATE_INDEX_OUT_OF_RANGE, indices, out_of_range(indices, len(state)))
+        x_row, x_token, x_channel = x.stride()
+        aligned = is_aligned(x, y, outputs[-1]) and not any(n % 16 for n in (x_row, x_token, shape.channels))
+        bound[aligned].launch(
+            (-(-shape.batch // rows) * tiles,), x=x, weight=weight, bias=weight if bias is None else bias, state=state,
+            indices=indices if indexed else x, y=y, new_state=y if in_place else outputs[1],
+            status_word=status_word(device), fault=STATE_INDEX_OUT_OF_RANGE.row, batch=shape.batch,
+            time=shape.time, channels=shape.channels, tiles=tiles, states=shape.sequences, x_row=x_row, x_token=x_token,
+            x_channel=x_channel, bias_step=0 if bias is None else bias.stride(0),
+            index_step=indices.stride(0) if indexed else 0, **named_strides("weight", weight, "channel", "tap"),
+            **named_strides("state", state, "sequence", "channel", "column"),
+        )  # fmt: skip
+        if indexed and device.type == "cpu":
+            check()
+
+    return execute
