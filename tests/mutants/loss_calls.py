@@ -71,7 +71,9 @@ def _linear(
     inputs |= {"bias": _normal(2, classes, dtype=dtype)} if bias else {}
     inputs = {name: x if name == frozen else _leaf(x) for name, x in inputs.items()}
     labels = _labels(tokens, classes, torch.int32)
-    loss = adjoint.linear_cross_entropy(labels=labels, preference=Preference(plan=f"triton.{plan}"), **inputs, **options)
+    loss = adjoint.linear_cross_entropy(
+        labels=labels, preference=Preference(plan=f"triton.{plan}"), **inputs, **options
+    )
     return _gradients(loss, [x for x in inputs.values() if x.requires_grad])
 
 
@@ -80,7 +82,9 @@ def _wrong_label(position: int, value: int, **options: Any) -> tuple[Tensor, ...
     labels = _labels((3, 5), 40)
     labels.view(-1)[position] = value
     try:
-        adjoint.cross_entropy(_normal(0, 3, 5, 40, dtype=FLOAT32), labels, preference=Preference(backend="triton"), **options)
+        adjoint.cross_entropy(
+            _normal(0, 3, 5, 40, dtype=FLOAT32), labels, preference=Preference(backend="triton"), **options
+        )
     except ArgumentError as error:
         return (torch.tensor(list(str(error).encode())),)
     return (torch.zeros(0),)

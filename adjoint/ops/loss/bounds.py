@@ -1,4 +1,4 @@
-"""How far the losses may be from the exact ones, evaluated in float64 for the very inputs: docs/loss.md has the proofs."""
+"""How far the losses may be from the exact ones, evaluated in float64 for the inputs: docs/loss.md has the proofs."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Arithmetic(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is known of rows of logits: z and dz/dx, the error of x and of z, L and its error, labels and which count."""
+    """What is known of rows of logits: z and dz/dx, errors of x and of z, L and its error, labels and which count."""
 
     z: Tensor
     slope: Tensor

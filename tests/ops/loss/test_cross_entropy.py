@@ -1,6 +1,7 @@
-"""What only `cross_entropy` knows: torch's own loss as a second formulation, shifts, labels, memory, searches for its bound."""
+"""What only `cross_entropy` knows: torch's own loss as a second formulation, shifts, labels, and a search."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -61,10 +62,7 @@ def test_packed_sequences_are_silent_where_they_meet(backend: str) -> None:
     packed = labels.clone()
     packed[0, bounds[:-1]] = -100
     options: dict[str, Any] = {"shift": True, "reduction": "sum", "preference": Preference(backend=backend)}
-    parts = [
-        adjoint.cross_entropy(logits[:, a:b], labels[:, a:b], **options)
-        for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    parts = [adjoint.cross_entropy(logits[:, a:b], labels[:, a:b], **options) for a, b in pairwise(bounds)]
     assert torch.allclose(adjoint.cross_entropy(logits, packed, **options), torch.stack(parts).sum(), rtol=1e-6)
 
 
@@ -143,7 +141,9 @@ def test_the_bound_survives_a_search(backend: str) -> None:
                                  logits.double(), labels)  # fmt: skip
         own, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
         upstream = torch.ones(8, device=device)
-        (got,) = torch.autograd.grad(adjoint.cross_entropy(own, labels, preference=preference, **options), own, upstream)
+        (got,) = torch.autograd.grad(
+            adjoint.cross_entropy(own, labels, preference=preference, **options), own, upstream
+        )
         (right,) = torch.autograd.grad(adjoint.cross_entropy(wide, labels, **options), wide, upstream.double())
         assert plan.adjoint is not None
         promise = plan.adjoint.guarantee["dlogits"].error

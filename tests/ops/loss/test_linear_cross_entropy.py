@@ -230,7 +230,10 @@ def test_a_tokens_loss_has_its_own_bits(dtype: torch.dtype) -> None:
 def test_a_wrong_label_in_a_checked_block(plan: str) -> None:
     layer = _layer()
     layer["labels"][1, 3] = 50
-    with pytest.raises(ArgumentError, match="linear_cross_entropy: labels .* got 50 at position 11 "), adjoint.checked():
+    with (
+        pytest.raises(ArgumentError, match=r"linear_cross_entropy: labels .* got 50 at position 11 "),
+        adjoint.checked(),
+    ):
         adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
 
 

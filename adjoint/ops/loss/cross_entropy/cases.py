@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.contract.cases import BadCall, Case, Inputs, Make, Subject, Workload
+from adjoint.contract.forms import reuse_inputs
 from adjoint.core.plan import Call, bind
 from adjoint.ops.loss import reference
 from adjoint.ops.loss.cross_entropy import cross_entropy
@@ -85,6 +86,7 @@ def _subject(suffix: str, keywords: dict[str, Any]) -> Subject:
         mistakes=mistakes(reference.cross_entropy, reference.cross_entropy_backward, keywords),
         resized=resized(batched, keywords),
         rebatched=rebatched(batched),
+        forms=(reuse_inputs("logits"),),
     )
 
 
@@ -145,7 +147,7 @@ def _workload(tokens: int, classes: int, devices: tuple[str, ...], dtype: torch.
     suffix = "" if dtype == torch.bfloat16 else ", float32"
     return Workload(
         f"cross_entropy {tokens}×{classes}{suffix}",
-        replace(SUBJECTS[0], cases=(), mistakes={}, rebatched=None),
+        replace(SUBJECTS[0], cases=(), mistakes={}, rebatched=None, forms=()),
         _drawn(tokens, classes),
         memory,
         2 * memory,

@@ -6,12 +6,12 @@ Adjoint, with dx as there:   dhidden = dx·weight,   dweight = dxᵀ·hidden,   
 
 Where the loss is one number, every token has the same upstream gradient, so the gradients for an upstream gradient of 1
 are computed in the forward, while a block's logits are there: three matrix products in all. They are kept as sums in
-float32 (`weight_sums`, `bias_sums`) and scaled and rounded once in the backward. Those of hidden, a block's own, are kept
-in bfloat16 where hidden is; float16, which has too few exponents for a mean over many tokens, is kept in float32 and
-divided by the number of labels in the backward. A forward of which nobody needs a gradient computes none of this.
+float32 (`weight_sums`, `bias_sums`) and scaled and rounded once in the backward. Those of hidden, a block's own, are
+kept in bfloat16 where hidden is; float16, which has too few exponents for a mean over many tokens, is kept in float32
+and divided by the number of labels in the backward. A forward of which nobody needs a gradient computes none of this.
 
-With reduction="none" or log-probabilities the upstream gradients are not known: the forward keeps a class and a logsumexp
-of each token, 8 bytes, and the backward computes the logits again.
+With reduction="none" or log-probabilities the upstream gradients are not known: the forward keeps a class and a
+logsumexp of each token, 8 bytes, and the backward computes the logits again.
 """
 
 from typing import Any, Literal, overload
@@ -46,8 +46,8 @@ def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     columns = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != columns or weight.shape[0] == 0:
         raise ArgumentError(
-            f"{_OP}: weight must have shape [classes, {columns}], at least one class, for hidden with {columns} columns, "
-            f"got {tuple(weight.shape)}"
+            f"{_OP}: weight must have shape [classes, {columns}], at least one class, for hidden with {columns} "
+            f"columns, got {tuple(weight.shape)}"
         )
     require_like(_OP, "weight", weight, "hidden", hidden, tuple(weight.shape))
     if bias is not None:
@@ -133,9 +133,7 @@ def _describe_again(
     return Facts((hidden.dtype,), "; ".join(filter(None, parts)), _sizes(hidden, weight))
 
 
-def _allocate(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *values: Any
-) -> tuple[Tensor, ...]:
+def _allocate(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *values: Any) -> tuple[Tensor, ...]:
     *numbers, frozen, keep = values
     loss, kind = Loss(*numbers), wide_dtype(hidden.dtype)
     number = 0 if loss.is_total else labels.numel()

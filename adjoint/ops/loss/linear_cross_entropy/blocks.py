@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` launches: rows of hidden, block by block, through products of the vendor or of our own."""
+"""What `linear_cross_entropy` launches: blocks of rows of hidden, through products of the vendor or of our own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,9 +165,7 @@ class Tiles:
                 tiles.loss_tile_rows, SMOOTHING=smoothing, SEGMENT=SEGMENT, **tiles.settings(setup, tile, **of_logits)
             )
             self._combine_rows = schedule["combine_rows"]
-            self._combine = setup.kernel(
-                tiles.loss_combine, SMOOTHING=smoothing, ROWS=self._combine_rows, num_warps=1
-            )
+            self._combine = setup.kernel(tiles.loss_combine, SMOOTHING=smoothing, ROWS=self._combine_rows, num_warps=1)
         if self._has_slopes:
             mean = loss.reduction == "mean" and not divides_later(element, loss)
             kind = upstream_kind(setup) if known else {"LOSS": "unit", "HAS_LOG": False, "MEAN": mean}
@@ -352,8 +350,11 @@ def scaling(setup: Setup, plan: str) -> Execute:
     divides = divides_later(element, loss)
     kept = torch.bfloat16 if element == torch.bfloat16 else torch.float32
     of_hidden, of_sums = _Round(setup, kept, divides), _Round(setup, torch.float32, divides)
-    setup.copies(**{name: (kept if name == "hidden_sums" else torch.float32, size)
-                    for name, size in zip(("hidden_sums", "weight_sums", "bias_sums"), setup.problem.sizes, strict=True)})  # fmt: skip
+    of_hidden_sums, of_weight_sums, of_bias_sums = setup.problem.sizes
+    setup.copies(
+        hidden_sums=(kept, of_hidden_sums), weight_sums=(torch.float32, of_weight_sums),
+        bias_sums=(torch.float32, of_bias_sums),
+    )  # fmt: skip
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         dloss, _, hidden_sums, weight_sums, bias_sums, count = arguments[:6]
@@ -369,7 +370,7 @@ def scaling(setup: Setup, plan: str) -> Execute:
 
 def again(setup: Setup, plan: str) -> Execute:
     """All gradients that are needed, from logits that are computed once more."""
-    (element, loss), (tokens, columns, classes) = facts(setup), setup.problem.sizes
+    (element, _), (tokens, columns, classes) = facts(setup), setup.problem.sizes
     need, scaled = setup.problem.options[-1], element == torch.float16
     hidden_dtype = torch.float32 if scaled else element
     blocks = _Blocks(setup, plan, need, True, hidden_dtype)
@@ -391,7 +392,9 @@ def again(setup: Setup, plan: str) -> Execute:
         memory = setup.memory(workspace)
         upstream = Upstream(
             None if dloss is None else memory.contiguous("dloss", dloss).view(-1),
-            None if dlog_probabilities is None else memory.contiguous("dlog_probabilities", dlog_probabilities).view(-1),
+            None
+            if dlog_probabilities is None
+            else memory.contiguous("dlog_probabilities", dlog_probabilities).view(-1),
         )
         scale = memory.tensor("scale")
         if scale_of is not None:

@@ -34,7 +34,7 @@ class Linear(NamedTuple):
 
 
 def of_sum(terms: int, u: float) -> float:
-    """γ: the error of a sum of products beside Σ|terms|, in any order; matrix instructions cut sums off, which costs 2u."""
+    """γ: the error of a sum of products beside Σ|terms|, in any order; matrix instructions cut off, which costs 2u."""
     return bounds.SECOND_ORDER * 2 * (terms + 4) * u
 
 
@@ -110,4 +110,3 @@ def linear_bound(loss: Loss, linear_of: Callable[[int, int], Linear], output: st
         return bounds.rounded(exact, limit, arithmetic.element, wide).view(shape)
 
     return backward if output.startswith("d") else forward
-

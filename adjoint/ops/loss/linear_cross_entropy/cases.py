@@ -128,7 +128,7 @@ BAD_CALLS = (
     BadCall("bias in another type", _changed(bias=Tensor.double), "bias", "float32", "float64"),
     BadCall("labels of other tokens", _changed(labels=shaped(4, 2)), "labels", "(4, 3)", "(4, 2)"),
     BadCall("narrow labels", _changed(labels=Tensor.short), "labels", "int16", ".long()"),
-    BadCall("a label too large", _changed(labels=with_label(7, 12)), "labels", "rows of weight", "got 12 at position 7 "),
+    BadCall("a label too large", _changed(labels=with_label(7, 12)), "labels", "of weight", "got 12 at position 7 "),
     BadCall("a negative label", _changed(labels=with_label(0, -1, torch.int32)), "got -1 at position 0 "),
     BadCall("a label that is a class modulo 2^32", _changed(labels=with_label(2, 2**32 + 1)), "4294967297"),
     BadCall("a shifted label too large", _changed(labels=with_label(5, 12), shift=True), "got 12 at position 5 "),

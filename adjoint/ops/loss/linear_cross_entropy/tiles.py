@@ -1,9 +1,9 @@
 """Triton kernels of `linear_cross_entropy`: products of our own, and what follows products of either kind.
 
-Every product runs over tiles of fixed sizes, and adds along its inner axis in steps of DEPTH, in order. So a row of hidden
-meets the same numbers in the same order whatever other rows there are, and the sum over tokens has an order that their
-number fixes. Logits stay in float32: `loss_tile_rows` leaves of each row and each segment of classes the largest z and
-Σ e^(z − largest), `loss_combine` puts segments together in their order, and `loss_tile_slopes` computes logits again and
+Every product runs over tiles of fixed sizes, and adds along its inner axis in steps of DEPTH, in order. So a row of
+hidden meets the same numbers in the same order whatever other rows there are, and the sum over tokens has an order that
+their number fixes. Logits stay in float32: `loss_tile_rows` leaves of each row and each segment of classes the largest z
+and Σ e^(z − largest), `loss_combine` adds segments in their order, and `loss_tile_slopes` computes logits again and
 stores dx.
 """
 
@@ -68,9 +68,7 @@ def loss_tile_rows(
     label_z = tl.zeros([ROWS], tl.float32)
     for first in range(segment * SEGMENT, tl.minimum(segment * SEGMENT + SEGMENT, CLASSES), COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        z, _ = tile_of_logits(
-            hidden, weight, bias, row, column, rows, softcap, D, CLASSES, HAS_BIAS, SOFTCAP, DEPTH
-        )
+        z, _ = tile_of_logits(hidden, weight, bias, row, column, rows, softcap, D, CLASSES, HAS_BIAS, SOFTCAP, DEPTH)
         inside = (column < CLASSES)[None, :]
         label_z += tl.sum(tl.where((column[None, :] == target[:, None]) & inside, z, 0.0), 1)
         if SMOOTHING:
@@ -97,7 +95,7 @@ def loss_combine(
     rows: Int32, segments: Int32, classes: Int32, smoothing: Float32, z_weight: Float32, SMOOTHING: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The loss, the label's log-probability and L of rows, from their segments in order; 0 for those without a label."""
+    """The loss, the label's log-probability and L of rows, from segments in order; 0 for rows without a label."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     place = row.to(tl.int64) * segments
@@ -139,9 +137,7 @@ def loss_tile_slopes(
     row_tile, column_tile = tile_numbers(tl.cdiv(rows, ROWS), (CLASSES + COLUMNS - 1) // COLUMNS, GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    z, slope = tile_of_logits(
-        hidden, weight, bias, row, column, rows, softcap, D, CLASSES, HAS_BIAS, SOFTCAP, DEPTH
-    )
+    z, slope = tile_of_logits(hidden, weight, bias, row, column, rows, softcap, D, CLASSES, HAS_BIAS, SOFTCAP, DEPTH)
     token = tl.minimum(row, rows - 1)
     target = tl.load(targets + token)
     size, of_p, of_label, of_all = coefficients(
