@@ -27,11 +27,11 @@ def part(tensor: Tensor, rows: slice) -> Tensor:
 class Tokens(NamedTuple):
     """The class of each token, 0 where it does not count; and which tokens do, None where all of them do."""
 
-    index: Tensor
+    target: Tensor
     counted: Tensor | None
 
     def part(self, rows: slice) -> "Tokens":
-        return Tokens(part(self.index, rows), None if self.counted is None else part(self.counted, rows))
+        return Tokens(part(self.target, rows), None if self.counted is None else part(self.counted, rows))
 
     def keep(self, results: Tensor) -> Tensor:
         """Results of each token, 0 where it does not count."""
@@ -60,14 +60,14 @@ def tokens_of(labels: Tensor, classes: int, loss: Loss, fault: Fault) -> Tokens:
 def write_count(tokens: Tokens, count: Tensor) -> None:
     """The number of tokens that count, at least 1."""
     if tokens.counted is None:
-        count.fill_(len(tokens.index))
+        count.fill_(len(tokens.target))
     else:
         count.copy_(tokens.counted.sum().clamp_min(1))
 
 
 def write_targets(tokens: Tokens, targets: Tensor) -> None:
     """The class of each token, −1 where it does not count."""
-    targets.copy_(tokens.index if tokens.counted is None else torch.where(tokens.counted, tokens.index, -1))
+    targets.copy_(tokens.target if tokens.counted is None else torch.where(tokens.counted, tokens.target, -1))
 
 
 def tokens_from(targets: Tensor) -> Tokens:
@@ -95,12 +95,20 @@ class RowResults(NamedTuple):
     logarithms: Tensor
 
 
-def row_results(z: Tensor, tokens: Tokens, loss: Loss) -> RowResults:
-    """Of rows of logits, whether they count or not."""
-    index = tokens.index[:, None]
-    logarithms = torch.log_softmax(z, -1)
+def row_results(z: Tensor, tokens: Tokens, loss: Loss, overwrite: bool = False) -> RowResults:
+    """Of rows of logits, whether they count or not; `overwrite` allows the logits to be lost.
+
+    On the CPU, where fresh memory costs as much as the arithmetic, logarithms are then written over the logits: a row's
+    largest element and its sum are known before the first is written.
+    """
+    index = tokens.target[:, None]
+    of_label = z.gather(1, index)[:, 0]
+    if overwrite and z.is_cpu:
+        logarithms = torch.ops.aten._log_softmax.out(z, 1, False, out=z)
+    else:
+        logarithms = torch.log_softmax(z, -1)
     chosen = logarithms.gather(1, index)[:, 0]
-    size = z.gather(1, index)[:, 0] - chosen
+    size = of_label - chosen
     losses = -chosen
     if loss.label_smoothing:
         losses = (1 - loss.label_smoothing) * losses - loss.label_smoothing * logarithms.mean(-1)
@@ -116,9 +124,13 @@ def unit_slopes(results: RowResults, slope: Tensor | None, tokens: Tokens, loss:
     # What torch's log_softmax has for a backward: of −(1 − ε)·1_y − ε/V, whose sum is −1, it makes that plus p.
     classes = results.logarithms.shape[1]
     of_logarithms = torch.full_like(results.logarithms, -loss.label_smoothing / classes)
-    of_logarithms.scatter_(1, tokens.index[:, None], loss.label_smoothing - 1 - loss.label_smoothing / classes)
-    dtype = of_logarithms.dtype
-    slopes: Tensor = torch.ops.aten._log_softmax_backward_data(of_logarithms, results.logarithms, 1, dtype)
+    of_logarithms.scatter_(1, tokens.target[:, None], loss.label_smoothing - 1 - loss.label_smoothing / classes)
+    arguments = of_logarithms, results.logarithms, 1, of_logarithms.dtype
+    slopes: Tensor
+    if of_logarithms.is_cpu:  # over what it is made of, as above
+        slopes = torch.ops.aten._log_softmax_backward_data.out(*arguments, out=of_logarithms)
+    else:
+        slopes = torch.ops.aten._log_softmax_backward_data(*arguments)
     if slope is not None:
         slopes.mul_(slope)
     return slopes if tokens.counted is None else slopes.masked_fill_(~tokens.counted[:, None], 0.0)
@@ -137,7 +149,7 @@ def row_slopes(
         of_p, of_label = (1 if of_p is None else of_p) - h, of_label + h
     if of_p is not None:
         p.mul_(of_p[:, None])
-    p.scatter_add_(1, tokens.index[:, None], of_label[:, None])
+    p.scatter_add_(1, tokens.target[:, None], of_label[:, None])
     if loss.label_smoothing:
         share = loss.label_smoothing / p.shape[1]
         p.sub_(share if g is None else (share * g)[:, None])

@@ -20,7 +20,7 @@ from adjoint.ops.loss.kernels import (
     facts,
     upstream_kind,
 )
-from adjoint.ops.loss.linear_cross_entropy import tiles
+from adjoint.ops.loss.linear_cross_entropy import kernels
 from adjoint.ops.loss.linear_cross_entropy.plans import (
     NEED_BIAS,
     NEED_HIDDEN,
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    count: Tensor
+    number: Tensor
 
 
 class Block(NamedTuple):
@@ -127,13 +127,13 @@ class Vendor:
     def losses(self, layer: Layer, block: Block) -> None:
         assert self._losses is not None
         logits = self._logits(layer, block)
-        self._losses.launch(block.rows, logits, layer.bias, block.targets, layer.count, block.results)
+        self._losses.launch(block.rows, logits, layer.bias, block.targets, layer.number, block.results)
 
     def slopes(self, layer: Layer, block: Block) -> None:
         assert self._slopes is not None
         logits = self._logits(layer, block)
         self._slopes.launch(
-            block.rows, logits, layer.bias, block.targets, block.upstream, layer.count, block.results.sizes,
+            block.rows, logits, layer.bias, block.targets, block.upstream, layer.number, block.results.sizes,
             block.scale, logits,
         )  # fmt: skip
 
@@ -152,7 +152,7 @@ class Tiles:
 
     def __init__(self, setup: Setup, gradient: bool, known: bool, step: int, out: torch.dtype) -> None:
         (element, loss), (_, columns, classes) = facts(setup), setup.problem.sizes
-        self._loss, self._classes, self._columns, self._tile = loss, classes, columns, tiles.tile_of(setup)
+        self._loss, self._classes, self._columns, self._tile = loss, classes, columns, kernels.tile_of(setup)
         self._segments = -(-classes // SEGMENT)
         tile, schedule = self._tile, setup.schedule
         sizes = {"D": columns, "CLASSES": classes}
@@ -162,19 +162,24 @@ class Tiles:
         self._has_slopes = gradient or known
         if not known:
             self._rows = setup.kernel(
-                tiles.loss_tile_rows, SMOOTHING=smoothing, SEGMENT=SEGMENT, **tiles.settings(setup, tile, **of_logits)
+                kernels.loss_tile_rows,
+                SMOOTHING=smoothing,
+                SEGMENT=SEGMENT,
+                **kernels.settings(setup, tile, **of_logits),
             )
             self._combine_rows = schedule["combine_rows"]
-            self._combine = setup.kernel(tiles.loss_combine, SMOOTHING=smoothing, ROWS=self._combine_rows, num_warps=1)
+            self._combine = setup.kernel(
+                kernels.loss_combine, SMOOTHING=smoothing, ROWS=self._combine_rows, num_warps=1
+            )
         if self._has_slopes:
             mean = loss.reduction == "mean" and not divides_later(element, loss)
             kind = upstream_kind(setup) if known else {"LOSS": "unit", "HAS_LOG": False, "MEAN": mean}
-            stepped = tiles.settings(setup, tile, STEP=step, GROUP=group, **sizes)
+            stepped = kernels.settings(setup, tile, STEP=step, GROUP=group, **sizes)
             self._slopes = setup.kernel(
-                tiles.loss_tile_slopes, SCALED=known and element == torch.float16, **kind, **{**stepped, **of_logits}
+                kernels.loss_tile_slopes, SCALED=known and element == torch.float16, **kind, **{**stepped, **of_logits}
             )
-            self._of_hidden = setup.either(tiles.loss_hidden_product, out=out, **stepped)
-            self._of_weight = setup.either(tiles.loss_weight_product, **stepped)
+            self._of_hidden = setup.either(kernels.loss_hidden_product, out=out, **stepped)
+            self._of_weight = setup.either(kernels.loss_weight_product, **stepped)
 
     @staticmethod
     def scratch(setup: Setup, rows: int) -> None:
@@ -207,9 +212,9 @@ class Tiles:
         self._slopes.launch(
             self._grid(block.rows, self._classes), hidden=block.hidden, weight=layer.weight,
             bias=block.hidden if layer.bias is None else layer.bias, targets=block.targets,
-            dloss=layer.count if upstream.dloss is None else upstream.dloss,
-            dlog_probabilities=layer.count if upstream.dlog_probabilities is None else upstream.dlog_probabilities,
-            count=layer.count, sizes=block.results.sizes, scale=block.scale, slopes=block.slopes, rows=block.rows,
+            dloss=layer.number if upstream.dloss is None else upstream.dloss,
+            dlog_probabilities=layer.number if upstream.dlog_probabilities is None else upstream.dlog_probabilities,
+            count=layer.number, sizes=block.results.sizes, scale=block.scale, slopes=block.slopes, rows=block.rows,
             softcap=loss.softcap, smoothing=loss.label_smoothing, z_weight=loss.z_loss,
         )  # fmt: skip
 
@@ -257,7 +262,7 @@ class _Blocks:
         self._block = setup.schedule["sum_block"]
         self.column_sums = None
         if need & NEED_BIAS:
-            self.column_sums = setup.kernel(tiles.loss_column_sums, element=element, BLOCK=self._block)
+            self.column_sums = setup.kernel(kernels.loss_column_sums, element=element, BLOCK=self._block)
 
     def slices(self) -> list[slice]:
         return [slice(start, min(start + self.size, self.tokens)) for start in range(0, self.tokens, self.size)]
@@ -333,7 +338,7 @@ class _Round:
     def __init__(self, setup: Setup, sums: torch.dtype, divides: bool) -> None:
         self._block = setup.schedule["round_block"]
         self._round = setup.either(
-            tiles.loss_round, sum=sums, out=setup.problem.dtypes[0], DIVIDES=divides, BLOCK=self._block,
+            kernels.loss_round, sum=sums, out=setup.problem.dtypes[0], DIVIDES=divides, BLOCK=self._block,
             num_warps=setup.schedule["round_warps"],
         )  # fmt: skip
 
@@ -362,8 +367,8 @@ def scaling(setup: Setup, plan: str) -> Execute:
         named = {"hidden_sums": hidden_sums, "weight_sums": weight_sums, "bias_sums": bias_sums}
         for (name, sums), gradient in zip(named.items(), outputs, strict=True):
             if gradient.numel():
-                kernel = of_hidden if name == "hidden_sums" else of_sums
-                kernel.launch(memory.contiguous(name, sums), dloss, count, gradient)
+                rounding = of_hidden if name == "hidden_sums" else of_sums
+                rounding.launch(memory.contiguous(name, sums), dloss, count, gradient)
 
     return execute
 
@@ -375,7 +380,7 @@ def again(setup: Setup, plan: str) -> Execute:
     hidden_dtype = torch.float32 if scaled else element
     blocks = _Blocks(setup, plan, need, True, hidden_dtype)
     kind = upstream_kind(setup)
-    scale_of = setup.kernel(tiles.loss_scale, BLOCK=1024, **kind) if scaled else None
+    scale_of = setup.kernel(kernels.loss_scale, BLOCK=1024, **kind) if scaled else None
     narrow = element != torch.float32
     rounds = _Round(setup, torch.float32, False) if narrow else None
     setup.scratch(scale=(torch.float32, 1))

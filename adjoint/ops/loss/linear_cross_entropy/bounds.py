@@ -85,7 +85,8 @@ def linear_bound(loss: Loss, linear_of: Callable[[int, int], Linear], output: st
 
     def backward(*inputs: Tensor) -> Tensor:
         number = 2 if loss.log_probabilities else 1
-        upstream, (hidden, weight, labels, bias) = inputs[:number], (*inputs[number:], None)[:4]
+        upstream, (hidden, weight, labels) = inputs[:number], inputs[number : number + 3]
+        bias = inputs[number + 3] if len(inputs) > number + 3 else None
         linear = linear_of(labels.numel(), weight.shape[0])
         rows = _rows(hidden, weight, labels, bias, loss, linear)
         arithmetic, wide = linear.arithmetic, wide_dtype(linear.arithmetic.element)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def _workload(
         _drawn(tokens, columns, classes),
         matrices,
         2 * matrices,
-        lambda *inputs: composed(*inputs, reduction=reduction),
+        partial(composed, reduction=reduction),
         peers=() if keywords else ("liger_linear_cross_entropy", "quack_linear_cross_entropy"),
         dtype=torch.float32 if on_cpu else torch.bfloat16,
         devices=("cpu",) if on_cpu else ("cuda",),

@@ -87,8 +87,7 @@ def _forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     for block in row_blocks(len(rows), classes):
         of_block, own = part(rows, block).to(kind), tokens.part(block)
         z, slope = cap(_logits(of_block, wide, wide_bias), loss.softcap)
-        results = row_results(z, own, loss)
-        del z  # whose memory serves what follows
+        results = row_results(z, own, loss, overwrite=True)
         losses.append(own.keep(results.losses))
         if sizes.numel():
             sizes[block] = own.keep(results.sizes)

@@ -2,7 +2,7 @@
 
 Every product runs over tiles of fixed sizes, and adds along its inner axis in steps of DEPTH, in order. So a row of
 hidden meets the same numbers in the same order whatever other rows there are, and the sum over tokens has an order that
-their number fixes. Logits stay in float32: `loss_tile_rows` leaves of each row and each segment of classes the largest z
+their number fixes. Logits stay in float32: `loss_tile_rows` leaves of each row and segment of classes the largest z
 and Σ e^(z − largest), `loss_combine` adds segments in their order, and `loss_tile_slopes` computes logits again and
 stores dx.
 """
