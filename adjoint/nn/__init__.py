@@ -3,6 +3,7 @@
 from adjoint.nn.activation import SigmoidGate, SiLU, SwiGLU
 from adjoint.nn.conv import CausalConv1d
 from adjoint.nn.embedding import Embedding, EmbeddingBag
+from adjoint.nn.loss import LinearCrossEntropy
 from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
 from adjoint.nn.rotary import Rotary
@@ -12,6 +13,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "GatedRMSNorm",
+    "LinearCrossEntropy",
     "RMSNorm",
     "Rotary",
     "SiLU",
