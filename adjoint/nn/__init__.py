@@ -1,13 +1,19 @@
 """Thin modules over the ops: torch's parameters where torch has the module, and nothing but the call."""
 
 from adjoint.nn.activation import SiLU, SwiGLU
+from adjoint.nn.attention import GatedAttention
 from adjoint.nn.embedding import Embedding, EmbeddingBag
+from adjoint.nn.gated_delta_net import GatedDeltaNet
+from adjoint.nn.mlp import DenseMLP
 from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
 
 __all__ = [
+    "DenseMLP",
     "Embedding",
     "EmbeddingBag",
+    "GatedAttention",
+    "GatedDeltaNet",
     "GatedRMSNorm",
     "RMSNorm",
     "SiLU",

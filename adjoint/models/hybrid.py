@@ -1,0 +1,416 @@
+"""`HybridLM`: a decoder of Gated DeltaNet and gated attention layers, with the parameters of Hugging Face's models."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from adjoint.core.errors import ArgumentError
+from adjoint.core.problem import wide_dtype
+from adjoint.models.cache import Cache
+from adjoint.models.config import HybridConfig
+from adjoint.nn.attention import GatedAttention
+from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
+from adjoint.nn.embedding import Embedding
+from adjoint.nn.gated_delta_net import GatedDeltaNet
+from adjoint.nn.mlp import DenseMLP
+from adjoint.nn.moe import Routing, SparseMoE
+from adjoint.nn.norm import RMSNorm
+from adjoint.ops import moe
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+class HybridOutput(NamedTuple):
+    """What a `HybridLM` returns: the losses where labels or routers' losses were asked for."""
+
+    logits: Float[Tensor, "batch time vocabulary"]
+    loss: Float[Tensor, ""] | None = None
+    router_loss: Float[Tensor, ""] | None = None
+    routing: tuple[Routing, ...] = ()
+
+
+class Stream(NamedTuple):
+    """Tokens between layers: what is summed up so far, and what the layer before adds to it."""
+
+    residual: Float[Tensor, "batch time hidden"]
+    update: Float[Tensor, "batch time hidden"] | None
+
+
+class DecoderLayer(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the second sum is made by the norm of the next layer, in one pass.
+
+    Args:
+        config: of the model.
+        layer: which of its layers this is, from 0.
+    """
+
+    def __init__(self, config: HybridConfig, layer: int, **factory: Any) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        if config.layer_types[layer] == "linear_attention":
+            self.linear_attn = GatedDeltaNet(
+                hidden,
+                config.linear_num_key_heads,
+                config.linear_num_value_heads,
+                config.linear_key_head_dim,
+                config.linear_value_head_dim,
+                conv_width=config.linear_conv_kernel_dim,
+                projections="interleaved" if config.model_type == "qwen3_next" else "separate",
+                eps=eps,
+                **factory,
+            )
+        else:
+            self.self_attn = GatedAttention(
+                hidden,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                bias=config.attention_bias,
+                eps=eps,
+                **factory,
+            )
+        self.mlp: SparseMoE | DenseMLP
+        if config.is_sparse(layer):
+            self.mlp = SparseMoE(
+                hidden,
+                config.moe_intermediate_size,
+                config.num_experts,
+                config.num_experts_per_tok,
+                shared_expert_size=config.shared_expert_intermediate_size,
+                renormalize=config.norm_topk_prob,
+                **factory,
+            )
+        else:
+            self.mlp = DenseMLP(hidden, config.intermediate_size, **factory)
+        self.input_layernorm = RMSNorm(hidden, eps, offset=1.0, **factory)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, offset=1.0, **factory)
+
+    @property
+    def is_recurrent(self) -> bool:
+        return hasattr(self, "linear_attn")
+
+    def forward(
+        self,
+        stream: Stream,
+        angles: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor | None = None,
+        cache: RecurrentCache | KeyValueCache | None = None,
+        places: Places | None = None,
+    ) -> tuple[Stream, Routing | None]:
+        """The stream after the layer, and how a sparse layer routed its tokens."""
+        x, normed = normalize(self.input_layernorm, stream)
+        if self.is_recurrent:
+            mixed = self.linear_attn(normed, cu_seqlens=cu_seqlens, cache=cache)
+        else:
+            mixed = self.self_attn(normed, *angles, cu_seqlens=cu_seqlens, cache=cache, places=places)
+        x, normed = normalize(self.post_attention_layernorm, Stream(x, mixed))
+        if isinstance(self.mlp, SparseMoE):
+            update, routing = self.mlp(normed, return_routing=True)
+            return Stream(x, update), routing
+        return Stream(x, self.mlp(normed)), None
+
+
+def normalize(norm: RMSNorm, stream: Stream) -> tuple[Tensor, Tensor]:
+    """The sum of a stream, and its norm."""
+    if stream.update is None:
+        return stream.residual, norm(stream.residual)
+    normed, total = norm(stream.update, residual=stream.residual)
+    return total, normed
+
+
+class HybridModel(nn.Module):
+    """Embedding, decoder layers and the last norm: everything before the logits."""
+
+    def __init__(self, config: HybridConfig, **factory: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, **factory)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, **factory) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0, **factory)
+        self.gradient_checkpointing = False
+
+    def forward(
+        self, input_ids: Int[Tensor, "batch time"], cu_seqlens: Tensor | None = None, cache: Cache | None = None
+    ) -> tuple[Float[Tensor, "batch time hidden"], list[Routing]]:
+        """The hidden state of each token, and how the sparse layers routed them."""
+        places = None
+        if cache is not None:
+            places = cache.place((input_ids.shape[0], input_ids.shape[1]), cu_seqlens, input_ids.device)
+        x = self.embed_tokens(input_ids)
+        angles = self._angles(_positions(input_ids, cu_seqlens) if places is None else places.positions, x.dtype)
+        stream, routings = Stream(x, None), []
+        for index, layer in enumerate(self.layers):
+            kept = None if cache is None else cache.layers[index]
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                stream, routing = checkpoint(layer, stream, angles, cu_seqlens, use_reentrant=False)
+            else:
+                stream, routing = layer(stream, angles, cu_seqlens, kept, places)
+            if routing is not None:
+                routings.append(routing)
+        _, hidden = normalize(self.norm, stream)
+        if cache is not None and places is not None:
+            cache.advance(places)
+        return hidden, routings
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each token's angles, in float32 as transformers computes them."""
+        size = self.config.rotary_size
+        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
+        angles = positions[..., None].float() * (1.0 / (self.config.rope_theta**steps))
+        return angles.cos().to(wide_dtype(dtype)), angles.sin().to(wide_dtype(dtype))
+
+
+def _positions(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The position of each token in its sequence: [time], for all rows alike or of the packed row."""
+    index = torch.arange(input_ids.shape[1], device=input_ids.device)
+    if cu_seqlens is None:
+        return index
+    bounds = cu_seqlens.to(index.dtype)
+    return index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
+
+
+class HybridLM(nn.Module):
+    """A hybrid language model: Qwen3-Next, Qwen3.5 or Qwen3.5-MoE, text only.
+
+    Parameters have the names and shapes of transformers' text models, so that a state dict of one is one of the other.
+    Sequences of different lengths are packed in one row, not padded: `pack` makes the row and its `cu_seqlens`.
+
+    Args:
+        config: the model's sizes.
+        device, dtype: of the parameters; on "meta" they have no memory until `to_empty` and `reset_parameters`, or until
+            `from_pretrained` fills them.
+
+    >>> import torch
+    >>> config = HybridConfig(
+    ...     model_type="qwen3_5_text", vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+    ...     num_attention_heads=2, num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2,
+    ...     linear_key_head_dim=8, linear_value_head_dim=8,
+    ... )
+    >>> model = HybridLM(config)
+    >>> input_ids, cu_seqlens = pack([[1, 2, 3], [4, 5]])
+    >>> output = model(input_ids, cu_seqlens=cu_seqlens, labels=input_ids)
+    >>> output.logits.shape, output.loss.shape
+    (torch.Size([1, 5, 50]), torch.Size([]))
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = HybridModel(config, device=device, dtype=dtype)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype)
+        self.tie_weights()
+        if self.model.embed_tokens.weight.device.type != "meta":
+            self.reset_parameters()
+
+    def tie_weights(self) -> None:
+        """Makes the last matrix that of the embedding, where the configuration says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self.tie_weights()
+        return result
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all parameters as transformers does: matrices from a normal distribution, norms the identity."""
+        deviation = self.config.initializer_range
+        for module in self.modules():
+            if isinstance(module, GatedDeltaNet):
+                module.reset_gates()
+            elif hasattr(module, "reset_parameters") and module is not self:
+                module.reset_parameters()
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=deviation)
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+        if (padding := self.model.embed_tokens.padding_idx) is not None:
+            self.model.embed_tokens.weight[padding].zero_()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch time"],
+        *,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
+        labels: Int[Tensor, "batch time"] | None = None,
+        output_router_logits: bool | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
+    ) -> HybridOutput:
+        """Logits of every token, and losses.
+
+        Args:
+            input_ids: token ids; each row is a sequence, unless `cu_seqlens` says otherwise.
+            cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences packed in the only row.
+            labels: token ids, −100 for those that do not count: the loss is the mean of −log p of each label that has a
+                token before it in its sequence. The first of a sequence is predicted by none.
+            output_router_logits: adds the routers' losses, and returns how tokens were routed; as the configuration says
+                by default.
+            cache: the states that sequences go on from; overwritten. Not under a gradient.
+            last_only: logits of the last token of each sequence alone, [sequences, 1, vocabulary]; not with labels.
+
+        Raises:
+            ArgumentError: a shape, dtype or device is wrong, a token id is out of range (on the CPU; on a GPU
+                `adjoint.check()` raises), or the cache is of another model or other sequences.
+        """
+        self._check(input_ids, cu_seqlens, labels, cache, last_only)
+        hidden, routings = self.model(input_ids, cu_seqlens, cache)
+        if last_only:
+            hidden = hidden[:, -1:] if cu_seqlens is None else hidden[0, cu_seqlens[1:] - 1][:, None]
+        logits = self.lm_head(hidden)
+        loss = None
+        if labels is not None:
+            targets = next_labels(labels, cu_seqlens).flatten()
+            loss = cross_entropy(logits, targets)
+        wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        if not wanted or not routings:
+            return HybridOutput(logits, loss)
+        router_loss = self._router_loss(routings)
+        return HybridOutput(logits, None if loss is None else loss + router_loss, router_loss, tuple(routings))
+
+    def _router_loss(self, routings: Sequence[Routing]) -> Tensor:
+        """The load-balancing loss of all layers as one, and the mean of their z losses, by their factors."""
+        layers = [routing.logits for routing in routings]
+        loss = self.config.router_aux_loss_coef * moe.load_balancing_loss(
+            layers, [routing.indices for routing in routings]
+        )
+        if self.config.router_z_loss_coef:
+            loss = loss + self.config.router_z_loss_coef * moe.z_loss(torch.stack(layers))
+        return loss
+
+    def _check(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None, labels: Tensor | None, cache: Cache | None, last_only: bool
+    ) -> None:
+        if input_ids.dim() != 2:
+            raise ArgumentError(f"HybridLM: input_ids must be [batch, time], got shape {tuple(input_ids.shape)}")
+        if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or input_ids.shape[0] != 1):
+            raise ArgumentError(
+                f"HybridLM: cu_seqlens, bounds [sequences + 1], pack sequences in the only row of input_ids; got shapes "
+                f"{tuple(cu_seqlens.shape)} and {tuple(input_ids.shape)}"
+            )
+        if labels is not None and (labels.shape != input_ids.shape or last_only):
+            reason = "with last_only" if last_only else f"shape {tuple(labels.shape)}"
+            raise ArgumentError(
+                f"HybridLM: labels must have the shape of input_ids, {tuple(input_ids.shape)}, and all logits; got {reason}"
+            )
+        if last_only and cu_seqlens is not None and not cu_seqlens.is_cuda and (cu_seqlens.diff() < 1).any():
+            raise ArgumentError(f"HybridLM: last_only needs a token of each sequence, got cu_seqlens {cu_seqlens.tolist()}")
+        if cache is not None:
+            if not cache.belongs_to(self):
+                raise ArgumentError("HybridLM: cache must be one of this model, from new_cache; got one of another")
+            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+                raise ArgumentError("HybridLM: cache is overwritten, which has no gradient; call under torch.no_grad()")
+
+    def new_cache(self, sequences: int, capacity: int = 0) -> Cache:
+        """An empty cache for so many sequences, with room for so many tokens of each; it grows where they are more."""
+        layers = [
+            layer.linear_attn.new_cache(sequences)
+            if layer.is_recurrent
+            else layer.self_attn.new_cache(sequences, capacity)
+            for layer in self.model.layers
+        ]
+        return Cache(self, layers, [0] * sequences)
+
+    def gradient_checkpointing_enable(self, enable: bool = True) -> None:
+        """In training, keeps only the streams between layers, and computes the rest of a layer again in its backward."""
+        self.model.gradient_checkpointing = enable
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "HybridLM":
+        """A model from a checkpoint folder of Hugging Face: config.json and safetensors files.
+
+        The configuration may be that of a text model or hold one; weights may lie in one file or in several, under a
+        `language_model` prefix or not, and experts in one tensor or one by one. Each tensor is read by itself, so that
+        the checkpoint is never held beside the model. Weights of vision and of multi-token prediction are left out, and
+        a log message and the model's `left_out` name them.
+
+        Args:
+            folder: a local folder.
+            device: where parameters go; the CPU by default.
+            dtype: of all parameters; by default the one that the configuration names, or float32.
+
+        Raises:
+            ArgumentError: a file is missing, truncated or no safetensors file, or a tensor is missing, unknown or of
+                another shape; the file and the tensor are named.
+            Unsupported: the model is of another family, or its weights are quantized.
+        """
+        from adjoint.models.checkpoint import load
+
+        return load(cls, Path(folder), device, dtype)
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:
+        """Writes a checkpoint folder that `from_pretrained` and transformers open: config.json and safetensors files.
+
+        Args:
+            folder: made if it is not there; files of an older checkpoint of the same names are replaced.
+            max_shard_bytes: weights beyond this go into several files, with an index.
+        """
+        from adjoint.models.checkpoint import save
+
+        save(self, Path(folder), max_shard_bytes)
+
+
+def cross_entropy(logits: Float[Tensor, "*tokens vocabulary"], targets: Int[Tensor, " tokens"]) -> Float[Tensor, ""]:
+    """The mean of −log p of the targets that count; 0, with a gradient of 0, where none does."""
+    logits = logits.flatten(0, -2)
+    total = F.cross_entropy(logits.to(wide_dtype(logits.dtype)), targets, ignore_index=IGNORED, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def next_labels(
+    labels: Int[Tensor, "batch time"], cu_seqlens: Int[Tensor, " bounds"] | None
+) -> Int[Tensor, "batch time"]:
+    """For each token the label after it in its sequence; that of a sequence's last token does not count."""
+    padded = F.pad(labels, (0, 1), value=IGNORED)
+    if cu_seqlens is not None:
+        padded[0, cu_seqlens] = IGNORED
+    return padded[:, 1:]
+
+
+def pack(
+    sequences: Iterable[Sequence[int] | Int[Tensor, " time"]], device: torch.device | str | int | None = None
+) -> tuple[Int[Tensor, "1 time"], Int[Tensor, " bounds"]]:
+    """Sequences of token ids as one row, [1, time], and their bounds in it.
+
+    >>> pack([[1, 2, 3], [], [4]])
+    (tensor([[1, 2, 3, 4]]), tensor([0, 3, 3, 4]))
+    """
+    rows = [torch.as_tensor(sequence, dtype=torch.int64, device=device) for sequence in sequences]
+    for row in rows:
+        if row.dim() != 1:
+            raise ArgumentError(f"pack: a sequence must be a list of token ids, got shape {tuple(row.shape)}")
+    bounds = [0]
+    for row in rows:
+        bounds.append(bounds[-1] + row.numel())
+    ids = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=device)
+    return ids[None], torch.tensor(bounds, device=ids.device)
