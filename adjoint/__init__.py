@@ -7,6 +7,7 @@ from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
 from adjoint.ops import gated_delta, moe
 from adjoint.ops.activation import silu, swiglu
+from adjoint.ops.conv import causal_conv1d, causal_conv1d_step
 from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
@@ -23,6 +24,8 @@ __all__ = [
     "Plan",
     "Preference",
     "Unsupported",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "check",
     "checked",
     "embedding",

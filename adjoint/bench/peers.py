@@ -170,6 +170,20 @@ def _fla_step(task: Task) -> Contender:
     return Contender(lambda: as_tuple(step(q, k, v, g, beta=beta, initial_state=state, output_final_state=True)))
 
 
+def _fla_causal_conv1d(task: Task) -> Contender:
+    """FLA's Triton kernels, which take the activation by another name."""
+    try:
+        conv = _imported("fla.modules.conv.causal_conv1d:causal_conv1d", "flash-linear-attention")
+    except NotInstalled:  # versions before 0.4 have it elsewhere
+        conv = _imported("fla.modules.convolution:causal_conv1d", "flash-linear-attention")
+
+    def call(x: Tensor, weight: Tensor, bias: Any, state: Any, cu_seqlens: Any) -> Tensor:
+        keywords = {"initial_state": state, "activation": "swish", "cu_seqlens": cu_seqlens}
+        return as_tuple(conv(x, weight, bias, **keywords))[0]
+
+    return through_autograd(call, task)
+
+
 def _fla_recompute_w_u(task: Task) -> Contender:
     """Its forward kernel alone. Its running sums of g are logarithms to base 2, made before the clock starts."""
     recompute = _imported("fla.ops.gated_delta_rule.wy_fast:recompute_w_u_fwd", "flash-linear-attention")
@@ -220,6 +234,7 @@ PEERS = {
         "fla-core",
         _autograd("fla.modules.l2norm:l2norm", "flash-linear-attention", lambda norm, x: norm(x, EPS)),
     ),
+    "fla_causal_conv1d": Peer("FLA", "fla-core", _fla_causal_conv1d),
     "quack_top_8": Peer(  # softmax over the chosen logits, in their dtype; k must be a power of two there
         "QuACK",
         "quack-kernels",

@@ -2,6 +2,7 @@
 
 from adjoint.nn.activation import SiLU, SwiGLU
 from adjoint.nn.attention import GatedAttention
+from adjoint.nn.conv import CausalConv1d
 from adjoint.nn.embedding import Embedding, EmbeddingBag
 from adjoint.nn.gated_delta_net import GatedDeltaNet
 from adjoint.nn.mlp import DenseMLP
@@ -9,6 +10,7 @@ from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
 
 __all__ = [
+    "CausalConv1d",
     "DenseMLP",
     "Embedding",
     "EmbeddingBag",

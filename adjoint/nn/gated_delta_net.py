@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import wide_dtype
 from adjoint.nn.cache import RecurrentCache
+from adjoint.nn.conv import CausalConv1d
 from adjoint.nn.norm import GatedRMSNorm
-from adjoint.ops.conv import causal_conv1d, causal_conv1d_step
 from adjoint.ops.gated_delta import gate, gated_delta_rule, gated_delta_step
 from adjoint.ops.gated_delta.step import MAX_TOKENS
 
@@ -105,7 +105,7 @@ class GatedDeltaNet(nn.Module):
         else:
             self.in_proj_qkvz = nn.Linear(hidden_size, channels + values, bias=False, **factory)
             self.in_proj_ba = nn.Linear(hidden_size, 2 * num_value_heads, bias=False, **factory)
-        self.conv1d = nn.Conv1d(channels, channels, conv_width, groups=channels, bias=False, **factory)
+        self.conv1d = CausalConv1d(channels, conv_width, **factory)
         self.A_log = nn.Parameter(torch.empty(num_value_heads, **factory))
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads, **factory))
         self.norm = GatedRMSNorm(value_head_dim, eps, **factory)
@@ -143,16 +143,15 @@ class GatedDeltaNet(nn.Module):
         """
         qkv, z, b, a = self._project(x)
         g, beta = gate(a, b, self.A_log, self.dt_bias)
-        weight = self.conv1d.weight.squeeze(1)
         if cache is not None and cu_seqlens is None and 1 <= x.shape[1] <= MAX_TOKENS:
-            y, _ = causal_conv1d_step(qkv, cache.conv, weight, in_place=True)
+            y, _ = self.conv1d.step(qkv, cache.conv, in_place=True)
             q, k, v = self._heads(*y.split(self.sizes_qkv, dim=-1))
             o, _ = gated_delta_step(q, k, v, g, beta, cache.state, in_place=True, normalize_qk=True)
         else:
             keep = cache is not None
             past, state = (None, None) if cache is None else (cache.conv, cache.state)
-            parts = causal_conv1d(
-                qkv, weight, initial_state=past, output_final_state=keep, cu_seqlens=cu_seqlens, split=self.sizes_qkv
+            parts = self.conv1d(
+                qkv, initial_state=past, output_final_state=keep, cu_seqlens=cu_seqlens, split=self.sizes_qkv
             )
             o, final_state = gated_delta_rule(
                 *self._heads(*parts[:3]), g, beta, initial_state=state, output_final_state=keep, cu_seqlens=cu_seqlens,

@@ -19,6 +19,8 @@ OPS = (
     "norm.rms_norm",
     "norm.gated_rms_norm",
     "norm.l2_norm",
+    "conv.causal_conv1d",
+    "conv.causal_conv1d_step",
     "embedding.embedding",
     "embedding.bag",
     "indexing.take_along_axis",

@@ -24,6 +24,8 @@ WITH_PRODUCTS = {
     "solve_backward",
     "carry", "carry_backward",
     "output", "output_backward",
+    *(f"causal_conv1d{part}{direction}" for part in ("", "_2", "_3", "_4") for direction in ("", "_backward")),
+    "causal_conv1d_step", "causal_conv1d_step_backward", "causal_conv1d_step_in_place",
 }  # fmt: skip
 
 WITHOUT_PRODUCTS = {
@@ -307,6 +309,59 @@ def test_gradients_of_weights_alone_take_the_gradient_of_the_hidden_rows() -> No
     """Torch has the rows behind `down` in memory and multiplies elementwise; ours reads h, and computes dh."""
     ours = gradients_counted(experts, layer(), "weights")
     assert ours == {"moe_experts_backward": 2 * TOKENS * SLOTS * COLUMNS * INNER}
+
+
+# ------------------------------------------------------------------------------------- the convolution
+
+CHANNELS, WIDTH = 6, 4
+TAPS = 2 * B * T * CHANNELS * WIDTH
+"""Operations of a product for each tap of each number of y."""
+
+
+def convolution() -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(B, T, CHANNELS),
+        "weight": torch.randn(CHANNELS, WIDTH),
+        "bias": torch.randn(CHANNELS),
+        "initial_state": torch.randn(B, CHANNELS, WIDTH - 1),
+    }
+
+
+def convolution_in_torch(x: Tensor, weight: Tensor, bias: Tensor, initial_state: Tensor) -> Tensor:
+    return F.conv1d(torch.cat((initial_state, x.mT), 2), weight[:, None], bias, groups=CHANNELS)
+
+
+NEEDED = {"x weight bias initial_state": 2, "x": 1, "weight": 1, "initial_state": 1, "x initial_state": 1, "bias": 0}
+
+
+def test_a_convolution_counts_what_it_counts_in_torch() -> None:
+    inputs = convolution()
+    assert counted(lambda: adjoint.causal_conv1d(**inputs)) == {"causal_conv1d": TAPS}
+    assert sum(counted(lambda: convolution_in_torch(**inputs)).values()) == TAPS
+    state = {"state": inputs.pop("initial_state")}
+    assert counted(lambda: adjoint.causal_conv1d_step(**inputs, **state)) == {"causal_conv1d_step": TAPS}
+    in_place = counted(lambda: adjoint.causal_conv1d_step(**inputs, **state, in_place=True))
+    assert in_place == {"causal_conv1d_step_in_place": TAPS}
+
+
+@pytest.mark.parametrize("needed", NEEDED)
+def test_gradients_of_a_convolution_that_are_needed_count(needed: str) -> None:
+    counts = gradients_counted(adjoint.causal_conv1d, convolution(), needed)
+    assert counts == {"causal_conv1d_backward": NEEDED[needed] * TAPS}
+
+    def step(initial_state: Tensor, **inputs: Tensor) -> Any:
+        return adjoint.causal_conv1d_step(state=initial_state, **inputs)
+
+    counts = gradients_counted(step, convolution(), needed)
+    assert counts == {"causal_conv1d_step_backward": NEEDED[needed] * TAPS}
+
+
+def test_a_part_without_a_gradient_counts_nothing() -> None:
+    def second(**inputs: Tensor) -> Tensor:
+        return adjoint.causal_conv1d(**inputs, split=(1, CHANNELS - 1))[1]  # type: ignore[no-any-return]
+
+    counts = gradients_counted(second, convolution(), "x weight")
+    assert counts == {"causal_conv1d_2_backward": 2 * TAPS * (CHANNELS - 1) // CHANNELS}
 
 
 def test_shapes_are_enough() -> None:

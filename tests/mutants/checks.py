@@ -27,6 +27,7 @@ from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
 from tests.mutants import calls as edges
 from tests.mutants import (
+    conv_calls,
     dispatch_calls,
     embedding_calls,
     experts_calls,
@@ -65,6 +66,7 @@ RULE = tuple(
 MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "norm": ("adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels", "adjoint.device.row_tiles"),
+    "conv": tuple(f"adjoint.ops.conv.triton.{part}" for part in ("rows", "forward", "backward", "step")),
     "embedding": (
         "adjoint.device.grouping.kernels",
         "adjoint.ops.embedding.kernels",
@@ -183,6 +185,22 @@ def _norm_noticed(mutant: Mutant) -> bool:
         return True
 
 
+# ----------------------------------------------------------------------------------------------- conv
+
+
+def _conv_noticed(mutant: Mutant) -> bool:
+    """Whether any call gives other bits than the kernels as they are; blocks, stretches and runs are small."""
+    edges.guard()
+    if mutant.module == MODULES["conv"][0]:  # which the others import
+        for name in MODULES["conv"][1:]:
+            load(name, source_of(name))
+    conv_calls.shrink()
+    try:
+        return conv_calls.noticed(mutant.module)
+    except Exception:
+        return True
+
+
 # ------------------------------------------------------------------------------------------ embedding
 
 
@@ -294,6 +312,7 @@ Noticed = Callable[[Mutant], bool]
 JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "activation": (edges, bits, numerics),
     "norm": (edges, norm_calls),
+    "conv": (edges, conv_calls),
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
     "moe": (edges, dispatch_calls, route_calls, experts_calls),
@@ -303,6 +322,7 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
 STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "norm": (_norm_noticed,),
+    "conv": (_conv_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),
@@ -403,6 +423,7 @@ _LOOKUPS = _first(partial(embedding_calls.lookups, small=False), partial(embeddi
 _PREPARATIONS: dict[str, Callable[[], None]] = {
     ".norm.": partial(norm_calls.record, MODULES["norm"]),
     ".row_tiles": partial(norm_calls.record, MODULES["norm"]),
+    ".conv.": partial(conv_calls.record, MODULES["conv"]),
     ".grouping.": _LOOKUPS,
     ".embedding.": _LOOKUPS,
     ".indexing.": _first(partial(indexing_calls.takes, False, ("few",))),

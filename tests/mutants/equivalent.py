@@ -29,6 +29,45 @@ EQUIVALENT = {
     ("sums_of_rows", "PIECES == 1 -> PIECES != 1"): "two ways to write the same additions",
     ("sums_of_rows", "PIECES == 1 -> PIECES == 2"): "two ways to write the same additions",
     ("rms_norm_backward", "0.0 -> 1.0"): "a row past the end is all zeros: any finite factor serves",
+    # conv
+    (
+        "differentiate_at_edges",
+        "tl.where(exists, age, -1) -> tl.where(exists, age, -2)",
+    ): "any age below 0 reaches nothing",
+    (
+        "differentiate_at_edges",
+        "final < BEFORE -> final <= BEFORE",
+    ): "a token at the end of its sequence does not exist",
+    ("differentiate_at_edges", "row < ROWS -> row <= ROWS (2)"): "one more total, which nobody reads",
+    ("pool_place", "tl.maximum(place, -1) -> tl.maximum(place, -2)"): "any place below 0 is skipped",
+    (
+        "pool_place",
+        "tl.where(place < states, tl.maximum(place, -1), -1) -> tl.where(place < states, tl.maximum(place, -1), -2)",
+    ): "any place below 0 is skipped",
+    (
+        "conv_places",
+        "low + high + 1 -> low + high + 2",
+    ): "another middle, of a bound that is there, and the levels suffice",
+    ("conv_backward", "tokens - number * stretch -> tokens + number * stretch"): (
+        "blocks past the last token add nothing and write nothing"
+    ),
+    ("conv_backward_states", "row < length -> row <= length (3)"): "dz of a token past the end is not used",
+    ("conv_step", "row + one -> row - one"): "plus or minus 0, which is there for its shape",
+    ("conv_step", "index + one -> index - one"): "plus or minus 0, which is there for its shape",
+    (
+        "*",
+        "token - sequence_begin >= BEFORE -> token - sequence_begin > BEFORE",
+    ): "a block without an edge may be computed as one that has some",
+    (
+        "*",
+        "token + ROWS <= sequence_end -> token + ROWS < sequence_end",
+    ): "a block without an edge may be computed as one that has some",
+    (
+        "*",
+        "token + ROWS + BEFORE <= sequence_end -> token + ROWS + BEFORE < sequence_end",
+    ): "a block without an edge may be computed as one that has some",
+    ("conv_forward", "WIDTH - 1 -> WIDTH + 1"): "a block without an edge may be computed as one that has some",
+    ("conv_backward", "WIDTH - 1 -> WIDTH + 1"): "a block without an edge may be computed as one that has some",
     # embedding: gather and sums over groups
     ("embedding_gather", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a row then records the fault, and the minimum of equal words is the same word"

@@ -23,6 +23,7 @@ ROUTING = "tests/ops/moe/route/test_route.py::test_routing_is_a_stable_sort_of_t
 DISPATCH = "tests/ops/moe/dispatch/test_dispatch.py::test_an_index_out_of_range_gives_a_zero_row_past_the_last_offset"
 PREFIX = "tests/ops/gated_delta/rule/test_kernels.py::test_a_prefix_is_the_prefix"
 BOUNDS = "tests/ops/gated_delta/rule/test_kernels.py::test_bounds_out_of_order_are_reported_and_put_in_order"
+CONV = "tests/ops/conv/test_conv.py"
 
 HELD_BY: dict[Pattern, str] = {
     ("embedding*", "*", "out_of_range"): "tests/ops/embedding/embedding/test_embedding.py::test_zero_rows_out_of_range",
@@ -35,6 +36,8 @@ HELD_BY: dict[Pattern, str] = {
         "out_of_range",
     ): "tests/ops/moe/experts/test_experts.py::test_an_index_out_of_range_adds_nothing",
     ("gated_delta_step", "*", "out_of_range"): "tests/ops/gated_delta/step/test_kernels.py::test_an_index_out_of_range",
+    ("causal_conv1d_step*", "*", "out_of_range"): f"{CONV}::test_an_index_out_of_range_is_reported_and_skips_its_row",
+    ("causal_conv1d*", "*", "out_of_range"): f"{CONV}::test_wrong_bounds_are_reported_and_harmless",
     ("gated_delta_rule", "*", "out_of_range"): BOUNDS,
     ("recompute_w_u*", "*", "out_of_range"): (
         "tests/ops/gated_delta/stages/w_u/test_kernels.py::test_bounds_are_put_in_order"
@@ -48,6 +51,8 @@ HELD_BY: dict[Pattern, str] = {
     ("moe_*_loss*", "*", "special_values"): (
         "tests/ops/moe/losses/test_losses.py::test_what_does_not_count_counts_for_nothing"
     ),
+    ("causal_conv1d_step*", "*", "special_values"): f"{CONV}::test_a_special_value_stays_within_its_row",
+    ("causal_conv1d*", "*", "special_values"): f"{CONV}::test_a_special_value_stays_within_its_window",
     ("gated_delta_rule*", "*", "special_values"): (
         "tests/ops/gated_delta/rule/test_special_values.py::test_what_is_no_number_stays_within_its_chunk_and_after"
     ),
@@ -58,6 +63,10 @@ HELD_BY: dict[Pattern, str] = {
         "tests/ops/gated_delta/stages/test_stages.py::test_the_stages_reset_the_state_as_the_rule_does"
     ),
     ("gated_delta_rule", "*", "prefix_invariant"): PREFIX,
+    ("causal_conv1d_step", "*", "prefix_invariant"): f"{CONV}::test_a_prefill_and_steps_have_the_bits_of_the_whole",
+    ("causal_conv1d*", "*", "prefix_invariant"): f"{CONV}::test_a_prefix_has_the_bits_of_the_whole",
+    ("causal_conv1d_step", "new_state", "device_invariant"): f"{CONV}::test_states_are_copies_of_tokens",
+    ("causal_conv1d*", "final_state", "device_invariant"): f"{CONV}::test_states_are_copies_of_tokens",
     ("gated_delta_step", "*", "prefix_invariant"): (
         "tests/ops/gated_delta/step/test_kernels.py::test_tokens_in_one_step_or_one_at_a_time"
     ),

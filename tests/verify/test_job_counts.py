@@ -12,6 +12,10 @@ from adjoint.verify import jobs
 
 CHECKS = {
     "carry": (23, 0),
+    "causal_conv1d": (40, 40),
+    "causal_conv1d[split]": (40, 40),
+    "causal_conv1d[states]": (40, 40),
+    "causal_conv1d_step": (40, 40),
     "cumulative_decay": (23, 0),
     "cumulative_decay[resets, bfloat16]": (14, 0),
     "cumulative_decay[resets, float64]": (14, 0),
@@ -63,6 +67,8 @@ CHECKS = {
 BAD_CALLS = {
     "activation.silu": 15,
     "activation.swiglu": 27,
+    "conv.causal_conv1d": 52,
+    "conv.causal_conv1d_step": 40,
     "embedding.bag": 41,
     "embedding.embedding": 51,
     "gated_delta.rule": 74,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError, Fault, register_fault, report
 from adjoint.core.problem import short, wide_dtype
 
@@ -141,32 +141,12 @@ def require_states(
     require_beside(op, name, value, shape, "[sequences, value heads, K, V]", dtypes, like, like_name, tokens)
 
 
-def require_cu_seqlens(op: str, cu_seqlens: Tensor | None, like: Tensor, name: str = "q") -> None:
-    """[N + 1] int32 or int64, and a batch of one row, where there is one; `name` is what the caller calls `like`."""
-    if cu_seqlens is None:
-        return
-    require_ids(op, "cu_seqlens", cu_seqlens, name, like)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ArgumentError(
-            f"{op}: cu_seqlens must have one axis, the N + 1 bounds of N sequences, got shape {tuple(cu_seqlens.shape)}"
-        )
-    if like.shape[0] != 1:
-        raise ArgumentError(
-            f"{op}: cu_seqlens cuts the tokens of one row, so the batch of {name} must be 1, got {like.shape[0]}; "
-            f"lay the rows one after the other"
-        )
-
-
 def require_chunk(op: str, name: str, chunk: int) -> None:
     if chunk < 1 or chunk > MAX_CHUNK or chunk & (chunk - 1):
         raise ArgumentError(
             f"{op}: the chunk, the last axis of {name}, must be a power of two up to {MAX_CHUNK}, got {chunk}: the "
             f"chunk's matrix must fit on a processor beside its keys and values"
         )
-
-
-def count_sequences(like: Tensor, cu_seqlens: Tensor | None) -> int:
-    return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def scale_of(op: str, scale: float | None, K: int) -> float:
@@ -253,21 +233,3 @@ def report_values(k: Tensor, g: Tensor, beta: Tensor, normalized: bool, skipped:
         squares = k.to(kind).square().sum(-1).repeat_interleave(beta.shape[2] // max(1, k.shape[2]), 2)
         growth = g.to(kind).exp() * (beta.to(kind) * squares - 1)
         report_in_rows(GROWING_STATE, beta, growth > 1 + _ROUNDING_OF_KEYS)
-
-
-def out_of_range(indices: Tensor, states: int) -> Tensor:
-    """Which state indices are neither of a state nor −1."""
-    return (indices < -1) | (indices >= states)
-
-
-def skipped_rows(indices: Tensor | None, states: int) -> Tensor | None:
-    """Which rows of a step read no state; None where every row has its own."""
-    return None if indices is None else out_of_range(indices, states) | (indices < 0)
-
-
-def repeated(indices: Tensor) -> Tensor:
-    """Which state indices, skipped rows aside, have occurred before."""
-    ordered, order = indices.sort(stable=True)
-    again = torch.zeros_like(indices, dtype=torch.bool)
-    again[order[1:]] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
-    return again

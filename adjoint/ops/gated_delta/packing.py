@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.launch import refuse_capture
+from adjoint.device.sequences import wrong_bounds
 from adjoint.ops.gated_delta.arguments import SEQUENCES_OUT_OF_ORDER
 
 CHUNK = 64
@@ -97,10 +98,7 @@ def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tup
         starts = torch.arange(rows) * time
         return starts, torch.full_like(starts, time)
     if raises:
-        wrong = torch.cat((cu_seqlens[:1] != 0, cu_seqlens[1:] < cu_seqlens[:-1]))
-        wrong |= (cu_seqlens < 0) | (cu_seqlens > time)
-        wrong[-1] |= cu_seqlens[-1] != time
-        report(SEQUENCES_OUT_OF_ORDER, cu_seqlens, wrong)
+        report(SEQUENCES_OUT_OF_ORDER, cu_seqlens, wrong_bounds(cu_seqlens, time))
     refuse_capture(cu_seqlens.device, "reading cu_seqlens in plain PyTorch", "plans on kernels can be recorded")
     ends = cu_seqlens.cpu().long().clamp(0, time).cummax(0).values
     return ends[:-1], ends[1:] - ends[:-1]

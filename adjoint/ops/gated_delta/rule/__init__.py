@@ -23,8 +23,9 @@ from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
+from adjoint.device.sequences import count_sequences, require_cu_seqlens
 from adjoint.ops.gated_delta import arguments as metadata
-from adjoint.ops.gated_delta.arguments import NEED_STATE, count_sequences
+from adjoint.ops.gated_delta.arguments import NEED_STATE
 from adjoint.ops.gated_delta.flops import recurrence, recurrence_backward
 from adjoint.ops.gated_delta.packing import saved_states
 from adjoint.ops.gated_delta.rule import plans
@@ -45,7 +46,7 @@ def _saved_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
 def _check(*arguments: Any) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens, *_ = arguments
     metadata.require_tokens(_OP, q, k, v, g, beta)
-    metadata.require_cu_seqlens(_OP, cu_seqlens, q)
+    require_cu_seqlens(_OP, cu_seqlens, q)
     if initial_state is not None:
         metadata.require_states(_OP, "initial_state", initial_state, _state_shape(q, v, cu_seqlens), q)
 

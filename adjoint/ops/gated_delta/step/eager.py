@@ -16,16 +16,14 @@ from torch import Tensor
 
 from adjoint.core.errors import report
 from adjoint.core.problem import wide_dtype
+from adjoint.device.sequences import out_of_range, repeated, skipped_rows
 from adjoint.ops.gated_delta.arguments import (
     EPSILON,
     NEED_STATE,
     POSITIVE_GATE,
     STATE_INDEX_OUT_OF_RANGE,
     STATE_INDEX_REPEATED,
-    out_of_range,
-    repeated,
     report_values,
-    skipped_rows,
 )
 
 

@@ -38,6 +38,7 @@ from adjoint.core.kernels import Budget, Float, Int32, Int64, Int64If16, Pointer
 from adjoint.core.launch import Execute, Launch, Setup, is_aligned
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.device.faults import record
+from adjoint.device.sequences import out_of_range, repeated, skipped_rows
 from adjoint.ops.gated_delta.arguments import (
     NEED_BETA,
     NEED_G,
@@ -48,10 +49,7 @@ from adjoint.ops.gated_delta.arguments import (
     POSITIVE_GATE,
     STATE_INDEX_OUT_OF_RANGE,
     STATE_INDEX_REPEATED,
-    out_of_range,
-    repeated,
     report_values,
-    skipped_rows,
 )
 from adjoint.ops.gated_delta.step.plans import backward_columns, power_of_two
 

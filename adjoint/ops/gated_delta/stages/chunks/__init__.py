@@ -15,8 +15,8 @@ from adjoint.core.flops import Flops, no_products
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short, wide_dtype
+from adjoint.device.sequences import count_sequences, require_cu_seqlens
 from adjoint.ops.gated_delta import arguments as metadata
-from adjoint.ops.gated_delta.arguments import count_sequences
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.stages.chunks import plans
 from adjoint.ops.gated_delta.stages.in_chunks import state_count
@@ -74,7 +74,7 @@ def _require_gate(op: str, name: str, gate: Tensor, shape: tuple[int, ...], like
 def _check_decay(g: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
     metadata.require_axes("cumulative_decay", "g", g, "batch, time, value heads")
     metadata.require_chunk("cumulative_decay", "a chunk's matrix", chunk)
-    metadata.require_cu_seqlens("cumulative_decay", cu_seqlens, g, "g")
+    require_cu_seqlens("cumulative_decay", cu_seqlens, g, "g")
 
 
 _decay = _stage(
@@ -118,7 +118,7 @@ def _check_gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None, c
     _require_gate(op, "G", G, shape, "k", k)
     metadata.require_heads(op, "k", k, "beta", beta)
     metadata.require_chunk(op, "the result", chunk)
-    metadata.require_cu_seqlens(op, cu_seqlens, k, "k")
+    require_cu_seqlens(op, cu_seqlens, k, "k")
 
 
 def _flops_gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None, chunk: int) -> int:
@@ -173,7 +173,7 @@ def _check_solve(A: Tensor, cu_seqlens: Tensor | None) -> None:
     if A.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(f"solve: A must be float32 or float64, got {short(A.dtype)}; 16 bits lose the solution")
     metadata.require_chunk("solve", "A", A.shape[3])
-    metadata.require_cu_seqlens("solve", cu_seqlens, A, "A")
+    require_cu_seqlens("solve", cu_seqlens, A, "A")
 
 
 def _flops_solve_backward(dT: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -226,7 +226,7 @@ def _check_carry(
     metadata.require_shape(op, "w", w, (batch, time, heads, K), "[batch, time, value heads, K]")
     metadata.require_heads(op, "k", k, "u", u)
     _require_gate(op, "G", G, (batch, time, heads), "k", k)
-    metadata.require_cu_seqlens(op, cu_seqlens, k, "k")
+    require_cu_seqlens(op, cu_seqlens, k, "k")
     shape = (count_sequences(k, cu_seqlens), heads, K, V)
     metadata.require_states(op, "state", state, shape, k, "k", "k, w and u")
     metadata.require_chunk(op, "a chunk's matrix", chunk)
@@ -296,7 +296,7 @@ def _check_output(*arguments: Any) -> None:
     op = "output"
     metadata.require_queries(op, q, k, values, "values")
     _require_gate(op, "G", G, tuple(values.shape[:3]), "q", q)
-    metadata.require_cu_seqlens(op, cu_seqlens, q, "q")
+    require_cu_seqlens(op, cu_seqlens, q, "q")
     metadata.require_chunk(op, "a chunk's matrix", chunk)
     places = state_count(q.shape[0] * q.shape[1], count_sequences(q, cu_seqlens), chunk)
     shape = (places, values.shape[2], q.shape[3], values.shape[3])

@@ -17,6 +17,7 @@ from torch import Tensor
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
+from adjoint.device.sequences import require_cu_seqlens
 from adjoint.ops.gated_delta import arguments as metadata
 from adjoint.ops.gated_delta.stages.w_u import plans
 
@@ -34,7 +35,7 @@ def _check(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens:
     metadata.require_chunk(_OP, "T", T.shape[3])
     axes = "[batch, time, value heads, chunk]"
     metadata.require_beside(_OP, "T", T, (*shape, T.shape[3]), axes, (wide, k.dtype), k, **beside)
-    metadata.require_cu_seqlens(_OP, cu_seqlens, k, "k")
+    require_cu_seqlens(_OP, cu_seqlens, k, "k")
 
 
 def _describe(

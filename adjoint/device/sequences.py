@@ -1,0 +1,53 @@
+"""Packed sequences and pools of states, as several families take them: checks, and which of their values are wrong."""
+
+import torch
+from torch import Tensor
+
+from adjoint.core.arguments import require_ids
+from adjoint.core.errors import ArgumentError
+
+
+def require_cu_seqlens(op: str, cu_seqlens: Tensor | None, like: Tensor, name: str = "q") -> None:
+    """[N + 1] int32 or int64, and a batch of one row, where there is one; `name` is what the caller calls `like`."""
+    if cu_seqlens is None:
+        return
+    require_ids(op, "cu_seqlens", cu_seqlens, name, like)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ArgumentError(
+            f"{op}: cu_seqlens must have one axis, the N + 1 bounds of N sequences, got shape {tuple(cu_seqlens.shape)}"
+        )
+    if like.shape[0] != 1:
+        raise ArgumentError(
+            f"{op}: cu_seqlens cuts the tokens of one row, so the batch of {name} must be 1, got {like.shape[0]}; "
+            f"lay the rows one after the other"
+        )
+
+
+def count_sequences(like: Tensor, cu_seqlens: Tensor | None) -> int:
+    return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def wrong_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Which bounds are out of order or out of range."""
+    wrong = torch.cat((cu_seqlens[:1] != 0, cu_seqlens[1:] < cu_seqlens[:-1]))
+    wrong |= (cu_seqlens < 0) | (cu_seqlens > tokens)
+    wrong[-1] |= cu_seqlens[-1] != tokens
+    return wrong
+
+
+def out_of_range(indices: Tensor, states: int) -> Tensor:
+    """Which state indices are neither of a state nor −1."""
+    return (indices < -1) | (indices >= states)
+
+
+def skipped_rows(indices: Tensor | None, states: int) -> Tensor | None:
+    """Which rows of a step read no state; None where every row has its own."""
+    return None if indices is None else out_of_range(indices, states) | (indices < 0)
+
+
+def repeated(indices: Tensor) -> Tensor:
+    """Which state indices, skipped rows aside, have occurred before."""
+    ordered, order = indices.sort(stable=True)
+    again = torch.zeros_like(indices, dtype=torch.bool)
+    again[order[1:]] = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    return again

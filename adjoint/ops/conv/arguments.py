@@ -1,0 +1,93 @@
+"""Checks of what metadata shows about x, weight, bias, states and bounds, and the value errors of the family."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.arguments import require_floating, require_like
+from adjoint.core.errors import ArgumentError, register_fault
+from adjoint.core.problem import short
+
+MAX_WIDTH = 8
+"""The most taps of a convolution: a tile's rows and as many before and after them stay in registers."""
+
+MAX_PARTS = 4
+"""Parts that `split` may give, at most: an operator for each number of them."""
+
+MAX_STEP_TOKENS = 16
+"""Tokens of a row that a step takes."""
+
+NEED_X, NEED_WEIGHT, NEED_BIAS, NEED_STATE = (1 << bit for bit in range(4))
+"""Bits of the gradients that a backward computes."""
+
+
+def is_silu(op: str, activation: str | None) -> bool:
+    if activation not in ("silu", None):
+        raise ArgumentError(f"{op}: activation must be 'silu' or None, got {activation!r}")
+    return activation == "silu"
+
+
+def require_convolution(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """x [B, T, C], weight [C, W] with 1 to 8 taps, bias [C]; weight and bias of the dtype of x, or float32."""
+    require_floating(op, "x", x)
+    if x.dim() != 3:
+        raise ArgumentError(f"{op}: x must have the axes [batch, time, channels], got shape {tuple(x.shape)}")
+    _require_parameter(op, "weight", weight, x)
+    if weight.dim() != 2 or weight.shape[0] != x.shape[2]:
+        expected = f"[{x.shape[2]} channels, width]"
+        raise ArgumentError(f"{op}: weight must have the axes {expected}, got shape {tuple(weight.shape)}")
+    if not 1 <= weight.shape[1] <= MAX_WIDTH:
+        raise ArgumentError(
+            f"{op}: the width, the last axis of weight, must be from 1 to {MAX_WIDTH}, got {weight.shape[1]}: a "
+            f"program keeps a window of so many tokens in registers"
+        )
+    if bias is not None:
+        _require_parameter(op, "bias", bias, x)
+        if bias.shape != x.shape[2:]:
+            raise ArgumentError(f"{op}: bias must have shape {tuple(x.shape[2:])}, got {tuple(bias.shape)}")
+
+
+def _require_parameter(op: str, name: str, value: Tensor, x: Tensor) -> None:
+    require_floating(op, name, value)
+    if value.dtype not in (x.dtype, torch.float32):
+        raise ArgumentError(f"{op}: {name} must be float32 or {short(x.dtype)}, as x is, got {short(value.dtype)}")
+    if value.device != x.device:
+        raise ArgumentError(f"{op}: {name} must be on the device of x, {x.device}, got {value.device}")
+
+
+def require_state(op: str, name: str, state: Tensor, number: int, x: Tensor, weight: Tensor) -> None:
+    """[number, C, W − 1] of the dtype of x: a state is a copy of tokens."""
+    require_floating(op, name, state)
+    require_like(op, name, state, "x", x, (number, x.shape[2], weight.shape[1] - 1))
+
+
+def parts_of(op: str, split: Any, channels: int) -> tuple[int, ...]:
+    """The channels of each part: what the caller asks for, checked."""
+    if not isinstance(split, tuple | list | torch.Size):
+        raise ArgumentError(f"{op}: split must be a tuple with the channels of each part, got {type(split).__name__}")
+    parts = tuple(split)
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, int | torch.SymInt) or part < 0:
+            raise ArgumentError(f"{op}: split must hold whole numbers that are not negative, got {part!r} in {parts}")
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ArgumentError(f"{op}: split must have 1 to {MAX_PARTS} parts, got {len(parts)}")
+    if sum(parts) != channels:
+        raise ArgumentError(f"{op}: split must add up to the {channels} channels of x, got {parts}: {sum(parts)}")
+    return parts
+
+
+# ---------------------------------------------------------------------------------------------- value errors
+
+SEQUENCES_OUT_OF_ORDER = register_fault(
+    "causal_conv1d: cu_seqlens must begin with 0, never descend, and end with the number of tokens, got {value} at "
+    "position {position} of cu_seqlens"
+)
+STATE_INDEX_OUT_OF_RANGE = register_fault(
+    "causal_conv1d_step: state_indices must be at least 0 and less than the number of states, or -1 for a row that is "
+    "skipped, got {value} at position {position}"
+)
+STATE_INDEX_REPEATED = register_fault(
+    "causal_conv1d_step: state_indices must not repeat, because two rows would write one state, got {value} again at "
+    "position {position}"
+)
