@@ -209,6 +209,7 @@ class HybridLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.left_out: dict[str, tuple[str, ...]] = {}
         self.model = HybridModel(config, device=device, dtype=dtype)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype)
         self.tie_weights()
