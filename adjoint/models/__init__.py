@@ -2,6 +2,8 @@
 
 from adjoint.models.cache import Cache, Snapshot
 from adjoint.models.config import HybridConfig
-from adjoint.models.hybrid import HybridLM, HybridOutput, pack
+from adjoint.models.generation import Sampling
+from adjoint.models.hybrid import HybridLM, HybridOutput
+from adjoint.models.packing import pack
 
-__all__ = ["Cache", "HybridConfig", "HybridLM", "HybridOutput", "Snapshot", "pack"]
+__all__ = ["Cache", "HybridConfig", "HybridLM", "HybridOutput", "Sampling", "Snapshot", "pack"]

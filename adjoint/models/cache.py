@@ -14,26 +14,26 @@ from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
 class Cache:
     """The states of all layers after each of some sequences: recurrent, convolution, and keys and values.
 
-    `HybridLM.new_cache` makes one; a call of the model with it goes on from where it is and overwrites it. What has passed
-    is not differentiated.
+    `HybridLM.new_cache` makes one. A call of the model with it goes on from where it is and overwrites it, for all of
+    its sequences or, by `slots`, for some: so a batch can run whose sequences come and go. Nothing that has passed is
+    differentiated.
 
-        logits = model(ids, cache=cache).logits     # the next tokens of each sequence
+        model(ids, cache=cache)                     # the next tokens of each sequence
+        model(ids, cache=cache, slots=[3, 0])       # of two of them
+        cache.clear([3])                            # another sequence may begin there
         other = cache.copy()                        # go on in two ways
         kept = cache.snapshot()                     # recurrent states, and how long sequences are
         cache.rollback(kept)                        # forget what came after
-        cache.select([2, 0])                        # some of the sequences
-        Cache.join([cache, other])                  # the sequences of several caches
 
     Attributes:
         lengths: how many tokens of each sequence have passed.
     """
 
-    def __init__(
-        self, model: object, layers: Sequence[RecurrentCache | KeyValueCache], lengths: Sequence[int]
-    ) -> None:
+    def __init__(self, model: object, layers: Sequence[RecurrentCache | KeyValueCache], lengths: Sequence[int]) -> None:
         self.layers, self.lengths = tuple(layers), tuple(lengths)
         self._model = model
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: list[int] = []
+        self._next = 0
 
     def __len__(self) -> int:
         """How many sequences there are."""
@@ -42,37 +42,58 @@ class Cache:
     def belongs_to(self, model: object) -> bool:
         return self._model is model
 
-    def place(self, shape: tuple[int, int], cu_seqlens: Int[Tensor, " bounds"] | None, device: torch.device) -> Places:
+    def place(
+        self, input_ids: Int[Tensor, "batch time"], cu_seqlens: Tensor | None, slots: Sequence[int] | None
+    ) -> Places:
         """Where the tokens of a call belong, rows of [batch, time] or packed ones.
 
         Raises:
-            ArgumentError: they are not of as many sequences as the cache holds.
+            ArgumentError: they are not of as many sequences as the cache holds, or as there are slots.
         """
-        batch, time = shape
-        if cu_seqlens is None:
-            counts = (time,) * batch
-        else:
-            bounds = cu_seqlens.tolist()
-            counts = tuple(end - begin for begin, end in itertools.pairwise(bounds))
-        if len(counts) != len(self):
-            raise ArgumentError(
-                f"HybridLM: cache holds {len(self)} sequences, and input_ids are of {len(counts)}; "
-                f"give the next tokens of each, or select the sequences that go on"
-            )
-        past = torch.tensor(self.lengths, device=device, dtype=torch.int64)
-        if cu_seqlens is None:
-            rows = torch.arange(batch, device=device)[:, None].expand(batch, time)
-            positions = past[:, None] + torch.arange(time, device=device)
-        else:
-            index = torch.arange(time, device=device)
-            rows = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=time)
-            positions = (index - cu_seqlens[rows] + past[rows])[None]
-            rows = rows[None]
-        return Places(rows, positions, self.lengths, counts)
+        (batch, time), device = input_ids.shape, input_ids.device
+        counts = (time,) * batch
+        if cu_seqlens is not None:
+            counts = tuple(end - begin for begin, end in itertools.pairwise(cu_seqlens.tolist()))
+        self._check(len(counts), slots)
+        past = self.lengths if slots is None else tuple(self.lengths[slot] for slot in slots)
+        sequence = torch.arange(batch, device=device)[:, None].expand(batch, time)
+        offset = torch.arange(time, device=device).expand(batch, time)
+        if cu_seqlens is not None:
+            sequence = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=time)[None]
+            offset = offset - cu_seqlens[sequence]
+        positions = torch.tensor(past, dtype=torch.int64, device=device)[sequence] + offset
+        if slots is None:
+            return Places(sequence, positions, past, counts)
+        chosen = torch.tensor(tuple(slots), dtype=torch.int64, device=device)
+        return Places(chosen[sequence], positions, past, counts, chosen)
 
-    def advance(self, places: Places) -> None:
+    def _check(self, sequences: int, slots: Sequence[int] | None) -> None:
+        if slots is None:
+            if sequences != len(self):
+                raise ArgumentError(
+                    f"HybridLM: cache holds {len(self)} sequences, and input_ids are of {sequences}; "
+                    f"give the next tokens of each, or slots"
+                )
+            return
+        if sequences != len(slots) or len(set(slots)) != len(slots):
+            raise ArgumentError(
+                f"HybridLM: slots must name another slot for each of {sequences} sequences, got {list(slots)}"
+            )
+        self._require(slots)
+
+    def _require(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < len(self):
+                raise ArgumentError(f"Cache: slots must be from 0 to {len(self) - 1}, got {slot}")
+
+    def advance(self, places: Places, slots: Sequence[int] | None = None) -> None:
         """Counts the tokens of a call."""
-        self.lengths = tuple(past + count for past, count in zip(places.past, places.counts, strict=True))
+        lengths = list(self.lengths)
+        for slot, past, count in zip(
+            range(len(self)) if slots is None else slots, places.past, places.counts, strict=True
+        ):
+            lengths[slot] = past + count
+        self.lengths = tuple(lengths)
 
     def reserve(self, capacity: int) -> None:
         """Memory for so many tokens of each sequence, at once."""
@@ -80,50 +101,44 @@ class Cache:
             if isinstance(layer, KeyValueCache):
                 layer.reserve(capacity)
 
+    def clear(self, slots: Sequence[int]) -> None:
+        """Forgets the sequences of some slots, so that others begin there; snapshots from before are of no use then.
+
+        Raises:
+            ArgumentError: there is no such slot.
+        """
+        self._require(slots)
+        for layer in self.layers:
+            if isinstance(layer, RecurrentCache):
+                rows = torch.tensor(tuple(slots), dtype=torch.int64, device=layer.state.device)
+                layer.conv.index_fill_(0, rows, 0)
+                layer.state.index_fill_(0, rows, 0)
+        self.lengths = tuple(0 if slot in slots else length for slot, length in enumerate(self.lengths))
+        self._snapshots = []
+
     def copy(self) -> "Cache":
         """Another one in the same state, with memory of its own."""
         return Cache(self._model, [layer.copy() for layer in self.layers], self.lengths)
 
-    def select(self, sequences: Sequence[int]) -> "Cache":
-        """A cache of some of the sequences, in this order, with memory of its own.
+    def select(self, slots: Sequence[int]) -> "Cache":
+        """A cache of the sequences of these slots, in this order, with memory of its own; one may be there twice.
 
         Raises:
-            ArgumentError: there is no such sequence.
+            ArgumentError: there is no such slot.
         """
-        for sequence in sequences:
-            if not 0 <= sequence < len(self):
-                raise ArgumentError(f"Cache.select: sequences must be from 0 to {len(self) - 1}, got {sequence}")
-        lengths = [self.lengths[sequence] for sequence in sequences]
+        self._require(slots)
         layers = []
         for layer in self.layers:
             device = layer.state.device if isinstance(layer, RecurrentCache) else layer.keys.device
-            layers.append(layer.select(torch.tensor(list(sequences), dtype=torch.int64, device=device)))
-        return Cache(self._model, layers, lengths)
-
-    @staticmethod
-    def join(caches: Sequence["Cache"]) -> "Cache":
-        """A cache of the sequences of several caches of one model, with memory of its own.
-
-        Raises:
-            ArgumentError: there is none, or they are of several models.
-        """
-        if not caches:
-            raise ArgumentError("Cache.join: caches must hold at least one")
-        first = caches[0]
-        if any(not cache.belongs_to(first._model) for cache in caches):
-            raise ArgumentError("Cache.join: caches must be of one model, got caches of several")
-        layers: list[RecurrentCache | KeyValueCache] = []
-        for parts in zip(*(cache.layers for cache in caches), strict=True):
-            kind = type(parts[0])
-            layers.append(kind.join(parts))  # type: ignore[arg-type]
-        return Cache(first._model, layers, [length for cache in caches for length in cache.lengths])
+            layers.append(layer.select(torch.tensor(tuple(slots), dtype=torch.int64, device=device)))
+        return Cache(self._model, layers, [self.lengths[slot] for slot in slots])
 
     def snapshot(self) -> "Snapshot":
         """The state now, to come back to. Keys and values are not copied: they stay where they are."""
-        states = [layer.copy() if isinstance(layer, RecurrentCache) else None for layer in self.layers]
-        kept = Snapshot(self.lengths, tuple(states))
-        self._snapshots.append(kept)
-        return kept
+        states = tuple(layer.copy() if isinstance(layer, RecurrentCache) else None for layer in self.layers)
+        self._snapshots.append(self._next)
+        self._next += 1
+        return Snapshot(self, self._snapshots[-1], self.lengths, states)
 
     def rollback(self, snapshot: "Snapshot") -> None:
         """Back to a snapshot of this cache; those taken after it are of tokens that are now forgotten.
@@ -131,20 +146,22 @@ class Cache:
         Raises:
             ArgumentError: the snapshot is of another cache, or of tokens that are forgotten.
         """
-        if not any(kept is snapshot for kept in self._snapshots):
+        if snapshot.cache is not self or snapshot.number not in self._snapshots:
             raise ArgumentError(
-                "Cache.rollback: snapshot must be one of this cache, taken before, and of tokens it has not rolled back"
+                "Cache.rollback: snapshot must be one of this cache, of tokens that it has not forgotten since, by "
+                "another rollback or by clear"
             )
-        while self._snapshots[-1] is not snapshot:
-            self._snapshots.pop()
+        self._snapshots = [number for number in self._snapshots if number <= snapshot.number]
         for layer, state in zip(self.layers, snapshot.states, strict=True):
             if isinstance(layer, RecurrentCache) and state is not None:
-                layer.restore(state)
+                layer.write(state.conv, state.state)
         self.lengths = snapshot.lengths
 
 
 class Snapshot:
     """What `Cache.rollback` needs to come back: the recurrent states, and the lengths of sequences."""
 
-    def __init__(self, lengths: tuple[int, ...], states: tuple[RecurrentCache | None, ...]) -> None:
-        self.lengths, self.states = lengths, states
+    def __init__(
+        self, cache: Cache, number: int, lengths: tuple[int, ...], states: tuple[RecurrentCache | None, ...]
+    ) -> None:
+        self.cache, self.number, self.lengths, self.states = cache, number, lengths, states

@@ -132,8 +132,8 @@ def _assign(
             continue
         if entry.is_fp8 or name.endswith(("weight_scale_inv", "weight_scale")):
             raise Unsupported(
-                f"{entry.path}: tensor {entry.name} ({entry.dtype}) is of FP8 weights, which are not supported; use the "
-                f"model in 16 bits"
+                f"{entry.path}: tensor {entry.name} ({entry.dtype}) is of FP8 weights, which are not supported; use "
+                f"the model in 16 bits"
             )
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue

@@ -200,9 +200,7 @@ class HybridConfig:
         elif self.model_type == "qwen3_5_moe_text":
             del config["intermediate_size"]
         rope = {"rope_type": "default"}
-        config["rope_parameters"] = rope | {
-            name: config.pop(name) for name in ("rope_theta", "partial_rotary_factor")
-        }
+        config["rope_parameters"] = rope | {name: config.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
         return config
 
     def replace(self, **changes: Any) -> "HybridConfig":

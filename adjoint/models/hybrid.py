@@ -1,30 +1,24 @@
 """`HybridLM`: a decoder of Gated DeltaNet and gated attention layers, with the parameters of Hugging Face's models."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import wide_dtype
 from adjoint.models.cache import Cache
 from adjoint.models.config import HybridConfig
-from adjoint.nn.attention import GatedAttention
-from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
-from adjoint.nn.embedding import Embedding
+from adjoint.models.decoder import DecoderLayer, HybridModel
+from adjoint.models.generation import Prompts, Sampling, stream
+from adjoint.models.packing import IGNORED, next_labels
 from adjoint.nn.gated_delta_net import GatedDeltaNet
-from adjoint.nn.mlp import DenseMLP
-from adjoint.nn.moe import Routing, SparseMoE
-from adjoint.nn.norm import RMSNorm
+from adjoint.nn.moe import Routing
 from adjoint.ops import moe
-
-IGNORED = -100
-"""The label of a token that does not count."""
 
 
 class HybridOutput(NamedTuple):
@@ -36,146 +30,6 @@ class HybridOutput(NamedTuple):
     routing: tuple[Routing, ...] = ()
 
 
-class Stream(NamedTuple):
-    """Tokens between layers: what is summed up so far, and what the layer before adds to it."""
-
-    residual: Float[Tensor, "batch time hidden"]
-    update: Float[Tensor, "batch time hidden"] | None
-
-
-class DecoderLayer(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the second sum is made by the norm of the next layer, in one pass.
-
-    Args:
-        config: of the model.
-        layer: which of its layers this is, from 0.
-    """
-
-    def __init__(self, config: HybridConfig, layer: int, **factory: Any) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        if config.layer_types[layer] == "linear_attention":
-            self.linear_attn = GatedDeltaNet(
-                hidden,
-                config.linear_num_key_heads,
-                config.linear_num_value_heads,
-                config.linear_key_head_dim,
-                config.linear_value_head_dim,
-                conv_width=config.linear_conv_kernel_dim,
-                projections="interleaved" if config.model_type == "qwen3_next" else "separate",
-                eps=eps,
-                **factory,
-            )
-        else:
-            self.self_attn = GatedAttention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                bias=config.attention_bias,
-                eps=eps,
-                **factory,
-            )
-        self.mlp: SparseMoE | DenseMLP
-        if config.is_sparse(layer):
-            self.mlp = SparseMoE(
-                hidden,
-                config.moe_intermediate_size,
-                config.num_experts,
-                config.num_experts_per_tok,
-                shared_expert_size=config.shared_expert_intermediate_size,
-                renormalize=config.norm_topk_prob,
-                **factory,
-            )
-        else:
-            self.mlp = DenseMLP(hidden, config.intermediate_size, **factory)
-        self.input_layernorm = RMSNorm(hidden, eps, offset=1.0, **factory)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, offset=1.0, **factory)
-
-    @property
-    def is_recurrent(self) -> bool:
-        return hasattr(self, "linear_attn")
-
-    def forward(
-        self,
-        stream: Stream,
-        angles: tuple[Tensor, Tensor],
-        cu_seqlens: Tensor | None = None,
-        cache: RecurrentCache | KeyValueCache | None = None,
-        places: Places | None = None,
-    ) -> tuple[Stream, Routing | None]:
-        """The stream after the layer, and how a sparse layer routed its tokens."""
-        x, normed = normalize(self.input_layernorm, stream)
-        if self.is_recurrent:
-            mixed = self.linear_attn(normed, cu_seqlens=cu_seqlens, cache=cache)
-        else:
-            mixed = self.self_attn(normed, *angles, cu_seqlens=cu_seqlens, cache=cache, places=places)
-        x, normed = normalize(self.post_attention_layernorm, Stream(x, mixed))
-        if isinstance(self.mlp, SparseMoE):
-            update, routing = self.mlp(normed, return_routing=True)
-            return Stream(x, update), routing
-        return Stream(x, self.mlp(normed)), None
-
-
-def normalize(norm: RMSNorm, stream: Stream) -> tuple[Tensor, Tensor]:
-    """The sum of a stream, and its norm."""
-    if stream.update is None:
-        return stream.residual, norm(stream.residual)
-    normed, total = norm(stream.update, residual=stream.residual)
-    return total, normed
-
-
-class HybridModel(nn.Module):
-    """Embedding, decoder layers and the last norm: everything before the logits."""
-
-    def __init__(self, config: HybridConfig, **factory: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, **factory)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, **factory) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0, **factory)
-        self.gradient_checkpointing = False
-
-    def forward(
-        self, input_ids: Int[Tensor, "batch time"], cu_seqlens: Tensor | None = None, cache: Cache | None = None
-    ) -> tuple[Float[Tensor, "batch time hidden"], list[Routing]]:
-        """The hidden state of each token, and how the sparse layers routed them."""
-        places = None
-        if cache is not None:
-            places = cache.place((input_ids.shape[0], input_ids.shape[1]), cu_seqlens, input_ids.device)
-        x = self.embed_tokens(input_ids)
-        angles = self._angles(_positions(input_ids, cu_seqlens) if places is None else places.positions, x.dtype)
-        stream, routings = Stream(x, None), []
-        for index, layer in enumerate(self.layers):
-            kept = None if cache is None else cache.layers[index]
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                stream, routing = checkpoint(layer, stream, angles, cu_seqlens, use_reentrant=False)
-            else:
-                stream, routing = layer(stream, angles, cu_seqlens, kept, places)
-            if routing is not None:
-                routings.append(routing)
-        _, hidden = normalize(self.norm, stream)
-        if cache is not None and places is not None:
-            cache.advance(places)
-        return hidden, routings
-
-    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each token's angles, in float32 as transformers computes them."""
-        size = self.config.rotary_size
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-        angles = positions[..., None].float() * (1.0 / (self.config.rope_theta**steps))
-        return angles.cos().to(wide_dtype(dtype)), angles.sin().to(wide_dtype(dtype))
-
-
-def _positions(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The position of each token in its sequence: [time], for all rows alike or of the packed row."""
-    index = torch.arange(input_ids.shape[1], device=input_ids.device)
-    if cu_seqlens is None:
-        return index
-    bounds = cu_seqlens.to(index.dtype)
-    return index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
-
-
 class HybridLM(nn.Module):
     """A hybrid language model: Qwen3-Next, Qwen3.5 or Qwen3.5-MoE, text only.
 
@@ -184,10 +38,10 @@ class HybridLM(nn.Module):
 
     Args:
         config: the model's sizes.
-        device, dtype: of the parameters; on "meta" they have no memory until `to_empty` and `reset_parameters`, or until
-            `from_pretrained` fills them.
+        device, dtype: of the parameters; on "meta" they have no memory until `to_empty` and
+            `reset_parameters`.
 
-    >>> import torch
+    >>> from adjoint.models import pack
     >>> config = HybridConfig(
     ...     model_type="qwen3_5_text", vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
     ...     num_attention_heads=2, num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2,
@@ -233,8 +87,8 @@ class HybridLM(nn.Module):
         for module in self.modules():
             if isinstance(module, GatedDeltaNet):
                 module.reset_gates()
-            elif hasattr(module, "reset_parameters") and module is not self:
-                module.reset_parameters()
+            elif module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=deviation)
@@ -260,6 +114,7 @@ class HybridLM(nn.Module):
         labels: Int[Tensor, "batch time"] | None = None,
         output_router_logits: bool | None = None,
         cache: Cache | None = None,
+        slots: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> HybridOutput:
         """Logits of every token, and losses.
@@ -269,9 +124,10 @@ class HybridLM(nn.Module):
             cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences packed in the only row.
             labels: token ids, −100 for those that do not count: the loss is the mean of −log p of each label that has a
                 token before it in its sequence. The first of a sequence is predicted by none.
-            output_router_logits: adds the routers' losses, and returns how tokens were routed; as the configuration says
-                by default.
+            output_router_logits: adds the routers' losses, and returns how tokens were routed; by default as the
+                configuration says.
             cache: the states that sequences go on from; overwritten. Not under a gradient.
+            slots: which of the cache's sequences these are; all of them, in order, by default.
             last_only: logits of the last token of each sequence alone, [sequences, 1, vocabulary]; not with labels.
 
         Raises:
@@ -279,7 +135,7 @@ class HybridLM(nn.Module):
                 `adjoint.check()` raises), or the cache is of another model or other sequences.
         """
         self._check(input_ids, cu_seqlens, labels, cache, last_only)
-        hidden, routings = self.model(input_ids, cu_seqlens, cache)
+        hidden, routings = self.model(input_ids, cu_seqlens, cache, slots)
         if last_only:
             hidden = hidden[:, -1:] if cu_seqlens is None else hidden[0, cu_seqlens[1:] - 1][:, None]
         logits = self.lm_head(hidden)
@@ -310,16 +166,19 @@ class HybridLM(nn.Module):
             raise ArgumentError(f"HybridLM: input_ids must be [batch, time], got shape {tuple(input_ids.shape)}")
         if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or input_ids.shape[0] != 1):
             raise ArgumentError(
-                f"HybridLM: cu_seqlens, bounds [sequences + 1], pack sequences in the only row of input_ids; got shapes "
-                f"{tuple(cu_seqlens.shape)} and {tuple(input_ids.shape)}"
+                f"HybridLM: cu_seqlens, bounds [sequences + 1], pack sequences in the only row of input_ids; got "
+                f"shapes {tuple(cu_seqlens.shape)} and {tuple(input_ids.shape)}"
             )
         if labels is not None and (labels.shape != input_ids.shape or last_only):
             reason = "with last_only" if last_only else f"shape {tuple(labels.shape)}"
             raise ArgumentError(
-                f"HybridLM: labels must have the shape of input_ids, {tuple(input_ids.shape)}, and all logits; got {reason}"
+                f"HybridLM: labels must have the shape of input_ids, {tuple(input_ids.shape)}, and all logits; "
+                f"got {reason}"
             )
         if last_only and cu_seqlens is not None and not cu_seqlens.is_cuda and (cu_seqlens.diff() < 1).any():
-            raise ArgumentError(f"HybridLM: last_only needs a token of each sequence, got cu_seqlens {cu_seqlens.tolist()}")
+            raise ArgumentError(
+                f"HybridLM: last_only needs a token of each sequence, got cu_seqlens {cu_seqlens.tolist()}"
+            )
         if cache is not None:
             if not cache.belongs_to(self):
                 raise ArgumentError("HybridLM: cache must be one of this model, from new_cache; got one of another")
@@ -328,17 +187,64 @@ class HybridLM(nn.Module):
 
     def new_cache(self, sequences: int, capacity: int = 0) -> Cache:
         """An empty cache for so many sequences, with room for so many tokens of each; it grows where they are more."""
-        layers = [
-            layer.linear_attn.new_cache(sequences)
-            if layer.is_recurrent
-            else layer.self_attn.new_cache(sequences, capacity)
-            for layer in self.model.layers
-        ]
-        return Cache(self, layers, [0] * sequences)
+        layers = cast(list[DecoderLayer], list(self.model.layers))
+        return Cache(self, [layer.new_cache(sequences, capacity) for layer in layers], [0] * sequences)
 
     def gradient_checkpointing_enable(self, enable: bool = True) -> None:
-        """In training, keeps only the streams between layers, and computes the rest of a layer again in its backward."""
+        """In training, keeps only the streams between layers; a layer computes the rest again in its backward."""
         self.model.gradient_checkpointing = enable
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        cache: Cache | None = None,
+        prefill_chunk: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt.
+
+        Args:
+            prompts: lists of token ids, or rows of a tensor; their lengths may differ.
+            max_new_tokens: at most so many for each.
+            temperature, top_k, top_p: see `Sampling`; by default the most likely token is taken.
+            stop_tokens: after one of these, which is the last, a prompt gets no more; those of the configuration by
+                default.
+            cache: goes on from these sequences, and has then seen all but the last token of each.
+            prefill_chunk: takes so many tokens of each prompt at a time, which needs less memory; all by default.
+            generator: of random numbers.
+
+        Raises:
+            ArgumentError: a prompt is empty or has a token out of range, an option is, or the cache is of another model
+                or of other sequences.
+        """
+        steps = list(self.stream(
+            prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=stop_tokens,
+            cache=cache, prefill_chunk=prefill_chunk, generator=generator,
+        ))  # fmt: skip
+        return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]  # type: ignore[misc]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        cache: Cache | None = None,
+        prefill_chunk: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[list[int | None]]:
+        """The tokens of `generate` as they come: of each step a list, None for a prompt that has got its last."""
+        sampling = Sampling(temperature, top_k, top_p)
+        return stream(self, prompts, max_new_tokens, sampling, stop_tokens, cache, prefill_chunk, generator)
 
     @classmethod
     def from_pretrained(
@@ -386,32 +292,3 @@ def cross_entropy(logits: Float[Tensor, "*tokens vocabulary"], targets: Int[Tens
     logits = logits.flatten(0, -2)
     total = F.cross_entropy(logits.to(wide_dtype(logits.dtype)), targets, ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp(min=1)
-
-
-def next_labels(
-    labels: Int[Tensor, "batch time"], cu_seqlens: Int[Tensor, " bounds"] | None
-) -> Int[Tensor, "batch time"]:
-    """For each token the label after it in its sequence; that of a sequence's last token does not count."""
-    padded = F.pad(labels, (0, 1), value=IGNORED)
-    if cu_seqlens is not None:
-        padded[0, cu_seqlens] = IGNORED
-    return padded[:, 1:]
-
-
-def pack(
-    sequences: Iterable[Sequence[int] | Int[Tensor, " time"]], device: torch.device | str | int | None = None
-) -> tuple[Int[Tensor, "1 time"], Int[Tensor, " bounds"]]:
-    """Sequences of token ids as one row, [1, time], and their bounds in it.
-
-    >>> pack([[1, 2, 3], [], [4]])
-    (tensor([[1, 2, 3, 4]]), tensor([0, 3, 3, 4]))
-    """
-    rows = [torch.as_tensor(sequence, dtype=torch.int64, device=device) for sequence in sequences]
-    for row in rows:
-        if row.dim() != 1:
-            raise ArgumentError(f"pack: a sequence must be a list of token ids, got shape {tuple(row.shape)}")
-    bounds = [0]
-    for row in rows:
-        bounds.append(bounds[-1] + row.numel())
-    ids = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=device)
-    return ids[None], torch.tensor(bounds, device=ids.device)

@@ -1,4 +1,4 @@
-"""Files of the safetensors format: eight bytes that give the length of a header in JSON, the header, and the tensors' bytes.
+"""Files of the safetensors format: the length of a header in eight bytes, the header in JSON, and the tensors' bytes.
 
 The header is read first and checked against the file, so that a file cut short is noticed before anything is loaded.
 Tensors are read and written one at a time, each through a mapping of its own bytes.
@@ -161,5 +161,3 @@ def split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
         groups[-1][name] = tensor
         room -= size
     return groups
-
-

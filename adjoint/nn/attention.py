@@ -1,6 +1,7 @@
 """`GatedAttention`: softmax attention with normalised heads, partial rotary positions and an output gate."""
 
 import inspect
+import itertools
 from functools import cache as cached
 from typing import Any
 
@@ -138,7 +139,7 @@ def causal_attention(
     bounds = cu_seqlens.tolist()
     parts = [
         _attend(q[:, begin:end], k[:, begin:end], v[:, begin:end])
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for begin, end in itertools.pairwise(bounds)
         if end > begin
     ]
     return torch.cat(parts, 1) if parts else q
@@ -160,7 +161,8 @@ def cached_attention(
     parts, begin = [], 0
     for sequence, (past, count) in enumerate(zip(places.past, places.counts, strict=True)):
         row, end = (sequence, count) if cu_seqlens is None else (0, begin + count)
-        keys, values = (x[sequence : sequence + 1, : past + count] for x in (cache.keys, cache.values))
+        slot = sequence if places.slots is None else places.slots[sequence]
+        keys, values = (x[slot, : past + count][None] for x in (cache.keys, cache.values))
         if count:
             parts.append(_attend(q[row : row + 1, begin:end], keys, values))
         begin = begin if cu_seqlens is None else end
@@ -187,7 +189,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _attend_once(q: Tensor, cache: KeyValueCache, places: Places) -> Tensor:
     """Attention of one token of each row: the query heads of a key-value head are its queries, none is repeated."""
-    keys, values = (x[:, : places.longest].transpose(1, 2) for x in (cache.keys, cache.values))
+    keys, values = (places.of_cache(x[:, : places.longest]).transpose(1, 2) for x in (cache.keys, cache.values))
     seen = torch.arange(places.longest, device=q.device) <= places.positions
     queries = q.view(q.shape[0], keys.shape[1], -1, q.shape[3])
     y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None])
@@ -204,8 +206,8 @@ def _packed_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tens
         else:
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     bounds, time = cu_seqlens.to(torch.int32), q.shape[1]  # no sequence is longer than the row: nobody waits to know
-    y = varlen_attn(q[0], k[0], v[0], bounds, bounds, time, time, **options)
-    return y[None]  # type: ignore[index]
+    y: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, time, time, **options)
+    return y[None]  # type: ignore[no-any-return]
 
 
 @cached

@@ -3,7 +3,6 @@
 Both are written in place, without gradients. A model keeps one for each layer in a `adjoint.models.Cache`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,20 +12,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of a call belong in the cached sequences.
+    """Where the tokens of a call belong in a cache of sequences.
 
-    `past` and `counts` say for each sequence how many tokens were there before the call, and how many it adds.
+    `past` and `counts` say for each sequence of the call how many tokens were there before, and how many it adds.
+    `slots` are the cache's rows of these sequences, None where they are all of them in order.
     """
 
     rows: Int[Tensor, "batch time"]
     positions: Int[Tensor, "batch time"]
     past: tuple[int, ...]
     counts: tuple[int, ...]
+    slots: Int[Tensor, " sequences"] | None = None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence after the call."""
         return max((past + count for past, count in zip(self.past, self.counts, strict=True)), default=0)
+
+    def of_cache(self, x: Tensor) -> Tensor:
+        """The rows of these sequences in a tensor of the cache."""
+        return x if self.slots is None else x[self.slots]
 
 
 class RecurrentCache:
@@ -37,19 +42,17 @@ class RecurrentCache:
     ) -> None:
         self.conv, self.state = conv, state
 
+    def write(self, conv: Tensor, state: Tensor, slots: Tensor | None = None) -> None:
+        """Overwrites the states of all sequences, or of some."""
+        rows = slice(None) if slots is None else slots
+        self.conv[rows] = conv
+        self.state[rows] = state
+
     def copy(self) -> "RecurrentCache":
         return RecurrentCache(self.conv.clone(), self.state.clone())
 
     def select(self, rows: Tensor) -> "RecurrentCache":
         return RecurrentCache(self.conv[rows], self.state[rows])
-
-    def restore(self, kept: "RecurrentCache") -> None:
-        self.conv.copy_(kept.conv)
-        self.state.copy_(kept.state)
-
-    @staticmethod
-    def join(parts: Sequence["RecurrentCache"]) -> "RecurrentCache":
-        return RecurrentCache(torch.cat([part.conv for part in parts]), torch.cat([part.state for part in parts]))
 
 
 class KeyValueCache:
@@ -71,7 +74,7 @@ class KeyValueCache:
         self.values[places.rows, places.positions] = v.to(self.values.dtype)
 
     def reserve(self, capacity: int) -> None:
-        """Memory for so many tokens of each sequence; where there is too little, for half as many again as there was."""
+        """Memory for so many tokens of each sequence; where there is too little, for half as many again at least."""
         room = self.keys.shape[1]
         if capacity > room:
             capacity = max(capacity, room + room // 2)
@@ -82,15 +85,6 @@ class KeyValueCache:
 
     def select(self, rows: Tensor) -> "KeyValueCache":
         return KeyValueCache(self.keys[rows], self.values[rows])
-
-    @staticmethod
-    def join(parts: Sequence["KeyValueCache"]) -> "KeyValueCache":
-        capacity = max(part.keys.shape[1] for part in parts)
-        keys, values = (
-            torch.cat([_grown(x, capacity) for x in tensors])
-            for tensors in ([part.keys for part in parts], [part.values for part in parts])
-        )
-        return KeyValueCache(keys, values)
 
 
 def _grown(x: Tensor, capacity: int) -> Tensor:

@@ -133,6 +133,7 @@ class GatedDeltaNet(nn.Module):
         *,
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
         cache: RecurrentCache | None = None,
+        slots: Int[Tensor, " sequences"] | None = None,
     ) -> Float[Tensor, "batch time hidden"]:
         """The layer for each row, or for the sequences that `cu_seqlens` packs into the only row.
 
@@ -140,16 +141,20 @@ class GatedDeltaNet(nn.Module):
             x: tokens.
             cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of packed sequences.
             cache: the state that the sequences go on from, overwritten by that after their last tokens.
+            slots: which of the cache's rows the sequences have; all of them, in order, by default.
         """
         qkv, z, b, a = self._project(x)
         g, beta = gate(a, b, self.A_log, self.dt_bias)
         if cache is not None and cu_seqlens is None and 1 <= x.shape[1] <= MAX_TOKENS:
-            y, _ = self.conv1d.step(qkv, cache.conv, in_place=True)
+            y, _ = self.conv1d.step(qkv, cache.conv, state_indices=slots, in_place=True)
             q, k, v = self._heads(*y.split(self.sizes_qkv, dim=-1))
-            o, _ = gated_delta_step(q, k, v, g, beta, cache.state, in_place=True, normalize_qk=True)
+            o, _ = gated_delta_step(
+                q, k, v, g, beta, cache.state, state_indices=slots, in_place=True, normalize_qk=True
+            )
         else:
             keep = cache is not None
-            past, state = (None, None) if cache is None else (cache.conv, cache.state)
+            start = cache if cache is None or slots is None else cache.select(slots)
+            past, state = (None, None) if start is None else (start.conv, start.state)
             parts = self.conv1d(
                 qkv, initial_state=past, output_final_state=keep, cu_seqlens=cu_seqlens, split=self.sizes_qkv
             )
@@ -158,7 +163,7 @@ class GatedDeltaNet(nn.Module):
                 normalize_qk=True,
             )  # fmt: skip
             if cache is not None and final_state is not None:
-                cache.restore(RecurrentCache(parts[3], final_state))
+                cache.write(parts[3], final_state, slots)
         return self.out_proj(self.norm(o, z).flatten(-2))  # type: ignore[no-any-return]
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -176,7 +181,11 @@ class GatedDeltaNet(nn.Module):
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = (self.num_key_heads, self.key_head_dim)
-        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (self.num_value_heads, self.value_head_dim))
+        return (
+            q.unflatten(-1, keys),
+            k.unflatten(-1, keys),
+            v.unflatten(-1, (self.num_value_heads, self.value_head_dim)),
+        )
 
     def extra_repr(self) -> str:
         heads = f"{self.num_key_heads} key heads of {self.key_head_dim}"

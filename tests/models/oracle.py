@@ -18,11 +18,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    return x / (1 + (-x).exp())
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + (-x).exp())
+    return x * torch.sigmoid(x)
 
 
 def gated_delta_net(x: Tensor, w: Weights, config: Any) -> Tensor:
@@ -32,9 +28,13 @@ def gated_delta_net(x: Tensor, w: Weights, config: Any) -> Tensor:
     if "in_proj_qkvz.weight" in w:
         rows = (x @ w["in_proj_qkvz.weight"].T).reshape(len(x), groups, -1)
         q, k, v, z = (part.reshape(len(x), -1) for part in rows.split([K, K, shared * V, shared * V], -1))
-        b, a = (x @ w["in_proj_ba.weight"].T).reshape(len(x), groups, 2, shared).transpose(1, 2).reshape(
-            len(x), 2, heads
-        ).unbind(1)
+        b, a = (
+            (x @ w["in_proj_ba.weight"].T)
+            .reshape(len(x), groups, 2, shared)
+            .transpose(1, 2)
+            .reshape(len(x), 2, heads)
+            .unbind(1)
+        )
     else:
         q, k, v = (x @ w["in_proj_qkv.weight"].T).split([groups * K, groups * K, heads * V], -1)
         z, b, a = (x @ w[f"in_proj_{name}.weight"].T for name in "zba")
@@ -47,8 +47,8 @@ def gated_delta_net(x: Tensor, w: Weights, config: Any) -> Tensor:
     q, k = (part.reshape(len(x), groups, K) for part in (q, k))
     q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
     v = v.reshape(len(x), heads, V)
-    decay = (-(w["A_log"].exp()) * torch.log1p((a + w["dt_bias"]).exp())).exp()
-    strength = sigmoid(b)
+    decay = (-(w["A_log"].exp()) * torch.nn.functional.softplus(a + w["dt_bias"])).exp()
+    strength = torch.sigmoid(b)
     outputs = []
     states = [x.new_zeros(K, V) for _ in range(heads)]
     for t in range(len(x)):
@@ -94,7 +94,7 @@ def attention(x: Tensor, w: Weights, config: Any) -> Tensor:
             scores = (k[: t + 1, group] @ q[t, head]) / math.sqrt(size)
             row.append(torch.softmax(scores, 0) @ v[: t + 1, group])
         outputs.append(torch.cat(row))
-    y = torch.stack(outputs) * sigmoid(gate).reshape(len(x), -1)
+    y = torch.stack(outputs) * torch.sigmoid(gate).reshape(len(x), -1)
     out = y @ w["o_proj.weight"].T
     return out + w["o_proj.bias"] if "o_proj.bias" in w else out
 
@@ -121,7 +121,7 @@ def mixture(x: Tensor, w: Weights, config: Any) -> tuple[Tensor, Tensor, Tensor]
             total = total + weights[t, slot] * (w["experts.down_proj"][expert] @ (silu(gate) * up))
         rows.append(total)
     shared = mlp(x, below(w, "shared_expert."))
-    return torch.stack(rows) + sigmoid(x @ w["shared_expert_gate.weight"].T) * shared, logits, top.indices
+    return torch.stack(rows) + torch.sigmoid(x @ w["shared_expert_gate.weight"].T) * shared, logits, top.indices
 
 
 def logits_of(ids: Tensor, weights: Weights, config: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
