@@ -6,12 +6,13 @@ from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
 from adjoint.ops import gated_delta, moe
-from adjoint.ops.activation import silu, swiglu
+from adjoint.ops.activation import sigmoid_gate, silu, swiglu
 from adjoint.ops.conv import causal_conv1d, causal_conv1d_step
 from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
 from adjoint.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from adjoint.ops.rotary import rotary
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,8 @@ __all__ = [
     "plan",
     "prefer",
     "rms_norm",
+    "rotary",
+    "sigmoid_gate",
     "silu",
     "swiglu",
     "take_along_axis",

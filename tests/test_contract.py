@@ -116,6 +116,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_backward_reuse": lambda x: adjoint.silu(x * 1, reuse_inputs=True),
     "swiglu_backward_reuse": lambda x: adjoint.swiglu(x * 1, x * 2, reuse_inputs=True),
     "swiglu_packed_backward_reuse": lambda x: adjoint.swiglu(x * 1, reuse_inputs=True),
+    "sigmoid_gate_backward_reuse": lambda x: adjoint.sigmoid_gate(x * 1, x * 2, reuse_inputs=True),
     "embedding_backward_into": lambda x: adjoint.embedding(IDS, x, accumulate_into=torch.zeros_like(x)),
     "embedding_backward_sparse": lambda x: adjoint.embedding(IDS, x, sparse=True),
     "gated_delta_step_in_place": _step_in_place,

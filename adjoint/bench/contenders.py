@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from adjoint.contract import directions
-from adjoint.contract.cases import Workload
-from adjoint.contract.inputs import Inputs, differentiable, leaves
+from adjoint.contract.cases import Subject, Workload
+from adjoint.contract.inputs import Inputs, differentiable
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.plan import plan
@@ -90,9 +90,9 @@ def _without_graph(function: Callable[..., Any], *arguments: Any) -> tuple[Tenso
         return _floating(function, *arguments)
 
 
-def kept_bytes(function: Callable[..., Any], inputs: Inputs) -> int:
-    """What autograd keeps of a call, in bytes of memory that is not the inputs'."""
-    own = leaves(inputs)
+def kept_bytes(subject: Subject, function: Callable[..., Any], inputs: Inputs) -> int:
+    """What autograd keeps of a call that takes what a subject does, in bytes of memory that is not the inputs'."""
+    own = subject.leaves(inputs)
     held: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -120,6 +120,8 @@ def ours(task: Task) -> Contender:
         promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
         return replace(through_autograd(subject, task), guarantee=promised, sku=f"{chosen.sku}; {adjoint.sku}")
     call = subject.bind(task.inputs)
+    if set(call.operator.outputs) <= set(call.operator.tensors):
+        return _in_place(task)
     timed = directions.forward(call, text)
     names = call.operator.outputs[: call.public_outputs]
     if task.direction == BACKWARD:
@@ -144,23 +146,46 @@ def ours(task: Task) -> Contender:
         run,
         outputs=outputs or (),
         guarantee=promised,
-        kept=lambda: kept_bytes(subject, task.inputs),
+        kept=lambda: kept_bytes(subject, subject, task.inputs),
         sku=str(chosen.sku),
     )
+
+
+def _in_place(task: Task) -> Contender:
+    """An operator that gives nothing and overwrites inputs: those are its results, in memory of their own."""
+    subject = task.workload.subject
+    call = subject.bind(tuple(None if x is None else x.clone() for x in task.inputs))
+    timed = directions.forward(call, resolve(None))
+    chosen, names = timed.plan.prepare(), call.operator.tensors
+    places = [names.index(name) for name in call.operator.outputs]
+
+    def restore() -> None:
+        for place in places:
+            timed.arguments[place].copy_(task.inputs[place])
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            chosen.execute(timed.arguments, (), timed.workspace())
+        return tuple(timed.arguments[place] for place in places)
+
+    promised = tuple(chosen.guarantee[name] for name in call.operator.outputs)
+    return Contender(run, restore=restore, guarantee=promised, sku=str(chosen.sku))
 
 
 def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
     """Forward without a graph; backward over a graph that is kept, so that it alone is timed; or both, as one step."""
     if task.direction == FORWARD:
         return Contender(lambda: _without_graph(function, *task.inputs))
-    own = leaves(task.inputs)
+    subject = task.workload.subject
+    own = subject.leaves(task.inputs)
+    slopes = subject.differentiable(own)
     if task.direction == STEP:
-        return Contender(lambda: torch.autograd.grad(_floating(function, *own), differentiable(own), task.upstream))
+        return Contender(lambda: torch.autograd.grad(_floating(function, *own), slopes, task.upstream))
     everything = as_tuple(function(*own))
     outputs = tuple(x for x in everything if x.is_floating_point())
     return Contender(
-        lambda: torch.autograd.grad(outputs, differentiable(own), task.upstream, retain_graph=True),
-        kept=lambda: kept_bytes(function, task.inputs),
+        lambda: torch.autograd.grad(outputs, slopes, task.upstream, retain_graph=True),
+        kept=lambda: kept_bytes(subject, function, task.inputs),
         choices=tuple(x for x in everything if not x.is_floating_point()),
     )
 

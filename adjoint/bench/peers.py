@@ -86,6 +86,47 @@ def _liger_swiglu(task: Task) -> Contender:
     return Contender(backward, restore=restore)
 
 
+def _fla_rotary(task: Task) -> Contender:
+    """FLA's kernel, one launch for q and one for k, with a number for each pair of columns; in place where ours is."""
+    rotate = _imported("fla.modules.rotary:rotary_embedding", "flash-linear-attention")
+    q, k, cos, sin = task.inputs
+    cos, sin = (x[:, : x.shape[1] // 2].contiguous() for x in (cos, sin))
+    in_place = "in_place" in task.workload.subject.keywords
+    if not in_place:
+        return through_autograd(lambda q, k, *_: (rotate(q, cos, sin), rotate(k, cos, sin)), task)
+    own = q.clone(), k.clone()
+
+    def restore() -> None:
+        own[0].copy_(q)
+        own[1].copy_(k)
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return tuple(rotate(x, cos, sin, inplace=True) for x in own)
+
+    return Contender(run, restore=restore)
+
+
+def _liger_rotary(task: Task) -> Contender:
+    """Liger's kernels without its autograd wrapper: whole heads, heads before tokens, in place."""
+    module, install = "liger_kernel.ops.rope", "liger-kernel"
+    rope = _imported(f"{module}:rope_{task.direction}", install)
+    *_, q, k, cos, sin = task.arguments
+    sources = (q, k) if task.direction == FORWARD else task.upstream
+    own = tuple(torch.empty_like(x) for x in sources)
+
+    def restore() -> None:
+        for mine, source in zip(own, sources, strict=True):
+            mine.copy_(source)
+
+    def run() -> tuple[Tensor, ...]:
+        results = rope(*(x.transpose(1, 2) for x in own), cos[None], sin[None])
+        return tuple(x.transpose(1, 2) for x in results[:2])
+
+    restore()
+    return Contender(run, restore=restore)
+
+
 def _delta_rule(function: Any, *inputs: Any) -> Any:
     """A peer's `chunk_gated_delta_rule`."""
     *tensors, state, cu_seqlens = inputs
@@ -235,6 +276,8 @@ PEERS = {
         _autograd("fla.modules.l2norm:l2norm", "flash-linear-attention", lambda norm, x: norm(x, EPS)),
     ),
     "fla_causal_conv1d": Peer("FLA", "fla-core", _fla_causal_conv1d),
+    "fla_rotary": Peer("FLA", "fla-core", _fla_rotary),
+    "liger_rotary": Peer("Liger", "liger-kernel", _liger_rotary),
     "quack_top_8": Peer(  # softmax over the chosen logits, in their dtype; k must be a power of two there
         "QuACK",
         "quack-kernels",

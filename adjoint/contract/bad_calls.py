@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adjoint.contract import directions
 from adjoint.contract.cases import BadCall, Subject
-from adjoint.contract.inputs import Inputs, differentiable, is_differentiable, leaves
+from adjoint.contract.inputs import Inputs
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.plan import plan
 from adjoint.core.preference import Preference
@@ -55,15 +55,15 @@ def _wrong_input(subject: Subject, op: str, place: int, name: str, tensor: Tenso
 
 
 def _differentiate_twice(subject: Subject, inputs: Inputs) -> None:
-    own = leaves(inputs)
+    own = subject.leaves(inputs)
     first = _first_output(subject(*own))
-    gradients = torch.autograd.grad(first.sum(), differentiable(own), create_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(first.sum(), subject.differentiable(own), create_graph=True, allow_unused=True)
     sum(gradient.sum() for gradient in gradients if gradient is not None).backward()  # type: ignore[union-attr]
 
 
 def _transform(subject: Subject, inputs: Inputs, transform: Callable[..., Any]) -> Any:
     """Transforms the first output as a function of the first floating input, and calls that on this input."""
-    place = next(i for i, x in enumerate(inputs) if is_differentiable(x))
+    place = subject.places(inputs)[0]
     return transform(lambda x: _first_output(subject(*inputs[:place], x, *inputs[place + 1 :])), inputs[place])
 
 

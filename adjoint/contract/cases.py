@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adjoint.contract import batching
 from adjoint.contract.batching import Answers, Rebatch
-from adjoint.contract.inputs import Inputs, is_differentiable
+from adjoint.contract.inputs import Inputs, each, is_differentiable
 from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 
@@ -81,6 +81,7 @@ class Subject:
         keywords: the keywords of the mode.
         inputs: names of the tensor arguments, in order. Those of a floating dtype are differentiable, and the adjoint's
             output for `x` is named `dx`; others keep their dtype and have no gradient.
+        constant: names of floating inputs that have no gradient.
         reference: inputs, floating ones in float64 -> the public outputs.
         reference_backward: upstream gradients, then inputs, in the same way -> a gradient per floating input.
         cases: layouts, sizes and values.
@@ -120,6 +121,7 @@ class Subject:
     pieces: Callable[[Inputs, tuple[Tensor, ...]], Iterable[tuple[Inputs, tuple[Tensor, ...]]]] | None = None
     autocast: tuple[str, ...] = ()
     by_name: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
 
     def __call__(self, *inputs: Tensor | None, **keywords: Any) -> Any:
         positional, named = self.arguments(inputs)
@@ -137,7 +139,24 @@ class Subject:
 
     def gradients(self, inputs: Inputs) -> tuple[str, ...]:
         """The names of the adjoint's outputs that are gradients of these inputs, in their order."""
-        return tuple(f"d{name}" for name, x in zip(self.inputs, inputs, strict=True) if is_differentiable(x))
+        named = zip(self.inputs, inputs, strict=True)
+        return tuple(f"d{name}" for name, x in named if is_differentiable(x) and name not in self.constant)
+
+    def places(self, inputs: Inputs) -> list[int]:
+        """Where, among the inputs, those that have a gradient are."""
+        named = enumerate(zip(self.inputs, inputs, strict=True))
+        return [place for place, (name, x) in named if is_differentiable(x) and name not in self.constant]
+
+    def differentiable(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """The inputs that have a gradient, in order."""
+        return tuple(inputs[place] for place in self.places(inputs))
+
+    def leaves(self, inputs: Inputs) -> Inputs:
+        """The inputs as leaves of a graph of their own: those with a gradient require it."""
+        own = each(Tensor.detach, inputs)
+        for tensor in self.differentiable(own):
+            tensor.requires_grad_()
+        return own
 
     def has_items(self, name: str) -> bool:
         """Whether an input has the batch axis."""

@@ -1,7 +1,8 @@
 """The tensor arguments of an op under test.
 
-Floating ones are differentiable. Integer and boolean ones carry no gradient and keep their dtype
-everywhere. An optional one that is not given is None, and stays None.
+Floating ones are differentiable, unless the subject names them as constant: `Subject.differentiable` and
+`Subject.leaves` know. Integer and boolean ones carry no gradient and keep their dtype everywhere. An optional one that
+is not given is None, and stays None.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def widened(inputs: Inputs) -> Inputs:
 
 
 def leaves(inputs: Inputs) -> Inputs:
-    """The inputs as leaves of a graph of their own: those with a gradient require it."""
+    """The inputs as leaves of a graph of their own: floating ones require a gradient."""
     return each(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), inputs)
 
 

@@ -100,7 +100,7 @@ class Op:
     Args:
         name: of the operator.
         inputs: names of the tensors, with a "?" behind those that may be None; the first never is.
-        outputs: names of what a caller gets.
+        outputs: names of what a caller gets; with none, what it promises is about what it overwrites.
         check: raises `ArgumentError` for wrong metadata; `keep` is not among its arguments.
         allocate: empty outputs, kept ones last.
         describe: the facts that a choice of plan depends on.
@@ -161,7 +161,7 @@ class Op:
         self.forward = register(
             Operator(
                 name,
-                outputs=(*outputs, *kept),
+                outputs=(*outputs, *kept) or overwrites,
                 tensors=self.inputs,
                 check=(lambda *arguments: check(*arguments[:argument_count])) if kept else check,
                 allocate=allocate,
@@ -249,7 +249,7 @@ def _make_call(op: Op) -> Callable[..., Any]:
         results = forward(*arguments, text)
         if overwritten and not torch.compiler.is_compiling():
             for place in overwritten:
-                if not arguments[place].is_inference():
+                if arguments[place] is not None and not arguments[place].is_inference():
                     torch.autograd.graph.increment_version(arguments[place])
         return results
 

@@ -1,6 +1,6 @@
 """Thin modules over the ops: torch's parameters where torch has the module, and nothing but the call."""
 
-from adjoint.nn.activation import SiLU, SwiGLU
+from adjoint.nn.activation import SigmoidGate, SiLU, SwiGLU
 from adjoint.nn.attention import GatedAttention
 from adjoint.nn.conv import CausalConv1d
 from adjoint.nn.embedding import Embedding, EmbeddingBag
@@ -19,6 +19,7 @@ __all__ = [
     "GatedRMSNorm",
     "RMSNorm",
     "SiLU",
+    "SigmoidGate",
     "SparseMoE",
     "SwiGLU",
     "fuse_experts",

@@ -1,11 +1,11 @@
-"""`SiLU` and `SwiGLU` as modules."""
+"""`SiLU`, `SwiGLU` and `SigmoidGate` as modules."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
-from adjoint.ops.activation import silu, swiglu
+from adjoint.ops.activation import sigmoid_gate, silu, swiglu
 from adjoint.ops.activation.packing import ORDERS
 from adjoint.ops.activation.swiglu import Order
 
@@ -70,6 +70,30 @@ class SwiGLU(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (f"order={self.order!r}", _options(self.reuse_inputs, self.preference))))
+
+
+class SigmoidGate(nn.Module):
+    """y = x·σ(gate), by `adjoint.sigmoid_gate`.
+
+    Args:
+        reuse_inputs: the backward writes the gradients over the inputs.
+        preference: narrows the choice of plans.
+
+    >>> import torch
+    >>> SigmoidGate()(torch.tensor([2.0, 2.0]), torch.tensor([0.0, 1.0]))
+    tensor([1.0000, 1.4621])
+    """
+
+    def __init__(self, *, reuse_inputs: bool = False, preference: Preference | None = None) -> None:
+        super().__init__()
+        self.reuse_inputs = reuse_inputs
+        self.preference = preference
+
+    def forward(self, x: Float[Tensor, "*shape"], gate: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return sigmoid_gate(x, gate, reuse_inputs=self.reuse_inputs, preference=self.preference)
+
+    def extra_repr(self) -> str:
+        return _options(self.reuse_inputs, self.preference)
 
 
 def _options(reuse_inputs: bool, preference: Preference | None) -> str:

@@ -11,9 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError
-from adjoint.nn._stand_in import rotary, sigmoid_gate
 from adjoint.nn.cache import KeyValueCache, Places
 from adjoint.nn.norm import RMSNorm
+from adjoint.ops.activation import sigmoid_gate
+from adjoint.ops.rotary import rotary
 
 
 class GatedAttention(nn.Module):
@@ -111,7 +112,7 @@ class GatedAttention(nn.Module):
         q, gate = queries.split(self.head_dim, dim=-1)
         heads = (self.num_key_value_heads, self.head_dim)
         k, v = self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
-        q, k = rotary(self.q_norm(q), self.k_norm(k), cos, sin)
+        q, k = rotary(self.q_norm(q), self.k_norm(k), cos, sin, rotary_dim=2 * cos.shape[-1])  # type: ignore[assignment]
         if cache is None:
             y = causal_attention(q, k, v, cu_seqlens)
         elif places is None:

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 OPS = (
     "activation.silu",
     "activation.swiglu",
+    "activation.sigmoid_gate",
     "norm.rms_norm",
     "norm.gated_rms_norm",
     "norm.l2_norm",
     "conv.causal_conv1d",
     "conv.causal_conv1d_step",
+    "rotary.rotary",
     "embedding.embedding",
     "embedding.bag",
     "indexing.take_along_axis",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, Subject
-from adjoint.contract.inputs import each, is_differentiable
+from adjoint.contract.inputs import each
 from adjoint.contract.inputs import poison as fill_with_poison
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
@@ -173,8 +173,7 @@ def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
                 laid = tuple(map(relayout, base.upstream))
                 plain = base.again(upstream=tuple(t.contiguous() for t in laid))
                 comparison.equal(f"{name}: {what}", base.again(upstream=laid).gradients, plain.gradients)
-        floating = [index for index, tensor in enumerate(base.inputs) if is_differentiable(tensor)]
-        for index, expected in zip(floating, base.gradients, strict=True):
+        for index, expected in zip(subject.places(base.inputs), base.gradients, strict=True):
             inputs = list(each(Tensor.detach, base.inputs))
             inputs[index].requires_grad_()
             outputs = as_tuple(subject(*inputs, preference=preference))

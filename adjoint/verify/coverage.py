@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from adjoint.contract.cases import Case, Subject
-from adjoint.contract.inputs import differentiable
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import to_meta
@@ -141,7 +140,7 @@ def _directions(
     outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
     floating = sum(output.is_floating_point() for output in outputs)
     forward = {name: x.dtype for name, x in zip(call.operator.outputs[:floating], outputs, strict=False)}
-    backward = dict(zip(subject.gradients(inputs), (x.dtype for x in differentiable(inputs)), strict=True))
+    backward = dict(zip(subject.gradients(inputs), (x.dtype for x in subject.differentiable(inputs)), strict=True))
     sides = []
     for (operator, problem), seen in zip(call.problems(device), (forward, backward), strict=True):
         plan = select(operator, problem, text)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adjoint.contract import directions
 from adjoint.contract.cases import Case, Subject
-from adjoint.contract.inputs import Inputs, differentiable, each, leaves
+from adjoint.contract.inputs import Inputs, each
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.operator import forget
@@ -39,11 +39,13 @@ def _of_every_plan(subject: Subject, dtype: torch.dtype, device: torch.device, p
     return list(by_plan.values())
 
 
-def _results(function: Callable[..., Any], inputs: Inputs, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Outputs and all gradients of a function."""
-    own = leaves(inputs)
+def _results(
+    subject: Subject, function: Callable[..., Any], inputs: Inputs, upstream: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Outputs and all gradients of a function that takes what a subject does."""
+    own = subject.leaves(inputs)
     outputs = as_tuple(function(*own))
-    return (*outputs, *torch.autograd.grad(outputs, differentiable(own), upstream))
+    return (*outputs, *torch.autograd.grad(outputs, subject.differentiable(own), upstream))
 
 
 def _are_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
@@ -90,7 +92,7 @@ def compilation(
                 inputs, upstream = base.inputs, base.upstream
                 if not number:
                     inputs, upstream = subject.resize(inputs, upstream, size)
-                if not _are_equal(_results(compiled, inputs, upstream), base.again(inputs, upstream).results):
+                if not _are_equal(_results(subject, compiled, inputs, upstream), base.again(inputs, upstream).results):
                     wrong.append(f"dynamic={dynamic}, {size} items: bits differ from eager mode")
         torch._dynamo.reset()
         rows.append(base.row(f"compile ({backend})", dtype, "equals eager mode", wrong=wrong))
@@ -118,7 +120,7 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
     def recomputed(*inputs: Any) -> Any:
         return checkpoint(lambda *x: subject(*x, preference=preference), *inputs, use_reentrant=False)
 
-    compare("checkpoint", _results(recomputed, base.inputs, base.upstream), base.results)
+    compare("checkpoint", _results(subject, recomputed, base.inputs, base.upstream), base.results)
 
     if kernels.interpreting():  # Triton's interpreter is not made for threads
         return [base.row("modes", dtype, "changes nothing", wrong=wrong)]
@@ -148,7 +150,7 @@ def _autocast(
     expected = base.again(inputs, upstream)
     with torch.autocast(device.type, dtype=low):
         found = base.again(upstream=upstream)
-    as_given = zip(expected.gradients, differentiable(base.inputs), strict=True)
+    as_given = zip(expected.gradients, subject.differentiable(base.inputs), strict=True)
     return found.results, (*expected.outputs, *(gradient.to(own.dtype) for gradient, own in as_given))
 
 

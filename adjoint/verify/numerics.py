@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, Case, Special, Subject
-from adjoint.contract.inputs import Inputs, each, is_differentiable, leaves
+from adjoint.contract.inputs import Inputs, each
 from adjoint.core.guarantee import absolute_error, spacing
 from adjoint.core.preference import Preference
 from adjoint.verify.run import Row, as_tuple, compare, evaluate, generator, regressions
@@ -134,7 +134,7 @@ def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
 
     agrees_with_op = torch.autograd.gradcheck(
         lambda *x: as_tuple(subject(*x, preference=preference)),
-        leaves(plain),
+        subject.leaves(plain),
         raise_exception=False,
         fast_mode=False,
     )
@@ -181,7 +181,8 @@ def _central_differences(subject: Subject, inputs: Inputs, upstream: tuple[Tenso
         return (sums[0] - sums[1]) / (2 * step)
 
     return [
-        tensor.new_tensor([slope(index, position) for position in range(tensor.numel())]).reshape(tensor.shape)
-        for index, tensor in enumerate(inputs)
-        if is_differentiable(tensor)
+        inputs[index].new_tensor([slope(index, position) for position in range(inputs[index].numel())]).reshape(
+            inputs[index].shape
+        )
+        for index in subject.places(inputs)
     ]

@@ -12,7 +12,7 @@ from adjoint.contract import directions
 from adjoint.contract import recorded as recorded_figures
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.directions import Bound
-from adjoint.contract.inputs import Inputs, differentiable, is_differentiable, leaves, widened
+from adjoint.contract.inputs import Inputs, is_differentiable, widened
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, resolve
@@ -94,13 +94,13 @@ class Evaluation:
 
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:
-    """The floating tensors a public function returns, in order, those of nested tuples too.
+    """The floating tensors a public function returns, in order, those of nested tuples too, and without a None.
 
     Whole numbers, such as a layout's, have no gradient and no error to measure: they are for the family's own tests.
     """
     if isinstance(value, Tensor):
         return (value,) if value.is_floating_point() else ()
-    return tuple(tensor for part in value for tensor in as_tuple(part))
+    return tuple(tensor for part in value or () for tensor in as_tuple(part))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -109,9 +109,9 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def differentiate(subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...], preference: Preference) -> Evaluation:
     """Outputs and all gradients for given inputs and upstream gradients."""
-    own = leaves(inputs)
+    own = subject.leaves(inputs)
     outputs = as_tuple(subject(*own, preference=preference))
-    gradients = torch.autograd.grad(outputs, differentiable(own), upstream)
+    gradients = torch.autograd.grad(outputs, subject.differentiable(own), upstream)
     return Evaluation(subject, preference, inputs, upstream, tuple(o.detach() for o in outputs), gradients)
 
 

@@ -31,6 +31,7 @@ WITH_PRODUCTS = {
 WITHOUT_PRODUCTS = {
     "silu", "silu_backward", "silu_backward_reuse",
     "swiglu", "swiglu_backward", "swiglu_backward_reuse",
+    "sigmoid_gate", "sigmoid_gate_backward", "sigmoid_gate_backward_reuse",
     "swiglu_packed", "swiglu_packed_backward", "swiglu_packed_backward_reuse",
     "rms_norm", "rms_norm_backward", "rms_norm_residual", "rms_norm_residual_backward",
     "gated_rms_norm", "gated_rms_norm_backward", "l2_norm", "l2_norm_backward",

@@ -21,6 +21,7 @@ from adjoint.core.operator import operators
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: adjoint.silu(x),
     "swiglu": lambda x: adjoint.swiglu(x, x + 1),
+    "sigmoid_gate": lambda x: adjoint.sigmoid_gate(x, x + 1),
     "swiglu_packed": lambda x: adjoint.swiglu(x, order="interleaved"),
 }
 

@@ -129,22 +129,27 @@ def _activation_noticed(mutant: Mutant) -> bool:
     strided = "strided" in mutant.function or mutant.function == "split_index"
     likely = {"transposed", "six axes", "five axes"} if strided else {"past one tile", "rows apart", "odd halves"}
     ordered = sorted(
-        subjects, key=lambda s: (("pairs" in mutant.function) != ("interleaved" in s.name), s.name != "swiglu")
+        subjects,
+        key=lambda s: (
+            ("pairs" in mutant.function) != ("interleaved" in s.name),
+            ("sigmoid" in mutant.function) != (s.name == "sigmoid_gate"),
+            s.name not in ("swiglu", "sigmoid_gate"),
+        ),
     )
     soon = {
         subject.name: [case for case in subject.cases if case.name in likely] or list(subject.cases[:2])
         for subject in ordered
     }
     return (
-        any(inaccurate(subject, torch.bfloat16, soon[subject.name]) for subject in ordered[:2])
+        any(inaccurate(subject, torch.bfloat16, soon[subject.name]) for subject in ordered[:3])
         or failed(partial(_read_at_the_edge, ordered[0], strided, preference))
-        or any(inaccurate(subject, torch.float32, soon[subject.name][:1]) for subject in ordered[:2])
-        or any(failed(partial(numerics.specials, s, d, CPU, preference)) for s in ordered[:2] for d in s.dtypes)
+        or any(inaccurate(subject, torch.float32, soon[subject.name][:1]) for subject in ordered[:3])
+        or any(failed(partial(numerics.specials, s, d, CPU, preference)) for s in ordered[:3] for d in s.dtypes)
         or any(
             failed(
                 partial(check, replace(subject, cases=tuple(soon[subject.name][:2])), torch.bfloat16, CPU, preference)
             )
-            for subject in ordered[:2]
+            for subject in ordered[:3]
             for check in (bits.poison, bits.upstreams)
         )
         or any(inaccurate(subject, dtype, subject.cases) for subject in ordered for dtype in subject.dtypes)

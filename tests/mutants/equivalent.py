@@ -2,6 +2,7 @@
 
 EQUIVALENT = {
     ("silu_parts", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
+    ("sigmoid_parts", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
     ("forward_value", "x >= 0 -> x > 0"): "both branches agree at 0, where h = 1",
     ("*", "columns - start >= BLOCK -> columns - start > BLOCK"): "a full tile is also right under a mask",
     ("*", "2048.0 -> 3072.0"): "any bound past the asymptote serves",

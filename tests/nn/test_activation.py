@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.nn import SiLU, SwiGLU
+from adjoint.nn import SigmoidGate, SiLU, SwiGLU
 from adjoint.ops.activation.packing import ORDERS
 
 EAGER = adjoint.Preference(backend="eager")
@@ -39,6 +39,21 @@ def test_two_tensors_need_no_order(order: str) -> None:
 def test_silu_is_the_function() -> None:
     x = normal(3, 5)
     assert torch.equal(SiLU()(x), adjoint.silu(x))
+
+
+def test_sigmoid_gate_is_the_function() -> None:
+    x, gate = normal(2, 3, 5)
+    assert torch.equal(SigmoidGate()(x, gate), adjoint.sigmoid_gate(x, gate))
+    assert torch.equal(SigmoidGate()(x, gate), x * gate.sigmoid())
+    assert repr(SigmoidGate(reuse_inputs=True, preference=EAGER)) == (
+        f"SigmoidGate(reuse_inputs=True, preference={EAGER!r})"
+    )
+    with pytest.raises(adjoint.Unsupported, match="no_such_plan"):
+        SigmoidGate(preference=adjoint.Preference(plan="no_such_plan"))(x, gate)
+    y = SigmoidGate(reuse_inputs=True)(x.requires_grad_() * 1, gate * 1)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(adjoint.Unsupported, match="second backward"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("module", [SiLU(), SwiGLU(), SwiGLU("interleaved")])

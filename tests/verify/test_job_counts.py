@@ -52,6 +52,7 @@ CHECKS = {
     "rms_norm": (40, 40),
     "rms_norm[offset]": (40, 40),
     "rms_norm[residual]": (40, 40),
+    "sigmoid_gate": (68, 42),
     "silu": (68, 42),
     "solve": (22, 0),
     "swiglu": (68, 42),
@@ -65,6 +66,7 @@ CHECKS = {
 """Of every subject on a CPU: of plans in PyTorch, and of kernels, which the interpreter runs."""
 
 BAD_CALLS = {
+    "activation.sigmoid_gate": 22,
     "activation.silu": 15,
     "activation.swiglu": 27,
     "conv.causal_conv1d": 52,

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import Unsupported
-from adjoint.nn._stand_in import rotary, sigmoid_gate
 from adjoint.nn.attention import causal_attention
-from adjoint.ops.activation import swiglu
+from adjoint.ops.activation import sigmoid_gate, swiglu
 from adjoint.ops.conv import causal_conv1d
 from adjoint.ops.embedding import embedding
 from adjoint.ops.gated_delta import gate, gated_delta_rule, gated_delta_step
 from adjoint.ops.gated_delta.step import MAX_TOKENS
 from adjoint.ops.norm import gated_rms_norm, rms_norm
+from adjoint.ops.rotary import rotary
 
 
 def embed(self: Any, input: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def attend(
     q, gate = queries.split(self.head_dim, dim=-1)
     k, v = self.k_proj(hidden_states).view(shape), self.v_proj(hidden_states).view(shape)
     cos, sin = position_embeddings
-    q, k = rotary(self.q_norm(q), self.k_norm(k), cos, sin)
+    q, k = rotary(self.q_norm(q), self.k_norm(k), cos, sin)  # type: ignore[assignment]
     cu_seqlens, weights = kwargs.get("cu_seq_lens_q"), None
     dropout = self.attention_dropout if self.training else 0.0
     if cu_seqlens is not None and past_key_values is None and not dropout:
@@ -109,7 +109,5 @@ def attend(
         attention = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, modeling.eager_attention_forward
         )
-        y, weights = attention(
-            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
+        y, weights = attention(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
     return self.o_proj(sigmoid_gate(y.reshape(gate.shape), gate).flatten(-2)), weights

@@ -1,6 +1,7 @@
 """`patch`: our operations in one model of transformers, module by module, and `unpatch`, which takes them out again."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -164,15 +165,17 @@ def _replace_embedding(module: nn.Embedding, undo: list[Callable[[], None]]) -> 
 
 
 def _replace_experts(module: Any, undo: list[Callable[[], None]]) -> tuple[str, str]:
-    """Through transformers' own registry: the experts of a model ask their configuration which implementation runs."""
+    """Through transformers' registry: experts ask their configuration which implementation runs, here one of their own.
+
+    The configuration of the model may be that of other models, too.
+    """
     if reason := why_not_experts(module):
         return "moe.experts", reason
     register_experts()
-    config = module.config
-    before = config._experts_implementation
-    if before != "adjoint":
-        config._experts_implementation = "adjoint"
-        undo.append(lambda: setattr(config, "_experts_implementation", before))
+    before = module.config
+    module.config = copy(before)
+    module.config._experts_implementation = "adjoint"
+    undo.append(lambda: setattr(module, "config", before))
     return "moe.experts", ""
 
 
@@ -206,5 +209,3 @@ def _bounds_of(positions: Tensor) -> Tensor | None:
         return None
     ends = begins.new_tensor([row.shape[1]])
     return torch.cat((begins.new_zeros(1), begins, ends)).to(torch.int32)
-
-

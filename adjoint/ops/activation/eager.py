@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ROUND = {  # these methods cost half of Tensor.to
+ROUND = {  # these methods cost half of Tensor.to
     torch.float64: Tensor.double,
     torch.float32: Tensor.float,
     torch.bfloat16: Tensor.bfloat16,
     torch.float16: Tensor.half,
 }
+"""What rounds a tensor to a dtype."""
 _BOUND = 2048.0  # past it silu is its asymptote in every type; infinities would give 0·∞
 
 
@@ -27,7 +28,7 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
         wide = F.silu(gate.double().clamp_min_(-_BOUND), inplace=True)
         if up is not None:
             wide.mul_(up)
-    return _ROUND[gate.dtype](wide) if y is None else y.copy_(wide)
+    return ROUND[gate.dtype](wide) if y is None else y.copy_(wide)
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None) -> None:

@@ -9,6 +9,11 @@ so nothing overflows, and for x far below 0 every factor stays normal until the 
 naive x / (1 + e^−x) gives 0 from x = −88.8 on, where the result is still normal in float32 and
 bfloat16. Incoming factors (up, the upstream gradient) are multiplied by one h each before they meet.
 
+`sigmoid_gate` runs on the kernels of swiglu, with its x in the place of up and σ in the place of silu (SIGMOID):
+
+    σ(x) = r              x ≥ 0        σ'(x) = r²·h²
+         = h·r·h          x < 0
+
 Kernels come in three layouts. `rows`: every tensor is rows of adjacent elements, any distance apart
 (one single row when all are contiguous). `pairs`: the same, gate and up interleaved in one tensor.
 `strided`: anything, up to four axes. Addresses are int64, one element has one writer, and no sum is
@@ -105,9 +110,19 @@ def silu_parts(x, NARROW: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def forward_value(gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
-    """silu(gate)·up."""
+def sigmoid_parts(x, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """r, d and h: σ(x) is r·d² and its slope r²·h², where d = e^(min(x, 0)/2). Bounds |x| as above."""
+    h = half_exponential(tl.where(x == x, tl.minimum(tl.abs(x), 2048.0), x), NARROW, NATIVE)
+    return reciprocal(1.0 + h * h, NATIVE), tl.where(x >= 0, 1.0, h), h
+
+
+@triton.jit
+def forward_value(gate, up, HAS_UP: tl.constexpr, SIGMOID: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
+    """silu(gate)·up, or σ(gate)·up."""
     x = widen(gate)
+    if SIGMOID:
+        r, d, _ = sigmoid_parts(x, NARROW, NATIVE)
+        return (widen(up) * d) * (r * d)
     if HAS_UP and NARROW:
         # The product comes first, so that both loads are issued before the arithmetic: the compiler
         # otherwise sinks the second load below it. Scaled by 2^−8 and with x ≥ −256, where d is 0
@@ -124,11 +139,17 @@ def forward_value(gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: 
 
 
 @triton.jit
-def backward_values(dy, gate, up, HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
-    """dgate = dy·up·silu'(gate) and dup = dy·silu(gate).
+def backward_values(
+    dy, gate, up, HAS_UP: tl.constexpr, SIGMOID: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr
+):
+    """dgate = dy·up·silu'(gate) and dup = dy·silu(gate), or the same of σ.
 
-    The slope, at most 1.1, enters halved: the product overflows only where its value does.
+    The slope of silu, at most 1.1, enters halved: the product overflows only where its value does.
     """
+    if SIGMOID:
+        r, d, h = sigmoid_parts(widen(gate), NARROW, NATIVE)
+        dy = widen(dy)
+        return (dy * h) * (widen(up) * (h * r * r)), (dy * d) * (r * d)
     value, slope, d = silu_parts(widen(gate), NARROW, NATIVE)
     dy = widen(dy) * d
     if HAS_UP:
@@ -155,7 +176,8 @@ def row_and_column(ONE_ROW: tl.constexpr, BLOCK: tl.constexpr):
 def silu_forward_rows(
     gate: PointerIf16.element, up: PointerIf16.element, y: PointerIf16.element, gate_stride: Int64If16,
     up_stride: Int64If16, y_stride: Int64If16, columns: Int64,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UP: tl.constexpr, SIGMOID: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start = row_and_column(ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
@@ -165,12 +187,12 @@ def silu_forward_rows(
     if columns - start >= BLOCK:  # no mask: wide accesses whatever the number of columns
         g = tl.load(gate + lane, eviction_policy=KEEP)
         u = tl.load(up + lane, eviction_policy=KEEP) if HAS_UP else g
-        tl.store(y + lane, forward_value(g, u, HAS_UP, NARROW, NATIVE).to(g.dtype))
+        tl.store(y + lane, forward_value(g, u, HAS_UP, SIGMOID, NARROW, NATIVE).to(g.dtype))
     else:
         inside = lane < columns - start
         g = tl.load(gate + lane, inside)
         u = tl.load(up + lane, inside) if HAS_UP else g
-        tl.store(y + lane, forward_value(g, u, HAS_UP, NARROW, NATIVE).to(g.dtype), inside)
+        tl.store(y + lane, forward_value(g, u, HAS_UP, SIGMOID, NARROW, NATIVE).to(g.dtype), inside)
 
 
 @kernel(budget=_ROWS, schedule=("BLOCK",))
@@ -180,7 +202,8 @@ def silu_backward_rows(
     dup: PointerIf16.element, dy_stride: Int64If16, gate_stride: Int64If16, up_stride: Int64If16,
     dgate_stride: Int64If16, dup_stride: Int64If16,
     columns: Int64, need: Int32,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UP: tl.constexpr, SIGMOID: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ONE_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start = row_and_column(ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
@@ -195,7 +218,7 @@ def silu_backward_rows(
         g = tl.load(gate + lane, eviction_policy=KEEP)
         u = tl.load(up + lane, need_gate, eviction_policy=KEEP) if HAS_UP else g
         upstream = tl.load(dy + lane, eviction_policy=KEEP)
-        dg, du = backward_values(upstream, g, u, HAS_UP, NARROW, NATIVE)
+        dg, du = backward_values(upstream, g, u, HAS_UP, SIGMOID, NARROW, NATIVE)
         tl.store(dgate + lane, dg.to(g.dtype), need_gate)
         if HAS_UP:
             tl.store(dup + lane, du.to(g.dtype), need_up)
@@ -203,7 +226,7 @@ def silu_backward_rows(
         inside = lane < columns - start
         g = tl.load(gate + lane, inside)
         u = tl.load(up + lane, inside & need_gate) if HAS_UP else g
-        dg, du = backward_values(tl.load(dy + lane, inside), g, u, HAS_UP, NARROW, NATIVE)
+        dg, du = backward_values(tl.load(dy + lane, inside), g, u, HAS_UP, SIGMOID, NARROW, NATIVE)
         tl.store(dgate + lane, dg.to(g.dtype), inside & need_gate)
         if HAS_UP:
             tl.store(dup + lane, du.to(g.dtype), inside & need_up)
@@ -223,11 +246,11 @@ def swiglu_forward_pairs(
     y += row * y_stride + start
     if columns - start >= BLOCK:
         g, u = tl.split(tl.reshape(tl.load(packed + both), (BLOCK, 2)))
-        tl.store(y + lane, forward_value(g, u, True, NARROW, NATIVE).to(g.dtype))
+        tl.store(y + lane, forward_value(g, u, True, False, NARROW, NATIVE).to(g.dtype))
     else:
         left = columns - start
         g, u = tl.split(tl.reshape(tl.load(packed + both, both < 2 * left), (BLOCK, 2)))
-        tl.store(y + lane, forward_value(g, u, True, NARROW, NATIVE).to(g.dtype), lane < left)
+        tl.store(y + lane, forward_value(g, u, True, False, NARROW, NATIVE).to(g.dtype), lane < left)
 
 
 @kernel(budget=_PAIRS, schedule=("BLOCK",))
@@ -245,12 +268,12 @@ def swiglu_backward_pairs(
     dpacked += row * dpacked_stride + 2 * start
     if columns - start >= BLOCK:
         g, u = tl.split(tl.reshape(tl.load(packed + both), (BLOCK, 2)))
-        dg, du = backward_values(tl.load(dy + lane), g, u, True, NARROW, NATIVE)
+        dg, du = backward_values(tl.load(dy + lane), g, u, True, False, NARROW, NATIVE)
         tl.store(dpacked + both, tl.interleave(dg, du).to(g.dtype))
     else:
         left = columns - start
         g, u = tl.split(tl.reshape(tl.load(packed + both, both < 2 * left), (BLOCK, 2)))
-        dg, du = backward_values(tl.load(dy + lane, lane < left), g, u, True, NARROW, NATIVE)
+        dg, du = backward_values(tl.load(dy + lane, lane < left), g, u, True, False, NARROW, NATIVE)
         tl.store(dpacked + both, tl.interleave(dg, du).to(g.dtype), both < 2 * left)
 
 
@@ -271,14 +294,14 @@ def silu_forward_strided(
     size_3: Int32,
     gate_0: Int64, gate_1: Int64, gate_2: Int64, gate_3: Int64, up_0: Int64, up_1: Int64, up_2: Int64, up_3: Int64,
     y_0: Int64, y_1: Int64, y_2: Int64, y_3: Int64,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UP: tl.constexpr, SIGMOID: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < total
     i0, i1, i2, i3 = split_index(index, size_1, size_2, size_3)
     g = tl.load(gate + i0 * gate_0 + i1 * gate_1 + i2 * gate_2 + i3 * gate_3, inside)
     u = tl.load(up + i0 * up_0 + i1 * up_1 + i2 * up_2 + i3 * up_3, inside) if HAS_UP else g
-    value = forward_value(g, u, HAS_UP, NARROW, NATIVE).to(g.dtype)
+    value = forward_value(g, u, HAS_UP, SIGMOID, NARROW, NATIVE).to(g.dtype)
     tl.store(y + i0 * y_0 + i1 * y_1 + i2 * y_2 + i3 * y_3, value, inside)
 
 
@@ -291,7 +314,7 @@ def silu_backward_strided(
     up_0: Int64, up_1: Int64, up_2: Int64, up_3: Int64,
     dgate_0: Int64, dgate_1: Int64, dgate_2: Int64, dgate_3: Int64, dup_0: Int64, dup_1: Int64, dup_2: Int64,
     dup_3: Int64, need: Int32,
-    HAS_UP: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UP: tl.constexpr, SIGMOID: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < total
@@ -300,7 +323,7 @@ def silu_backward_strided(
     g = tl.load(gate + i0 * gate_0 + i1 * gate_1 + i2 * gate_2 + i3 * gate_3, inside)
     u = tl.load(up + i0 * up_0 + i1 * up_1 + i2 * up_2 + i3 * up_3, need_gate) if HAS_UP else g
     upstream = tl.load(dy + i0 * dy_0 + i1 * dy_1 + i2 * dy_2 + i3 * dy_3, inside)
-    dg, du = backward_values(upstream, g, u, HAS_UP, NARROW, NATIVE)
+    dg, du = backward_values(upstream, g, u, HAS_UP, SIGMOID, NARROW, NATIVE)
     tl.store(dgate + i0 * dgate_0 + i1 * dgate_1 + i2 * dgate_2 + i3 * dgate_3, dg.to(g.dtype), need_gate)
     if HAS_UP:
         need_up = inside & ((need & 2) != 0)
@@ -378,7 +401,8 @@ class _Rows:
 
 def rows(setup: Setup, of: Activation) -> Execute:
     """Rows of adjacent elements. Of a backward, a gradient that is not needed is empty."""
-    variants = _Rows(setup, silu_forward_rows if of.is_forward else silu_backward_rows, HAS_UP=of.has_up)
+    kernel = silu_forward_rows if of.is_forward else silu_backward_rows
+    variants = _Rows(setup, kernel, HAS_UP=of.has_up, SIGMOID=of.function.is_sigmoid)
     one_row, block, views = variants.one_row, variants.block, of.views
 
     def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
@@ -420,7 +444,8 @@ def strided(setup: Setup, of: Activation) -> Execute:
     """Any layout, launched once for each index of the axes past those that a kernel visits."""
     kernel = silu_forward_strided if of.is_forward else silu_backward_strided
     views, block, num_warps = of.views, setup.schedule["block"], setup.schedule["num_warps"]
-    bound = setup.kernel(kernel, num_warps=num_warps, **_constants(setup, HAS_UP=of.has_up, BLOCK=block))
+    constants = _constants(setup, HAS_UP=of.has_up, SIGMOID=of.function.is_sigmoid, BLOCK=block)
+    bound = setup.kernel(kernel, num_warps=num_warps, **constants)
     pointers = [name for name, parameter in kernel.types.items() if parameter.pointer]
     stride_names = {name: [f"{name}_{axis}" for axis in range(MAX_AXES)] for name in pointers}
     no_strides = dict.fromkeys([name for names in stride_names.values() for name in names], 0)

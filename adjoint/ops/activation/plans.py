@@ -75,18 +75,40 @@ DOMAIN = "every gate, finite up and dy; finite wherever the exact result is in r
 LARGEST_DY = ", of dgate for |dy| up to half of the largest number"
 
 
+class Function(NamedTuple):
+    """What an activation computes of its gate: in kernels, in plain PyTorch, and how far that may be off.
+
+    Attributes:
+        is_sigmoid: whether kernels compute σ in the place of silu.
+        eager, in_float32: modules with its `forward` and `backward` in plain PyTorch.
+        costs: what an arithmetic, by its key in `bounds.ULP`, costs for a storage type.
+        errors: the statement for each output of a direction, from the arithmetic, the storage type and the options.
+    """
+
+    is_sigmoid: bool
+    eager: Any
+    in_float32: Any
+    costs: Callable[[str, torch.dtype], bounds.Arithmetic]
+    errors: Callable[["Activation", str, torch.dtype, tuple[Any, ...]], dict[str, ErrorStatement]]
+    domain: str
+    domain_in_float32: str
+    special_values: str
+
+
 class Activation(NamedTuple):
     """One direction of an activation, as kernels, plain PyTorch and bounds see it alike.
 
     Attributes:
         views: its tensors, from the arguments and outputs of the operator: of a forward gate, up and y; of a backward
             dy, gate, up, dgate, dup and need. Without an up, up and dup are None.
+        function: what is computed of the gate.
         has_up: whether there is an up.
         packed: whether one tensor holds gate and up.
     """
 
     is_forward: bool
     views: Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+    function: Function
     has_up: bool = True
     packed: bool = False
 
@@ -122,10 +144,16 @@ def _errors(of: Activation, used: str, dtype: torch.dtype, options: tuple[Any, .
     return {"dx": Derived(words("dgate"), dgate)}
 
 
+SILU_FUNCTION = Function(
+    False, eager, in_float32, bounds.arithmetic, _errors, DOMAIN, DOMAIN + LARGEST_DY, SPECIAL_VALUES
+)
+
+
 def guarantee(of: Activation, used: str, problem: Problem) -> dict[str, Guarantee]:
     """What each output of an operator promises in an arithmetic, a key of `bounds.ULP`."""
     (dtype,) = problem.dtypes
-    costs = bounds.arithmetic(used, dtype)
+    function, costs = of.function, of.function.costs(used, dtype)
+    in_float32 = used == "float32" and not of.is_forward
     return {
         output: Guarantee(
             repeatable=True,
@@ -134,10 +162,10 @@ def guarantee(of: Activation, used: str, problem: Problem) -> dict[str, Guarante
             accumulator=short(costs.dtype),
             roundings=1 + (costs.rounds_between and of.has_up),
             error=error,
-            domain=DOMAIN + (LARGEST_DY if used == "float32" and not of.is_forward else ""),
-            special_values=SPECIAL_VALUES,
+            domain=function.domain_in_float32 if in_float32 else function.domain,
+            special_values=function.special_values,
         )
-        for output, error in _errors(of, used, dtype, problem.options).items()
+        for output, error in function.errors(of, used, dtype, problem.options).items()
     }
 
 
@@ -147,7 +175,7 @@ NEED_GATE, NEED_UP = 1, 2
 _BOTH = NEED_GATE | NEED_UP
 
 
-def _candidates(of: Activation) -> tuple[Candidate, ...]:
+def candidates(of: Activation) -> tuple[Candidate, ...]:
     """The candidates of an operator, best first."""
 
     def on_kernels(layout: str) -> Candidate:
@@ -173,7 +201,7 @@ def _candidates(of: Activation) -> tuple[Candidate, ...]:
         return {"order": problem.options[0]} if of.packed else {}
 
     def in_torch(module: Any) -> Run:
-        """By the functions of a module: `eager` or `in_float32`."""
+        """By the functions of a module."""
 
         def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Any) -> Any:
             """A contiguous result is rounded into its memory by the library itself."""
@@ -194,8 +222,12 @@ def _candidates(of: Activation) -> tuple[Candidate, ...]:
     layouts = ("rows", "pairs", "strided") if of.packed else ("rows", "strided")
     return (
         *map(on_kernels, layouts),
-        replace(eagerly("eager.float32", "float32", in_float32), kernel="pytorch_float32", refuse=_refuse_float32),
-        eagerly("eager", "float64", eager),
+        replace(
+            eagerly("eager.float32", "float32", of.function.in_float32),
+            kernel="pytorch_float32",
+            refuse=_refuse_float32,
+        ),
+        eagerly("eager", "float64", of.function.eager),
     )
 
 
@@ -207,11 +239,11 @@ def _refuse_float32(problem: Problem) -> str:
 
 
 def _forward(views: Callable[..., Any], **of: bool) -> tuple[Candidate, ...]:
-    return _candidates(Activation(True, views, **of))
+    return candidates(Activation(True, views, SILU_FUNCTION, **of))
 
 
 def _backward(views: Callable[..., Any], **of: bool) -> tuple[Candidate, ...]:
-    return _candidates(Activation(False, views, **of))
+    return candidates(Activation(False, views, SILU_FUNCTION, **of))
 
 
 SILU = _forward(lambda a, out: (a[0], None, out[0]), has_up=False)

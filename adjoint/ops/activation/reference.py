@@ -38,6 +38,15 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return dy * up * silu_slope(gate), dy * silu(gate)
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x * sigmoid(gate)
+
+
+def sigmoid_gate_backward(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients to x and gate; 1 − σ(gate) is σ(−gate)."""
+    return dy * sigmoid(gate), dy * x * (sigmoid(gate) * sigmoid(-gate))
+
+
 def unpack(packed: Tensor, order: str) -> tuple[Tensor, Tensor]:
     """The gate and the up inside a packed tensor."""
     half = packed.shape[-1] // 2

@@ -14,6 +14,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.contract.cases import Subject
 from adjoint.ops.activation import bounds, plans, reference
+from adjoint.ops.activation.sigmoid_gate.cases import SIGMOID_GATE
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.ops.activation.values import every_value
@@ -31,7 +32,7 @@ NARROW = [torch.bfloat16, torch.float16]
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
-SUBJECTS = (SILU, SWIGLU, *PACKED)
+SUBJECTS = (SILU, SWIGLU, *PACKED, SIGMOID_GATE)
 
 
 def _silu(x: float) -> float:
@@ -166,7 +167,7 @@ def _calls(draw: st.DrawFn) -> tuple[Subject, tuple[Tensor, ...], tuple[Tensor, 
     """A subject, its inputs and an upstream gradient, each laid out in its own way."""
     subject = draw(st.sampled_from(SUBJECTS))
     dtype = draw(st.sampled_from(DTYPES))
-    packed = subject not in (SILU, SWIGLU)
+    packed = subject in PACKED
     rank = draw(st.integers(1 if packed else 0, 5))
     shape = tuple(draw(st.integers(0, 5)) for _ in range(rank))
     inner = shape

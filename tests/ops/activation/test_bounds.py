@@ -12,6 +12,7 @@ from adjoint import Derived, Enumerated, Preference
 from adjoint.contract.cases import Subject
 from adjoint.core.plan import Plan
 from adjoint.ops.activation import bounds, reference
+from adjoint.ops.activation.sigmoid_gate.cases import SIGMOID_GATE
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.ops.activation.values import ROOT, every_value
@@ -30,18 +31,19 @@ class Draw:
     Their products lie evenly over all exponents, and again as often where a result underflows and where it overflows.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, subject: Subject, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self.of_gate = _sigmoid_and_slope if subject is SIGMOID_GATE else _silu_and_slope
         self.dtype, self.device, self.info = dtype, device, torch.finfo(dtype)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.smallest = math.log2(self.info.smallest_normal * self.info.eps)
         self.largest = math.log2(self.info.max)
 
     def __call__(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """gate, up and dy: silu(gate)·up, dy·silu(gate) and dy·up·silu'(gate) are results of all sizes."""
+        """gate, up and dy: f(gate)·up, dy·f(gate) and dy·up·f'(gate) are results of all sizes; f is silu or σ."""
         gate = self._gates(count)
-        silu, slope = reference.silu(gate.double()), reference.silu_slope(gate.double())
-        up = self._factor(silu)
-        dy = torch.where(self._uniform(count) < 0.5, self._factor(silu), self._factor(slope * up.double()))
+        value, slope = self.of_gate(gate.double())
+        up = self._factor(value)
+        dy = torch.where(self._uniform(count) < 0.5, self._factor(value), self._factor(slope * up.double()))
         return gate, up, dy
 
     def _uniform(self, count: int, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -73,16 +75,26 @@ class Draw:
         return self._round(sign * target / other.abs().clamp_min(1e-300))
 
 
+def _silu_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
+    return reference.silu(gate), reference.silu_slope(gate)
+
+
+def _sigmoid_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
+    return reference.sigmoid(gate), reference.sigmoid(gate) * reference.sigmoid(-gate)
+
+
 def _arguments(subject: Subject, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     if subject is SILU:
         return (gate,)
+    if subject is SIGMOID_GATE:
+        return up, gate
     return (gate, up) if subject is SWIGLU else (reference.pack(gate, up, subject.keywords["order"]),)
 
 
 def _shares(plan: Plan, subject: Subject, gate: Tensor, up: Tensor, dy: Tensor) -> Iterator[tuple[str, float, float]]:
     """Each output, the largest share of its bound, or its error in ulp, and the limit of that."""
     assert plan.adjoint is not None
-    if plan.name == "eager.float32":
+    if plan.name == "eager.float32" and subject is not SIGMOID_GATE:
         dy = dy.clamp(-torch.finfo(dy.dtype).max / 2, torch.finfo(dy.dtype).max / 2)
     inputs = _arguments(subject, gate, up)
     wide, upstream = tuple(x.double() for x in inputs), dy.double()
@@ -99,7 +111,7 @@ def _shares(plan: Plan, subject: Subject, gate: Tensor, up: Tensor, dy: Tensor) 
 
 def _search(subject: Subject, dtype: torch.dtype, preference: Preference, device: torch.device, pairs: int) -> None:
     """No pair breaks a bound, and some come near it: a bound that is far from all of them says little."""
-    block, draw = min(pairs, 2**25 if device.type == "cuda" else 2**19), Draw(dtype, device)
+    block, draw = min(pairs, 2**25 if device.type == "cuda" else 2**19), Draw(subject, dtype, device)
     largest: dict[str, float] = {}
     for begin in range(0, pairs, block):
         gate, up, dy = draw(min(block, pairs - begin))
@@ -112,11 +124,12 @@ def _search(subject: Subject, dtype: torch.dtype, preference: Preference, device
 
 
 @pytest.mark.parametrize("plan", IN_TORCH)
+@pytest.mark.parametrize("subject", [SWIGLU, SIGMOID_GATE], ids=lambda subject: subject.name)
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
-def test_no_pair_breaks_the_bounds_in_torch(plan: str, dtype: torch.dtype, everything: bool) -> None:
+def test_no_pair_breaks_the_bounds_in_torch(subject: Subject, plan: str, dtype: torch.dtype, everything: bool) -> None:
     """10⁷ pairs for each plan."""
     pairs = 10**7 if everything else 10**7 // 3
-    _search(SWIGLU, dtype, Preference(plan=plan), torch.device("cpu"), pairs)
+    _search(subject, dtype, Preference(plan=plan), torch.device("cpu"), pairs)
 
 
 @pytest.mark.parametrize("plan", IN_TORCH)
@@ -127,17 +140,18 @@ def test_no_pair_breaks_the_bounds_of_other_forms(subject: Subject, plan: str, d
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("subject", [SILU, SWIGLU], ids=lambda subject: subject.name)
+@pytest.mark.parametrize("subject", [SILU, SWIGLU, SIGMOID_GATE], ids=lambda subject: subject.name)
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
 def test_no_pair_breaks_the_bounds_of_the_kernels(subject: Subject, dtype: torch.dtype, device: torch.device) -> None:
     _search(subject, dtype, Preference(backend="triton"), device, 10**5)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("subject", [SWIGLU, SIGMOID_GATE], ids=lambda subject: subject.name)
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
-def test_no_pair_breaks_the_bounds_on_a_gpu(dtype: torch.dtype) -> None:
+def test_no_pair_breaks_the_bounds_on_a_gpu(subject: Subject, dtype: torch.dtype) -> None:
     """10⁹ pairs for each type, a few seconds."""
-    _search(SWIGLU, dtype, Preference(backend="triton"), torch.device("cuda"), 10**9)
+    _search(subject, dtype, Preference(backend="triton"), torch.device("cuda"), 10**9)
 
 
 # --------------------------------------------------------------------------------- numbers that did break
@@ -174,7 +188,7 @@ def test_hard_products_are_inside_the_bounds(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_silu_of_a_16_bit_number_is_enumerated(dtype: torch.dtype, device: str) -> None:
     x = torch.empty(4, 8, dtype=dtype, device="meta")
-    for subject in (SILU, SWIGLU, *PACKED):
+    for subject in (SILU, SWIGLU, SIGMOID_GATE, *PACKED):
         plan = adjoint.plan(subject.function, *(x,) * len(subject.inputs), device=device, **subject.keywords)
         assert plan.adjoint is not None
         kind = Enumerated if subject is SILU and dtype in NARROW else Derived
@@ -186,7 +200,7 @@ def test_only_silu_of_a_16_bit_number_is_enumerated(dtype: torch.dtype, device: 
 def test_the_cpu_computes_in_float32_by_default(dtype: torch.dtype) -> None:
     """In both directions; float64 inside is there by its name, and for what is float64 itself."""
     x = torch.empty(4, 8, dtype=dtype)
-    for subject in (SILU, SWIGLU, *PACKED):
+    for subject in (SILU, SWIGLU, SIGMOID_GATE, *PACKED):
         default = plan_of(subject, (x,) * len(subject.inputs), Preference())
         named = plan_of(subject, (x,) * len(subject.inputs), Preference(plan="eager"))
         assert default.adjoint is not None and named.adjoint is not None
@@ -212,6 +226,31 @@ def test_silu_of_every_16_bit_number(plan: str, dtype: torch.dtype) -> None:
     assert measured.holds
     assert measured.limit == bounds.ULP["float32" if plan == "eager.float32" else "float64"][dtype]
     assert measured.value > 0.4999
+
+
+@pytest.mark.parametrize("backend", [*IN_TORCH, pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_sigmoid_of_every_16_bit_gate(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Of x = 1, so that σ itself is rounded, and its slope for dy = 1: both inside the bound, and near it."""
+    if backend == "triton":
+        preference = Preference(backend=backend)
+    else:
+        preference, device = Preference(plan=backend), torch.device("cpu")
+    gate = every_value(dtype).to(device)
+    one = torch.ones_like(gate)
+    plan = adjoint.plan(adjoint.sigmoid_gate, one, gate, preference=preference)
+    for output, value, limit in _shares(plan, SIGMOID_GATE, gate, one, one):
+        assert 0.95 * limit < value <= limit, output
+
+
+def test_the_slope_of_a_large_gate_is_not_lost() -> None:
+    """1 − σ(gate), with a σ that was rounded, is 0 for gates of 9 in bfloat16 and of 17 in float32."""
+    for dtype, at in ((torch.bfloat16, 12.0), (torch.float32, 40.0)):
+        x, gate = (torch.full((5,), value, dtype=dtype).requires_grad_() for value in (3.0, at))
+        (dgate,) = torch.autograd.grad(adjoint.sigmoid_gate(x, gate).sum(), gate)
+        assert dgate[0].item() == pytest.approx(3 * math.exp(-at), rel=1e-2)
+        (of_torch,) = torch.autograd.grad((x * gate.sigmoid()).sum(), gate)
+        assert of_torch[0].item() == 0.0
 
 
 @pytest.mark.parametrize("plan", IN_TORCH)

@@ -18,12 +18,13 @@ from adjoint.core import kernels as registry
 from adjoint.core.kernels import Variant
 from adjoint.core.launch import variants
 from adjoint.core.layout import coalesce
+from adjoint.ops.activation.sigmoid_gate.cases import SIGMOID_GATE
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.verify.run import differentiate, evaluate, plan_of
 from tests.launches import record_launches
 
-SUBJECTS = (SILU, SWIGLU, *PACKED)
+SUBJECTS = (SILU, SWIGLU, *PACKED, SIGMOID_GATE)
 TRITON = Preference(backend="triton")
 DTYPES = SILU.dtypes
 

@@ -153,6 +153,20 @@ def test_swiglu_backward_is_autograd_s() -> None:
     assert ((dup - expected_up).abs() <= AUTOGRAD_UNITS * expected_up.abs()).all()
 
 
+def test_sigmoid_is_good_to_four_units() -> None:
+    _check(reference.sigmoid, _sigmoid, lambda x: 4 * UNIT * SECOND_ORDER * _sigmoid(x) + TINY)
+
+
+def test_sigmoid_gate_backward_is_autograd_s() -> None:
+    """Where 1 − σ, which autograd forms, does not cancel."""
+    dy, x, gate = _operands(3)
+    gate = gate.clamp(-30, 3)
+    dx, dgate = reference.sigmoid_gate_backward(dy, x, gate)
+    expected_x, expected_gate = _differentiated(reference.sigmoid_gate, dy, x, gate)
+    assert ((dx - expected_x).abs() <= AUTOGRAD_UNITS * expected_x.abs()).all()
+    assert ((dgate - expected_gate).abs() <= 32 * AUTOGRAD_UNITS * expected_gate.abs()).all()
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_packed_backward_is_autograd_s(order: str) -> None:
     (packed,) = _operands(1)

@@ -11,6 +11,7 @@ import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
 from adjoint.contract.cases import Subject
 from adjoint.ops.activation.packing import ORDERS, unpack
+from adjoint.ops.activation.sigmoid_gate.cases import SIGMOID_GATE
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 
@@ -35,7 +36,7 @@ PACKED_LAYOUTS = {name: view for name, view in LAYOUTS.items() if name != "shift
     "shifted by two": lambda t: t.flatten()[2:],
 }
 
-SUBJECTS = (SILU, SWIGLU, *PACKED)
+SUBJECTS = (SILU, SWIGLU, *PACKED, SIGMOID_GATE)
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
