@@ -70,7 +70,7 @@ def patch(model: nn.Module, *, verbose: bool = True) -> Report:
     modules = [module for module in model.modules() if _family(module)]
     if not modules:
         raise ArgumentError(
-            f"patch: {type(model).__name__} has no module of {', '.join(FAMILIES)}, the families of transformers it knows"
+            f"patch: {type(model).__name__} has no module of the families it knows: {', '.join(FAMILIES)}"
         )
     undo: list[Callable[[], None]] = []
     rows: dict[tuple[str, str, str], int] = {}
