@@ -1,6 +1,8 @@
 # make demo      create .venv, install, run `adjoint verify`
 # make test      the same set-up, then lint, types and tests (no GPU needed)
 # make test-all  the long one: every case, every build target
+# make record    measures every op's errors here again, as recorded figures: after a new op, case or revision
+# make docs      the documentation as a site, in build/site
 # make mutants   breaks every operator and constant of the kernels in turn; goes on where it was interrupted
 #
 # Another Python: make test PYTHON=python3.12
@@ -11,10 +13,10 @@ BIN := .venv/bin
 READY := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all mutants lint format bench wheel clean
+.PHONY: help setup demo test test-all docs record mutants lint format bench wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,6p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,7p' Makefile
 
 setup: $(READY)
 
@@ -45,6 +47,20 @@ test: lint
 test-all: lint
 	$(PYTEST) --all
 	TRITON_INTERPRET=1 $(PYTEST) -m kernels --all
+
+# On a GPU: adjoint verify --device cuda --record adjoint/verify/recorded
+RECORD = $(BIN)/adjoint verify --device cpu --record adjoint/verify/recorded --jobs $(JOBS)
+
+record: $(READY)
+	$(RECORD)
+	TRITON_INTERPRET=1 $(RECORD)
+	$(BIN)/python -m tests.verify.counts
+	$(BIN)/python -m tests.verify.limits
+
+# Broken links, anchors and pages that no menu leads to end the build.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run --jobs $(JOBS)

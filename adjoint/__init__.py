@@ -1,7 +1,11 @@
 """GPU kernels that come with their gradients and their guarantees, for hybrid language models."""
 
+from importlib import import_module
+from types import ModuleType
+
 from adjoint import nn
-from adjoint.core.errors import ArgumentError, Unsupported, check, checked
+from adjoint.core.errors import ArgumentError, Unsupported, WrongResult, check, checked
+from adjoint.core.first_use import first_use_check, set_first_use_check
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, prefer
@@ -25,16 +29,19 @@ __all__ = [
     "Plan",
     "Preference",
     "Unsupported",
+    "WrongResult",
     "causal_conv1d",
     "causal_conv1d_step",
     "check",
     "checked",
     "embedding",
     "embedding_bag",
+    "first_use_check",
     "gated_delta",
     "gated_delta_rule",
     "gated_delta_step",
     "gated_rms_norm",
+    "integrations",
     "l2_norm",
     "moe",
     "nn",
@@ -42,8 +49,20 @@ __all__ = [
     "prefer",
     "rms_norm",
     "rotary",
+    "set_first_use_check",
     "sigmoid_gate",
     "silu",
     "swiglu",
     "take_along_axis",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports what few programs need when it is first asked for."""
+    if name == "integrations":
+        return import_module("adjoint.integrations")
+    raise AttributeError(f"module 'adjoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,18 +1,27 @@
+<<<<<<< HEAD
 """The `adjoint` command: env, plan, verify, bench, generate.
+=======
+"""The `adjoint` command: env, ops, plan, verify, bench.
+>>>>>>> conv
 
 Commands import what they need when they run, so that help is quick. A mistake of the user is one red
-sentence and exit status 2; a check that fails is exit status 1.
+sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
 """
 
+import json
+import math
+import os
 import statistics
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -29,9 +38,31 @@ app = typer.Typer(
 _WIDE = 160  # columns where nothing tells: a log is better wide than folded
 
 
+Json = Annotated[bool, typer.Option("--json", help="Print data, as JSON, and nothing else.")]
+
+
 def _console(*, stderr: bool = False) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDE)
+    return Console(stderr=stderr, width=None if _has_width(stderr=stderr) else _WIDE)
+
+
+def _has_width(*, stderr: bool = False) -> bool:
+    """Whether a terminal, or the variable COLUMNS, says how wide lines may be."""
+    return (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(_in_json(data), indent=2, ensure_ascii=False))
+
+
+def _in_json(value: Any) -> Any:
+    """A value as JSON has it: texts for what it has no numbers for."""
+    if isinstance(value, dict):
+        return {name: _in_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _refuse(message: object) -> NoReturn:
@@ -88,35 +119,36 @@ def env(
     import_time: Annotated[
         bool, typer.Option("--import-time", help="Measure how long importing takes, in fresh processes.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Show versions, GPUs, and which backends work here and why not."""
-    import torch
-
     from adjoint.bench import environment
-    from adjoint.core.kernels import why_not_triton
 
+    machine = environment.machine()
+    if import_time:
+        theirs, both = _import_seconds("torch"), _import_seconds("torch, adjoint")
+        machine["import_seconds"] = {"torch": theirs, "adjoint": max(0.0, both - theirs)}
+    if as_json:
+        _print_json(machine)
+        return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for name, version in environment.versions().items():
+    for name, version in machine["versions"].items():
         table.add_row(name, escape(version or "not there"))
-    table.add_row("CPU", escape(environment.device_name(torch.device("cpu"))))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        memory = properties.total_memory / 2**30
-        capability = f"compute capability {properties.major}.{properties.minor}"
-        table.add_row(f"cuda:{index}", escape(f"{properties.name}, {capability}, {memory:.0f} GiB"))
-    if not count:
+    table.add_row("CPU", escape(machine["cpu"]))
+    for device, gpu in machine["gpus"].items():
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        table.add_row(device, escape(f"{gpu['name']}, compute capability {gpu['capability']}, {memory}"))
+    if not machine["gpus"]:
         table.add_row("GPU", "torch sees none")
-    for device in (torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))):
-        reason = why_not_triton(device)
-        table.add_row(f"triton on {device}", f"[yellow]no:[/] {escape(reason)}" if reason else "[green]works[/]")
-        table.add_row(f"eager on {device}", "[green]works[/]")
+    for device, backends in machine["backends"].items():
+        for backend, reason in backends.items():
+            works = f"[yellow]no:[/] {escape(reason)}" if reason else "[green]works[/]"
+            table.add_row(f"{backend} on {device}", works)
     if import_time:
-        theirs, both = _import_seconds("torch"), _import_seconds("torch, adjoint")
-        table.add_row("import torch", f"{theirs:.2f} s")
-        table.add_row("import adjoint", f"{max(0.0, both - theirs):.2f} s more")
+        table.add_row("import torch", f"{machine['import_seconds']['torch']:.2f} s")
+        table.add_row("import adjoint", f"{machine['import_seconds']['adjoint']:.2f} s more")
     _console().print(table)
 
 
@@ -128,6 +160,38 @@ def _import_seconds(modules: str) -> float:
         for _ in range(4)
     ]
     return statistics.median(runs[1:])
+
+
+# ------------------------------------------------------------------------------------------------- ops
+
+
+@app.command()
+def ops(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to list; all by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List every op's plans: their dtypes, where they run, and what they promise."""
+    from dataclasses import asdict
+
+    import adjoint
+    from adjoint.matrix import entries
+
+    try:
+        listed = entries(names or ())
+    except adjoint.ArgumentError as error:
+        _refuse(error)
+    if as_json:
+        _print_json([asdict(entry) for entry in listed])
+        return
+    console = _console()
+    for op in dict.fromkeys(entry.op for entry in listed):
+        console.print(Text(op, style="bold cyan"))
+        for entry in listed:
+            if entry.op == op:
+                facts = f"{entry.plan}, {entry.direction}: {', '.join(entry.dtypes)}; {entry.where}"
+                console.print(
+                    Padding(Text(facts), (0, 0, 0, 2)), Padding(Text(entry.what, "dim"), (0, 0, 0, 6)), sep=""
+                )
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -145,6 +209,9 @@ def plan(
     ],
     dtype: Annotated[str, typer.Option(help="Of floating tensors: float64, float32, bfloat16, float16.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="ARCHITECTURE", help="A GPU that need not be there, such as sm_90.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Ask for triton or eager.")] = None,
     name: Annotated[str | None, typer.Option("--plan", metavar="NAME", help="Ask for one plan by name.")] = None,
     repeatable: Annotated[bool, typer.Option("--repeatable", help="Same bits on every run.")] = False,
@@ -162,10 +229,12 @@ def plan(
     order: Annotated[
         str | None, typer.Option(help="swiglu on one packed tensor: gate_up, up_gate or interleaved.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Explain which plan a call would use, what it guarantees, and why no other was taken."""
     import adjoint
     from adjoint.cli_call import read_call
+    from adjoint.core import explanation
 
     keywords = [*(settings or ()), *(f"order={value}" for value in [order] if value)]
     try:
@@ -178,10 +247,27 @@ def plan(
             device_invariant=device_invariant,
             max_workspace_bytes=max_workspace_bytes,
         )
-        chosen = adjoint.plan(function, preference=preference, device=_device(device), **arguments)
+        where = _device(device) if target is None or device is not None else None
+        chosen = adjoint.plan(function, preference=preference, device=where, target=target, **arguments)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)
-    _console().print(_styled(str(chosen)), soft_wrap=True)
+    if as_json:
+        _print_json(explanation.as_data(chosen))
+        return
+    console, text = _console(), str(chosen)
+    if _has_width():
+        text = _folded(text, console.width, explanation.LABEL)
+    console.print(_styled(text), soft_wrap=True)
+
+
+def _folded(explanation: str, width: int, label: int) -> str:
+    """A printed plan in lines of a width: the rest of a statement stands below its beginning."""
+    lines, indent = [], label
+    for line in explanation.splitlines():
+        if line == "adjoint":
+            indent += 2
+        lines += textwrap.wrap(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _styled(explanation: str) -> Text:
@@ -211,7 +297,7 @@ def verify(
     record: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Check nothing; write the errors of these ops' cases here to a file, as JSON."
+            metavar="FOLDER", help="Check nothing; write the errors of these ops' cases here to a folder, as JSON."
         ),
     ] = None,
     merge: Annotated[
@@ -223,7 +309,7 @@ def verify(
     from adjoint.verify import command
     from adjoint.verify.shards import read_shard
 
-    options = {"--all": everything, "--jobs": jobs, "--shard": shard, "--save": save}
+    options = {"--all": everything, "--jobs": jobs if merge else None, "--shard": shard, "--save": save}
     if merge:
         options |= {"--device": device, "--record": record}
     alone = "--merge" if merge else "--record" if record else ""
@@ -234,7 +320,7 @@ def verify(
         if record is not None:
             from adjoint.verify.record import record as record_errors
 
-            status = record_errors(_console(), arguments or [], _present(_device(device)), record)
+            status = record_errors(_console(), arguments or [], _present(_device(device)), record, processes=jobs)
         elif merge:
             status = command.merge(_console(), [Path(argument) for argument in arguments or []])
         else:
@@ -266,6 +352,9 @@ def bench(
         list[str] | None, typer.Option(metavar="NAME", help="Only this peer, such as FLA; may be repeated.")
     ] = None,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile as well.")] = True,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Measure errors, beside promises and peers, and time nothing.")
+    ] = False,
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Time the host cost of a call on a small tensor instead.")
     ] = False,
@@ -276,23 +365,33 @@ def bench(
         typer.Option("--readme", help="Write the saved GPU results into the documents; times nothing without --save."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times; needs matplotlib.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Time ours beside torch eager, torch.compile and peers; no time is shown for a wrong result."""
     import adjoint
     from adjoint.bench import command
 
-    console, passed = _console(), True
+    console, passed = _console(stderr=as_json), True
+    data: Any = None
     target = _present(_device(device))
     try:
         if overhead:
-            command.overhead(console, target)
+            data = command.overhead(console, target, as_json)
+        elif errors:
+            folder = results.with_name("errors")
+            if save or not readme:
+                passed = command.accuracy(
+                    console, ops or [], target, rows=rows or (), peers=peer, folder=folder if save else None
+                )
+            if readme:
+                command.errors_page(console, Path("docs/errors.md"), folder)
         elif save or plot is not None or not readme:
             if save:
                 try:
                     results.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
                     _refuse(f"cannot save results in {results}: {error}")
-            passed = command.times(
+            passed, data = command.times(
                 console,
                 ops or [],
                 target,
@@ -301,11 +400,14 @@ def bench(
                 compile=compile,
                 folder=results if save else None,
                 plot=plot,
+                as_data=as_json,
             )
-        if readme:
+        if readme and not errors:
             command.readme(console, [Path("README.md"), Path("docs/performance.md")], results)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)
+    if as_json:
+        _print_json(data)
     raise typer.Exit(0 if passed else 1)
 
 

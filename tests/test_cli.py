@@ -1,5 +1,6 @@
 """The `adjoint` command: what it prints, how it refuses, its exit status."""
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,13 @@ from typer.testing import CliRunner
 import adjoint
 from adjoint import cli
 from adjoint.cli import app
+from adjoint.core.operator import operators
+
+
+@pytest.fixture(autouse=True)
+def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells how wide lines may be."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def call(*arguments: str) -> Any:
@@ -21,7 +29,7 @@ def test_version_and_help() -> None:
     assert call("--version").output.strip() == f"adjoint {adjoint.__version__}"
     done = call("--help")
     assert done.exit_code == 0
-    for command in ("env", "plan", "verify", "bench"):
+    for command in ("env", "ops", "plan", "verify", "bench"):
         assert command in done.output
         assert call(command, "--help").exit_code == 0
 
@@ -168,6 +176,81 @@ def test_plan_refuses_in_a_sentence(arguments: tuple[str, ...], words: tuple[str
     for word in words:
         assert word in done.stderr
     assert "Traceback" not in done.output
+
+
+RULE = ("gated_delta_rule", *(f"--shape={x}" for x in ("1x64x2x64", "1x64x2x64", "1x64x4x64", "1x64x4", "1x64x4")))
+
+
+@pytest.mark.parametrize(
+    ("target", "plan"), [("sm_80", "triton.chunked"), ("sm_90", "gluon.fused"), ("gfx942", "eager.chunked")]
+)
+def test_plan_for_a_gpu_that_is_not_there(target: str, plan: str) -> None:
+    done = call("plan", *RULE, "--target", target)
+    assert done.exit_code == 0, done.output
+    assert f"plan       {plan}: the first" in done.output
+    assert f"gated_delta_rule on {target}," in done.output and f"/{target}/" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--target", "sm_91"), ("unknown target 'sm_91'", "sm_90", "gfx942")),
+        (("--target", "sm_90", "--device", "cpu"), ("device= or target=", "cpu", "sm_90")),
+    ],
+)
+def test_plan_refuses_targets_in_a_sentence(options: tuple[str, ...], words: tuple[str, ...]) -> None:
+    done = call("plan", *RULE, *options)
+    assert done.exit_code == 2 and all(word in done.stderr for word in words)
+
+
+def test_plan_as_data() -> None:
+    options = ("--shape", "4x64", "--dtype", "float32", "--device", "cpu", "--repeatable")
+    data = json.loads(call("plan", "swiglu", *options, "--json").stdout)
+    tensors = [torch.empty(4, 64, device="meta")] * 2
+    chosen = adjoint.plan(adjoint.swiglu, *tensors, device="cpu", preference=adjoint.Preference(repeatable=True))
+    assert data["sku"] == str(chosen.sku) and data["adjoint"]["sku"] == str(chosen.adjoint.sku)  # type: ignore[union-attr]
+    assert data["plan"] == chosen.name and data["preference"] == "repeatable"
+    facts = {"op": "swiglu", "device": "cpu", "dtypes": ["float32"], "layout": "rows", "target": ""}
+    assert data["problem"] == facts | {"sizes": [], "options": []}
+    assert data["guarantee"]["y"]["repeatable"] is True
+    assert data["guarantee"]["y"]["error"] == {"kind": "derived", "statement": str(chosen.guarantee["y"].error)}
+    assert data["not_taken"] == dict(chosen.others)
+
+
+def test_plan_is_folded_where_lines_have_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = call("plan", *RULE, "--target", "sm_90")
+    assert done.exit_code == 0 and max(map(len, done.output.splitlines())) <= 80
+    monkeypatch.delenv("COLUMNS")
+    whole = call("plan", *RULE, "--target", "sm_90").output
+    assert "".join(done.output.split()) == "".join(whole.split()), "folding loses nothing"
+
+
+def test_env_as_data() -> None:
+    data = json.loads(call("env", "--json").stdout)
+    assert data["versions"]["adjoint"] == adjoint.__version__ and data["versions"]["torch"] == torch.__version__
+    assert data["backends"]["cpu"]["eager"] == ""
+    assert len(data["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+# ------------------------------------------------------------------------------------------------- ops
+
+
+def test_ops_lists_every_plan_with_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = json.loads(call("ops", "gated_delta_rule", "silu", "--json").stdout)
+    (hopper,) = [x for x in listed if x["plan"] == "gluon.fused" and x["direction"] == "backward"]
+    assert hopper["op"] == "gated_delta_rule" and hopper["places"] == ["sm_90"]
+    assert hopper["dtypes"] == ["bfloat16", "float16"]
+    assert ["dq", "repeatable, batch_invariant(sequence); error derived"] in hopper["promises"]
+    for operator, op in (("gated_delta_rule", "gated_delta_rule"), ("silu_backward", "silu")):
+        (found,) = [o for o in operators() if o.name == operator]
+        assert {x["plan"] for x in listed if x["op"] == op} >= {candidate.name for candidate in found.candidates()}
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = call("ops", "silu").output
+    assert "triton.rows, forward: bfloat16, float16; every GPU" in printed and "enumerated" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    done = call("ops", "relu")
+    assert done.exit_code == 2 and "unknown op relu" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------- verify

@@ -27,6 +27,7 @@ COVERED_ONCE = frozenset(
         "poison",
         "exhaustive",
         "arithmetic",
+        "forms",
     )
 )
 """Checks the interpreter runs for one dtype of each subject only, unless `--all`."""
@@ -110,6 +111,11 @@ def _step_in_place(x: Tensor) -> Tensor:
     return adjoint.gated_delta_step(token, token, token, gates, gates + 0.5, state, in_place=True)[1]
 
 
+def _rotary_in_place(x: Tensor) -> Tensor:
+    table = torch.ones(3, 4)
+    return adjoint.rotary(x.detach().clone()[None, :, None], None, table, table, in_place=True)[0]
+
+
 IDS = torch.tensor([2, 0, 2])
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -120,6 +126,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "embedding_backward_into": lambda x: adjoint.embedding(IDS, x, accumulate_into=torch.zeros_like(x)),
     "embedding_backward_sparse": lambda x: adjoint.embedding(IDS, x, sparse=True),
     "gated_delta_step_in_place": _step_in_place,
+    "rotary_in_place": _rotary_in_place,
 }
 """Operators that no subject calls, by what calls them on a [3, 4] tensor."""
 

@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,6 +250,33 @@ def test_no_paths_of_a_machine(document: Path) -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), target
+
+
+def anchor_of(heading: str) -> str:
+    """The anchor that the site, and other readers of Markdown, give a heading: words joined by hyphens."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    kept = re.sub(r"[^\w\s-]", "", unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode())
+    return re.sub(r"[-\s]+", "-", kept.strip().lower())
+
+
+def anchors_of(document: Path) -> set[str]:
+    text = re.sub(r"(?ms)^```.*?^```", "", document.read_text(encoding="utf-8"))
+    return {anchor_of(heading) for heading in re.findall(r"(?m)^#+ (.+)$", text)}
+
+
+@each_document
+def test_anchors_of_links_are_headings(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text(encoding="utf-8")):
+        led_to = document.parent / target if target else document
+        assert anchor in anchors_of(led_to), f"{target}#{anchor}"
+
+
+def test_the_menu_of_the_site_names_pages_that_are_there() -> None:
+    listed = re.findall(r"(?m)^ +(?:- )?[^:#\n]*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    made = set(re.findall(r'"([\w-]+\.md)":', (ROOT / "mkdocs_pages.py").read_text(encoding="utf-8")))
+    assert {"index.md", "concepts.md", "gated-delta-error.md", "api.md"} <= set(listed)
+    for name in set(listed) - made:
+        assert (ROOT / "docs" / name).exists(), name
 
 
 # --------------------------------------------------------------------------------------- rewriting

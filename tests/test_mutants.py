@@ -49,6 +49,7 @@ ONE_IN = {
     "adjoint.ops.indexing": 6,
     "adjoint.ops.conv": 20,
     "adjoint.ops.norm": 4,
+    "adjoint.ops.rotary": 4,
     "adjoint.ops.activation": 4,
 }
 """Of how many mutants of a module one is tried without --all, by how its name begins: the first that fits."""

@@ -4,9 +4,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,8 @@ import adjoint
 end = time.perf_counter()
 added = set(sys.modules) - before
 print(between - start, end - between)
-print(sorted(added & {"numpy", "torch._dynamo", "triton"}), torch.cuda.is_initialized())
+heavy = {"numpy", "torch._dynamo", "triton", "adjoint.contract", "adjoint.integrations", "adjoint.known_answers"}
+print(sorted(added & heavy), torch.cuda.is_initialized())
 print(sorted(name for name in added if name.startswith("adjoint.") and name.endswith(".kernels")))
 """
 
@@ -63,6 +66,45 @@ def test_every_dependency_is_pinned() -> None:
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     for requirement in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]:
         assert re.split(r"[<>=;\s]", requirement)[0] in pins, requirement
+
+
+@pytest.mark.parametrize("module", ["", "moe", "gated_delta", "nn", "integrations"])
+def test_dir_shows_public_names_alone(module: str) -> None:
+    shown: Any = getattr(adjoint, module) if module else adjoint
+    names = set(dir(shown)) - {"__version__"}
+    assert names == set(shown.__all__) and all(getattr(shown, name) is not None for name in names)
+
+
+def test_what_is_imported_late_is_an_attribute() -> None:
+    code = (
+        "import sys, adjoint\n"
+        "assert 'adjoint.integrations' not in sys.modules\n"
+        "assert callable(adjoint.integrations.fla.chunk_gated_delta_rule)\n"
+        "assert callable(adjoint.integrations.transformers.register_experts)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    for missing in (lambda: adjoint.integration, lambda: adjoint.integrations.liger):
+        with pytest.raises(AttributeError, match="has no attribute"):
+            missing()
+
+
+def test_the_sdist_holds_docs_examples_and_tests(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77", reason="an sdist is built without a build environment")
+    left_out = (".git", ".venv", "peers", "build", "dist", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(*left_out))
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    with tarfile.open(tmp_path / f"adjoint-{adjoint.__version__}.tar.gz") as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("docs", "examples", "tests", "adjoint", "benchmarks")
+    expected = {
+        str(path.relative_to(source))
+        for folder in folders
+        for path in (source / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".json")
+    }
+    files = {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "mkdocs.yml", "mkdocs_pages.py"}
+    assert expected | files <= held, sorted((expected | files) - held)
 
 
 @pytest.fixture(scope="module")

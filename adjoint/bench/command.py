@@ -1,14 +1,17 @@
 """What `adjoint bench` does, once its arguments are read."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from adjoint.bench import environment, results, run, tables
+from adjoint.bench import chart, environment, errors, results, run, tables
 from adjoint.bench import overhead as host
+from adjoint.bench.omissions import omissions
 
 
 def times(
@@ -21,9 +24,21 @@ def times(
     compile: bool = True,
     folder: Path | None = None,
     plot: Path | None = None,
-) -> bool:
-    """Times and prints; saves where a folder is given. Whether every result was right."""
+    as_data: bool = False,
+) -> tuple[bool, dict[str, Any]]:
+    """Times and prints; saves where a folder is given. Whether every result was right, and all of it as data.
+
+    Args:
+        console: where it prints what it leaves out, how far it is, and a table, unless the caller prints the data.
+        as_data: whether the caller does.
+    """
     selected = run.select(ops, rows)
+    run.check_peers(peers)
+    if plot is not None:
+        chart.require_drawing(plot)
+    left_out = list(omissions(selected, device, compile=compile, peers=peers))
+    for sentence in left_out:
+        console.print(Text(sentence), soft_wrap=True)
     options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
     options += ["--no-compile"] * (not compile) + ["--save"] * (folder is not None)
     command = " ".join(["adjoint bench", *ops, *options])
@@ -43,20 +58,56 @@ def times(
 
     result = run.run(selected, device, compile=compile, peers=peers, report=progress)
     name = environment.device_name(device)
-    console.print(tables.times(result, name))
+    if not as_data:
+        for table in tables.times(result, name, console.width):
+            console.print(table)
     if folder is not None:
         console.print(f"saved in {results.save(result, command, folder)}", highlight=False, soft_wrap=True)
     if plot is not None:
-        tables.plot(result, name, plot)
-    return result.ok
+        chart.plot(result, name, plot)
+        console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)
+    return result.ok, results.as_data(result, command) | {"left_out": left_out}
 
 
-def overhead(console: Console, device: torch.device) -> None:
-    """Prints host costs: on the CPU always, on a GPU too when that is the device."""
+def accuracy(
+    console: Console,
+    ops: Sequence[str],
+    device: torch.device,
+    *,
+    rows: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
+    folder: Path | None = None,
+) -> bool:
+    """Measures errors and prints them by family; saves where a folder is given. Whether every promise was kept."""
+    selected = errors.chosen(ops, rows)
+    options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
+    command = " ".join(["adjoint bench", *ops, "--errors", *options, *["--save"] * (folder is not None)])
+
+    def progress(found: list[errors.Row]) -> None:
+        """What is saved survives an interruption."""
+        console.print(Text(f"{found[-1].workload}: measured", style="dim"), soft_wrap=True)
+        if folder is not None:
+            errors.save(found, command, device, folder)
+
+    found = errors.run(selected, device, peers=peers, report=progress)
+    content = errors.content_of(found, command, device)
+    for family in dict.fromkeys(row.family for row in found):
+        console.print(Text(errors.markdown(content, family)), soft_wrap=True)
+    broken = [row for row in found if not row.holds]
+    for row in broken:
+        where = f"{row.workload}, {row.direction}, {row.output}"
+        console.print(Text(f"FAILED {where}: {row.promise or row.note}", style="red"), soft_wrap=True)
+    return not broken
+
+
+def overhead(console: Console, device: torch.device, as_data: bool = False) -> list[dict[str, Any]]:
+    """Prints host costs, unless the caller does, as data: on the CPU always, on a GPU too when that is the device."""
     rows = host.overhead(torch.device("cpu"))
     if device.type == "cuda":
         rows += host.overhead(device)
-    console.print(tables.overheads(rows))
+    if not as_data:
+        console.print(tables.overheads(rows, console.width))
+    return [asdict(row) | {"host": row.host, "inside": row.inside} for row in rows]
 
 
 def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
@@ -64,3 +115,9 @@ def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
     for path in (paths[0], *filter(Path.exists, paths[1:])):
         written = results.update_readme(path, folder)
         console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)
+
+
+def errors_page(console: Console, path: Path, folder: Path) -> None:
+    """Writes the saved errors of GPUs into their page."""
+    written = errors.update_page(path, folder)
+    console.print(f"{path}: wrote the errors of {', '.join(written)}", highlight=False, soft_wrap=True)

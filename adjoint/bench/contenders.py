@@ -76,6 +76,10 @@ class NotInstalled(Exception):
     """A peer that is not there; the sentence says how to get it."""
 
 
+class NeedsGpu(Exception):
+    """A peer that does not run on the device at hand."""
+
+
 def as_tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 

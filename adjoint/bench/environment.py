@@ -4,10 +4,12 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from adjoint.bench.peers import PEERS, version
+from adjoint.core.kernels import why_not_triton
 
 
 def device_name(device: torch.device) -> str:
@@ -63,6 +65,23 @@ def cache_bytes(device: torch.device) -> int | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def machine() -> dict[str, Any]:
+    """Versions, the CPU, the GPUs, and for each device why a backend cannot run on it: empty where it can."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = {f"cuda:{index}": torch.cuda.get_device_properties(index) for index in range(count)}
+    return {
+        "versions": versions(),
+        "cpu": device_name(torch.device("cpu")),
+        "gpus": {
+            device: {"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory_bytes": gpu.total_memory}
+            for device, gpu in properties.items()
+        },
+        "backends": {
+            device: {"triton": why_not_triton(torch.device(device)), "eager": ""} for device in ("cpu", *properties)
+        },
+    }
 
 
 def versions() -> dict[str, str | None]:

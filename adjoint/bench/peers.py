@@ -21,6 +21,7 @@ from adjoint.bench.contenders import (
     STEP,
     Builder,
     Contender,
+    NeedsGpu,
     NotInstalled,
     Task,
     as_tuple,
@@ -29,6 +30,12 @@ from adjoint.bench.contenders import (
 
 EPS = 1e-6
 """Of the norms."""
+
+NEED_GPU = frozenset(("FLA", "FlashInfer", "FlashQLA", "Liger", "QuACK"))
+"""The labels of peers that are made of kernels."""
+
+INSTALLED_BY = {"fla-core": "flash-linear-attention"}
+"""What pip installs a distribution by, where that is another."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,20 @@ class Peer:
     distribution: str
     build: Builder
     directions: tuple[str, ...] = (FORWARD, BACKWARD, STEP)
+
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" or self.label not in NEED_GPU
+
+    @property
+    def package(self) -> str:
+        """What pip installs it by."""
+        return INSTALLED_BY.get(self.distribution, self.distribution)
+
+    def build_on_device(self, task: Task) -> Contender:
+        """Its contender, or `NeedsGpu`."""
+        if not self.runs_on(task.device):
+            raise NeedsGpu("its kernels need a GPU")
+        return self.build(task)
 
 
 def version(distribution: str) -> str | None:
@@ -108,7 +129,7 @@ def _fla_rotary(task: Task) -> Contender:
 
 
 def _liger_rotary(task: Task) -> Contender:
-    """Liger's kernels without its autograd wrapper: whole heads, heads before tokens, in place."""
+    """Liger's kernels without its autograd wrapper; they rotate in place, and take heads before tokens."""
     module, install = "liger_kernel.ops.rope", "liger-kernel"
     rope = _imported(f"{module}:rope_{task.direction}", install)
     *_, q, k, cos, sin = task.arguments
@@ -133,10 +154,16 @@ def _delta_rule(function: Any, *inputs: Any) -> Any:
     return function(*tensors, initial_state=state, output_final_state=False, cu_seqlens=cu_seqlens)[0]
 
 
-def _fla_gated_delta_rule(task: Task) -> Contender:
+def _delta_rule_with_states(function: Any, *inputs: Any) -> Any:
+    """The same, with the final states."""
+    *tensors, state, cu_seqlens = inputs
+    return function(*tensors, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def _fla_gated_delta_rule(call: Callable[..., Any], task: Task) -> Contender:
     os.environ["FLA_FLASH_QLA"] = "0"  # or, with FlashQLA installed, it would run that one's kernels
     rule = _imported("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "flash-linear-attention")
-    return through_autograd(partial(_delta_rule, rule), task)
+    return through_autograd(partial(call, rule), task)
 
 
 def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
@@ -284,7 +311,10 @@ PEERS = {
         _autograd("quack.topk:topk", "quack-kernels", lambda top, logits: top(logits, 8, softmax=True)),
     ),
     "quack_experts": Peer("QuACK", "quack-kernels", _quack_experts, directions=(FORWARD,)),
-    "fla_gated_delta_rule": Peer("FLA", "fla-core", _fla_gated_delta_rule),
+    "fla_gated_delta_rule": Peer("FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule)),
+    "fla_gated_delta_rule_with_states": Peer(
+        "FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule_with_states)
+    ),
     "flashinfer_gated_delta_rule": Peer(
         "FlashInfer", "flashinfer-python", _flashinfer_gated_delta_rule, directions=(FORWARD,)
     ),

@@ -6,7 +6,7 @@ what is there.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,17 +29,7 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
     name = environment.device_name(result.device)
     path = folder / f"{environment.slug(name)}.json"
     earlier = load(path) if path.exists() else {"runs": [], "rows": []}
-    run = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": command,
-        "commit": environment.commit(),
-        "source": digest_source()[:16],
-        "versions": environment.versions(),
-        "copy_ceiling_gb_per_s": round(result.ceiling, 1),
-        "l2_bytes": environment.cache_bytes(result.device),
-    }
-    if result.matrix_ceiling is not None:
-        run["matrix_ceiling_tf_per_s"] = round(result.matrix_ceiling, 1)
+    run = _describe_run(result, command)
     index = len(earlier["runs"])
     fresh = [_encode(row, result.ceiling, index) for row in result.rows if row.status != LEFT_OUT]
     replaced = {_key(row) for row in fresh}
@@ -50,17 +40,42 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
     used = sorted({row["run"] for row in rows})
     for row in rows:
         row["run"] = used.index(row["run"])
-    content = {
-        "schema": SCHEMA,
-        "device": name,
-        "device_type": result.device.type,
-        "dtype": short(Workload.dtype),  # where the name of a workload says no other
-        "runs": [runs[index] for index in used],
-        "rows": rows,
-    }
+    content = _content(result, [runs[index] for index in used], rows)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
+
+
+def as_data(result: Result, command: str) -> dict[str, Any]:
+    """A result as a file of it alone would hold it, with the rows that have no time."""
+    return _content(result, [_describe_run(result, command)], [_encode(row, result.ceiling, 0) for row in result.rows])
+
+
+def _content(result: Result, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "device": environment.device_name(result.device),
+        "device_type": result.device.type,
+        "dtype": short(Workload.dtype),  # where the name of a workload says no other
+        "runs": runs,
+        "rows": rows,
+    }
+
+
+def _describe_run(result: Result, command: str) -> dict[str, Any]:
+    """Of a run."""
+    conditions = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "commit": environment.commit(),
+        "source": digest_source()[:16],
+        "versions": environment.versions(),
+        "copy_ceiling_gb_per_s": round(result.ceiling, 1),
+        "l2_bytes": environment.cache_bytes(result.device),
+    }
+    if result.matrix_ceiling is not None:
+        conditions["matrix_ceiling_tf_per_s"] = round(result.matrix_ceiling, 1)
+    return conditions
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -261,19 +276,24 @@ def update_readme(path: Path, folder: Path = FOLDER) -> list[str]:
     The markers are `<!-- bench:<family>:begin -->` and `<!-- bench:<family>:end -->`. Returns the
     families whose tables were written.
     """
-    from adjoint.ops import FAMILIES
-
     contents = saved(folder)
     if not contents:
         raise ArgumentError(f"bench: {folder} holds no results of a GPU; run `adjoint bench --save` on one first")
+    return write_tables(path, "bench", lambda family: [markdown(content, family) for content in contents])
+
+
+def write_tables(path: Path, kind: str, tables_of: Callable[[str], list[str]]) -> list[str]:
+    """Replaces each family's tables of a kind between their markers; returns the families that have some."""
+    from adjoint.ops import FAMILIES
+
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"bench: {path} cannot be read: {error}") from error
     written = []
     for family in FAMILIES:
-        begin, end = f"<!-- bench:{family}:begin -->", f"<!-- bench:{family}:end -->"
-        tables = [table for content in contents if (table := markdown(content, family))]
+        begin, end = f"<!-- {kind}:{family}:begin -->", f"<!-- {kind}:{family}:end -->"
+        tables = [table for table in tables_of(family) if table]
         if begin not in text or end not in text or not tables:
             continue
         head, _, rest = text.partition(begin)
@@ -282,8 +302,8 @@ def update_readme(path: Path, folder: Path = FOLDER) -> list[str]:
         written.append(family)
     if not written:
         raise ArgumentError(
-            f"bench: {path} has no place for a table; mark it with <!-- bench:{FAMILIES[0]}:begin --> and "
-            f"<!-- bench:{FAMILIES[0]}:end -->"
+            f"bench: {path} has no place for a table; mark it with <!-- {kind}:{FAMILIES[0]}:begin --> and "
+            f"<!-- {kind}:{FAMILIES[0]}:end -->"
         )
     path.write_text(text, encoding="utf-8")
     return written

@@ -15,6 +15,7 @@ from adjoint.bench.contenders import (
     STEP,
     Builder,
     Contender,
+    NeedsGpu,
     NotInstalled,
     Task,
     compiled,
@@ -51,7 +52,7 @@ class Row:
     Attributes:
         status: `OK` has a time, and `INACCURATE` too: it promises nothing, and its error is past the limit of
             those who do not. `FAILED` gave a wrong result, `ERROR` raised, `ABSENT` is not installed, and
-            `LEFT_OUT` stands for a workload that is meant for another device.
+            `LEFT_OUT` stands for a workload, or a peer, that is meant for another device.
         bytes: the fewest bytes the direction must move.
         ratio: its time over ours, in the same run: above 1, ours is faster.
         error: norm-relative, against float64.
@@ -145,6 +146,13 @@ def _names(workload: Workload) -> set[str]:
     return {workload.subject.name, workload.subject.function.__name__}
 
 
+def check_peers(labels: Sequence[str] | None) -> None:
+    """Raises for a label that no peer has."""
+    known = sorted({peer.label for peer in PEERS.values()})
+    if unknown := sorted(set(labels or ()) - set(known)):
+        raise ArgumentError(f"bench: unknown peer {', '.join(unknown)}; peers are {', '.join(known)}")
+
+
 def run(
     selected: Sequence[tuple[str, Workload]],
     device: torch.device,
@@ -164,9 +172,7 @@ def run(
         report: called after each workload with what is known so far.
     """
     rows: tuple[Row, ...] = ()
-    labels = sorted({peer.label for peer in PEERS.values()})
-    if unknown := sorted(set(peers or ()) - set(labels)):
-        raise ArgumentError(f"bench: unknown peer {', '.join(unknown)}; peers are {', '.join(labels)}")
+    check_peers(peers)
     ceiling = copy_ceiling(device)
     product = matrix_ceiling(device) if any(workload.operations for _, workload in selected) else None
     for family, workload in selected:
@@ -190,26 +196,32 @@ def measure(
     rounds: int = ROUNDS,
 ) -> Iterator[Row]:
     """The rows of one workload, by direction."""
-    source, subject = torch.Generator().manual_seed(0), workload.subject
     if device.type not in workload.devices:
         note = f"meant for {' and '.join(workload.devices)}"
         for direction in workload.directions:
             yield Row(family, workload.name, direction, OURS, LEFT_OUT, 0, note=note)
         return
-    inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
-    call = subject.bind(inputs)
-    with torch.no_grad():
-        outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
-    upstream = tuple(_normal_like(output, source) for output in outputs)
-    for direction in workload.directions:
-        task = Task(workload, direction, inputs, upstream)
-        blank = Row(family, name, direction, "", OK, _bytes(workload, direction, inputs, share))
+    name, share, tasks = tasks_of(workload, device)
+    for task in tasks:
+        direction = task.direction
+        blank = Row(family, name, direction, "", OK, _bytes(workload, direction, task.inputs, share))
         blank = replace(blank, operations=round(workload.operations * share) * _TIMES[direction])
-        builders = _builders(workload, direction, compile, peers)
+        builders = builders_of(workload, direction, compile=compile, peers=peers)
         with own_stream(device):
             entries = [_Entry(replace(blank, contender=label), task, build) for label, build in builders.items()]
             rows = _with_ratios(entries, rounds)
         yield from rows
+
+
+def tasks_of(workload: Workload, device: torch.device) -> tuple[str, float, list[Task]]:
+    """The name of a workload on a device, its share of the whole, and a task for each direction, on the same inputs."""
+    source = torch.Generator().manual_seed(0)
+    inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
+    call = workload.subject.bind(inputs)
+    with torch.no_grad():
+        outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
+    upstream = tuple(_normal_like(output, source) for output in outputs)
+    return name, share, [Task(workload, direction, inputs, upstream) for direction in workload.directions]
 
 
 def _bytes(workload: Workload, direction: str, inputs: Inputs, share: float) -> int:
@@ -223,7 +235,9 @@ _TIMES = {FORWARD: 1, BACKWARD: 2, STEP: 3}
 """The operations of a direction over those of the forward."""
 
 
-def _builders(workload: Workload, direction: str, compile: bool, peers: Sequence[str] | None) -> dict[str, Builder]:
+def builders_of(
+    workload: Workload, direction: str, *, compile: bool, peers: Sequence[str] | None
+) -> dict[str, Builder]:
     """Who takes part, by label: ours first."""
     builders: dict[str, Builder] = {OURS: ours}
     if workload.baseline is not None:
@@ -235,7 +249,7 @@ def _builders(workload: Workload, direction: str, compile: bool, peers: Sequence
             builders[DETERMINISTIC] = deterministic
         builders |= {label: gradients_by(function) for label, function in workload.others.items()}
     able = [PEERS[peer] for peer in workload.peers if direction in PEERS[peer].directions]
-    return builders | {peer.label: peer.build for peer in able if peers is None or peer.label in peers}
+    return builders | {peer.label: peer.build_on_device for peer in able if peers is None or peer.label in peers}
 
 
 def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inputs, float, str]:
@@ -284,6 +298,8 @@ class _Entry:
                 self.row = replace(self.row, kept_bytes=contender.kept())
         except NotInstalled as absent:
             self.row = replace(row, status=ABSENT, note=str(absent))
+        except NeedsGpu as reason:
+            self.row = replace(row, status=LEFT_OUT, note=str(reason))
         except Exception as error:
             self.row = replace(row, status=ERROR, note=first_line(error))
         else:

@@ -1,29 +1,57 @@
-"""The tables of `adjoint bench`, for a terminal, and its chart."""
+"""The tables of `adjoint bench`, for a terminal."""
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from adjoint.bench.overhead import TARGET, Overhead
 from adjoint.bench.run import ABSENT, FAILED, INACCURATE, LEFT_OUT, OURS, TIMED, Result, Row
 from adjoint.contract.cases import Workload
-from adjoint.core.errors import Unsupported
 from adjoint.core.problem import short
 
+NARROW = 120
+"""Columns of a terminal below which the times are shown in a table for each workload and direction."""
 
-def times(result: Result, name: str) -> Table:
+
+def times(result: Result, name: str, width: int = NARROW) -> Iterator[RenderableType]:
     """One line a contender; a line where there is no time says why."""
     where = "GPU time, cold L2" if result.device.type == "cuda" else "CPU time, workloads cut to small sizes"
-    table = Table(
-        title=f"{escape(name)}: {where}, {short(Workload.dtype)} where the workload says no other, medians; "
-        f"copy ceiling of this run {result.ceiling:.0f} GB/s",
-        caption="× ours: its time over ours, so above 1 ours is faster. Error: norm-relative, against float64. "
-        + ("" if result.matrix_ceiling is None else f"A large product of matrices: {result.matrix_ceiling:.0f} TF/s."),
-        title_justify="left",
-        caption_justify="left",
+    title = (
+        f"{escape(name)}: {where}, {short(Workload.dtype)} where the workload says no other, medians; "
+        f"copy ceiling of this run {result.ceiling:.0f} GB/s"
     )
+    caption = "× ours: its time over ours, so above 1 ours is faster. Error: norm-relative, against float64. " + (
+        "" if result.matrix_ceiling is None else f"A large product of matrices: {result.matrix_ceiling:.0f} TF/s."
+    )
+    if width < NARROW:
+        yield from (f"[italic]{title}[/italic]", *_by_workload(result), f"\n[italic]{caption}[/italic]")
+    else:
+        yield _in_one_table(result, title, caption)
+
+
+def _by_workload(result: Result) -> Iterator[RenderableType]:
+    """A heading and a small table for each workload and direction."""
+    for (workload, direction), rows in groupby(result.rows, lambda row: (row.workload, row.direction)):
+        yield Text(f"\n{workload}, {direction}", style="bold")
+        table = Table(box=None, padding=(0, 1))
+        table.add_column("contender", no_wrap=True)
+        for head in ("µs", "of copy", "× ours"):
+            table.add_column(head, justify="right", no_wrap=True)
+        table.add_column("error")
+        for row in rows:
+            microseconds, *between, error = _cells(row, result.ceiling)
+            share, ratio = between[-2:]
+            style = "bold" if row.contender == OURS else None
+            table.add_row(escape(row.contender), microseconds, share, ratio, error, style=style)
+        yield table
+
+
+def _in_one_table(result: Result, title: str, caption: str) -> Table:
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     table.add_column("workload", no_wrap=True)
     table.add_column("direction", no_wrap=True)
     table.add_column("contender", no_wrap=True)
@@ -74,8 +102,8 @@ def _memory(row: Row) -> str:
     return "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
 
 
-def overheads(rows: list[Overhead]) -> Table:
-    """One line an op and dtype."""
+def overheads(rows: list[Overhead], width: int = NARROW) -> Table:
+    """One line an op and dtype; in a narrow terminal without what torch costs."""
     table = Table(
         title=f"Microseconds a call on a 4×64 tensor, no grad; target: host cost ≤ {TARGET:g} on the CPU",
         caption=(
@@ -85,14 +113,15 @@ def overheads(rows: list[Overhead]) -> Table:
         title_justify="left",
         caption_justify="left",
     )
+    is_narrow = width < NARROW
     for head in ("op", "dtype", "device", "plan"):
         table.add_column(head, no_wrap=True)
-    for head in ("whole call", "arithmetic", "host cost", "torch", "torch in float64"):
+    for head in ("whole call", "arithmetic", "host cost", *(() if is_narrow else ("torch", "torch in float64"))):
         table.add_column(head, justify="right")
     table.add_column("verdict")
     for row in rows:
         verdict = "[green]inside[/green]" if row.inside else "[red]over[/red]"
-        numbers = (row.whole, row.arithmetic, row.host, row.torch, row.torch_in_float64)
+        numbers = (row.whole, row.arithmetic, row.host, *(() if is_narrow else (row.torch, row.torch_in_float64)))
         table.add_row(
             row.op,
             row.dtype,
@@ -102,30 +131,3 @@ def overheads(rows: list[Overhead]) -> Table:
             verdict if row.device == "cpu" else "–",
         )
     return table
-
-
-def plot(result: Result, name: str, path: Path) -> None:
-    """Draws a bar for the speed of every contender that has one, in groups of workload and direction."""
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise Unsupported("bench: --plot needs matplotlib; pip install matplotlib") from error
-
-    groups = list(dict.fromkeys((row.workload, row.direction) for row in result.rows))
-    contenders = list(dict.fromkeys(row.contender for row in result.rows))
-    figure = Figure(figsize=(10, 0.8 + 0.6 * len(groups)), layout="constrained")
-    axes = figure.add_subplot()
-    height = 0.8 / len(contenders)
-    for index, contender in enumerate(contenders):
-        bars = [
-            (groups.index((row.workload, row.direction)) + index * height, row.gigabytes_per_second)
-            for row in result.rows
-            if row.contender == contender and row.gigabytes_per_second is not None
-        ]
-        axes.barh([position for position, _ in bars], [speed for _, speed in bars], height, label=contender)
-    axes.axvline(result.ceiling, linestyle="--", color="gray", label="copy")
-    axes.set_yticks([index + 0.4 - height / 2 for index in range(len(groups))], [" ".join(group) for group in groups])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"GB/s on {name}")
-    axes.legend()
-    figure.savefig(path)

@@ -2,12 +2,12 @@
 
 An op's `cases.py` lists its `SUBJECTS`, `BAD_CALLS` and `WORKLOADS`, and `built_calls()`, whose kernels are built ahead
 of time: calls, or tuples of a call and what restricts its builds, as `core.launch.variants` takes it. Nothing else is
-needed for a new op to go through every check: see `adjoint.verify`.
+needed for a new op to go through every check: see `adjoint.verify`. `ERROR_WORKLOADS`, where it is there, has workloads
+whose errors `bench --errors` measures in place of those that are timed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +15,24 @@ from torch import Tensor
 
 from adjoint.contract import batching
 from adjoint.contract.batching import Answers, Rebatch
+from adjoint.contract.forms import Form
 from adjoint.contract.inputs import Inputs, each, is_differentiable
 from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
 
-__all__ = ["Answers", "BadCall", "Case", "Inputs", "Make", "Rebatch", "Special", "Subject", "Workload", "normal"]
+__all__ = [
+    "Answers",
+    "BadCall",
+    "Case",
+    "Form",
+    "Inputs",
+    "Make",
+    "Rebatch",
+    "Special",
+    "Subject",
+    "Workload",
+    "normal",
+]
 
 Make = Callable[[torch.dtype, torch.device, torch.Generator], Inputs]
 
@@ -84,13 +97,16 @@ class Subject:
         constant: names of floating inputs that have no gradient.
         reference: inputs, floating ones in float64 -> the public outputs.
         reference_backward: upstream gradients, then inputs, in the same way -> a gradient per floating input.
+        choices: inputs, in the same way -> what error statements of gradients take behind the inputs, where those alone
+            do not say it: the experts that a router chose, for example.
         cases: layouts, sizes and values.
         exhaustive: for 16-bit dtypes, cases that together hold every value; empty where that is out of reach.
         mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the inputs' dtype; each must fail
             the accuracy check, or the check proves nothing.
         specials: elementwise special values.
-        recorded: the reviewed file of errors that were recorded on its cases: see `contract.recorded`.
-        plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them.
+        plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them, on the cases and
+            dtypes that they take.
+        forms: other forms of the call, which have its bits.
         batch_axis: the axis along which items follow each other.
         batched: names of the inputs that have it; None for all.
         resized: `(inputs, upstream, size) -> (inputs, upstream)` with another number of items.
@@ -107,13 +123,14 @@ class Subject:
     reference: Callable[..., tuple[Tensor, ...]]
     reference_backward: Callable[..., tuple[Tensor, ...]]
     cases: tuple[Case, ...]
+    choices: Callable[..., tuple[Tensor, ...]] = lambda *inputs: ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     exhaustive: Callable[[torch.dtype], Iterable[Case]] = lambda dtype: ()
     mistakes: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], Answers]] = field(default_factory=dict)
     specials: tuple[Special, ...] = ()
-    recorded: Path | None = None
     plans: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
     batch_axis: int = 0
     batched: tuple[str, ...] | None = None
     resized: Callable[[Inputs, tuple[Tensor, ...], int], tuple[Inputs, tuple[Tensor, ...]]] | None = None

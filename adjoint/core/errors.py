@@ -34,6 +34,10 @@ class Unsupported(RuntimeError):
     """The request is well-formed, but nothing here can serve it; the sentence gives every reason."""
 
 
+class WrongResult(RuntimeError):
+    """A plan's result is not within its guarantee, so that nothing it computes on this device can be trusted."""
+
+
 def second_derivative(op: str) -> Unsupported:
     """The error of a backward that is itself asked for a gradient."""
     return Unsupported(

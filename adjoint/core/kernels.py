@@ -131,6 +131,14 @@ def why_not_on(device: torch.device, targets: Iterable[str]) -> str:
     return why_not_triton(device)
 
 
+def why_not_for(target: str, targets: Iterable[str]) -> str:
+    """Why kernels for some targets are not for another one, a GPU that need not be there; empty when they are."""
+    targets = tuple(targets)
+    if target in targets:
+        return triton_missing()
+    return f"is for {targets[0]} alone" if len(targets) == 1 else "its kernels are for NVIDIA GPUs"
+
+
 def architecture(device: torch.device) -> str:
     """The architecture of a device, as kernels are built for it: "sm_90", "gfx942", or its type."""
     if device.type != "cuda" or not torch.cuda.is_available():

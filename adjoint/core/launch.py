@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import Unsupported, status_word
-from adjoint.core.kernels import TARGETS, TUNED, TUNED_GPU, Kernel, Variant, architecture, interpreting
+from adjoint.core.kernels import TARGETS, TUNED, TUNED_GPU, Kernel, Variant, interpreting
 from adjoint.core.layout import copied_names
 from adjoint.core.problem import Problem, short
 from adjoint.core.workspace import Memory, Regions
@@ -125,7 +125,7 @@ class Setup:
         self, problem: Problem, schedule: Mapping[str, int], target: str | None = None, overrides: bool = False
     ) -> None:
         self.problem, self.device, self.schedule, self.overrides = problem, problem.device, schedule, overrides
-        self.target = target or architecture(problem.device)
+        self.target = target or problem.architecture
         self.launches: list[Launch] = []
         self.regions = Regions()
         self.plan_numeric: dict[str, Any] = {}

@@ -155,7 +155,7 @@ class Op:
         self.argument_count = argument_count = input_count + (options.count(",") + 1 if options else 0)
 
         def describe_forward(*arguments: Any) -> Problem:
-            facts = (name, arguments[0].device, *describe(*arguments), arguments[input_count:])
+            facts = (name, arguments[0].device, *describe(*arguments), arguments[input_count:], "")
             return tuple.__new__(Problem, facts)  # a third of what the named constructor costs
 
         self.forward = register(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
-from adjoint.core import kernels
+from adjoint.core import first_use, kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.flops import Flops, count, no_products
 from adjoint.core.plan import Candidate, Plan, forget_plans, select
@@ -142,6 +142,7 @@ def forget() -> None:
     """Forgets every plan chosen so far, and every kernel compiled: the next call is again the first."""
     forget_plans(operators())
     kernels.forget()
+    first_use.forget()
 
 
 # ------------------------------------------------------------------------------------------ torch's dispatcher

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adjoint.core import kernels
+from adjoint.core import explanation, first_use, kernels
 from adjoint.core.arguments import check_outputs, check_workspace
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.guarantee import Guarantee
@@ -91,6 +91,8 @@ class Candidate:
         """
         if self.schedules is None:
             return {}
+        if problem.target:
+            return self.schedule_on(problem, problem.target)
         if len(self.targets) == 1 and (device is None or kernels.architecture(device) != self.targets[0]):
             return self.schedule_on(problem, *self.targets)
         return self.schedules.lookup(self._entry_of(problem), device)
@@ -105,6 +107,14 @@ class Candidate:
     def why_not_on(self, device: torch.device) -> str:
         """Why its kernels cannot run on a device, whatever the problem; empty when they can."""
         return "" if self.setup is None else kernels.why_not_on(device, self.targets)
+
+    def why_not_for(self, problem: Problem) -> str:
+        """Why it cannot serve a problem where that is posed; empty when it can."""
+        if reason := self.refuse(problem):
+            return reason
+        if problem.target:
+            return "" if self.setup is None else kernels.why_not_for(problem.target, self.targets)
+        return self.why_not_on(problem.device)
 
     def scratch_bytes(self, problem: Problem) -> int | None:
         """The bytes of scratch memory a problem needs; None where a library allocates what it likes."""
@@ -225,7 +235,7 @@ def _objection(candidate: Candidate, problem: Problem, request: Preference, name
         return f"its backend is {candidate.backend}, the preference asks for {request.backend}"
     if request.plan is not None and candidate.name != named:
         return f"the preference asks for the plan {request.plan}"
-    if reason := candidate.refuse(problem) or candidate.why_not_on(problem.device):
+    if reason := candidate.why_not_for(problem):
         return reason
     for output, guarantee in candidate.guarantee(problem).items():
         for flag in ("repeatable", "batch_invariant", "device_invariant"):
@@ -244,9 +254,9 @@ def _objection(candidate: Candidate, problem: Problem, request: Preference, name
 # -------------------------------------------------------------------------------------------------- plans
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """A candidate bound to a problem. Owns no memory. `print(plan)` says why this one.
+    """A candidate bound to a problem. Owns no memory. `print(plan)` says why this one, `repr(plan)` which in a line.
 
     Attributes:
         others: the candidates that were not taken, by name, each with the reason.
@@ -279,7 +289,7 @@ class Plan:
             candidate.backend,
             candidate.kernel,
             candidate.revision,
-            kernels.architecture(problem.device),
+            problem.architecture,
             "+".join(map(short, problem.dtypes)),
             problem.layout,
             ",".join(f"{name}={value}" for name, value in numeric.items()),
@@ -347,7 +357,7 @@ class Plan:
         self.operator.check(*arguments)
         problem = self.operator.describe(*arguments)
         if _is_meta(tensors):
-            problem = problem._replace(device=self.problem.device)
+            problem = problem._replace(device=self.problem.device, target=self.problem.target)
         if self.candidate.any_layout:
             problem = problem._replace(layout=self.problem.layout)
         if problem != self.problem:
@@ -355,12 +365,28 @@ class Plan:
             raise Unsupported(f"{op}: the plan {self.name} was not made for this problem: {differences}")
 
     def prepare(self) -> "Plan":
-        """Compiles everything `run` launches, here and in the adjoint; returns the plan."""
+        """Compiles everything `run` launches, here and in the adjoint; returns the plan.
+
+        Raises:
+            Unsupported: the plan was made for a target, not for a device.
+            WrongResult: it computes wrongly, which `first_use_check` looks for.
+        """
+        self._require_device()
         if self.candidate.setup is not None:
             self._setup[0].prepare()
+        if first_use.switch.enabled:
+            first_use.check(self)
         if self.adjoint is not None:
             self.adjoint.prepare()
         return self
+
+    def _require_device(self) -> None:
+        """Raises `Unsupported` for a plan that was made for a target."""
+        if target := self.problem.target:
+            raise Unsupported(
+                f"{self.operator.name}: this plan was made for the target {target}, to be read and not run; plan for "
+                f"tensors, or for a device, to run it"
+            )
 
     def run(
         self,
@@ -375,6 +401,7 @@ class Plan:
         contiguous tensor of at least that many bytes), a kernel plan compiles nothing, allocates
         nothing and never waits for the device; docs/concepts.md names the exceptions.
         """
+        self._require_device()
         with torch.no_grad():
             self.can_implement(*tensors)
             if _is_meta(tensors):
@@ -400,6 +427,8 @@ class Plan:
         workspace: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """`run` without its checks, on the operator's arguments, options included."""
+        if first_use.switch.enabled:
+            first_use.check(self)
         if self.waits:
             self._refuse_capture()
         candidate = self.candidate
@@ -418,28 +447,16 @@ class Plan:
         able = ", ".join(
             candidate.name
             for candidate in self.operator.candidates()
-            if not (candidate.refuse(problem) or candidate.why_not_on(problem.device) or candidate.waits(problem))
+            if not (candidate.why_not_for(problem) or candidate.waits(problem))
         )
         advice = f"plans that can be recorded: {able}" if able else "no plan of this problem can be"
         refuse_capture(problem.device, f"{self.operator.name}: the plan {self.name}", advice)
 
     def __str__(self) -> str:
-        needed = self.workspace_bytes
-        statements = [
-            ("problem", str(self.problem)),
-            ("preference", self.preference or "none"),
-            ("plan", f"{self.name}: the first of {len(self.others) + 1} candidates, best first, that fits"),
-            ("sku", str(self.sku)),
-            ("workspace", "the library allocates its own" if needed is None else f"{needed} bytes"),
-            ("waits", "for the device: no CUDA graph can record it" if self.waits else ""),
-            ("schedule", ", ".join(f"{name}={value}" for name, value in self.schedule.items())),
-            *(("guarantee", f"{output}: {guarantee}") for output, guarantee in self.guarantee.items()),
-            *(("not taken", f"{name}: {reason}") for name, reason in self.others),
-        ]
-        lines = [f"{label:<11}{text}".replace("\n", "\n" + " " * 11) for label, text in statements if text]
-        if self.adjoint is not None:
-            lines += ["adjoint", *(f"  {line}" for line in str(self.adjoint).splitlines())]
-        return "\n".join(lines)
+        return explanation.in_words(self)
+
+    def __repr__(self) -> str:
+        return explanation.in_a_line(self)
 
 
 class _Guarantees(dict[str, Guarantee]):
@@ -528,6 +545,7 @@ def plan(
     *arguments: Any,
     preference: Preference | None = None,
     device: torch.device | str | None = None,
+    target: str | None = None,
     **keywords: Any,
 ) -> Plan:
     """The plan a call of a public function would use, with its adjoint; nothing is computed.
@@ -537,6 +555,8 @@ def plan(
         arguments: as for the call; meta tensors will do.
         preference: narrows the choice, over what `prefer(...)` asks.
         device: where the op would run, for meta tensors; by default the GPU if there is one.
+        target: the architecture of a GPU that need not be there, such as "sm_90", in place of a device. Such a plan
+            tells everything about itself and does not run; its schedule is that of the architecture.
         keywords: as for the call.
 
     Raises:
@@ -545,9 +565,22 @@ def plan(
     """
     call = bind(function, *arguments, **keywords)
     tensor = next(a for a in call.arguments if isinstance(a, Tensor))
-    target, text = _target_device(tensor.device, device), resolve(preference)
-    forward, *backward = [select(operator, problem, text) for operator, problem in call.problems(target)]
+    if target is not None:
+        where = _device_of(target, device)
+    else:
+        where = _target_device(tensor.device, device)
+    problems = [(operator, problem._replace(target=target or "")) for operator, problem in call.problems(where)]
+    forward, *backward = [select(operator, problem, resolve(preference)) for operator, problem in problems]
     return replace(forward, adjoint=backward[0]) if backward else forward
+
+
+def _device_of(target: str, device: torch.device | str | None) -> torch.device:
+    """The kind of device that a target is."""
+    if device is not None:
+        raise ArgumentError(f"plan: give device= or target=, not both; got {device} and {target}")
+    if target not in kernels.TARGETS:
+        raise ArgumentError(f"plan: unknown target {target!r}; targets are {', '.join(kernels.TARGETS)}")
+    return torch.device(kernels.TARGETS[target][0])
 
 
 def _target_device(actual: torch.device, device: torch.device | str | None) -> torch.device:

@@ -4,12 +4,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from adjoint.core.kernels import architecture
+
 
 class Problem(NamedTuple):
     """What a choice of plan may depend on. Hashable, cheap to build, and nothing else is looked at.
 
     `sizes` holds only sizes the choice or the workspace depends on: an op whose plans fit every size
-    leaves it empty. `options` are the operator's arguments after its tensors.
+    leaves it empty. `options` are the operator's arguments after its tensors. `target` is the architecture of a GPU
+    that need not be there; empty for the device itself.
     """
 
     op: str
@@ -18,9 +21,15 @@ class Problem(NamedTuple):
     layout: str = ""
     sizes: tuple[int, ...] = ()
     options: tuple[Any, ...] = ()
+    target: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """What kernels are built for: "sm_90", "gfx942", or the type of a device that has none."""
+        return self.target or architecture(self.device)
 
     def __str__(self) -> str:
-        parts = [f"{self.op} on {self.device}", "/".join(map(short, self.dtypes))]
+        parts = [f"{self.op} on {self.target or self.device}", "/".join(map(short, self.dtypes))]
         parts += [self.layout] * bool(self.layout) + [f"sizes {self.sizes}"] * bool(self.sizes)
         return ", ".join(parts + [f"options {self.options}"] * bool(self.options))
 
@@ -61,4 +70,4 @@ def short(dtype: torch.dtype) -> str:
 def _words(value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(map(_words, value)) + ")"
-    return short(value) if isinstance(value, torch.dtype) else str(value)
+    return short(value) if isinstance(value, torch.dtype) else str(value) or "none"

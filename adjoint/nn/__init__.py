@@ -1,13 +1,17 @@
 """Thin modules over the ops: torch's parameters where torch has the module, and nothing but the call."""
 
 from adjoint.nn.activation import SigmoidGate, SiLU, SwiGLU
+<<<<<<< HEAD
 from adjoint.nn.attention import GatedAttention
+=======
+>>>>>>> conv
 from adjoint.nn.conv import CausalConv1d
 from adjoint.nn.embedding import Embedding, EmbeddingBag
 from adjoint.nn.gated_delta_net import GatedDeltaNet
 from adjoint.nn.mlp import DenseMLP
 from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
+from adjoint.nn.rotary import Rotary
 
 __all__ = [
     "CausalConv1d",
@@ -18,9 +22,14 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "RMSNorm",
+    "Rotary",
     "SiLU",
     "SigmoidGate",
     "SparseMoE",
     "SwiGLU",
     "fuse_experts",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

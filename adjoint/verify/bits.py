@@ -7,16 +7,14 @@ from torch import Tensor
 
 from adjoint.contract.cases import Answers, Subject
 from adjoint.contract.inputs import each
-from adjoint.contract.inputs import poison as fill_with_poison
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
+from adjoint.verify.guarded import Guarded
 from adjoint.verify.run import Evaluation, Row, as_tuple, differentiate, directions_of, evaluate, gradients_of
 
-CANARY = 7.25
 
-
-class _Comparison:
+class BitComparison:
     """Evaluates the cases of a subject, and collects bit comparisons for one row."""
 
     def __init__(
@@ -80,7 +78,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Where it is promised, the same inputs give the same bits, on a GPU while another stream keeps it busy."""
-    comparison = _Comparison(subject, dtype, device, preference, "repeats", "repeatable")
+    comparison = BitComparison(subject, dtype, device, preference, "repeats", "repeatable")
     is_gpu = device.type == "cuda"
     if is_gpu:
         side_stream = torch.cuda.Stream(device)
@@ -99,7 +97,7 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
 
     Checked for each result that promises it; the others are not looked at.
     """
-    comparison = _Comparison(subject, dtype, device, preference, "batch invariance", "batch_invariant")
+    comparison = BitComparison(subject, dtype, device, preference, "batch invariance", "batch_invariant")
 
     def is_promised(found: Evaluation) -> bool:
         return any(promise.batch_invariant for side in found.guarantees for promise in side.values())
@@ -138,7 +136,7 @@ def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     The other side is the eager plan that makes the same promise, under the same name where one is asked for
     ("triton.sequential", "eager.sequential"); if there is none, nobody can keep it.
     """
-    comparison = _Comparison(subject, dtype, device, preference, "device invariance", "device_invariant")
+    comparison = BitComparison(subject, dtype, device, preference, "device invariance", "device_invariant")
     eager = eager_twin(preference)
     for name, here in comparison.evaluations(lambda found: all(found.promises("device_invariant"))):
         there = differentiate(subject, each(Tensor.cpu, here.inputs), tuple(t.cpu() for t in here.upstream), eager)
@@ -166,7 +164,7 @@ def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
     alone is compared with the same gradient among all.
     """
     promise = "any upstream, any set of gradients"
-    comparison = _Comparison(subject, dtype, device, preference, "upstream layouts", promise)
+    comparison = BitComparison(subject, dtype, device, preference, "upstream layouts", promise)
     for name, base in comparison.evaluations():
         if base.promises("batch_invariant")[1]:
             for what, relayout in _RELAYOUTS.items():
@@ -191,7 +189,7 @@ _RELAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def schedules(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """No schedule parameter changes a bit."""
-    comparison = _Comparison(subject, dtype, device, preference, "schedules", "schedules change no bit")
+    comparison = BitComparison(subject, dtype, device, preference, "schedules", "schedules change no bit")
     # In the interpreter every parameter of every case would take minutes, and layouts do not exist there.
     for name, base in comparison.evaluations(most=3 if interpreting() else None):
         for bound, doubles in zip(directions_of(base).both, (True, False), strict=True):
@@ -218,7 +216,7 @@ def _another(parameter: str, value: int, doubles: bool) -> int:
 def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Every element of every output is written, none is read first, and nothing beside them is touched."""
     promise = "writes its outputs, all of them and nothing else"
-    comparison = _Comparison(subject, dtype, device, preference, "poison", promise)
+    comparison = BitComparison(subject, dtype, device, preference, "poison", promise)
     for name, base in comparison.evaluations():
         directions = directions_of(base)
         forward, backward = directions.both
@@ -227,7 +225,7 @@ def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
         comparison.equal(f"{name}: gradients as called", gradients_of(base, backward, gradients), base.gradients)
         for offset in (64, 65):  # an aligned address, and one that is not
             for bound, expected in ((forward, directions.outputs), (backward, gradients)):
-                guarded = [_Guarded(result, offset) for result in expected]
+                guarded = [Guarded(result, offset) for result in expected]
                 workspace = bound.workspace()
                 if workspace is not None:
                     workspace.fill_(0xFF)
@@ -235,19 +233,3 @@ def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
                 comparison.equal(name, tuple(g.tensor for g in guarded), expected)
                 comparison.hold(all(g.is_intact() for g in guarded), f"{name}: wrote outside its output")
     return [comparison.row()]
-
-
-class _Guarded:
-    """An output full of poison inside memory full of canaries, laid out like a given tensor."""
-
-    def __init__(self, like: Tensor, offset: int) -> None:
-        reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        span = max(reach + 1, 1) if like.numel() else 0
-        self.canary = CANARY if like.is_floating_point() else int(CANARY)
-        self.memory = torch.full((span + 2 * offset,), self.canary, dtype=like.dtype, device=like.device)
-        self.tensor = self.memory.as_strided(like.shape, like.stride(), offset)
-        fill_with_poison(self.tensor)
-        self.before, self.after = self.memory[:offset], self.memory[offset + span :]
-
-    def is_intact(self) -> bool:
-        return bool((self.before == self.canary).all() and (self.after == self.canary).all())

@@ -17,6 +17,7 @@ from adjoint.bench import environment
 from adjoint.core.errors import ArgumentError
 from adjoint.verify import shards, workers
 from adjoint.verify.jobs import Job, jobs
+from adjoint.verify.numerics import NO_FIGURE
 from adjoint.verify.run import Row
 from adjoint.verify.shards import Part, Shard
 
@@ -94,6 +95,9 @@ def _report(console: Console, part: Part, title: str) -> int:
     for row in failures:
         where = " ".join(filter(None, (row.op, row.dtype, row.plan)))
         console.print(Text(f"FAILED {where}: {row.check}: {row.measured}: {row.detail}", style="red"), soft_wrap=True)
+    unknown = sum(NO_FIGURE in row.measured for row in rows)
+    if unknown:
+        console.print(f"{unknown} results have {NO_FIGURE}: verify --record writes them", highlight=False)
     if not part.is_complete:
         console.print(Text(f"Interrupted: {len(part.rows)} of {len(part.positions)} checks ran", style="red"))
     console.print(f"{len(rows) - len(failures)} passed, {len(failures)} failed", highlight=False)

@@ -1,9 +1,10 @@
 """Which promises are checked: those that plans make about their outputs, less those that the listed checks hold.
 
-A promise is a field of a `Guarantee` that states something, of one output of one plan of one operator.
+A promise is a field of a `Guarantee` that states something, of one output of one plan of one operator. Beside them:
+which figures a machine should have on record.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ from adjoint.contract.cases import Case, Subject
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import to_meta
-from adjoint.core.plan import select
+from adjoint.core.plan import Call, select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.bits import eager_twin
-from adjoint.verify.jobs import Job, available_backends, subjects
+from adjoint.verify.figures import Place, due_of, is_on_kernels
+from adjoint.verify.forms import call_of
+from adjoint.verify.jobs import Job, available_backends, named_plans, served_backends, subjects
 from adjoint.verify.run import generator
 
 PROMISES = (
@@ -59,15 +62,16 @@ def _stated(operator: str, plan: str, guarantees: Mapping[str, Guarantee]) -> It
                 yield Promise(operator, plan, output, promise)
 
 
-def made(device: torch.device | str) -> set[Promise]:
-    """Every promise of every plan that takes a case of a subject on a device."""
+def made(device: torch.device | str, ops: Sequence[str] | None = None) -> set[Promise]:
+    """Every promise of every plan that takes a case, of the named ops or of all, on a device."""
     device = torch.device(device)
     backends, accepted = available_backends(device), ("", why_not_triton(device))
     promises: set[Promise] = set()
-    for subject in subjects():
+    for subject in subjects(ops):
         for dtype, case in product(subject.dtypes, _cases(subject, device)):
-            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
-            for operator, problem in call.problems(device):
+            inputs = case.make(dtype, torch.device("cpu"), generator())
+            calls = [subject.bind(inputs), *(call_of(form, subject, inputs) for form in subject.forms)]
+            for operator, problem in (each for call in calls for each in call.problems(device)):
                 for plan in operator.candidates():
                     if plan.backend in backends and plan.refuse(problem) in accepted:
                         promises.update(_stated(operator.name, plan.name, plan.guarantee(problem)))
@@ -94,6 +98,33 @@ def checked(jobs: Iterable[Job], device: torch.device | str) -> set[Promise]:
                 eager = eager_twin(preference)  # the other side of the comparison
                 promises.update(_held(job.check, _directions(subject, case, dtype, eager, device), None))
     return promises
+
+
+def implied(jobs: Iterable[Job], device: torch.device | str) -> dict[Promise, Promise]:
+    """The promises of other forms, each with that of the plain form which it follows from: it is the same promise of
+    the same bits, as the jobs that compare both show."""
+    device = torch.device(device)
+    follows: dict[Promise, Promise] = {}
+    for job in (job for job in jobs if job.check == "forms"):
+        subject, dtype, _, preference = job.body.args  # type: ignore[attr-defined]
+        for case, form in product(_cases(subject, device), subject.forms):
+            inputs = case.make(dtype, torch.device("cpu"), generator())
+            plain, other = (
+                _promised(call, preference, device) for call in (subject.bind(inputs), call_of(form, subject, inputs))
+            )
+            for name, (operator, plan, guarantee) in plain.items():
+                own = other.get(form.output(name))
+                for promise in PROMISES if own else ():
+                    if promise == "error" or getattr(own[2], promise) == getattr(guarantee, promise):
+                        follows[Promise(*own[:2], form.output(name), promise)] = Promise(operator, plan, name, promise)
+    return follows
+
+
+def _promised(call: Call, preference: Preference, device: torch.device) -> dict[str, tuple[str, str, Guarantee]]:
+    """Operator, plan and guarantee of every output of both directions."""
+    text = resolve(preference)
+    plans = [select(operator, problem, text) for operator, problem in call.problems(device)]
+    return {name: (p.operator.name, p.name, guarantee) for p in plans for name, guarantee in p.guarantee.items()}
 
 
 class _Direction(NamedTuple):
@@ -149,3 +180,20 @@ def _directions(
         narrow = frozenset(name for name, kind in seen.items() if kind in compared)
         sides.append(_Direction(operator.name, plan.name, plan.backend, narrow, results, plan.guarantee))
     return sides
+
+
+def due(machine: str, device: torch.device | str, chosen: Iterable[Subject]) -> set[tuple[Place, str]]:
+    """Each case and output of subjects that has a figure on a machine, where plans are chosen as for a device."""
+    device = torch.device(device)
+    figures: set[tuple[Place, str]] = set()
+    for subject in chosen:
+        preferences = [(Preference(backend=name), served.dtypes) for name, served in served_backends(subject, device)]
+        preferences += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
+        for preference, dtypes in preferences:
+            if device.type == "cpu" and is_on_kernels(preference) != (machine == "interpreter"):
+                continue
+            for dtype in dtypes:
+                if dtype != torch.float64:
+                    stated = due_of(subject, dtype, preference, machine, device)
+                    figures.update((place, output) for place, outputs in stated.items() for output in outputs)
+    return figures

@@ -15,7 +15,7 @@ from adjoint.contract.inputs import Inputs, each
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.operator import forget
-from adjoint.core.plan import select
+from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.bits import same_bits
 from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, generator, gradients_of
@@ -29,14 +29,20 @@ def _first(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
     return evaluate(subject, subject.cases[0], dtype, device, preference)
 
 
-def _of_every_plan(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Case]:
-    """The first case of each plan that serves any: what lives inside PyTorch is a plan, not a case."""
-    by_plan: dict[tuple[str, ...], Case] = {}
+def first_of_each_plan(
+    subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference
+) -> list[Case]:
+    """The first case of each plan, and of each set of kernels that a plan launches."""
+    by_plan: dict[tuple[object, ...], Case] = {}
     for case in subject.cases:
         call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
-        plans = [select(operator, problem, resolve(preference)).name for operator, problem in call.problems(device)]
-        by_plan.setdefault(tuple(plans), case)
+        plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
+        by_plan.setdefault(tuple((plan.name, _kernels_of(plan)) for plan in plans), case)
     return list(by_plan.values())
+
+
+def _kernels_of(plan: Plan) -> frozenset[str]:
+    return frozenset(launch.kernel.name for launch in plan.launches)
 
 
 def _results(
@@ -56,7 +62,7 @@ def registration(subject: Subject, dtype: torch.dtype, device: torch.device, pre
     """`torch.library.opcheck` on the operators of both directions."""
     return [
         _registered(evaluate(subject, case, dtype, device, preference), dtype)
-        for case in _of_every_plan(subject, dtype, device, preference)
+        for case in first_of_each_plan(subject, dtype, device, preference)
     ]
 
 
@@ -79,7 +85,7 @@ def compilation(
     The first case has two sizes; that of another plan has its own, as another size might have another plan.
     """
     rows = []
-    for number, case in enumerate(_of_every_plan(subject, dtype, device, preference)):
+    for number, case in enumerate(first_of_each_plan(subject, dtype, device, preference)):
         base = evaluate(subject, case, dtype, device, preference)
         wrong = []
         items = subject.items(base.inputs)
@@ -171,7 +177,7 @@ def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     """The op runs on the current stream: work queued before it on that stream is seen, work after it sees it."""
     return [
         _on_streams(evaluate(subject, case, dtype, device, preference), dtype, device)
-        for case in _of_every_plan(subject, dtype, device, preference)
+        for case in first_of_each_plan(subject, dtype, device, preference)
     ]
 
 
@@ -219,7 +225,7 @@ def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     """Recorded in a CUDA graph and replayed on new data: equal to eager mode, and nothing is allocated."""
     return [
         _captured([evaluate(subject, case, dtype, device, preference, seed) for seed in (1, 2)], dtype, device)
-        for case in _of_every_plan(subject, dtype, device, preference)
+        for case in first_of_each_plan(subject, dtype, device, preference)
     ]
 
 

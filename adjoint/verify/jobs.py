@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from adjoint.contract.bad_calls import shared
-from adjoint.contract.cases import BadCall, Subject
-from adjoint.core.errors import ArgumentError
+from adjoint.contract.cases import BadCall, Case, Subject
+from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.kernels import why_not_triton
-from adjoint.core.preference import BACKENDS, Preference
+from adjoint.core.plan import select
+from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
 from adjoint.ops import cases
 from adjoint.verify import bits, framework, numerics
+from adjoint.verify.forms import forms
 from adjoint.verify.run import Row, generator
 
 
@@ -72,6 +74,12 @@ def served_backends(subject: Subject, device: torch.device) -> Iterator[tuple[st
             yield backend, served
 
 
+def named_plans(subject: Subject, device: torch.device) -> list[str]:
+    """The plans beside each backend's first that can run on a device."""
+    available = set(available_backends(device))
+    return [plan for plan in subject.plans if {name.partition(".")[0] for name in plan.split("+")} <= available]
+
+
 def _served(subject: Subject, backend: str, device: torch.device) -> Subject | None:
     """The subject with the dtypes for which both directions have a plan of a backend: an op, or a dtype, may be
     without kernels. None where there are none, or not for the dtype that stands for all."""
@@ -99,7 +107,7 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
     for subject in (on_device(subject, device) for subject in chosen):
         for backend, served in served_backends(subject, device):
             listed += _backend_jobs(served, backend, device, thorough)
-        listed += [job for plan in subject.plans for job in _named_plan(subject, plan, device)]
+        listed += [job for plan in named_plans(subject, device) for job in _named_plan(subject, plan, device)]
     return listed + _bad_calls({subject.function for subject in chosen}, device)
 
 
@@ -134,32 +142,44 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
         checks = dict(_OF_A_BACKEND)
         if thorough or dtype == default:  # each schedule is another compilation
             checks["schedules"] = bits.schedules
-        checks |= _of_16_bits(dtype)
+        checks |= _of_16_bits(dtype) | _of_forms(subject)
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
             checks["exhaustive"] = partial(numerics.accuracy, cases=exhaustive, check="exhaustive")
-        listed += [_job(subject, name, dtype, device, preference, check) for name, check in checks.items()]
+        listed += [job_of(subject, name, dtype, device, preference, check) for name, check in checks.items()]
     if torch.float64 in subject.dtypes:
-        listed.append(_job(subject, "gradients", torch.float64, device, preference, numerics.gradients))
+        listed.append(job_of(subject, "gradients", torch.float64, device, preference, numerics.gradients))
     in_torch = [framework.registration, framework.compilation, framework.modes, framework.recompilation]
     if device.type == "cuda":
         in_torch += [framework.streams, framework.capture]
     dtypes = subject.dtypes if thorough else (default,)
     return listed + [
-        _job(subject, check.__name__, dtype, device, preference, check) for check in in_torch for dtype in dtypes
+        job_of(subject, check.__name__, dtype, device, preference, check) for check in in_torch for dtype in dtypes
     ]
 
 
 def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
-    """The checks of a plan that is not its backend's first; none where it cannot run."""
-    backends = {name.partition(".")[0] for name in plan.split("+")}
-    if not backends <= set(available_backends(device)):
-        return []
+    """The checks of a plan that is not its backend's first, on the cases that it takes."""
+    preference = Preference(plan=plan)
     return [
-        _job(subject, name, dtype, device, Preference(plan=plan), check)
+        job_of(taken, name, dtype, device, preference, check)
         for dtype in subject.dtypes
-        for name, check in (_OF_A_PLAN | _of_16_bits(dtype)).items()
+        if (taken := _taken(subject, dtype, device, preference)).cases
+        for name, check in (_OF_A_PLAN | _of_16_bits(dtype) | _of_forms(subject)).items()
     ]
+
+
+def _taken(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Subject:
+    """The subject with the cases that a plan takes in a dtype."""
+
+    def takes(case: Case) -> bool:
+        call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+        try:
+            return all(select(operator, problem, resolve(preference)) for operator, problem in call.problems(device))
+        except Unsupported:
+            return False
+
+    return replace(subject, cases=tuple(filter(takes, subject.cases)))
 
 
 def _of_16_bits(dtype: torch.dtype) -> dict[str, Check]:
@@ -167,14 +187,20 @@ def _of_16_bits(dtype: torch.dtype) -> dict[str, Check]:
     return {"arithmetic": numerics.arithmetic} if dtype.itemsize == 2 else {}
 
 
+def _of_forms(subject: Subject) -> dict[str, Check]:
+    """What other forms of the call, where there are any, have in common with the plain one."""
+    return {"forms": forms} if subject.forms else {}
+
+
 def _default_dtype(subject: Subject) -> torch.dtype:
     """The dtype that stands for all where a check does not depend on it."""
     return torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
 
 
-def _job(
+def job_of(
     subject: Subject, name: str, dtype: torch.dtype, device: torch.device, preference: Preference, check: Check
 ) -> Job:
+    """The job of a check on a subject and dtype, by a plan that meets a preference."""
     backend = preference.backend or ("triton" if "triton" in str(preference.plan) else "eager")
     plan = preference.plan or backend
     label = f"{subject.name} {short(dtype)} {'plan ' if preference.plan == backend else ''}{plan}: {name}"

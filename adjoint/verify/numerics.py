@@ -1,17 +1,19 @@
 """Checks of values: accuracy, exhaustive enumeration, special values, mistakes, gradients."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 from adjoint.contract.cases import Answers, Case, Special, Subject
 from adjoint.contract.inputs import Inputs, each
-from adjoint.core.guarantee import absolute_error, spacing
+from adjoint.core.guarantee import Measurement, absolute_error, spacing
 from adjoint.core.preference import Preference
-from adjoint.verify.run import Row, as_tuple, compare, evaluate, generator, regressions
+from adjoint.verify import figures
+from adjoint.verify.run import Comparison, Row, as_tuple, compare, evaluate, generator
 
 SPECIAL_COPIES = 19
 """More than one vector of every type, and a ragged end."""
@@ -27,18 +29,59 @@ def accuracy(
 ) -> list[Row]:
     """Every output and gradient of every case, by default of the subject's, is inside its stated bound, and no further
     off than was recorded."""
-    rows = []
+    rows: list[Row] = []
+    samples: dict[figures.Place, dict[str, figures.Sample]] = {}
+    row_of: dict[figures.Place, Callable[..., Row]] = {}
     for case in subject.cases if cases is None else cases:
         found = evaluate(subject, case, dtype, device, preference)
         comparisons = compare(found)
         measured = [(check, str(x.guarantee.error), x.name, x.promise) for x in comparisons]
         if cases is None:
-            figures = regressions(found, case, comparisons)
-            measured += [("recorded errors", "no more than was recorded", name, error) for name, error in figures]
+            measured += [(RECORDED, CEILING, name, error) for name, error in _ceilings(comparisons)]
+            place = figures.place_of(found, dtype, case)
+            samples[place], row_of[place] = figures.samples(comparisons), found.row
         for about, guarantee, name, error in measured:
             wrong = [] if error.holds else [f"case {case.name!r}, output {name}"]
             rows.append(found.row(about, dtype, guarantee, f"{name}: {error}", wrong))
+    if dtype == torch.float64:  # whose reference rounds as much as it does
+        return rows
+    again = figures.drawing(subject, dtype, device, preference)
+    by_name = {place.case: first for place, first in samples.items()}
+    due = figures.seeds_of({place: {name: x.size for name, x in first.items()} for place, first in samples.items()})
+    errors_of_cases = figures.errors_of(due, lambda case, seed: again(case, seed) if seed else by_name[case])
+    for place, errors in errors_of_cases.items():
+        rows += [row_of[place](RECORDED, dtype, *verdict) for verdict in _verdicts(place, errors)]
     return rows
+
+
+RECORDED = "recorded errors"
+"""The check that compares errors with figures, as rows name it."""
+
+AS_RECORDED, CEILING = "no more than was recorded", "within the ceiling of all cases"
+"""What it holds them to: the figure of a case, or the ceiling that a plan states."""
+
+NO_FIGURE = "no figure of this machine"
+"""What rows say where nothing was recorded."""
+
+
+def _ceilings(comparisons: Iterable[Comparison]) -> Iterator[tuple[str, Measurement]]:
+    """Norm-relative errors beside the ceiling that a plan states for the op's cases."""
+    for x in comparisons:
+        if x.guarantee.recorded is not None:
+            yield x.name, x.guarantee.recorded.measure(x.result, x.exact)
+
+
+def _verdicts(place: figures.Place, errors: Mapping[str, figures.Error]) -> Iterator[tuple[str, str, list[str]]]:
+    """What is promised, measured and wrong of each output that has a figure, or should have."""
+    recorded = figures.recorded(place) or {}
+    for output, error in errors.items():
+        measured = f"{output}: {NO_FIGURE}"
+        wrong = []
+        if output in recorded:
+            figure = Measurement(error.value, recorded[output], "relative")
+            measured = f"{output}: {figure}"
+            wrong = [] if figure.holds else [f"case {place.case!r}, output {output}"]
+        yield AS_RECORDED, measured, wrong
 
 
 def specials(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -47,7 +90,7 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     for special in subject.specials:
         if special.dtypes and dtype not in special.dtypes:
             continue
-        found = evaluate(subject, _case_of(special), dtype, device, preference)
+        found = evaluate(subject, case_of(special), dtype, device, preference)
         names = (*(f"output {i}" for i in range(len(found.outputs))), *subject.inputs)
         wrong = [
             f"{name} is {result[0].item()}, stated {expected}"
@@ -58,7 +101,9 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     return rows
 
 
-def _case_of(special: Special) -> Case:
+def case_of(special: Special) -> Case:
+    """Copies of a special value."""
+
     def make(dtype: torch.dtype, device: torch.device, source: torch.Generator) -> Inputs:
         return tuple(torch.full((SPECIAL_COPIES,), value, dtype=dtype, device=device) for value in special.inputs)
 
@@ -83,13 +128,17 @@ def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
     rows = []
     for case in subject.cases:
         found = evaluate(subject, case, dtype, device, preference)
-        wide = found.again(*(each(_widened, tensors) for tensors in (found.inputs, found.upstream)))
         forward, backward = found.guarantees
+        stated = zip((forward | backward).items(), found.results, strict=True)
+        is_compared = [
+            promise.roundings <= 1 and result.dtype in (dtype, torch.float32) for (_, promise), result in stated
+        ]
+        if not any(is_compared):
+            continue
+        wide = found.again(*(each(_widened, tensors) for tensors in (found.inputs, found.upstream)))
+        every = zip((forward | backward).items(), found.results, wide.results, strict=True)
         wrong, compared = [], []
-        named = (forward | backward).items()
-        for (name, promise), narrow, exact in zip(named, found.results, wide.results, strict=True):
-            if narrow.dtype not in (dtype, torch.float32) or promise.roundings > 1:
-                continue
+        for (name, promise), narrow, exact in compress(every, is_compared):
             compared.append(name)
             limit = torch.zeros_like(exact, dtype=torch.float64)
             if promise.accumulator != "none" and exact.numel():
@@ -97,8 +146,7 @@ def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
                 limit += 0.5 * spacing(exact, narrow.dtype)
             if not bool((absolute_error(narrow, exact) <= limit).all()):
                 wrong.append(f"case {case.name!r}: {name} is not rounded {promise.roundings} times")
-        if compared:
-            rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
+        rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
     return rows
 
 
@@ -115,7 +163,13 @@ def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
         outputs, gradients = mistake(found.upstream, found.inputs)
         answer = replace(found, outputs=outputs, gradients=gradients)
         comparisons = compare(answer)
-        errors = [(x.name, x.promise) for x in comparisons] + list(regressions(answer, case, comparisons))
+        errors = [(x.name, x.promise) for x in comparisons] + list(_ceilings(comparisons))
+        figure_of = figures.recorded(figures.place_of(found, dtype, case)) or {}
+        errors += [
+            (x.name, Measurement(x.relative_error, figure_of[x.name], "relative"))
+            for x in comparisons
+            if x.name in figure_of and x.result.numel() >= figures.FEWEST
+        ]
         caught = dict.fromkeys(output for output, measured in errors if not measured.holds)
         wrong = [] if caught else [f"the mistake {name!r} passes the accuracy check"]
         shown = f"{name}: {', '.join(caught) or 'nothing'} rejected"
@@ -181,8 +235,8 @@ def _central_differences(subject: Subject, inputs: Inputs, upstream: tuple[Tenso
         return (sums[0] - sums[1]) / (2 * step)
 
     return [
-        inputs[index].new_tensor([slope(index, position) for position in range(inputs[index].numel())]).reshape(
-            inputs[index].shape
-        )
+        inputs[index]
+        .new_tensor([slope(index, position) for position in range(inputs[index].numel())])
+        .reshape(inputs[index].shape)
         for index in subject.places(inputs)
     ]

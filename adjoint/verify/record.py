@@ -1,54 +1,151 @@
-"""What `adjoint verify OP --record FILE` does: the errors of an op's cases on a device become its recorded figures."""
+"""What `adjoint verify --record FOLDER` does: the errors of ops' cases on a machine become its recorded figures."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from adjoint.contract import recorded
 from adjoint.contract.cases import Subject
 from adjoint.core.errors import ArgumentError
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
-from adjoint.verify import interpreter
-from adjoint.verify.jobs import on_device, served_backends, subjects
-from adjoint.verify.run import compare, evaluate, key_of
+from adjoint.core.problem import short
+from adjoint.verify import figures, workers
+from adjoint.verify.figures import Errors, Figures
+from adjoint.verify.jobs import Job, job_of, named_plans, on_device, served_backends, subjects
+from adjoint.verify.run import Row
+
+RECORDED, FAILED, INTERRUPTED = 0, 1, 130
+"""Exit statuses; the last is what shells give for Ctrl-C."""
 
 
-def record(console: Console, ops: Sequence[str], device: torch.device, path: Path) -> int:
-    """Writes figures of the ops' cases to a file, with those that their own file has from elsewhere; returns 0.
+@dataclass(frozen=True)
+class Measured(Row):
+    """A row that carries the errors of a subject's cases."""
 
-    The file can then take the place of the ops' own, after a look at what changed.
+    errors: Errors = field(default_factory=dict)
+
+
+CASES_OF_A_JOB = 4
+"""Few enough that no process is left with much to compile at the end."""
+
+
+def measure(
+    subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference, part: slice = slice(None)
+) -> list[Row]:
+    """The errors of all cases that have figures, or of a part of these cases."""
+    machine = figures.machine_of(device, "triton" if figures.is_on_kernels(preference) else "eager")
+    due = figures.due_of(subject, dtype, preference, machine, device)
+    chosen = {place: due[place] for place in list(due)[part]}
+    errors = figures.errors_of(chosen, figures.drawing(subject, dtype, device, preference))
+    count = sum(map(len, errors.values()))
+    return [Measured(subject.name, "record", short(dtype), "", "", f"{count} figures", True, "", errors)]
+
+
+def jobs(ops: Sequence[str] | None, device: torch.device) -> list[Job]:
+    """What is measured on a device, kernels first: in Triton's interpreter they alone, as nothing else is new there."""
+    listed = []
+    for subject in (on_device(subject, device) for subject in subjects(ops)):
+        preferences = [(Preference(backend=name), served.dtypes) for name, served in served_backends(subject, device)]
+        preferences += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
+        parts = [slice(begin, begin + CASES_OF_A_JOB) for begin in range(0, len(subject.cases), CASES_OF_A_JOB)]
+        listed += [
+            job_of(subject, f"record {number}/{len(parts)}", dtype, device, preference, partial(measure, part=part))
+            for preference, dtypes in preferences
+            for dtype in dtypes
+            if dtype != torch.float64  # whose reference rounds as much as it does
+            for number, part in enumerate(parts, 1)
+        ]
+    chosen = [job for job in listed if not interpreting() or job.backend == "triton"]
+    return sorted(chosen, key=lambda job: job.backend != "triton")
+
+
+def record(
+    console: Console, ops: Sequence[str], device: torch.device, folder: Path, *, processes: int | None = None
+) -> int:
+    """Writes the figures of the ops' cases to a folder, beside those that are there. Returns the exit status.
+
+    The files can then take the place of the package's own, after a look at what changed.
     """
-    chosen = subjects(ops or None)
-    files = {subject.recorded for subject in chosen}
-    if len(files) > 1:
-        raise ArgumentError("verify: --record writes one file, and these ops have several: name ops of one family")
-    if interpreting():
-        interpreter.correct()
-    (file,) = files
-    figures = deepcopy(recorded.load(file)) if file is not None else {}
-    recorded.save(figures, path)  # a path that cannot be written to is refused before the work
-    for subject in chosen:
-        for keys, errors in _errors(on_device(subject, device), device):
-            recorded.put(figures, keys, errors)
-            recorded.save(figures, path)  # what an interrupted run has measured is kept
-            console.print(Text(f"{', '.join(keys)}: {len(errors)} figures", style="dim"), soft_wrap=True)
-    return 0
+    processes = workers.default_processes(device) if processes is None else processes
+    if processes < 1:
+        raise ArgumentError(f"verify: --jobs must be 1 or more, not {processes}")
+    listing = partial(jobs, ops or None, device)
+    listed = listing()
+    files = _Files(folder, listed, device)
+    if processes == 1:
+        results = workers.run_here(listed, range(len(listed)), lambda job: None)
+    else:
+        results = workers.run_in_processes(
+            listing, listed, range(len(listed)), lambda job: None, processes=processes, device=device
+        )
+    done = failed = 0
+    with suppress(KeyboardInterrupt), closing(results):
+        for position, rows in results:
+            done += 1
+            for row in rows:
+                failed += not row.passed
+                if isinstance(row, Measured):
+                    files.add(listed[position], row.errors)  # and saves them, for a run that is interrupted
+                line = f"{done}/{len(listed)} {listed[position].label}: {row.measured} {row.detail}"
+                console.print(Text(line, style="dim" if row.passed else "red"), soft_wrap=True)
+    for path in files.paths:
+        console.print(f"{path}", highlight=False)
+    console.print(f"{done} of {len(listed)} measured, {failed} failed", highlight=False)
+    return INTERRUPTED if done < len(listed) else FAILED if failed else RECORDED
 
 
-def _errors(subject: Subject, device: torch.device) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
-    """The norm-relative errors of every case, dtype and plan, under the keys of their figures."""
-    served = [(Preference(backend=backend), dtypes.dtypes) for backend, dtypes in served_backends(subject, device)]
-    for preference, dtypes in served + [(Preference(plan=plan), subject.dtypes) for plan in subject.plans]:
-        for dtype in dtypes:
-            if dtype == torch.float64:  # whose reference rounds as much as it does
-                continue
-            for case in subject.cases:
-                found = evaluate(subject, case, dtype, device, preference)
-                errors = {x.name: x.relative_error for x in compare(found) if x.result.numel() >= recorded.FEWEST}
-                if errors:
-                    yield key_of(found, case), errors
+class _Files:
+    """Files of figures in a folder, which begin as they are there, or else as the package has them."""
+
+    def __init__(self, folder: Path, listed: Sequence[Job], device: torch.device) -> None:
+        self._folder = folder
+        self._machine = {backend: figures.machine_of(device, backend) for backend in ("triton", "eager")}
+        self._figures: dict[Path, Figures] = {}
+        self._errors: dict[tuple[Path, str], Errors] = {}
+        self._waiting = Counter(map(self._key, listed))
+        try:
+            self._save_pending()  # refused before the work
+        except OSError as error:
+            raise ArgumentError(f"verify: cannot write figures to {folder}: {error}") from error
+
+    def _key(self, job: Job) -> tuple[str, str, str]:
+        return self._machine[job.backend], job.dtype, job.op
+
+    @property
+    def paths(self) -> list[Path]:
+        return sorted(self._figures)
+
+    def add(self, job: Job, errors: Errors) -> None:
+        """Adds what a job measured, in place of what its subject had before this run."""
+        for place in errors:
+            path = figures.path_of(place.machine, place.dtype, self._folder)
+            if path not in self._figures:
+                there = figures.read(path)
+                own = figures.load(place.machine, place.dtype) if there is None else there
+                self._figures[path] = deepcopy(own or {})
+            of_subject = self._errors.setdefault((path, place.subject), {})
+            # Two preferences may lead to the same plans, and one of them to a figure that the other has elsewhere.
+            of_subject[place] = errors[place] | of_subject.get(place, {})
+        for path, subject in {(figures.path_of(x.machine, x.dtype, self._folder), x.subject) for x in errors}:
+            self._figures[path] |= figures.of_errors(self._errors[path, subject])
+            figures.save(self._figures[path], path)
+        self._waiting[self._key(job)] -= 1
+        self._save_pending()
+
+    def _save_pending(self) -> None:
+        """Names what is not measured yet: nothing, once every job has been."""
+        for machine in {machine for machine, _, _ in self._waiting}:
+            pending = figures.pending(machine, self._folder)
+            for (where, dtype, subject), count in self._waiting.items():
+                if where == machine:
+                    others = {*pending.get(dtype, ())} - {subject}
+                    pending[dtype] = sorted(others | ({subject} if count else set()))
+            figures.save_pending({dtype: names for dtype, names in pending.items() if names}, machine, self._folder)

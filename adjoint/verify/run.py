@@ -1,6 +1,6 @@
 """Running a subject: one evaluation with its gradients, its comparison with the reference, and a verdict."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from adjoint.contract import directions
-from adjoint.contract import recorded as recorded_figures
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.directions import Bound
-from adjoint.contract.inputs import Inputs, is_differentiable, widened
+from adjoint.contract.inputs import Inputs, widened
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, resolve
@@ -183,11 +182,12 @@ def compare(found: Evaluation) -> list[Comparison]:
     """Each public output and gradient beside the reference's."""
     subject, inputs, upstream = found.subject, widened(found.inputs), widened(found.upstream)
     forward, backward = found.guarantees
+    of_gradients = (*upstream, *inputs, *subject.choices(*inputs))
     return [
         Comparison(name, guarantee, result, exact, arguments)
         for promises, results, truth, arguments in (
             (forward, found.outputs, subject.reference(*inputs), inputs),
-            (backward, found.gradients, subject.reference_backward(*upstream, *inputs), (*upstream, *inputs)),
+            (backward, found.gradients, subject.reference_backward(*upstream, *inputs), of_gradients),
         )
         for (name, guarantee), result, exact in zip(promises.items(), results, truth, strict=True)
     ]
@@ -196,27 +196,3 @@ def compare(found: Evaluation) -> list[Comparison]:
 def measure(found: Evaluation) -> dict[str, Measurement]:
     """The error of each public output and gradient beside the limit its guarantee states, by name."""
     return {comparison.name: comparison.promise for comparison in compare(found)}
-
-
-def regressions(found: Evaluation, case: Case, comparisons: Sequence[Comparison]) -> Iterator[tuple[str, Measurement]]:
-    """Norm-relative errors beside what is recorded: the ceiling of the op's cases, and the figure of this one."""
-    figures: Mapping[str, float] = {}
-    if found.subject.recorded is not None:
-        recorded = recorded_figures.load(found.subject.recorded)
-        figures = recorded_figures.of(recorded, *key_of(found, case))
-    for comparison in comparisons:
-        name, statement = comparison.name, comparison.guarantee.recorded
-        if statement is not None:
-            yield name, statement.measure(comparison.result, comparison.exact)
-        if name in figures:
-            yield name, Measurement(comparison.relative_error, figures[name], "relative")
-
-
-def key_of(found: Evaluation, case: Case) -> tuple[str, str, str, str, str]:
-    """Under what the figures of a case are recorded: where it ran, subject, plan, dtype and name."""
-    device = next(x.device for x in found.inputs if x is not None)
-    dtype = next(x.dtype for x in found.inputs if is_differentiable(x))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    if device.type == "cpu" and found.plan.candidate.backend == "triton":
-        where = "interpreter"
-    return where, found.subject.name, found.plan_names, short(dtype), case.name

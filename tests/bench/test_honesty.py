@@ -261,7 +261,7 @@ def test_torch_compile_takes_part_in_every_family_and_direction(family: str) -> 
         direction
         for w in workloads
         for direction in w.directions
-        if run.COMPILED in run._builders(w, direction, compile=True, peers=None)
+        if run.COMPILED in run.builders_of(w, direction, compile=True, peers=None)
     }
     assert able == directions
 
@@ -282,13 +282,15 @@ STRONGEST = {
 @pytest.mark.parametrize("text", STRONGEST)
 def test_peers_that_have_the_op_take_part(text: str) -> None:
     workload = next(w for module in ops.cases() for w in module.WORKLOADS if w.name.startswith(text))
-    builders = run._builders(workload, contenders.FORWARD, compile=False, peers=None)
+    builders = run.builders_of(workload, contenders.FORWARD, compile=False, peers=None)
     assert set(builders) >= STRONGEST[text]
 
 
 def test_a_peer_is_asked_for_the_directions_it_has() -> None:
     workload = workload_of(rules, "8192 tokens")
-    forward, backward = (run._builders(workload, way, False, None) for way in (contenders.FORWARD, contenders.BACKWARD))
+    forward, backward = (
+        run.builders_of(workload, way, compile=False, peers=None) for way in (contenders.FORWARD, contenders.BACKWARD)
+    )
     assert "FlashInfer" in forward and "FlashInfer" not in backward and "FlashQLA" in backward
 
 

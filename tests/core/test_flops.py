@@ -35,6 +35,7 @@ WITHOUT_PRODUCTS = {
     "swiglu_packed", "swiglu_packed_backward", "swiglu_packed_backward_reuse",
     "rms_norm", "rms_norm_backward", "rms_norm_residual", "rms_norm_residual_backward",
     "gated_rms_norm", "gated_rms_norm_backward", "l2_norm", "l2_norm_backward",
+    "rotary", "rotary_backward", "rotary_in_place",
     "embedding", "embedding_backward", "embedding_backward_into", "embedding_backward_sparse",
     "embedding_bag", "embedding_bag_backward",
     "take_along_axis", "take_along_axis_backward",

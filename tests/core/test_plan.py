@@ -13,6 +13,7 @@ from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.operator import Operator, register
 from adjoint.core.plan import Call, Candidate, Plan, bind, publish, select
 from adjoint.core.problem import Problem
+from adjoint.ops import cases
 from tests.lookup import BACKWARD, FORWARD, lookup
 
 NEEDED = 256
@@ -273,3 +274,71 @@ def test_a_guarantee_that_is_not_there_says_which_are() -> None:
     ):
         plan.guarantee["dx"]
     assert plan.adjoint is not None and "dx" in plan.adjoint.guarantee
+
+
+# ------------------------------------------------------------------------------------ what a plan says, and targets
+
+
+def test_the_representation_of_a_plan_is_a_line() -> None:
+    chosen = adjoint.plan(adjoint.swiglu, torch.ones(4, 8), torch.ones(4, 8))
+    assert repr(chosen) == f"<Plan of swiglu: {chosen.name}, {chosen.sku}>"
+    assert "\n" not in repr(chosen) and str(chosen).count("\n") > 10
+
+
+def experts(rows: int = 64) -> list[Tensor]:
+    shapes = ((rows, 128), (4, 256, 128), (4, 128, 128), (rows, 2), (rows, 2))
+    dtypes = (torch.bfloat16,) * 3 + (torch.int64, torch.bfloat16)
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def test_a_plan_for_a_target_needs_no_gpu_and_is_not_run() -> None:
+    x = torch.ones(4, 8)
+    chosen = adjoint.plan(adjoint.swiglu, x, x, target="sm_90")
+    backward = chosen.adjoint
+    assert backward is not None
+    assert chosen.name == backward.name == "triton.rows" and chosen.sku.arch == backward.sku.arch == "sm_90"
+    assert chosen.launches and chosen.guarantee["y"].batch_invariant == "element"
+    assert str(chosen.problem) == "swiglu on sm_90, float32, rows"
+    chosen.can_implement(x.to("meta"), x.to("meta"))
+    for attempt in (chosen.prepare, lambda: chosen.run(x, x), lambda: chosen.can_implement(x, x)):
+        with pytest.raises(adjoint.Unsupported, match=r"made for (the target )?sm_90|target is none"):
+            attempt()
+
+
+def test_the_target_decides_which_plans_there_are() -> None:
+    reasons = {
+        target: dict(adjoint.plan(adjoint.moe.experts, *experts(), target=target).others)
+        for target in ("sm_80", "sm_90", "gfx950")
+    }
+    assert "needs sm_90" in reasons["sm_80"]["eager.grouped_mm"]
+    assert "ranks after" in reasons["sm_90"]["eager.grouped_mm"]
+    for target, others in reasons.items():
+        limited = adjoint.plan(
+            adjoint.moe.experts, *experts(), target=target, preference=Preference(max_workspace_bytes=2**30)
+        )
+        assert limited.name == "triton.grouped" and limited.workspace_bytes, (target, others)
+
+
+def test_every_op_has_a_plan_for_every_target() -> None:
+    """What is decided by the device is decided by the target too: nothing asks for a GPU."""
+    for subject in (subject for module in cases() for subject in module.SUBJECTS):
+        inputs = subject.cases[0].make(subject.dtypes[-1], torch.device("cpu"), torch.Generator().manual_seed(0))
+        positional, named = subject.arguments(inputs)
+        for target in ("sm_80", "sm_120", "gfx942"):
+            chosen = adjoint.plan(subject.function, *positional, target=target, **named)
+            assert str(chosen) and chosen.sku.arch == target
+            assert chosen.adjoint is not None and chosen.adjoint.sku.arch == target
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_can_be_asked_about() -> None:
+    chosen = adjoint.plan(adjoint.moe.experts, *experts(), device="cuda")
+    assert chosen.backend == "eager" and "torch sees no GPU" in dict(chosen.others)["triton.grouped"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"target": "sm_91"}, "unknown target"), ({"target": "sm_90", "device": "cpu"}, "not both")]
+)
+def test_targets_that_make_no_sense_are_refused(options: dict[str, str], words: str) -> None:
+    with pytest.raises(adjoint.ArgumentError, match=words):
+        adjoint.plan(adjoint.silu, torch.ones(4), **options)  # type: ignore[arg-type]

@@ -1,15 +1,20 @@
 """The plans for Hopper on a CPU: portable kernels in Triton's interpreter, kernels of Gluon in the model."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
+from adjoint.contract.inputs import widened
+from adjoint.core.guarantee import Guarantee, Measurement
 from adjoint.core.launch import Setup
 from adjoint.core.operator import Operator
 from adjoint.core.plan import Call, Candidate
 from adjoint.ops.gated_delta.rule.hopper import gradients
-from tests.gluon.model import Codes, Schedule, modelled
+from tests.gluon.examples import Example
+from tests.gluon.model import Codes, modelled
+from tests.gluon.programs import Schedule
 
 TARGET = "sm_90"
 
@@ -46,3 +51,40 @@ def run_both(call: Call, upstream: tuple[Tensor | None, ...], schedule: Schedule
     outputs = run(call.operator, call.arguments, schedule)
     assert call.adjoint is not None and call.adjoint_arguments is not None
     return outputs, run(call.adjoint, call.adjoint_arguments(upstream, outputs), schedule)
+
+
+def named(call: Call, outputs: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Outputs and gradients by name, without the states that the backward reads."""
+    assert call.adjoint is not None
+    pairs = zip((*call.operator.outputs, *call.adjoint.outputs), (*outputs, *slopes), strict=True)
+    return {name: result for name, result in pairs if name != "saved" and result.numel()}
+
+
+def results(example: Example, schedule: Schedule) -> dict[str, Tensor]:
+    """Outputs and gradients of the plan for Hopper, by name."""
+    call = example.call
+    return named(call, *run_both(call, example.upstream(), schedule))
+
+
+def promises(example: Example) -> dict[str, Guarantee]:
+    """What the plan for Hopper promises of every output and gradient."""
+    call = example.call
+    assert call.adjoint is not None and call.adjoint_arguments is not None
+    kept = call.operator.allocate(*call.arguments)
+    sides = (call.operator, call.arguments), (call.adjoint, call.adjoint_arguments(example.upstream(), kept))
+    stated: dict[str, Guarantee] = {}
+    for operator, arguments in sides:
+        stated |= candidate_of(operator).guarantee(operator.describe(*arguments))
+    return stated
+
+
+def errors(example: Example, results: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Measurement]]:
+    """The error of each result beside what is promised of it, and beside what is recorded."""
+    stated, call = promises(example), example.call
+    inputs, slopes = widened(example.inputs), widened(example.upstream())
+    for (name, result), exact in zip(results.items(), example.exact(), strict=True):
+        arguments = inputs if name in call.operator.outputs else (*slopes, *inputs)
+        promise = stated[name]
+        assert promise.recorded is not None
+        yield name, "promised", promise.error.measure(result, exact, *arguments)
+        yield name, "recorded", promise.recorded.measure(result, exact)

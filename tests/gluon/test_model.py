@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.gluon import model
-from tests.gluon.model import Barriers, Program, Schedule, Shared, _current
+from tests.gluon import memory
+from tests.gluon.memory import Barriers, Shared
+from tests.gluon.programs import Program, Schedule, current
 from tests.gluon.values import Fault, Launch, Pointer, Value
 
 
@@ -13,7 +14,7 @@ def in_program(function, schedule: Schedule = Schedule()):  # type: ignore[no-un
 
 
 def specialized(*functions, schedule: Schedule = Schedule()):  # type: ignore[no-untyped-def]  # noqa: B008
-    in_program(lambda: _current.program.specialize([(f, ()) for f in functions], [4] * (len(functions) - 1)), schedule)
+    in_program(lambda: current.program.specialize([(f, ()) for f in functions], [4] * (len(functions) - 1)), schedule)
 
 
 def barrier(count: int = 1) -> Barriers:
@@ -23,8 +24,8 @@ def barrier(count: int = 1) -> Barriers:
 
 
 def test_addresses_outside_of_a_tensor_are_faults() -> None:
-    memory = torch.zeros(10)[:4]
-    pointer = Pointer.to_tensor("x", memory)
+    numbers = torch.zeros(10)[:4]
+    pointer = Pointer.to_tensor("x", numbers)
     with pytest.raises(Fault, match="x: elements 4 to 4"):
         (pointer + 4).load()
     with pytest.raises(Fault, match="elements -1"):
@@ -40,7 +41,7 @@ def test_an_element_is_written_once_by_a_store() -> None:
 
 
 def test_shared_memory_is_poisoned_until_it_is_written() -> None:
-    shared = model.allocate_shared_memory(torch.float32, [2, 3], None)
+    shared = memory.allocate_shared_memory(torch.float32, [2, 3], None)
     assert shared.load(None).tensor.isnan().all()
     shared.index(1).store(Value(torch.ones(3)))
     assert shared.index(1).load(None).tensor.eq(1).all() and shared.index(0).load(None).tensor.isnan().all()
@@ -53,13 +54,13 @@ def test_copies_arrive_when_their_group_is_waited_for(eager: bool) -> None:
     source, shared = Pointer.to_tensor("x", torch.ones(4)) + Value(torch.arange(4)), Shared(torch.zeros(4))
 
     def program() -> None:
-        model._copy(shared, source)
-        model._wait_group(0)
+        memory.copy(shared, source)
+        memory.wait_group(0)
         assert shared.load(None).tensor.isnan().all()  # no group has it yet
-        model._commit()
-        model._wait_group(1)
+        memory.commit()
+        memory.wait_group(1)
         assert shared.load(None).tensor.isnan().all()
-        model._wait_group(0)
+        memory.wait_group(0)
         assert shared.load(None).tensor.eq(1).all()
 
     in_program(program, Schedule(eager))
@@ -68,15 +69,15 @@ def test_copies_arrive_when_their_group_is_waited_for(eager: bool) -> None:
 def test_copies_that_nobody_waits_for_are_faults() -> None:
     source = Pointer.to_tensor("x", torch.ones(4)) + Value(torch.arange(4))
     with pytest.raises(Fault, match="before its copies"):
-        in_program(lambda: model._copy(Shared(torch.zeros(4)), source))
+        in_program(lambda: memory.copy(Shared(torch.zeros(4)), source))
 
 
 def test_products_are_read_after_they_are_waited_for() -> None:
     a, b = Value(torch.eye(4)), Shared(torch.arange(16.0).view(4, 4))
 
     def program(number: int) -> None:
-        product = model.warpgroup_mma(a, b, Value(torch.zeros(4, 4)), use_acc=False, is_async=True)
-        product = model.warpgroup_mma_wait(number, deps=[product])
+        product = memory.warpgroup_mma(a, b, Value(torch.zeros(4, 4)), use_acc=False, is_async=True)
+        product = memory.warpgroup_mma_wait(number, deps=[product])
         assert torch.equal((product + 0.0).tensor, b.tensor)
 
     in_program(lambda: program(0))
@@ -88,9 +89,9 @@ def test_a_late_product_reads_what_its_operand_has_become() -> None:
     b = Shared(torch.eye(4))
 
     def program() -> None:
-        product = model.warpgroup_mma(Value(torch.eye(4)), b, Value(torch.zeros(4, 4)), is_async=True)
+        product = memory.warpgroup_mma(Value(torch.eye(4)), b, Value(torch.zeros(4, 4)), is_async=True)
         b.store(Value(torch.full((4, 4), 3.0)))
-        results.append(model.warpgroup_mma_wait(0, deps=[product]).tensor[0, 0].item())
+        results.append(memory.warpgroup_mma_wait(0, deps=[product]).tensor[0, 0].item())
 
     results: list[float] = []
     in_program(program, Schedule(True))
@@ -103,13 +104,13 @@ def test_partitions_wait_for_phases() -> None:
 
     def consumer() -> None:
         for phase in (0, 1):
-            model._wait(full, phase)
+            memory.wait(full, phase)
             order.append("read")
             empty.arrive()
 
     def producer() -> None:
         for phase in (1, 0):  # the phase before the first counts as complete
-            model._wait(empty, phase)
+            memory.wait(empty, phase)
             order.append("write")
             full.arrive()
 
@@ -120,9 +121,9 @@ def test_partitions_wait_for_phases() -> None:
 def test_a_barrier_that_nobody_completes_is_a_fault() -> None:
     ready = barrier(2)
     with pytest.raises(Fault, match="nobody completes"):
-        specialized(lambda: model._wait(ready, 0), ready.arrive)
+        specialized(lambda: memory.wait(ready, 0), ready.arrive)
     with pytest.raises(Fault, match="nobody completes"):
-        in_program(lambda: model._wait(barrier(), 0))
+        in_program(lambda: memory.wait(barrier(), 0))
 
 
 def test_too_many_arrivals_are_a_fault() -> None:
@@ -139,7 +140,7 @@ def test_errors_of_a_partition_reach_the_caller() -> None:
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        specialized(lambda: model._wait(ready, 0), fails)
+        specialized(lambda: memory.wait(ready, 0), fails)
 
 
 def test_numbers_have_the_types_of_the_language() -> None:

@@ -11,7 +11,8 @@ from adjoint.core import kernels
 from tests.gluon import hopper
 from tests.gluon.breaks import Break, breaks
 from tests.gluon.examples import Example
-from tests.gluon.model import SCHEDULES, Codes, Schedule
+from tests.gluon.model import Codes
+from tests.gluon.programs import SCHEDULES, Schedule
 from tests.gluon.values import Fault
 
 pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter")

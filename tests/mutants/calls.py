@@ -17,8 +17,9 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 import adjoint
+from adjoint.contract.directions import Bound
 from adjoint.contract.inputs import poison
-from adjoint.core.plan import Plan
+from adjoint.core.plan import Plan, select
 from adjoint.core.schedules import Schedules
 from adjoint.core.workspace import Regions
 from adjoint.device import grouping
@@ -175,3 +176,16 @@ SMALL_GROUPING = {
 def small_digits() -> None:
     """From now on, a pass of a sort takes 3 bits; the kernels of `adjoint.device.grouping` must be loaded again."""
     vars(grouping)["DIGIT"] = 3
+
+
+def differs_alone(backward: Bound, gradients: tuple[Tensor, ...]) -> bool:
+    """Whether a gradient that is asked for alone has other bits than among all."""
+    *rest, need = backward.arguments
+    operator = backward.plan.operator
+    for bit, gradient in enumerate(gradients):
+        if need >> bit & 1:
+            arguments = (*rest, 1 << bit)
+            plan = select(operator, operator.describe(*arguments), backward.plan.preference)
+            if not same_bits(Bound(plan, arguments).run()[bit], gradient):
+                return True
+    return False

@@ -25,6 +25,7 @@ from adjoint.contract.inputs import each
 from adjoint.core.preference import Preference
 from adjoint.verify import Row, bits, numerics
 from adjoint.verify.run import differentiate, evaluate
+from tests.gluon.programs import SCHEDULES
 from tests.mutants import calls as edges
 from tests.mutants import (
     conv_calls,
@@ -34,6 +35,7 @@ from tests.mutants import (
     gluon_calls,
     indexing_calls,
     norm_calls,
+    rotary_calls,
     route_calls,
     rule_backward_calls,
     rule_calls,
@@ -67,6 +69,7 @@ MODULES = {
     "activation": ("adjoint.ops.activation.kernels",),
     "norm": ("adjoint.ops.norm.kernels", "adjoint.ops.norm.l2_norm.kernels", "adjoint.device.row_tiles"),
     "conv": tuple(f"adjoint.ops.conv.triton.{part}" for part in ("rows", "forward", "backward", "step")),
+    "rotary": ("adjoint.ops.rotary.rotary.kernels",),
     "embedding": (
         "adjoint.device.grouping.kernels",
         "adjoint.ops.embedding.kernels",
@@ -206,6 +209,16 @@ def _conv_noticed(mutant: Mutant) -> bool:
         return True
 
 
+# --------------------------------------------------------------------------------------------- rotary
+
+
+def _rotary_noticed(mutant: Mutant) -> bool:
+    """Whether any call gives other bits than the eager path, at either edge of memory; tiles are small."""
+    edges.guard()
+    rotary_calls.shrink()
+    return any(_differs(call, number) for number, call in enumerate(rotary_calls.calls()))
+
+
 # ------------------------------------------------------------------------------------------ embedding
 
 
@@ -318,6 +331,7 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "activation": (edges, bits, numerics),
     "norm": (edges, norm_calls),
     "conv": (edges, conv_calls),
+    "rotary": (edges, rotary_calls),
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
     "moe": (edges, dispatch_calls, route_calls, experts_calls),
@@ -328,6 +342,7 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
     "activation": (_activation_noticed,),
     "norm": (_norm_noticed,),
     "conv": (_conv_noticed,),
+    "rotary": (_rotary_noticed,),
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),
@@ -336,10 +351,8 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
 
 
-GLUON = tuple(
-    partial(gluon_calls.noticed, schedules=schedules) for schedules in (gluon_calls.FIRST, gluon_calls.OTHERS)
-)
-"""Those of kernels in Gluon: most mutants need no second schedule."""
+GLUON = tuple(partial(gluon_calls.noticed, schedule=schedule) for schedule in SCHEDULES)
+"""Those of kernels in Gluon, a schedule each: most mutants need no second one."""
 
 
 def stages(family: str, mutant: Mutant) -> tuple[Noticed, ...]:

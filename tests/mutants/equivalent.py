@@ -14,9 +14,6 @@ EQUIVALENT = {
         "half_exponential",
         "tl.floor(exponent * 1.4426950408889634 + 0.5) -> tl.ceil(exponent * 1.4426950408889634 + 0.5)",
     ): "another integer n, taken out just as exactly",
-    ("half_exponential", "exponent * 1.4426950408889634 -> exponent + 1.4426950408889634"): (
-        "another integer n, taken out just as exactly; what remains is larger, and still inside the bound"
-    ),
     # norm
     ("silu_and_slope", "128.0 -> 192.0 (1)"): "any bound past the asymptote serves",
     ("silu_and_slope", "128.0 -> 192.0 (2)"): "any bound past the asymptote serves",
@@ -83,6 +80,15 @@ EQUIVALENT = {
         "a group of exactly one tile is summed into a slot that nobody reads"
     ),
     ("find_tile", "end - start -> end + start"): "groups of one tile are summed into slots that nobody reads",
+    **{
+        ("find_tile", change): "tiles are summed into slots that nobody reads: each slot has one writer"
+        for change in (
+            "in_group & (end - start > width) -> in_group | (end - start > width)",
+            "in_group & (end - start > width) & (begin < end) -> in_group & (end - start > width) | (begin < end)",
+            "in_group & (end - start > width) & (begin < end) & tl.where(first, start >= window, start < window) -> "
+            "in_group & (end - start > width) & (begin < end) | tl.where(first, start >= window, start < window)",
+        )
+    },
     ("embedding_sum_tiles", "begin < end -> begin <= end"): "a slot that no tile has gets zeros, and nobody reads it",
     ("embedding_sum_tiles", "first + step + tl.zeros([1], tl.int32) -> first + step - tl.zeros([1], tl.int32)"): (
         "plus or minus 0, which is there for its shape"
@@ -148,7 +154,6 @@ EQUIVALENT = {
     ("moe_scatter", "other=-1 -> other=-2"): "any number that is no row",
     ("moe_scatter", "row < last -> row <= last"): "the first row of no expert is written, and then zeroed",
     ("moe_sum", "other=-1 -> other=-2"): "any number that is no row",
-    ("moe_sum", "other=-1 -> other=1"): "what a token past the end adds up is not stored",
     ("moe_sum", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a row then records the fault, and the minimum of equal words is the same word"
     ),
@@ -158,9 +163,6 @@ EQUIVALENT = {
         "256 columns have all eight levels; the experts' kernels, which add fewer, have the function as it is"
     ),
     # indexing
-    ("take_backward_few", "chosen < begin + span -> chosen <= begin + span"): (
-        "the first element of the next span is written from here too, with the same sum"
-    ),
     ("take_backward_few", "line + element -> line - element"): "what it is taken for is its shape",
     ("take_backward_lines", "rank // _TILE -> rank % _TILE"): (
         "a line has at most 32 tiles of 32, and where there is more than one, an index has 32 entries"
@@ -247,6 +249,12 @@ EQUIVALENT = {
             "K - i -> K + i (1)",
             "K - i -> K + i (2)",
         )
+    },
+    **{
+        (kernel, "SCORE == SOFTMAX and (not RENORMALIZE) -> SCORE == SOFTMAX or not RENORMALIZE"): (
+            "the sum over all experts is read in that mode alone"
+        )
+        for kernel in ("moe_route_forward", "moe_route_grouped")
     },
     ("take_best", "K <= _UNROLLED -> K < _UNROLLED"): "unrolled or not, the same is taken",
     ("chosen_gradient", "x < 0 -> x <= 0"): "at 0 both are 1",
@@ -369,7 +377,6 @@ EQUIVALENT = {
             ("rule_state_scan", "v_row < K -> v_row <= K"),
             ("rule_state_scan", "0.0 -> 1.0 (1)"),
             ("rule_state_scan", "0.0 -> 1.0 (3)"),
-            ("rule_reverse_scan", "v_row < V -> v_row <= V (1)"),
             ("rule_reverse_scan", "k_column < K -> k_column <= K (1)"),
         )
     },
@@ -405,11 +412,11 @@ EQUIVALENT = {
             "first_key + zero -> first_key - zero",
         )
     },
+    ("rule_state_scan", "TRANSITION and V == 0 -> TRANSITION or V == 0 (2)"): (
+        "V is 0 in transitions alone, and one with values has no use for the place of a saved state"
+    ),
     ("rule_reverse_scan", "count <= UNSPLIT -> count < UNSPLIT"): (
         "a sequence that is scanned whole is then scanned twice, to one result"
-    ),
-    ("rule_compose_reverse_transitions", "count <= UNSPLIT -> count < UNSPLIT"): (
-        "what is composed of a sequence that is scanned whole is nobody's"
     ),
     ("rule_compose_reverse_transitions", "k_column < K -> k_column <= K (2)"): (
         "a row past the last gives a column past the last, which meets zeros of M and is not stored"
@@ -453,7 +460,6 @@ EQUIVALENT = {
         (kernel, change): "what is read of a chunk that is not there is not used"
         for kernel, change in (
             ("rule_state_scan", "count > 0 -> count >= 0"),
-            ("rule_state_scan", "count > CHUNK -> count >= CHUNK"),
             ("rule_reverse_scan", "count > 0 -> count >= 0"),
             ("rule_reverse_scan", "0.0 -> 1.0 (2)"),
             ("rule_reverse_scan", "0.0 -> 1.0 (3)"),
@@ -493,7 +499,6 @@ EQUIVALENT = {
         "products",
         "left.dtype.element_ty == tl.float32 -> left.dtype.element_ty != tl.float32",
     ): "a loop, rolled or not",
-    ("_sums_past", "kind == tl.float32 -> kind != tl.float32"): "sums along rows by a scan or by a product",
     # gated_delta.recompute_w_u
     ("gated_delta_bounds", "bounds + one -> bounds - one"): "plus or minus 0, which is there for its shape",
     ("gated_delta_bounds", "bounds + count + 1 + one -> bounds + count + 1 - one"): (
@@ -534,8 +539,8 @@ EQUIVALENT = {
         for change in ("1.0 -> 1.5 (2)", "15.0 -> 22.5")
     },
     # gated_delta_step
-    ("gated_delta_step_backward_places", "offset < size -> offset <= size (1)"): (
-        "the number after a row's last is read, and not stored"
+    ("gated_delta_step_tiles", "(block == 0) & (head == 0) -> (block == 0) | (head == 0)"): (
+        "more programs of a row then record the fault, and the minimum of equal words is the same word"
     ),
     **{
         ("gated_delta_step_backward_tiles", f"0.0 -> 1.0 ({load})"): (

@@ -24,7 +24,8 @@ from adjoint.ops.gated_delta.rule import shape as rule_shape
 from tests.gluon import hopper
 from tests.gluon.breaks import code_of
 from tests.gluon.examples import Example
-from tests.gluon.model import SCHEDULES, Codes, Modelled, Schedule
+from tests.gluon.model import Codes, Modelled
+from tests.gluon.programs import SCHEDULES, Schedule
 from tests.mutants.rule_backward_calls import no_numbers
 from tests.mutants.trees import Mutant
 
@@ -167,10 +168,7 @@ def _run(example: Example) -> None:
     hopper.run_both(example.call, example.upstream(), SCHEDULES[0])
 
 
-FIRST, OTHERS = SCHEDULES[:1], SCHEDULES[1:]
-
-
-def noticed(mutant: Mutant, schedules: tuple[Schedule, ...]) -> bool:
+def noticed(mutant: Mutant, schedule: Schedule) -> bool:
     """Whether any launch with a function's other code leaves other bits in memory; of shared functions, any at all."""
     codes = {}
     launches = [launch for launch in _recorded if launch.function.fn.__module__ == mutant.module]
@@ -179,6 +177,6 @@ def noticed(mutant: Mutant, schedules: tuple[Schedule, ...]) -> bool:
         codes[mutant.module, mutant.function] = code_of(compile(mutant.source, file, "exec"), mutant.function)
         launches = launches or _recorded
     try:
-        return any(launch.is_changed(codes, schedule) for schedule in schedules for launch in launches)
+        return any(launch.is_changed(codes, schedule) for launch in launches)
     except Exception:
         return True

@@ -136,6 +136,7 @@ def routes() -> Iterator[Noticed]:
     yield _route(40, 6, SINGLE, "far", bias=bias)
     yield _route(40, 6, HALF, num_groups=20, groups_kept=7)
     yield _route(40, 6, SINGLE, bias=0.1 * bias, num_groups=5, groups_kept=2)
+    yield _route(1000, 20, HALF, "one lane")  # whose list is as long as lists are
 
 
 def losses() -> Iterator[Noticed]:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
+from adjoint.contract.directions import Bound
 from adjoint.contract.inputs import widened
+from adjoint.core.plan import select
 from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.values import gradients, tokens
 from adjoint.verify.bits import same_bits
-from tests.mutants.calls import at_the_edge
+from tests.mutants.calls import at_the_edge, differs_alone
 from tests.mutants.rule_calls import fall
 
 CLOSE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
@@ -88,6 +90,15 @@ class Sequences:
         operator = adjoint.gated_delta_rule.__globals__["_rule"].forms[""].operator
         with _two_parts() if self.in_two_parts else nullcontext(), no_numbers():
             return operator.launch((*edged, ready.saved, 0.5, self.normalize, need), _KERNELS)  # type: ignore[no-any-return]
+
+    def wrong_alone(self) -> bool:
+        """Whether a gradient that is asked for alone has other bits than among all."""
+        ready = self.prepared
+        arguments = (*ready.upstream, *ready.inputs, ready.saved, 0.5, self.normalize, 63)
+        operator = adjoint.gated_delta_rule.__globals__["_rule"].forms[""].operator
+        backward = Bound(select(operator, operator.describe(*arguments), _KERNELS), arguments)
+        with no_numbers():
+            return differs_alone(backward, backward.run())
 
     def wrong_result(self) -> bool:
         """Whether kernels give anything but the gradients of the recurrence; in 16 bits, where a second part of a
@@ -162,6 +173,7 @@ def calls() -> Iterator[Sequences]:
 
 
 CALLS = tuple(calls())
+ALONE = Sequences((1, 70, 1, 2, 16, 16), torch.bfloat16, options={"decay": 0.3})
 
 
 @contextmanager
@@ -181,7 +193,7 @@ def small() -> Iterator[None]:
 def warm() -> None:
     """Prepares all calls."""
     with small():
-        for call in CALLS:
+        for call in (*CALLS, ALONE):
             assert call.prepared
             if call.dtype == torch.bfloat16:
                 assert call.recorded
@@ -192,6 +204,6 @@ def noticed(function: str) -> bool:
     ordered = sorted(CALLS, key=lambda call: call.normalize < ("unnormalize" in function))
     with small():
         try:
-            return any(call.wrong_result() for call in ordered)
+            return any(call.wrong_result() for call in ordered) or ALONE.wrong_alone()
         except Exception:
             return True

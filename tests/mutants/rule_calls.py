@@ -330,8 +330,10 @@ def wrong_gates() -> bool:
     gates.bind_gates(bound.setup, bound.shape, (True,), raises=True)(memory, None, g, g)
     high, low, _, from_start, _ = memory["gates"].view(2, 5, 64)[0, :, :8]
     G = finite.double().clamp_min(least).cumsum(0)
+    # Two parts of float32 have 48 bits, 4e-15, and some for their sums; one alone has 24 of them, 6e-8.
     if not torch.allclose(high.double() + low.double(), G, rtol=1e-12, atol=0):
         return True
+    # An exponential of float32, its argument in two parts, is a few units of 6e-8 off.
     if not torch.allclose(from_start, G.exp().float(), rtol=5e-7, atol=0):
         return True
     if from_start.signbit().tolist() != [False] * 4 + [True, False, True, False]:
@@ -353,6 +355,44 @@ def wrong_fault() -> bool:
     return len(messages) != 2 or messages[0] != messages[1]
 
 
+WRONG_BOUNDS = (
+    ((0, 9, 7, 25), 2),
+    ((3, 9, 25), 0),
+    ((0, 9, 20), 2),
+    ((0, 30, 25), 1),
+    ((0, 5, -1, 25), 2),
+    ((0, 9, 20, 21, 7, 25), 4),
+)
+"""Of 25 tokens, and the first place where each is wrong."""
+
+
+def wrong_reports_of_bounds() -> bool:
+    """Whether bounds that are wrong are not reported, the first of them where it is."""
+    inputs = tokens((1, 25, 1, 2, 16, 16), state=False)(torch.float32, torch.device("cpu"), torch.Generator())
+    for bounds, place in WRONG_BOUNDS:
+        try:
+            adjoint.gated_delta_rule(
+                *inputs[:5], cu_seqlens=torch.tensor(bounds), preference=Preference(plan="triton.chunked")
+            )
+        except adjoint.ArgumentError as error:
+            if f"got {bounds[place]} at position {place} " not in str(error):
+                return True
+        else:
+            return True
+    return False
+
+
+def wrong_reach() -> bool:
+    """Whether what is no number in one head reaches another, where keys do not fill a block and segments follow."""
+    inputs = tokens((1, 400, 1, 2, 36, 16), decay=0.05)(torch.float32, torch.device("cpu"), torch.Generator())
+    forward = adjoint.gated_delta_rule.__globals__["_rule"].forward
+    outputs = []
+    for number in (0.5, torch.nan):
+        inputs[4][0, 10, 1] = number
+        outputs.append(forward.launch((*inputs, 0.5, False, True, False, True), _KERNELS)[0][:, :, 0])
+    return not same_bits(*outputs)
+
+
 def noticed() -> bool:
     """Whether any call does not give what it should."""
     with small():
@@ -364,10 +404,12 @@ def noticed() -> bool:
                 or wrong_clearing_of_states()
                 or wrong_norms()
                 or wrong_fault()
+                or wrong_reports_of_bounds()
                 or wrong_gates()
                 or wrong_matrices()
                 or any(call.wrong_result() for call in CALLS)
                 or wrong_scans()
+                or wrong_reach()
             )
         except Exception:
             return True

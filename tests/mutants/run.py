@@ -24,7 +24,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TextIO
 
 import torch
@@ -113,9 +115,24 @@ def _hash(*texts: str) -> str:
 def _judges(family: str) -> str:
     """A hash of the family's sources and of the checks that judge its mutants."""
     root = Path(str(adjoint.__file__)).parent / "ops" / family
-    sources = sorted(root.rglob("*.py"))
-    modules = (checks, *checks.JUDGES[family])
-    return _hash(*(p.read_text(encoding="utf-8") for p in sources), *(inspect.getsource(module) for module in modules))
+    sources = [path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))]
+    judging = [inspect.getsource(source) for source in (*checks.JUDGES[family], *_functions(family))]
+    return _hash(*sources, *judging)
+
+
+def _functions(family: str) -> list[FunctionType]:
+    """The functions of `checks`, but for those that judge other families."""
+    own, others = (
+        {_inner(stage) for name, stages in checks.STAGES.items() if (name == family) is mine for stage in stages}
+        for mine in (True, False)
+    )
+    found = (value for value in vars(checks).values() if isinstance(value, FunctionType))
+    return [function for function in found if function.__module__ == checks.__name__ and function not in others - own]
+
+
+def _inner(check: checks.Noticed) -> Any:
+    """The function of a check that may have arguments already."""
+    return check.func if isinstance(check, partial) else check
 
 
 def trials(families: Iterable[str], part: str = "", of_equivalent: bool = False) -> list[Trial]:
@@ -175,7 +192,7 @@ def _equivalents(families: Iterable[str], part: str) -> Counter[str]:
     return counts
 
 
-def _known(file: Path) -> dict[str, dict[str, Any]]:
+def known(file: Path) -> dict[str, dict[str, Any]]:
     """Results of earlier runs; a line that an interruption cut short is none."""
     results = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -225,17 +242,17 @@ def main() -> int:
     interpreter.correct()
     torch.set_num_threads(1)
     chosen = _chosen(trials(families, arguments.module, arguments.equivalent), arguments)
-    known = _known(arguments.out)
+    outcomes = known(arguments.out)
     same = controls(families, arguments.module)
-    missing = [trial for trial in (*same, *chosen) if trial.key not in known]
+    missing = [trial for trial in (*same, *chosen) if trial.key not in outcomes]
     print(f"{len(chosen)} mutants; {len(missing)} trials are missing, {arguments.jobs} run at once", flush=True)
     checks.warm({trial.mutant.module: None for trial in missing})
     with arguments.out.open("a", encoding="utf-8") as out:
         pool = Pool(arguments.jobs, out)
         pool.run(missing, len(missing))
-    known |= {result["key"]: result for result in pool.results}
-    noticed = [trial.mutant.module for trial in same if known[trial.key]["outcome"] != SURVIVED]
-    results = [known[trial.key] for trial in chosen]
+    outcomes |= {result["key"]: result for result in pool.results}
+    noticed = [trial.mutant.module for trial in same if outcomes[trial.key]["outcome"] != SURVIVED]
+    results = [outcomes[trial.key] for trial in chosen]
     order = {module: n for n, module in enumerate(m for modules in checks.MODULES.values() for m in modules)}
     results.sort(key=lambda result: (order[result["module"]], result["line"]))
     print(table(results, _equivalents(families, arguments.module)))

@@ -9,7 +9,11 @@ from pathlib import Path
 
 from tests.mutants.equivalent import EQUIVALENT
 
-_SWAPS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
+_SWAPS: dict[type, type] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mod,
+    ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
 _COMPARISONS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq
 }  # fmt: skip
@@ -34,8 +38,6 @@ def _mutations(node: ast.AST) -> Iterator[ast.AST]:
     """The node, changed in each way that applies to it."""
     if isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
         yield ast.BinOp(node.left, _SWAPS[type(node.op)](), node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
-        yield ast.BinOp(node.left, ast.Mod() if isinstance(node.op, ast.FloorDiv) else ast.FloorDiv(), node.right)
     if isinstance(node, ast.AugAssign) and type(node.op) in _SWAPS:
         yield ast.AugAssign(node.target, _SWAPS[type(node.op)](), node.value)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
@@ -44,8 +46,10 @@ def _mutations(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.Constant(node.value * 1.5 if node.value else 1.0)
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value:
         yield ast.Constant(node.value + 1)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert | ast.Not):
         yield node.operand
+    if isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = node.func.attr
         if name in _CALLS:

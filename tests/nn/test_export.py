@@ -26,6 +26,7 @@ MODULES = {
     "SwiGLU": (nn.SwiGLU, (_values, _values)),
     "RMSNorm": (lambda: nn.RMSNorm(HIDDEN), (_values,)),
     "GatedRMSNorm": (lambda: nn.GatedRMSNorm(HIDDEN), (_values, _values)),
+    "CausalConv1d": (lambda: nn.CausalConv1d(HIDDEN, 4, bias=True), (_values,)),
     "Embedding": (lambda: nn.Embedding(ROWS, HIDDEN, padding_idx=3), (_ids,)),
     "EmbeddingBag": (lambda: nn.EmbeddingBag(ROWS, HIDDEN), (_ids,)),
     "SparseMoE": (lambda: nn.SparseMoE(HIDDEN, 12, 6, 3, shared_expert_size=20), (_values,)),

@@ -2,17 +2,20 @@
 
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from adjoint.core import kernels
-from adjoint.verify import jobs
-from adjoint.verify.coverage import Promise, checked, made
+from adjoint.core.operator import operators
+from adjoint.core.preference import Preference
+from adjoint.verify import framework, jobs
+from adjoint.verify.coverage import Promise, checked, implied, made
+from adjoint.verify.jobs import subjects
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.skipif(not kernels.interpreting(), reason="where plans of both backends are there"),
-]
+in_the_interpreter = pytest.mark.skipif(not kernels.interpreting(), reason="where plans of both backends are there")
 
 Pattern = tuple[str, str, str]
 """Operator, or "operator of plan", output and promise, as `fnmatch` reads them."""
@@ -21,6 +24,7 @@ TAKE = "tests/ops/indexing/take_along_axis/test_take_along_axis.py"
 LAYOUT = "tests/ops/moe/dispatch/test_dispatch.py::test_the_layout_is_the_stable_sort"
 ROUTING = "tests/ops/moe/route/test_route.py::test_routing_is_a_stable_sort_of_the_logits"
 DISPATCH = "tests/ops/moe/dispatch/test_dispatch.py::test_an_index_out_of_range_gives_a_zero_row_past_the_last_offset"
+SPECIAL_SUMS = "tests/ops/moe/dispatch/test_dispatch.py::test_special_values_of_rows_and_sums"
 PREFIX = "tests/ops/gated_delta/rule/test_kernels.py::test_a_prefix_is_the_prefix"
 BOUNDS = "tests/ops/gated_delta/rule/test_kernels.py::test_bounds_out_of_order_are_reported_and_put_in_order"
 CONV = "tests/ops/conv/test_conv.py"
@@ -47,6 +51,20 @@ HELD_BY: dict[Pattern, str] = {
         "tests/ops/embedding/embedding/test_properties.py::test_no_sum_is_negative_zero"
     ),
     ("take_along_axis*", "*", "special_values"): f"{TAKE}::test_special_values_of_the_gradient",
+    ("moe_dispatch*", "*", "special_values"): SPECIAL_SUMS,
+    ("moe_combine", "*", "special_values"): SPECIAL_SUMS,
+    ("moe_combine_backward", "*", "special_values"): (
+        "tests/ops/moe/dispatch/test_dispatch.py::test_special_values_of_the_gradients_of_combine"
+    ),
+    ("moe_experts*", "*", "special_values"): (
+        "tests/ops/moe/experts/test_experts.py::test_a_token_reaches_nobody_else"
+    ),
+    ("rms_norm_residual*", "*", "special_values"): (
+        "tests/ops/norm/test_norm.py::test_special_values_of_a_sum_are_those_of_a_row"
+    ),
+    ("swiglu_packed*", "*", "special_values"): (
+        "tests/ops/activation/test_activation.py::test_special_values_of_one_tensor_are_those_of_two"
+    ),
     ("moe_route*", "*", "special_values"): "tests/ops/moe/route/test_route.py::test_special_rows",
     ("moe_*_loss*", "*", "special_values"): (
         "tests/ops/moe/losses/test_losses.py::test_what_does_not_count_counts_for_nothing"
@@ -70,6 +88,8 @@ HELD_BY: dict[Pattern, str] = {
     ("gated_delta_step", "*", "prefix_invariant"): (
         "tests/ops/gated_delta/step/test_kernels.py::test_tokens_in_one_step_or_one_at_a_time"
     ),
+    ("rotary*", "*", "prefix_invariant"): "tests/ops/rotary/test_rotary.py::test_a_prefix_is_the_prefix",
+    ("rotary*", "*", "special_values"): "tests/ops/rotary/test_rotary.py::test_special_values",
     ("moe_dispatch", "*", "ties"): LAYOUT,
     ("moe_route", "*", "ties"): ROUTING,
     ("embedding_bag", "out", "ties"): "tests/ops/embedding/bag/test_bag.py::test_the_first_of_equal_entries_wins",
@@ -110,11 +130,6 @@ NOT_HELD: dict[Pattern, str] = {
         for operator in ("solve", "solve_backward")
     },
     ("moe_load_balancing_loss", "loss", "out_of_range"): "an index out of range is refused, as the bad calls show",
-    ("moe_combine*", "*", "special_values"): "no check: the sums are those of dispatch, whose bits are held",
-    ("moe_dispatch*", "*", "special_values"): "no check: rows are copied, and bits of finite ones are held",
-    ("moe_experts*", "*", "special_values"): "no check: what products give depends on their order",
-    ("rms_norm_residual*", "*", "special_values"): "no check: the kernels of rms_norm, whose special values are held",
-    ("swiglu_packed*", "*", "special_values"): "no check: the functions of swiglu, whose special values are held",
 }  # fmt: skip
 """Promises that nothing holds by itself, and why."""
 
@@ -124,15 +139,79 @@ def _fits(promise: Promise, pattern: Pattern) -> bool:
     return all(map(fnmatch, (operator, promise.output, promise.promise), pattern))
 
 
-def test_every_promise_is_covered() -> None:
-    left = made("cpu") - checked(jobs(None, "cpu"), "cpu")
+def _left(device: torch.device, ops: list[str] | None = None) -> set[Promise]:
+    """Promises that no shared check holds; of another form of a call, that of the plain form which it follows from."""
+    listed = jobs(ops, device)
+    held, follows = checked(listed, device), implied(listed, device)
+    return {follows.get(promise, promise) for promise in made(device, ops) - held} - held
+
+
+def _uncovered(promises: set[Promise]) -> str:
     patterns = [*HELD_BY, *NOT_HELD]
-    uncovered = sorted(promise for promise in left if not any(_fits(promise, pattern) for pattern in patterns))
-    assert not uncovered, "\n".join(map(str, uncovered))
-    idle = [pattern for pattern in patterns if not any(_fits(promise, pattern) for promise in left)]
+    return "\n".join(str(one) for one in sorted(promises) if not any(_fits(one, pattern) for pattern in patterns))
+
+
+@pytest.mark.kernels
+@in_the_interpreter
+def test_every_promise_is_covered() -> None:
+    left = _left(torch.device("cpu"))
+    assert not _uncovered(left), _uncovered(left)
+    idle = [pattern for pattern in (*HELD_BY, *NOT_HELD) if not any(_fits(promise, pattern) for promise in left)]
     assert not idle, f"exceptions that nothing needs: {idle}"
 
 
+ON_HOPPER = {("gated_delta_rule", "gluon.fused"), ("gated_delta_rule_backward", "gluon.fused")}
+"""Plans that no CPU has."""
+
+
+@pytest.mark.kernels
+@in_the_interpreter
+def test_every_plan_has_a_case() -> None:
+    """An operator, or a plan, that no subject's cases reach would promise what nothing checks."""
+    made_by = {(promise.operator, promise.plan) for promise in made("cpu")}
+    every = {(operator.name, plan.name) for operator in operators() for plan in operator.candidates()}
+    assert every - made_by == ON_HOPPER
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that there is not: plans are chosen for it, and none runs."""
+    facts: dict[str, Any] = {
+        "is_available": True, "current_device": 0, "get_device_capability": (9, 0), "get_device_name": "NVIDIA H200",
+        "get_device_properties": SimpleNamespace(major=9, minor=0),
+    }  # fmt: skip
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments, fact=fact: fact)
+    return torch.device("cuda", 0)
+
+
+RULE = "gated_delta_rule"
+
+
+@pytest.mark.skipif(kernels.interpreting(), reason="no interpreter pretends to be a GPU")
+def test_every_promise_on_hopper_is_covered(hopper: torch.device) -> None:
+    assert {(promise.operator, promise.plan) for promise in made(hopper, [RULE])} >= ON_HOPPER
+    left = _left(hopper, [RULE])
+    assert not _uncovered(left), _uncovered(left)
+
+
+@pytest.mark.skipif(kernels.interpreting(), reason="no interpreter pretends to be a GPU")
+def test_graphs_streams_and_compilers_meet_every_kernel_on_hopper(hopper: torch.device) -> None:
+    """Few heads and many, packed and not, normalised or as they are, have kernels of their own."""
+    chosen = {
+        (subject.name, case.name)
+        for subject in subjects([RULE])
+        for case in framework.first_of_each_plan(subject, torch.bfloat16, hopper, Preference(backend="triton"))
+    }
+    normalised = f"{RULE}[normalize_qk]"
+    assert chosen >= {
+        (RULE, "a layer"), (RULE, "few heads of 64, packed"), (RULE, "many heads"), (RULE, "many heads, resets"),
+        (RULE, "largest heads, packed"), (normalised, "a layer"), (normalised, "few heads of 64, packed"),
+    }  # fmt: skip
+
+
+@pytest.mark.kernels
+@in_the_interpreter
 def test_a_check_that_disappears_is_missed() -> None:
     listed = jobs(["silu"], "cpu")
     every = checked(listed, "cpu")
@@ -145,3 +224,14 @@ def test_named_tests_exist() -> None:
     for place in HELD_BY.values():
         file, _, name = place.partition("::")
         assert f"def {name}(" in (root / file).read_text(encoding="utf-8"), place
+
+
+@pytest.mark.kernels
+@in_the_interpreter
+def test_a_form_that_nobody_compares_is_missed() -> None:
+    listed = jobs(["silu"], "cpu")
+    held = checked(listed, "cpu")
+    reused = {promise for promise in made("cpu", ["silu"]) if promise.operator == "silu_backward_reuse"}
+    assert reused and not reused & held
+    assert {implied(listed, "cpu")[promise].operator for promise in reused} == {"silu_backward"}
+    assert not implied([job for job in listed if job.check != "forms"], "cpu")

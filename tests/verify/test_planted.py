@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from adjoint.contract.cases import Answers, BadCall, Inputs, Special, Subject
 from adjoint.contract.directions import Bound
+from adjoint.contract.forms import Outcome, reuse_inputs
 from adjoint.core import kernels
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
-from adjoint.verify import Row, bits, framework, numerics
+from adjoint.verify import Job, Row, bits, framework, numerics
+from adjoint.verify.forms import forms
 from adjoint.verify.jobs import _bad_call
 from tests.lookup import LOOKUP, lookup_op, reference, reference_backward
 
@@ -108,6 +111,34 @@ def _silu_of(value: float, stated: float) -> Subject:
     return replace(SILU, specials=(Special("stated", (value,), 1.0, (stated,), (None,)),))
 
 
+def _silu_in_a_form(**changes: Any) -> Subject:
+    """silu with a form of its call that is changed."""
+    return replace(SILU, forms=(replace(reuse_inputs("x"), **changes),))
+
+
+def _changed_gradient(outcome: Outcome) -> tuple[Tensor | None, ...]:
+    return *outcome.outputs, outcome.gradients[0] * 1.5  # type: ignore[operator]
+
+
+def _write_before(outcome: Outcome) -> tuple[Tensor | None, ...]:
+    (x,) = outcome.inputs
+    x.as_strided((1,), (1,), x.storage_offset() - 1).zero_()
+    return *outcome.outputs, *outcome.gradients
+
+
+def _write_between(outcome: Outcome) -> tuple[Tensor | None, ...]:
+    """Where an input has every other element, those that are not its own."""
+    (x,) = outcome.inputs
+    if x.dim() == 2 and x.stride(1) == 2:
+        x.as_strided((1,), (1,), x.storage_offset() + 1).zero_()
+    return *outcome.outputs, *outcome.gradients
+
+
+def _twice(upstream: tuple[Tensor, ...], inputs: Inputs, keywords: Any) -> Any:
+    (dy,), (x,) = upstream, inputs
+    return (SILU.reference(x)[0], inputs), (2 * SILU.reference_backward(dy, x)[0], (dy, x))
+
+
 def _plan(name: str) -> Preference:
     return Preference(plan=name)
 
@@ -165,6 +196,21 @@ PLANTED: dict[str, tuple[Check, Subject, Preference, torch.dtype, str]] = {
     "memory after an output is written": (
         bits.poison, LOOKUP, _plan("eager.after+eager"), torch.float32, "wrote outside its output"
     ),
+    "another form has other bits": (
+        forms, _silu_in_a_form(results=_changed_gradient), EAGER, torch.float32, "result 1 differs"
+    ),
+    "another form gives no gradient": (
+        forms, _silu_in_a_form(results=lambda outcome: (*outcome.outputs, None)), EAGER, torch.float32, "is not there"
+    ),
+    "another form writes beside its memory": (
+        forms, _silu_in_a_form(results=_write_before), EAGER, torch.float32, "wrote outside its memory"
+    ),
+    "another form writes between its elements": (
+        forms, _silu_in_a_form(results=_write_between), EAGER, torch.float32, "every other: wrote outside its memory"
+    ),
+    "another form's sum is out of its bound": (
+        forms, _silu_in_a_form(exact=_twice), EAGER, torch.float32, "of the bound"
+    ),
     "an output has other strides than stated": (
         framework.registration, LOOKUP, _plan("eager.strides+eager"), torch.float32, "test_lookup"
     ),
@@ -198,7 +244,8 @@ def test_a_planted_failure_is_noticed(name: str) -> None:
     check, subject, preference, dtype, words = PLANTED[name]
     if check is framework.recompilation:
         _sizes.clear()
-    rows = check(subject, dtype, CPU, preference)
+    job = Job("", "", "", "", "", lambda: check(subject, dtype, CPU, preference))
+    rows = job.run()
     assert any(not row.passed and words in row.detail for row in rows), [row.detail for row in rows]
 
 
@@ -208,17 +255,18 @@ ON_A_GPU = {framework.streams, framework.capture}
 
 def test_every_check_has_a_planted_failure() -> None:
     def is_check(module: ModuleType, function: Any) -> bool:
-        parameters = list(inspect.signature(function).parameters)[:4]
+        signature = inspect.signature(function)
         own = function.__module__ == module.__name__ and not function.__name__.startswith("_")
-        return own and parameters == ["subject", "dtype", "device", "preference"]
+        takes = list(signature.parameters)[:4] == ["subject", "dtype", "device", "preference"]
+        return own and takes and signature.return_annotation == list[Row]
 
     every = {
         function
-        for module in (numerics, bits, framework)
+        for module in (numerics, bits, framework, import_module("adjoint.verify.forms"))
         for _, function in inspect.getmembers(module, inspect.isfunction)
         if is_check(module, function)
     }
-    assert len(every) >= 17
+    assert len(every) >= 18
     assert every == {check for check, *_ in PLANTED.values()} | ON_A_GPU
 
 

@@ -30,8 +30,8 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
     return y
 
 
-Gradients = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
-"""Computes dgate and dup, each where a tensor is given for it, from dy, gate and up."""
+Gradients = Callable[..., None]
+"""Computes dgate and dup, each where a tensor is given for it: `(dy, gate, up, dgate, dup)`."""
 
 
 def backward(

@@ -1,6 +1,7 @@
 """The convolution in plain PyTorch: float32 arithmetic (float64 for float64), rounded once.
 
-A chunk of tokens at a time, so that what lies between input and output stays in the cache.
+Few tokens are computed at once, in few calls of torch. Many are, a chunk at a time, so that what lies between input and
+output stays in the cache.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 from adjoint.core.errors import report
 from adjoint.core.launch import refuse_capture
 from adjoint.core.problem import Problem, wide_dtype
-from adjoint.device.sequences import out_of_range, repeated, wrong_bounds
+from adjoint.device.sequences import out_of_range, repeated, skipped_rows, wrong_bounds
 from adjoint.ops.conv.arguments import (
     NEED_BIAS,
     NEED_STATE,
@@ -25,8 +26,11 @@ from adjoint.ops.conv.arguments import (
 )
 from adjoint.ops.conv.shape import Shape
 
-_CHUNK = 2**16
-"""Numbers of a chunk."""
+_AT_ONCE, _CHUNK = 2**20, 2**18
+"""Numbers up to which a batch is computed at once, and those of a chunk of others."""
+
+_TINY = 2**14
+"""Numbers that take less time than calls of torch do."""
 
 _BOUND = 2048.0
 """Past it silu is its asymptote in every type, and 0 or −0 below; infinities would give 0·∞."""
@@ -166,6 +170,14 @@ def forward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor,
     x, weight, bias, state, cu_seqlens, *_ = arguments
     *parts, final = outputs
     shape = Shape.of(problem)
+    if _are_few(shape):
+        few = _Rows(x, weight, state)
+        y = _activate(few.preactivation(bias), shape.is_silu)
+        for part, own in zip(parts, y.split(shape.parts, -1) if len(parts) > 1 else (y,), strict=True):
+            part.copy_(own)
+        if final.numel():
+            final.copy_(few.last())
+        return
     padded, kind = _Padded(shape, cu_seqlens, x.device, raises=True), shape.computed
     rows, taps, bias = padded.fill(x, state, kind), weight.to(kind).T, None if bias is None else bias.to(kind)
     for tokens, places in padded.chunks():
@@ -179,11 +191,26 @@ def forward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor,
         final.copy_(padded.states(rows, is_final=True))
 
 
+def _joined(upstream: list[Tensor | None], shape: Shape, x: Tensor) -> Tensor | None:
+    """The gradients of the parts of y side by side, 0 where there is none."""
+    if len(upstream) == 1:
+        return upstream[0]
+    sizes = ((*x.shape[:2], part) for part in shape.parts)
+    parts = [x.new_zeros(size) if dy is None else dy for dy, size in zip(upstream, sizes, strict=True)]
+    return torch.cat(parts, -1)
+
+
 def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     """The gradients that are needed: dz of every row, then what each row of tokens and states contributed to."""
     shape, need = Shape.of(problem), arguments[-1]
     *upstream, dfinal, x, weight, bias, state, cu_seqlens = arguments[: len(shape.parts) + 6]
     dx, dweight, dbias, dstate = outputs
+    if _are_few(shape):
+        dy = _joined(upstream, shape, x)
+        gradient = _differentiate(_Rows(x, weight, state), dy, dfinal, bias, shape.is_silu, need, outputs)
+        if gradient is not None and need & NEED_STATE:
+            dstate.copy_(gradient)
+        return
     padded, kind, before = _Padded(shape, cu_seqlens, x.device, raises=False), shape.computed, shape.width - 1
     rows, taps, bias = padded.fill(x, state, kind), weight.to(kind).T, None if bias is None else bias.to(kind)
     dz = padded.blank(kind, before)
@@ -223,32 +250,88 @@ def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor
             target.copy_(gradient())
 
 
-# ------------------------------------------------------------------------------------------------ steps
+# ------------------------------------------------------------------------------------------- few tokens
+
+
+def _add_up(windows: Tensor, taps: Tensor) -> Tensor:
+    """Σ_j taps[j]·windows[j]: in two calls of torch, or a call for each tap, where that takes less time."""
+    if windows.numel() <= _TINY:
+        return (windows * taps[:, None, None]).sum(0)
+    first, *others = taps.contiguous()
+    total = windows[0] * first
+    for window, tap in zip(windows[1:], others, strict=True):
+        total.addcmul_(window, tap)
+    return total
 
 
 class _Rows:
-    """The rows of a step with their states before them, [batch, W − 1 + time, channels], in the type of the sums."""
+    """Rows with their states before them, or zeros, [batch, W − 1 + time, channels], in the type of the sums."""
 
-    def __init__(self, x: Tensor, state: Tensor, indices: Tensor | None) -> None:
-        self.skipped = self.places = None
-        own = state
-        if indices is not None:
-            self.skipped = out_of_range(indices, len(state)) | (indices < 0)
+    def __init__(self, x: Tensor, weight: Tensor, state: Tensor | None, indices: Tensor | None = None) -> None:
+        self.time, self.before, kind = x.shape[1], weight.shape[1] - 1, wide_dtype(x.dtype)
+        self.taps = weight.to(kind).mT
+        self.skipped = skipped_rows(indices, 0 if state is None else len(state))
+        self.places = None
+        if state is None:
+            self.tokens = F.pad(x.to(kind), (0, 0, self.before, 0))
+            return
+        if indices is not None and self.skipped is not None:
             self.places = torch.where(self.skipped, 0, indices).long()
-            own = state[self.places] if len(state) else state.new_zeros(len(x), *state.shape[1:])
-        kind = wide_dtype(x.dtype)
-        self.tokens = self.clear(torch.cat((own.mT.to(kind), x.to(kind)), 1))
+            state = state[self.places] if len(state) else state.new_zeros(len(x), *state.shape[1:])
+        self.tokens = self.clear(torch.cat((state.mT.to(kind), x.to(kind)), 1))
 
     def clear(self, values: Tensor) -> Tensor:
         """Zeroes what belongs to skipped rows."""
-        return values if self.skipped is None else values.masked_fill_(self.skipped[:, None, None], 0)
+        return values if self.skipped is None else values.masked_fill(self.skipped[:, None, None], 0)
 
-    def preactivation(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        time, kind = self.tokens.shape[1] - weight.shape[1] + 1, self.tokens.dtype
-        z = self.tokens[:, :time] * weight[:, 0].to(kind)
-        for tap in range(1, weight.shape[1]):
-            z.addcmul_(self.tokens[:, tap : tap + time], weight[:, tap].to(kind))
-        return z if bias is None else z.add_(bias.to(kind))
+    def preactivation(self, bias: Tensor | None) -> Tensor:
+        z = _add_up(self.windows(self.tokens, self.time), self.taps)
+        return z if bias is None else z.add_(bias)
+
+    def windows(self, rows: Tensor, length: int) -> Tensor:
+        """For each tap the rows that it is multiplied with, [W, batch, length, channels]."""
+        return rows.unfold(1, length, 1).permute(1, 0, 3, 2)
+
+    def last(self) -> Tensor:
+        """The states after the tokens."""
+        return self.tokens[:, self.time :].mT
+
+    def gradient(self, dz: Tensor, dlast: Tensor | None) -> Tensor:
+        """The gradient of the rows, from that of z and that of the states after them."""
+        rows = F.pad(dz, (0, 0, self.before, self.before))
+        gradient = _add_up(self.windows(rows, self.before + self.time), self.taps.flip(0))
+        if dlast is not None:
+            gradient[:, self.time :] += self.clear(dlast.mT)
+        return gradient
+
+    def weight_gradient(self, dz: Tensor) -> Tensor:
+        return (self.windows(self.tokens, self.time) * dz).sum((1, 2)).mT
+
+
+def _are_few(shape: Shape) -> bool:
+    """Whether all tokens are computed at once: no chunks, and every row of the batch a sequence."""
+    return not shape.is_packed and 0 < shape.tokens * shape.channels <= _AT_ONCE
+
+
+def _differentiate(
+    rows: _Rows, dy: Tensor | None, dlast: Tensor | None, bias: Tensor | None, is_silu: bool, need: int,
+    outputs: tuple[Tensor, ...],
+) -> Tensor | None:  # fmt: skip
+    """Writes dx, dweight and dbias as they are needed; the gradient of the states before the rows, if it is."""
+    dx, dweight, dbias, _ = outputs
+    z = rows.preactivation(bias)
+    dy = torch.zeros_like(z) if dy is None else dy.to(z.dtype)
+    dz = rows.clear(_through_activation(dy, z, is_silu))
+    if need & NEED_WEIGHT:
+        dweight.copy_(rows.weight_gradient(dz))
+    if need & NEED_BIAS:
+        dbias.copy_(dz.sum((0, 1)))
+    if not need & (NEED_X | NEED_STATE):
+        return None
+    gradient = rows.gradient(dz, dlast)
+    if need & NEED_X:
+        dx.copy_(gradient[:, rows.before :])
+    return gradient[:, : rows.before].mT
 
 
 def step(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -258,38 +341,23 @@ def step(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ..
         report(STATE_INDEX_OUT_OF_RANGE, indices, out_of_range(indices, len(state)))
         if checking:
             report(STATE_INDEX_REPEATED, indices, repeated(indices))
-    rows = _Rows(x, state, indices)
-    outputs[0].copy_(rows.clear(_activate(rows.preactivation(weight, bias), is_silu)))
-    new_state = rows.tokens[:, x.shape[1] :].mT.to(state.dtype)
+    rows = _Rows(x, weight, state, indices)
+    outputs[0].copy_(rows.clear(_activate(rows.preactivation(bias), is_silu)))
     if not problem.op.endswith("in_place"):
-        outputs[1].copy_(new_state)
+        outputs[1].copy_(rows.last())
     elif rows.places is None or rows.skipped is None:
-        state.copy_(new_state)
+        state.copy_(rows.last())
     else:
-        state[rows.places[~rows.skipped]] = new_state[~rows.skipped]
+        state[rows.places[~rows.skipped]] = rows.last()[~rows.skipped].to(state.dtype)
 
 
 def step_backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     """The gradients that are needed; rows that share a state add up."""
     dy, dnew_state, x, weight, bias, state, indices, is_silu, _checking, need = arguments
-    dx, dweight, dbias, dstate = outputs
-    rows, time, before = _Rows(x, state, indices), x.shape[1], weight.shape[1] - 1
-    dy = rows.tokens.new_zeros(x.shape) if dy is None else dy.to(rows.tokens.dtype)
-    dz = rows.clear(_through_activation(dy, rows.preactivation(weight, bias), is_silu).clone())
-    dtokens = torch.zeros_like(rows.tokens)
-    for tap in range(before + 1):
-        dtokens[:, tap : tap + time].addcmul_(dz, weight[:, tap].to(dz.dtype))
-        if need & NEED_WEIGHT:
-            dweight[:, tap] = (dz * rows.tokens[:, tap : tap + time]).sum((0, 1))
-    if dnew_state is not None:
-        dtokens[:, time:] += rows.clear(dnew_state.mT.to(dz.dtype, copy=True))
-    if need & NEED_BIAS:
-        dbias.copy_(dz.sum((0, 1)))
-    if need & NEED_X:
-        dx.copy_(dtokens[:, before:])
-    if need & NEED_STATE:
-        gradient = dtokens[:, :before].mT
+    rows = _Rows(x, weight, state, indices)
+    gradient = _differentiate(rows, dy, dnew_state, bias, is_silu, need, outputs)
+    if gradient is not None and need & NEED_STATE:
         if rows.places is not None:
-            pool = dz.new_zeros(state.shape)
+            pool = gradient.new_zeros(state.shape)
             gradient = pool.index_add_(0, rows.places, gradient) if len(state) else pool
-        dstate.copy_(gradient)
+        outputs[3].copy_(gradient)

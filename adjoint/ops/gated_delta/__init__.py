@@ -25,3 +25,7 @@ __all__ = [
     "recompute_w_u",
     "solve",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,3 +8,7 @@ from adjoint.ops.moe.losses import load_balancing_loss, z_loss
 from adjoint.ops.moe.route import route
 
 __all__ = ["Layout", "combine", "dispatch", "experts", "load_balancing_loss", "route", "z_loss"]
+
+
+def __dir__() -> list[str]:
+    return __all__

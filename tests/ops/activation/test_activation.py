@@ -14,10 +14,12 @@ import adjoint
 from adjoint import Preference
 from adjoint.contract.cases import Subject
 from adjoint.ops.activation import bounds, plans, reference
+from adjoint.ops.activation.packing import ORDERS
 from adjoint.ops.activation.sigmoid_gate.cases import SIGMOID_GATE
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.ops.activation.values import every_value
+from adjoint.verify.bits import same_bits
 from adjoint.verify.run import differentiate, measure
 from tests.promises import broken
 
@@ -108,6 +110,25 @@ def test_zero_is_exactly_zero(dtype: torch.dtype, backend: str, device: torch.de
     ):
         assert y.tolist() == [0.0, 0.0]
         assert y.signbit().tolist() == [False, True]
+
+
+@every_backend
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_special_values_of_one_tensor_are_those_of_two(
+    dtype: torch.dtype, order: str, backend: str, device: torch.device
+) -> None:
+    """Every pair of them, both directions, to the bit."""
+    special = [0.0, -0.0, 1.5, -300.0, torch.finfo(torch.bfloat16).max, torch.inf, -torch.inf, torch.nan]
+    grid = torch.cartesian_prod(*(torch.tensor(special),) * 2).to(dtype).to(device)
+    gate, up = (x.contiguous().requires_grad_() for x in grid.unbind(1))
+    packed = reference.pack(gate.detach()[None], up.detach()[None], order).requires_grad_()
+    y = adjoint.swiglu(gate, up, preference=PLANS[backend])
+    of_one = adjoint.swiglu(packed, order=order, preference=PLANS[backend])  # type: ignore[arg-type]
+    dgate, dup = torch.autograd.grad(y, (gate, up), torch.ones_like(y))
+    (dpacked,) = torch.autograd.grad(of_one, packed, torch.ones_like(of_one))
+    assert same_bits(of_one.detach()[0], y.detach())
+    assert same_bits(dpacked, reference.pack(dgate[None], dup[None], order))
 
 
 @every_backend

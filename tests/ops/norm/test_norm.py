@@ -10,6 +10,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.device.row_tiles import LEVELS, order
 from adjoint.ops.norm import plans
+from adjoint.verify.bits import same_bits
 from tests.promises import broken
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
@@ -194,6 +195,26 @@ def test_either_output_of_a_residual_may_be_unused(backend: str, device: torch.d
     assert all(map(torch.equal, alone, (*expected, expected[0])))
     (only,) = gradients(adjoint.rms_norm(x.detach(), weight, residual=residual, preference=wanted)[0], (residual,), up)
     assert torch.equal(only, expected[0])
+
+
+@every_backend
+def test_special_values_of_a_sum_are_those_of_a_row(backend: str, device: torch.device) -> None:
+    """In float32 the sum is a row of its own: the norm of it, and its gradients, have the same bits."""
+    wanted, special = Preference(backend=backend), (torch.nan, torch.inf, -torch.inf, -0.0)
+    x, residual = (normal(9, 24, dtype=torch.float32, seed=i).to(device) for i in range(2))
+    for row, number in enumerate(special):
+        x[row, 3], residual[4 + row, 5] = number, number
+    x[1, 3], residual[1, 3] = torch.inf, -torch.inf  # whose sum is NaN
+    leaves = [t.requires_grad_() for t in (x, residual, normal(24, dtype=torch.float32, seed=3).to(device))]
+    y, s = adjoint.rms_norm(leaves[0], leaves[2], residual=leaves[1], preference=wanted)
+    up = normal(9, 24, dtype=torch.float32, seed=4).to(device)
+    dx, dresidual = gradients(y, (leaves[0], leaves[1]), up)
+    row = s.detach().requires_grad_()
+    of_row = adjoint.rms_norm(row, leaves[2].detach(), preference=wanted)
+    (drow,) = gradients(of_row, (row,), up)
+    assert same_bits(s.detach(), (x + residual).detach())
+    assert same_bits(y.detach(), of_row.detach()) and same_bits(dx, drow) and same_bits(dresidual, drow)
+    assert y[0].isnan().all() and y[2].isnan().sum() == 1 and not y[2, :3].any()
 
 
 def test_x_and_residual_accumulate_apart() -> None:

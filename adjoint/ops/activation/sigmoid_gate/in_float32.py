@@ -29,9 +29,8 @@ def backward(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tens
     in_float32.backward(dy, gate, x, dgate, dx, _differentiate)
 
 
-def _differentiate(dy: Tensor, gate: Tensor, x: Tensor | None, dgate: Tensor | None, dx: Tensor | None) -> None:
+def _differentiate(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tensor | None) -> None:
     """`backward`, into memory that is no input's."""
-    assert x is not None
     smallest, largest = gate.aminmax()
     sigmoid, upstream = _sigmoid(gate), dy.float()
     if dgate is not None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import adjoint
 from adjoint.contract.cases import BadCall, Special, Subject
+from adjoint.contract.forms import reuse_inputs
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
@@ -56,6 +57,7 @@ SILU = Subject(
     mistakes=_MISTAKES,
     specials=_SPECIALS,
     plans=("eager",),
+    forms=(reuse_inputs("x"),),
 )
 
 SUBJECTS = (SILU,)

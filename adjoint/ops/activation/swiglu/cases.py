@@ -11,6 +11,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.contract.cases import BadCall, Case, Special, Subject
+from adjoint.contract.forms import reuse_inputs
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
@@ -94,6 +95,7 @@ SWIGLU = Subject(
     mistakes=_MISTAKES,
     specials=(*_SPECIALS, _LARGEST),
     plans=("eager",),
+    forms=(reuse_inputs("gate", "up"),),
 )
 
 PACKED = tuple(
@@ -108,6 +110,7 @@ PACKED = tuple(
         exhaustive=exhaustive(lambda gate, factor, order=order: (reference.pack(gate, factor, order),)),  # type: ignore[misc]
         mistakes=_packed_mistakes(order),
         plans=("eager",),
+        forms=(reuse_inputs("packed"),),
     )
     for order in ORDERS
 )

@@ -41,9 +41,10 @@ def _check(*arguments: Any) -> None:
 
 def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
     x, weight, _bias, _initial_state, cu_seqlens, _silu, output_final_state, *parts = arguments
-    states = (count_sequences(x, cu_seqlens), x.shape[2], weight.shape[1] - 1)
-    y = (x.new_empty((*x.shape[:2], size)) for size in parts or x.shape[2:])
-    return *y, x.new_empty(states if output_final_state else 0)
+    y = [x.new_empty((*x.shape[:2], size)) for size in parts] if parts else [x.new_empty(x.shape)]
+    if not output_final_state:
+        return *y, x.new_empty(0)
+    return *y, x.new_empty((count_sequences(x, cu_seqlens), x.shape[2], weight.shape[1] - 1))
 
 
 def _describe(*arguments: Any) -> Facts:

@@ -4,8 +4,10 @@
     dbias = Σ_t dz_t             dweight_j = Σ_t dz_t·x_{t−W+1+j}
 
 z is computed again from x. A program has a tile of channels and a stretch of tokens, whose length follows from the
-number of all tokens. For each block of ROWS tokens it loads the rows of x and dy, with those of the W − 1 tokens before
-and after it, and computes dz of the W − 1 after it as well.
+number of all tokens. It goes through each sequence in the stretch, ROWS tokens at a time, with x and dz of the last
+W − 1 tokens in registers: every number is loaded once, and every exponential computed once, but for the W − 1 tokens
+before and after the stretch. Of a sequence's last tokens, few are computed at a time, with a question for each whether
+it is there.
 
 dweight and dbias have one order for each number of tokens: a stretch adds its tokens one after the other, and
 `conv_add_stretches` adds the stretches, 2^RUN_LEVELS of them by halves, and such runs one after the other.
@@ -43,18 +45,18 @@ from adjoint.ops.conv.triton.rows import (
     conv_places,
     convolve,
     in_part,
+    last_of,
     launch_places,
     load_bias,
     load_rows,
-    load_rows_at_edges,
     load_taps,
     load_tokens,
+    load_window,
     of_part,
     part_of,
     place_of,
     pool_place,
     sequence_of,
-    tap_at_edge,
     through_activation,
     zeros,
 )
@@ -87,89 +89,80 @@ def add_if(condition, sums, added):
 
 
 @triton.jit
-def differentiate_within(
-    sums, at, dy_at, out, channels, taps, start, offset, column, inside, in_dy, x_token, dy_token, WIDTH: tl.constexpr,
-    EVERY_DY: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
-    SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, TIME_ADJACENT: tl.constexpr, CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
-    """dx of a block that lies, with the W − 1 tokens before and after it, in one sequence; the sums with its tokens."""
-    BEFORE: tl.constexpr = WIDTH - 1
-    AFTER: tl.constexpr = BEFORE if NEED_X else 0
-    rows = load_tokens(at, offset, inside, x_token, BEFORE, ROWS, AFTER, LEVELS, TIME_ADJACENT, CHANNELS)
-    upstream = load_rows(dy_at, column, in_dy, dy_token, 0, ROWS + AFTER)
-    dz = ()
-    for row in tl.static_range(ROWS + AFTER):
-        z = convolve(rows, taps, start, row, WIDTH)
-        gradient = through_activation(upstream[row], z, SILU, NARROW, NATIVE)
-        if not EVERY_DY:
-            gradient = tl.where(in_dy, gradient, 0.0)
-        dz = dz + (gradient,)
-        if row < ROWS:
-            sums = add_token(sums, gradient, rows, row, WIDTH, NEED_WEIGHT, NEED_BIAS)
-        if NEED_X and row >= BEFORE:
-            total = tl.zeros([CHANNELS], start.dtype)
-            for k in tl.static_range(WIDTH):
-                total = tl.fma(taps[BEFORE - k], dz[row - BEFORE + k], total)
-            tl.store(out + (row - BEFORE) * channels.to(tl.int64), total.to(out.dtype.element_ty), inside)
-    return sums
+def correlate(slopes, taps, total, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """total + Σ_k weight[:, W−1−k]·dz_{s+k}, over the slopes from FIRST on."""
+    for k in tl.static_range(WIDTH):
+        total = tl.fma(taps[WIDTH - 1 - k], slopes[FIRST + k], total)
+    return total
 
 
 @triton.jit
-def differentiate_at_edges(
-    sums, x, dy, out, channels, taps, start, offset, column, inside, in_dy, state, indices, places, dfinal, token,
-    tokens, time, run, states, x_row, x_token, dy_run, dy_row, dy_token, state_offset, state_sequence, state_column,
-    dfinal_offset, dfinal_sequence, dfinal_column, index_step, WIDTH: tl.constexpr, PACKED: tl.constexpr,
-    INDEXED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DFINAL: tl.constexpr, NEED_X: tl.constexpr,
-    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+def differentiate_block(
+    window, slopes, sums, rows, upstream, out, channels, taps, start, in_dy, inside, earlier, WIDTH: tl.constexpr,
+    EVERY_DY: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
+    SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The same of a block at which a sequence begins or ends."""
+    """dz of ROWS tokens, the sums with them, and dx of as many tokens, which end W − 1 before those.
+
+    `window` and `slopes` are x and dz of the W − 1 tokens before the block; those of its last ones are returned. Of the
+    sequence, `earlier` tokens of the stretch lie before the block.
+    """
     BEFORE: tl.constexpr = WIDTH - 1
-    AFTER: tl.constexpr = BEFORE if NEED_X else 0
-    rows = load_rows_at_edges(x, token, tokens, run, offset, inside, x_row, x_token, -BEFORE, BEFORE + ROWS + AFTER)
-    upstream = load_rows_at_edges(dy, token, tokens, dy_run, column, in_dy, dy_row, dy_token, 0, ROWS + AFTER)
-    dz = ()
-    ages = ()
-    totals = ()
-    for row in tl.static_range(ROWS + AFTER):
-        sequence, begin, end = sequence_of(token + row, places, tokens, time, PACKED)
-        age = token + row - begin
-        place = pool_place(sequence, indices, index_step, states, INDEXED)
-        exists = (token + row < tokens) & (place >= 0)
-        values = ()
-        for tap in tl.static_range(WIDTH):
-            value = tap_at_edge(
-                rows[row + tap], age, BEFORE - tap, state, place, state_offset + place * state_sequence, state_column,
-                inside, WIDTH, HAS_STATE,
-            )  # fmt: skip
-            values = values + (value,)
-        z = convolve(values, taps, start, 0, WIDTH)
-        gradient = tl.where(in_dy & exists, through_activation(upstream[row], z, SILU, NARROW, NATIVE), 0.0)
-        dz = dz + (gradient,)
-        ages = ages + (tl.where(exists, age, -1),)
-        if row < ROWS:
-            sums = add_if(exists, sums, add_token(sums, gradient, values, 0, WIDTH, NEED_WEIGHT, NEED_BIAS))
-        if NEED_X and row < ROWS:
-            total = tl.zeros([CHANNELS], start.dtype)
+    for row in tl.static_range(ROWS):
+        window = window + (rows[row].to(start.dtype),)
+        gradient = through_activation(upstream[row], convolve(window, taps, start, row, WIDTH), SILU, NARROW, NATIVE)
+        if not EVERY_DY:
+            gradient = tl.where(in_dy, gradient, 0.0)
+        slopes = slopes + (gradient,)
+        sums = add_token(sums, gradient, window, row, WIDTH, NEED_WEIGHT, NEED_BIAS)
+        if NEED_X:
+            total = correlate(slopes, taps, tl.zeros(start.shape, start.dtype), row, WIDTH)
+            is_own = inside
+            if row < BEFORE:
+                is_own = inside & (earlier + row >= BEFORE)
+            tl.store(out + (row - BEFORE) * channels.to(tl.int64), total.to(out.dtype.element_ty), is_own)
+    return last_of(window, ROWS, BEFORE), last_of(slopes, ROWS, BEFORE), sums
+
+
+@triton.jit
+def differentiate_rest(
+    window, slopes, sums, at, dy_at, out, channels, taps, start, offset, column, in_dy, inside, x_token, dy_token,
+    dfinal, dfinal_column, token, begin, stop, end, WIDTH: tl.constexpr, HAS_DFINAL: tl.constexpr, NEED_X: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same of ROWS tokens from `token` on, where the sequence may end at `end`, and this part of it at `stop`: the
+    sums have tokens before `stop`, and dx is written from `begin` to `stop`."""
+    BEFORE: tl.constexpr = WIDTH - 1
+    rows = ()
+    upstream = ()
+    for row in tl.static_range(ROWS):
+        exists = token + row < end
+        rows = rows + (tl.load(at + row * x_token + offset, inside & exists, other=0),)
+        upstream = upstream + (tl.load(dy_at + row * dy_token + column, in_dy & exists, other=0),)
+    for row in tl.static_range(ROWS):
+        window = window + (rows[row].to(start.dtype),)
+        gradient = through_activation(upstream[row], convolve(window, taps, start, row, WIDTH), SILU, NARROW, NATIVE)
+        gradient = tl.where(in_dy & (token + row < end), gradient, 0.0)
+        slopes = slopes + (gradient,)
+        added = add_token(sums, gradient, window, row, WIDTH, NEED_WEIGHT, NEED_BIAS)
+        sums = add_if((token + row < stop) & (token + row < end), sums, added)
+        if NEED_X:
+            total = tl.zeros(start.shape, start.dtype)
+            own = token + row - BEFORE
             if HAS_DFINAL:  # of the last W − 1 tokens of a sequence
-                final = token + row - end + BEFORE
-                is_kept = exists & (final >= 0) & (final < BEFORE)
-                at = dfinal + dfinal_offset + sequence.to(tl.int64) * dfinal_sequence
-                total = tl.load(at + final.to(tl.int64) * dfinal_column, inside & is_kept, other=0).to(start.dtype)
-            totals = totals + (total,)
-        if NEED_X and row >= BEFORE:
-            total = totals[row - BEFORE]
-            for k in tl.static_range(WIDTH):
-                more = tl.fma(taps[BEFORE - k], dz[row - BEFORE + k], total)
-                total = tl.where(ages[row - BEFORE + k] >= k, more, total)
-            written = inside & (token + row - BEFORE < tokens)
-            place_of_row = out + (row - BEFORE) * channels.to(tl.int64)
-            tl.store(place_of_row, total.to(out.dtype.element_ty), written)
-    return sums
+                final = own - end + BEFORE
+                is_kept = (final >= 0) & (final < BEFORE) & (own >= begin)
+                total = tl.load(dfinal + final.to(tl.int64) * dfinal_column, inside & is_kept, other=0).to(start.dtype)
+            total = correlate(slopes, taps, total, row, WIDTH)
+            is_own = inside & (own >= begin) & (own < stop)
+            tl.store(out + (row - BEFORE) * channels.to(tl.int64), total.to(out.dtype.element_ty), is_own)
+    return last_of(window, ROWS, BEFORE), last_of(slopes, ROWS, BEFORE), sums
 
 
-@kernel(budget=Budget(registers=255, shared_bytes=65_536), schedule=("CHANNELS", "ROWS", "LEVELS", "EDGE_ROWS"))
+@kernel(
+    budget=Budget(registers=255, shared_bytes=131_072), schedule=("CHANNELS", "ROWS", "LEVELS", "REST_ROWS", "STAGES")
+)
 @triton.jit
 def conv_backward(
     x: PointerIf16.element, weight: Pointer.weight, bias: Pointer.bias, state: Pointer.element, indices: Pointer.index,
@@ -185,11 +178,12 @@ def conv_backward(
     HAS_DY_0: tl.constexpr, HAS_DY_1: tl.constexpr, HAS_DY_2: tl.constexpr, HAS_DY_3: tl.constexpr,
     NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr,
     NATIVE: tl.constexpr, DOUBLE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
-    EDGE_ROWS: tl.constexpr,
+    REST_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of a stretch, and its share of dweight and dbias. HAS_DY_n: whether part n has a gradient."""
     COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BEFORE: tl.constexpr = WIDTH - 1
+    AFTER: tl.constexpr = BEFORE if NEED_X else 0
     EVERY_DY: tl.constexpr = HAS_DY_0 and HAS_DY_1 and HAS_DY_2 and HAS_DY_3
     SUMS: tl.constexpr = (WIDTH if NEED_WEIGHT else 0) + (1 if NEED_BIAS else 0)
     tile = tl.program_id(0) % tiles
@@ -208,32 +202,52 @@ def conv_backward(
     offset = channel * x_step if TIME_ADJACENT else channel
     x_token = 1 if TIME_ADJACENT else x_step
     taps = load_taps(weight, channel, inside, weight_channel, weight_tap, WIDTH, COMPUTED)
-    start = load_bias(bias, channel, inside, bias_step, HAS_BIAS, CHANNELS, COMPUTED)
+    start = load_bias(bias, channel, inside, bias_step, HAS_BIAS, COMPUTED)
     sums = zeros(SUMS, CHANNELS, COMPUTED)
-    for block in range(0, tl.cdiv(tl.minimum(stretch, tokens - number * stretch), ROWS)):
-        token = number * stretch + block * ROWS
+    token = number * stretch
+    last = tl.minimum(token + stretch, tokens)
+    while token < last:  # for each sequence that has tokens in the stretch
         sequence, sequence_begin, sequence_end = sequence_of(token, places, tokens, time, PACKED)
-        out = dx + token.to(tl.int64) * channels + channel
-        is_within = (token - sequence_begin >= BEFORE) & (token + ROWS + BEFORE <= sequence_end)
-        if INDEXED:  # and not skipped
-            is_within = is_within & (pool_place(sequence, indices, index_step, states, INDEXED) >= 0)
-        if is_within:
-            at = x + place_of(token, run, aligned_run, x_row, x_token, TIME_ADJACENT)
-            dy_at = dy + place_of(token, dy_run, dy_run, dy_row, dy_token, False)
-            sums = differentiate_within(
-                sums, at, dy_at, out, channels, taps, start, offset, column, inside, in_dy, x_token, dy_token, WIDTH,
-                EVERY_DY, NEED_X, NEED_WEIGHT, NEED_BIAS, SILU, NARROW, NATIVE, TIME_ADJACENT, CHANNELS, ROWS, LEVELS,
-            )  # fmt: skip
+        place = pool_place(sequence, indices, index_step, states, INDEXED)
+        stop = tl.maximum(tl.minimum(sequence_end, last), token + 1)  # whatever the bounds are, there is an end
+        if TIME_ADJACENT:  # blocks begin at multiples of ROWS
+            stop = tl.where(token % ROWS == 0, stop, tl.minimum(stop, tl.cdiv(token, ROWS) * ROWS))
+            blocks = tl.where(token % ROWS == 0, (stop - token) // ROWS, 0)
         else:
-            for part in range(0, ROWS // EDGE_ROWS):
-                later = part * EDGE_ROWS
-                sums = differentiate_at_edges(
-                    sums, x, dy, out + later * channels.to(tl.int64), channels, taps, start, offset, column, inside,
-                    in_dy, state, indices, places, dfinal, token + later, tokens, time, run, states, x_row, x_token,
-                    dy_run, dy_row, dy_token, channel * state_channel, state_sequence, state_column,
-                    channel * dfinal_channel, dfinal_sequence, dfinal_column, index_step, WIDTH, PACKED, INDEXED,
-                    HAS_STATE, HAS_DFINAL, NEED_X, NEED_WEIGHT, NEED_BIAS, SILU, NARROW, NATIVE, CHANNELS, EDGE_ROWS,
-                )  # fmt: skip
+            blocks = (stop - token) // ROWS
+        if INDEXED:  # a row that is skipped has no tokens
+            blocks = tl.where(place >= 0, blocks, 0)
+            sequence_end = tl.where(place >= 0, sequence_end, token)
+        at = x + place_of(token, run, run, x_row, x_token, TIME_ADJACENT)
+        dy_at = dy + place_of(token, dy_run, dy_run, dy_row, dy_token, False)
+        out = dx + token.to(tl.int64) * channels + channel
+        window = load_window(
+            at, offset, inside & (place >= 0), x_token, state + place * state_sequence + channel * state_channel,
+            state_column, token - sequence_begin, WIDTH, HAS_STATE, COMPUTED,
+        )  # fmt: skip
+        slopes = zeros(BEFORE, CHANNELS, COMPUTED)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            if TIME_ADJACENT:
+                block_token = tl.multiple_of(token + block * ROWS, ROWS)
+                block_at = x + place_of(block_token, run, aligned_run, x_row, x_token, TIME_ADJACENT)
+            else:
+                block_at = at + block * ROWS * x_token
+            rows = load_tokens(block_at, offset, inside, x_token, 0, ROWS, 0, LEVELS, TIME_ADJACENT, CHANNELS)
+            upstream = load_rows(dy_at + block * ROWS * dy_token, column, in_dy, dy_token, 0, ROWS)
+            window, slopes, sums = differentiate_block(
+                window, slopes, sums, rows, upstream, out + block * ROWS * channels.to(tl.int64), channels, taps, start,
+                in_dy, inside, block * ROWS, WIDTH, EVERY_DY, NEED_X, NEED_WEIGHT, NEED_BIAS, SILU, NARROW, NATIVE,
+                ROWS,
+            )  # fmt: skip
+        finals = dfinal + sequence.to(tl.int64) * dfinal_sequence + channel * dfinal_channel
+        for rest in range(blocks * ROWS, stop - token + AFTER, REST_ROWS):
+            window, slopes, sums = differentiate_rest(
+                window, slopes, sums, at + rest * x_token, dy_at + rest * dy_token,
+                out + rest * channels.to(tl.int64), channels, taps, start, offset, column, in_dy, inside, x_token,
+                dy_token, finals, dfinal_column, token + rest, token, stop, sequence_end, WIDTH, HAS_DFINAL, NEED_X,
+                NEED_WEIGHT, NEED_BIAS, SILU, NARROW, NATIVE, REST_ROWS,
+            )  # fmt: skip
+        token = stop
     for share in tl.static_range(SUMS):
         at = (number.to(tl.int64) * SUMS + share) * channels + channel
         tl.store(shares + at, sums[share], inside)
@@ -299,7 +313,7 @@ def conv_backward_states(
     place = pool_place(sequence, indices, index_step, states, INDEXED)
     length = tl.where(place >= 0, length, 0)
     taps = load_taps(weight, channel, inside, weight_channel, weight_tap, WIDTH, COMPUTED)
-    start = load_bias(bias, channel, inside, bias_step, HAS_BIAS, CHANNELS, COMPUTED)
+    start = load_bias(bias, channel, inside, bias_step, HAS_BIAS, COMPUTED)
     values = load_rows(
         state, place * state_sequence + channel * state_channel, inside & (place >= 0), state_column, 0, BEFORE
     )
@@ -345,8 +359,7 @@ def backward(setup: Setup) -> Execute:
     bound = setup.either(
         conv_backward, **types, **facts, WHOLE=shape.fills(block), TIME_ADJACENT=shape.is_time_adjacent, NEED_X=need_x,
         NEED_WEIGHT=need_weight, NEED_BIAS=need_bias, CHANNELS=block, ROWS=rows, LEVELS=rows.bit_length() - 1,
-        EDGE_ROWS=min(rows, schedule["edge_rows"]),
-        num_warps=warps,
+        REST_ROWS=schedule["rest_rows"], STAGES=schedule["stages"], num_warps=warps,
     )  # fmt: skip
     setup.add_numeric(most_stretches=MOST_STRETCHES, longest_stretch=LONGEST_STRETCH)
     if sums:

@@ -103,7 +103,7 @@ def conv_forward(
     offset = channel * x_step if TIME_ADJACENT else channel
     x_token = 1 if TIME_ADJACENT else x_step
     taps = load_taps(weight, channel, inside, weight_channel, weight_tap, WIDTH, COMPUTED)
-    start = load_bias(bias, channel, inside, bias_step, HAS_BIAS, CHANNELS, COMPUTED)
+    start = load_bias(bias, channel, inside, bias_step, HAS_BIAS, COMPUTED)
     for block in range(0, tl.minimum(BLOCKS, tl.cdiv(tokens, ROWS) - stretch * BLOCKS)):
         token = (stretch * BLOCKS + block) * ROWS
         _, sequence_begin, sequence_end = sequence_of(token, places, tokens, time, PACKED)

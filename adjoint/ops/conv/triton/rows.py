@@ -80,11 +80,11 @@ def load_taps(weight, channel, inside, channel_step, tap_step, WIDTH: tl.constex
 
 
 @triton.jit
-def load_bias(bias, channel, inside, step, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, COMPUTED: tl.constexpr):
+def load_bias(bias, channel, inside, step, HAS_BIAS: tl.constexpr, COMPUTED: tl.constexpr):
     if HAS_BIAS:
         return tl.load(bias + channel * step, inside, other=0).to(COMPUTED)
     else:
-        return tl.zeros([CHANNELS], COMPUTED)
+        return tl.zeros(channel.shape, COMPUTED)
 
 
 # ----------------------------------------------------------------------------------------------- rows
@@ -193,6 +193,32 @@ def tap_at_edge(
         reads = inside & (age >= 0) & (age < back) & (place >= 0)
         before = tl.load(state + offset + column.to(tl.int64) * column_step, reads, other=0)
     return tl.where(age >= back, row, before)
+
+
+@triton.jit
+def load_window(
+    at, offset, inside, step, state, state_step, age, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr,
+    COMPUTED: tl.constexpr,
+):  # fmt: skip
+    """The W − 1 tokens before one that has `age` others of its sequence before it: rows, columns of the state, or 0."""
+    rows = ()
+    for column in tl.static_range(WIDTH - 1):
+        position = age - (WIDTH - 1) + column
+        row = tl.load(at + (column - (WIDTH - 1)) * step + offset, inside & (position >= 0), other=0)
+        if HAS_STATE:
+            before = state + (age + column).to(tl.int64) * state_step
+            row = tl.where(position >= 0, row, tl.load(before, inside & (position < 0) & (age >= 0), other=0))
+        rows = rows + (row.to(COMPUTED),)
+    return rows
+
+
+@triton.jit
+def last_of(vectors, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT of some vectors, from number FIRST on."""
+    chosen = ()
+    for number in tl.static_range(COUNT):
+        chosen = chosen + (vectors[FIRST + number],)
+    return chosen
 
 
 @triton.jit

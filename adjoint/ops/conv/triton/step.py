@@ -1,4 +1,4 @@
-"""Steps of decoding: a program takes a tile of channels of one row through its tokens, and writes the state after them.
+"""Steps of decoding: a program takes a tile of channels of some rows through their tokens, and writes the states after.
 
 The arithmetic of a token is that of `forward.py`, operation by operation.
 """
@@ -12,46 +12,62 @@ import triton.language as tl
 from torch import Tensor
 
 from adjoint.core.errors import check, report, status_word
-from adjoint.core.kernels import Budget, Int32, Int64, Pointer, kernel
-from adjoint.core.launch import Execute, Setup
+from adjoint.core.kernels import Budget, Int32, Int32If16, Int64, Int64If16, Pointer, PointerIf16, kernel
+from adjoint.core.launch import Execute, Setup, is_aligned
 from adjoint.device.faults import record
 from adjoint.device.sequences import out_of_range, repeated
 from adjoint.ops.conv.arguments import STATE_INDEX_OUT_OF_RANGE, STATE_INDEX_REPEATED
 from adjoint.ops.conv.shape import Shape, named_strides
-from adjoint.ops.conv.triton.rows import activate, convolve, load_bias, load_rows, load_taps, pool_place
+from adjoint.ops.conv.triton.rows import activate, convolve, load_bias, load_rows, load_taps
 
 
-@kernel(budget=Budget(registers=128, shared_bytes=4096), schedule=("CHANNELS",))
+@triton.jit
+def side_by_side(columns, ROWS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr):
+    """Tiles along a last axis of 2^LEVELS; what it has more than those repeats the first."""
+    for _ in tl.static_range(2**LEVELS - len(columns)):
+        columns = columns + (columns[0],)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for number in tl.static_range(2 ** (LEVELS - 1 - level)):
+            joined = joined + (tl.join(columns[number], columns[number + 2 ** (LEVELS - 1 - level)]),)
+        columns = joined
+    return tl.reshape(columns[0], (ROWS, CHANNELS, 2**LEVELS))
+
+
+@kernel(budget=Budget(registers=168, shared_bytes=32_768), schedule=("CHANNELS", "ROWS"))
 @triton.jit
 def conv_step(
-    x: Pointer.element, weight: Pointer.weight, bias: Pointer.bias, state: Pointer.element, indices: Pointer.index,
-    y: Pointer.element, new_state: Pointer.element, status_word: Pointer.int64, fault: Int32, time: Int32,
-    channels: Int32, tiles: Int32, states: Int64, x_row: Int64, x_token: Int64, x_channel: Int64,
-    weight_channel: Int64, weight_tap: Int64, bias_step: Int64, state_sequence: Int64, state_channel: Int64,
-    state_column: Int64, index_step: Int64,
+    x: PointerIf16.element, weight: Pointer.weight, bias: Pointer.bias, state: Pointer.element, indices: Pointer.index,
+    y: PointerIf16.element, new_state: PointerIf16.element, status_word: Pointer.int64, fault: Int32, batch: Int32,
+    time: Int32, channels: Int32If16, tiles: Int32, states: Int64, x_row: Int64If16, x_token: Int64If16,
+    x_channel: Int64, weight_channel: Int64, weight_tap: Int64, bias_step: Int64, state_sequence: Int64,
+    state_channel: Int64, state_column: Int64, index_step: Int64,
     WIDTH: tl.constexpr, INDEXED: tl.constexpr, IN_PLACE: tl.constexpr, ADJACENT: tl.constexpr, HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, DOUBLE: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """y of one row's tokens, and its state after them, in its own place or in the row's. ADJACENT: x_channel is 1."""
+    """y of some rows' tokens, and their states after them, in their own places or in the rows'. ADJACENT: x_channel is
+    1. The columns of a state, 2^LEVELS at most, lie side by side, and are written so: a column alone would touch all of
+    the memory that its neighbours do."""
     COMPUTED: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     BEFORE: tl.constexpr = WIDTH - 1
     tile = tl.program_id(0) % tiles
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    channel = (tile * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)
-    inside = channel < channels
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = (tile * CHANNELS + tl.arange(0, CHANNELS)[None, :]).to(tl.int64)
+    inside = (row < batch) & (channel < channels)
     if ADJACENT:
         x_channel = 1
-    place = pool_place(row, indices, index_step, states, INDEXED)
+    place = row
     if INDEXED:
-        one = tl.zeros([1], tl.int64)
-        index = tl.load(indices + row * index_step).to(tl.int64)
-        wrong = (tile == 0) & ((index < -1) | (index >= states))
-        record(status_word, fault, row + one, index + one, wrong & (one == 0))
+        index = tl.load(indices + row * index_step, row < batch, other=-1).to(tl.int64)
+        wrong = (index < -1) | (index >= states)
+        record(status_word, fault, row, index, wrong & (tile == 0))
+        place = tl.where(wrong, -1, index)
     live = inside & (place >= 0)
     at = place * state_sequence + channel * state_channel
     window = load_rows(state, at, live, state_column, 0, BEFORE)
-    taps = load_taps(weight, channel, inside, weight_channel, weight_tap, WIDTH, COMPUTED)
-    start = load_bias(bias, channel, inside, bias_step, HAS_BIAS, CHANNELS, COMPUTED)
+    taps = load_taps(weight, channel, channel < channels, weight_channel, weight_tap, WIDTH, COMPUTED)
+    start = load_bias(bias, channel, channel < channels, bias_step, HAS_BIAS, COMPUTED)
     for t in range(0, time):
         value = tl.load(x + row * x_row + t * x_token + channel * x_channel, live, other=0)
         rows = window + (value,)
@@ -59,11 +75,13 @@ def conv_step(
         result = tl.where(place >= 0, result, 0.0)
         tl.store(y + (row * time + t) * channels + channel, result.to(y.dtype.element_ty), inside)
         window = rows[1:]
-    for column in tl.static_range(BEFORE):
+    if BEFORE > 0:
+        column = tl.arange(0, 2**LEVELS)[None, None, :]
+        out = new_state + (row * channels + channel) * BEFORE
         if IN_PLACE:
-            tl.store(state + at + column * state_column, window[column], live)
-        else:
-            tl.store(new_state + (row * channels + channel) * BEFORE + column, window[column], inside)
+            out, inside = state + at, live
+        out = out[:, :, None] + column * (state_column if IN_PLACE else 1)
+        tl.store(out, side_by_side(window, ROWS, CHANNELS, LEVELS), inside[:, :, None] & (column < BEFORE))
 
 
 def step(setup: Setup) -> Execute:
@@ -72,10 +90,11 @@ def step(setup: Setup) -> Execute:
     block, in_place = shape.channel_block(schedule["channels"]), setup.problem.op.endswith("in_place")
     constants = {name: value for name, value in shape.constants(setup.nvidia).items() if name != "HAS_STATE"}
     indexed = shape.is_indexed
-    bound = setup.kernel(
+    rows = schedule["rows"]
+    bound = setup.either(
         conv_step, **shape.types, **constants, index=shape.index, INDEXED=indexed, IN_PLACE=in_place,
         ADJACENT=not shape.is_time_adjacent and "x" not in shape.copied, CHANNELS=block,
-        num_warps=shape.warps(block, schedule["warps"]),
+        ROWS=rows, LEVELS=max(0, shape.width - 2).bit_length(), num_warps=shape.warps(block * rows, schedule["warps"]),
     )  # fmt: skip
     tiles = -(-shape.channels // block)
 
@@ -87,11 +106,12 @@ def step(setup: Setup) -> Execute:
         if y.numel() == 0 and indices is not None:
             report(STATE_INDEX_OUT_OF_RANGE, indices, out_of_range(indices, len(state)))
         x_row, x_token, x_channel = x.stride()
-        bound.launch(
-            (shape.batch * tiles,), x=x, weight=weight, bias=weight if bias is None else bias, state=state,
+        aligned = is_aligned(x, y, outputs[-1]) and not any(n % 16 for n in (x_row, x_token, shape.channels))
+        bound[aligned].launch(
+            (-(-shape.batch // rows) * tiles,), x=x, weight=weight, bias=weight if bias is None else bias, state=state,
             indices=indices if indexed else x, y=y, new_state=y if in_place else outputs[1],
-            status_word=status_word(device), fault=STATE_INDEX_OUT_OF_RANGE.row, time=shape.time,
-            channels=shape.channels, tiles=tiles, states=shape.sequences, x_row=x_row, x_token=x_token,
+            status_word=status_word(device), fault=STATE_INDEX_OUT_OF_RANGE.row, batch=shape.batch,
+            time=shape.time, channels=shape.channels, tiles=tiles, states=shape.sequences, x_row=x_row, x_token=x_token,
             x_channel=x_channel, bias_step=0 if bias is None else bias.stride(0),
             index_step=indices.stride(0) if indexed else 0, **named_strides("weight", weight, "channel", "tap"),
             **named_strides("state", state, "sequence", "channel", "column"),

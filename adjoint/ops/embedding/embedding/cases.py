@@ -1,6 +1,6 @@
 """What `embedding` is tested, verified and timed on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.forms import Form, Outcome
 from adjoint.contract.lookups import (
     BUILT_UNALIGNED,
     adjoint_of,
@@ -116,6 +117,64 @@ _LOOKUP_MISTAKES = {
     ),
 }
 
+# ------------------------------------------------------------------------------------------- other forms
+
+_FORMER = {
+    torch.float64: torch.float32, torch.float32: torch.bfloat16,
+    torch.bfloat16: torch.float32, torch.float16: torch.float16,
+}  # fmt: skip
+"""The dtype of a buffer that is added to, by that of the table: wider, narrower and the same."""
+
+
+def _buffer(inputs: Inputs) -> dict[str, Any]:
+    """Numbers that are there before."""
+    _, weight = inputs
+    steps = torch.arange(weight.numel(), device=weight.device).view(weight.shape) % 7 - 3
+    return {"accumulate_into": torch.zeros_like(weight, dtype=_FORMER[weight.dtype]).copy_(steps)}
+
+
+def _zeros(inputs: Inputs) -> dict[str, Any]:
+    return {"accumulate_into": torch.zeros_like(inputs[1])}
+
+
+def _dense(outcome: Outcome) -> tuple[Tensor | None, ...]:
+    (gradient,) = outcome.gradients
+    if gradient is None or not (gradient.is_sparse and gradient.is_coalesced()):
+        raise ValueError("the gradient is not a coalesced sparse one")
+    rows = gradient.indices()[0]
+    if bool((rows.diff() <= 0).any()):
+        raise ValueError(f"the rows of the gradient do not ascend: {rows.tolist()}")
+    dense = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    dense[rows] = gradient.values()
+    return *outcome.outputs, dense
+
+
+def _forms(padding: int = -1) -> tuple[Form, ...]:
+    def exact(upstream: tuple[Tensor, ...], inputs: Inputs, keywords: Mapping[str, Any]) -> Any:
+        (dout,), (ids, weight), former = upstream, inputs, keywords["accumulate_into"]
+        sums = former + reference.embedding_backward(dout, ids, weight, padding=padding)
+        return (reference.embedding(ids, weight), inputs), (sums, (dout, ids, former))
+
+    def into(name: str, buffer: Callable[[Inputs], dict[str, Any]], **rest: Any) -> Form:
+        def results(outcome: Outcome) -> tuple[Tensor | None, ...]:
+            """The buffer, in which rows without a gradient are as they were."""
+            if outcome.gradients != (None,):
+                raise ValueError("a gradient is given that was added to the buffer")
+            (ids, weight), sums = outcome.before, outcome.keywords["accumulate_into"]
+            is_free = ~torch.isin(torch.arange(len(weight), device=ids.device), ids[ids != padding])
+            if not torch.equal(sums[is_free], buffer(outcome.before)["accumulate_into"][is_free]):
+                raise ValueError("a row without a gradient is another")
+            return *outcome.outputs, sums
+
+        return Form(name, buffer, results=results, **rest)
+
+    return (
+        into("accumulate_into zeros", _zeros),
+        into("accumulate_into", _buffer, exact=exact),
+        Form("sparse", lambda inputs: {"sparse": True}, results=_dense),
+    )
+
+
 EMBEDDING = Subject(
     name="embedding",
     function=embedding,
@@ -125,6 +184,7 @@ EMBEDDING = Subject(
     cases=_LOOKUPS,
     mistakes=_LOOKUP_MISTAKES,
     plans=("triton.gather+triton.sequential", "eager.gather+eager.sequential"),
+    forms=_forms(),
     batched=("ids",),
     rebatched=_with_other_tokens,
     pieces=columns,
@@ -147,6 +207,7 @@ PADDED = replace(
     mistakes={"padding has a gradient": _mistake(lambda g, ids, w: reference.embedding_backward(g, ids, w))},
     dtypes=(torch.float32, torch.bfloat16),  # not float64: finite differences see what padding hides
     plans=(),
+    forms=_forms(padding=4),
 )
 
 SUBJECTS = (EMBEDDING, PADDED)
@@ -273,6 +334,7 @@ _SPARSE = replace(
     cases=(),
     mistakes={},
     plans=(),
+    forms=(),
     rebatched=None,
     pieces=None,
 )

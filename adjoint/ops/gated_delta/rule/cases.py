@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +61,8 @@ _CASES = (
         tokens((1, 300, 5, 10, 64, 128), cu_seqlens=(0, 130, 300), resets=(5, 64, 129, 130, 200, 299)),
         heavy=True,
     ),
+    Case("many heads", tokens((1, 200, 8, 16, 128, 128), decay=0.1), heavy=True),
+    Case("few heads of 64, packed", tokens((1, 300, 1, 3, 64, 64), cu_seqlens=(0, 65, 220, 300)), heavy=True),
     Case("largest heads, packed", tokens((1, 700, 1, 2, 256, 256), cu_seqlens=(0, 1, 300, 700)), heavy=True),
 )
 
@@ -155,7 +156,6 @@ _RULE = Subject(
     cases=_CASES,
     mistakes=_MISTAKES,
     rebatched=_rebatched,
-    recorded=Path(__file__).with_name("recorded.json"),
 )
 
 
@@ -179,6 +179,12 @@ _NORMALIZED = replace(
     cases=(
         Case("few tokens", _scaled(tokens((1, 4, 1, 2, 3, 2)))),
         Case("a tail", _scaled(tokens((1, 67, 1, 2, 12, 6)))),
+        Case("a layer", _scaled(tokens((1, 200, 8, 16, 128, 128), decay=0.1)), heavy=True),
+        Case(
+            "few heads of 64, packed",
+            _scaled(tokens((1, 200, 2, 4, 64, 128), cu_seqlens=(0, 1, 66, 200))),
+            heavy=True,
+        ),
     ),
     mistakes={
         "not normalised": wrong(partial(reference.gated_delta_rule, scale=0.7)),
@@ -361,6 +367,33 @@ _ON_A_CPU = Workload(
 )
 
 WORKLOADS = (*(_workload(*row) for row in _ROWS), _ON_A_CPU)
+
+
+def _error_workloads(time: int, nearly_equal: bool, divisor: int) -> Iterator[Workload]:
+    """A layer whose errors are measured: outputs with the final state, and gradients where that is not used."""
+    keys = "nearly equal keys" if nearly_equal else "random keys"
+    decay = f"log σ(x) / {divisor}" if divisor > 1 else "log σ(x)"
+    workload = replace(
+        _workload(time, 16, 32, 1, ""),
+        name=f"gated_delta_rule {time} tokens, {keys}, g = {decay}",
+        make=layer(time, 16, 32, 1, "", 1 / divisor, nearly_equal),
+        baseline=None,
+        directions=("backward",),
+    )
+    with_states = replace(_RULE, reference=_chunked, reference_backward=gradients(_chunked))
+    peers = ("fla_gated_delta_rule_with_states",)
+    yield replace(workload, subject=with_states, peers=peers, directions=("forward",))
+    yield workload
+
+
+ERROR_WORKLOADS = tuple(
+    workload
+    for row in (
+        (1024, False, 1), (16384, False, 1), (1024, False, 16), (1024, True, 1), (1024, True, 16), (1024, True, 64),
+    )
+    for workload in _error_workloads(*row)
+)  # fmt: skip
+"""Tokens, whether keys are nearly equal, and by what the decays log σ(x) are divided."""
 
 
 # ---------------------------------------------------------------------------------------------- builds

@@ -51,14 +51,20 @@ state at every token, more than most heads of a layer do.
 """
 
 
-def layer(time: int, key_heads: int, heads: int, sequences: int, gates: str) -> Make:
-    """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length."""
+def layer(
+    time: int, key_heads: int, heads: int, sequences: int, gates: str, share: float = 1.0, nearly_equal: bool = False
+) -> Make:
+    """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length; a share of the
+    decays, and keys that are one direction and a twentieth of another, where that is asked for."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         normal = partial(torch.randn, **drawn_on(device, generator))
-        q, k = (F.normalize(normal(1, time, key_heads, K), dim=-1).to(dtype) for _ in range(2))
+        q, k = (F.normalize(normal(1, time, key_heads, K), dim=-1) for _ in range(2))
+        if nearly_equal:
+            k = F.normalize(k[:, :1] + 0.05 * k, dim=-1)
+        q, k = q.to(dtype), k.to(dtype)
         v = normal(1, time, heads, V).to(dtype)
-        g, beta = GATES[gates](normal, time, heads), normal(1, time, heads).sigmoid()
+        g, beta = share * GATES[gates](normal, time, heads), normal(1, time, heads).sigmoid()
         bounds = torch.arange(0, time + 1, time // sequences, device=device) if sequences > 1 else None
         return q, k, v, g, beta, None, bounds
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload
+from adjoint.contract.forms import Form, Outcome
 from adjoint.core.errors import checked
 from adjoint.core.plan import Call, bind
 from adjoint.ops.gated_delta import reference
@@ -92,6 +93,32 @@ def _last_rows(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
 
 _INPUTS = ("q", "k", "v", "g", "beta", "state", "state_indices")
 
+
+def _states_of_rows(outcome: Outcome) -> tuple[Tensor, ...]:
+    """The outputs, and the rows' new states out of the pool, in which nothing else has changed."""
+    (o, states), (*_, pool, indices), (*_, before, _) = outcome.outputs, outcome.inputs, outcome.before
+    places = torch.arange(len(o), device=o.device) if indices is None else indices.long()
+    is_free = torch.ones(len(pool), dtype=torch.bool, device=pool.device)
+    is_free[places[places >= 0]] = False
+    if not torch.equal(pool[is_free], before[is_free]):
+        raise ValueError("a state that no row has is another")
+    after = torch.where((places >= 0)[:, None, None, None], pool[places.clamp_min(0)], 0)
+    if states.dim() == pool.dim():
+        return o, after
+    if not torch.equal(states[:, -1], after):
+        raise ValueError("the last of all states is not what is left in place")
+    return o, states
+
+
+_IN_PLACE = Form(
+    "in_place",
+    lambda inputs: {"in_place": True},
+    overwrites=("state",),
+    results=_states_of_rows,
+    is_differentiable=False,
+    names={"new_state": "states"},
+)
+
 _changed = partial(changed, _step, _INPUTS)
 _every_state = partial(_step, every=True)
 
@@ -117,6 +144,7 @@ _STEP = Subject(
         "the states of other rows": wrong(_changed(state=lambda x: x.flip(0))),
         "gradient of the state dropped": wrong(_changed(state=Tensor.detach)),
     },
+    forms=(_IN_PLACE,),
 )
 _ALL_STATES = replace(
     _STEP,

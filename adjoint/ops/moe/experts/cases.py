@@ -66,6 +66,7 @@ _CASES = (
     Case(
         "odd sizes, strided, an expert without tokens", _layer(21, 75, 4, 133, 3, torch.int32, unused=2, lay=_strided)
     ),
+    Case("columns in eights", _layer(13, 24, 4, 16, 2, unused=2)),
     Case("no tokens", _layer(0, 3, 2, 2, 2)),
     Case("two chunks of columns", _layer(300, 528, 32, 136, 4, unused=7), heavy=True),
 )
@@ -179,6 +180,7 @@ EXPERTS = Subject(
     batched=("x", "indices", "weights"),
     rebatched=_with_other_tokens,
     autocast=("x", "gate_up", "down"),
+    plans=("eager.grouped_mm",),
 )
 
 SUBJECTS = (EXPERTS,)

@@ -28,7 +28,8 @@ def refuse(problem: Problem) -> str:
         return f"torch's grouped product takes bfloat16, this layer is {short(problem.dtypes[0])}"
     if hidden % MULTIPLE or inner % MULTIPLE:
         return f"D and I must be multiples of {MULTIPLE} for torch's grouped product, they are {hidden} and {inner}"
-    if problem.device.type == "cuda" and torch.cuda.get_device_capability(problem.device) < (9, 0):
+    nvidia, _, capability = problem.architecture.partition("sm_")
+    if capability and not nvidia and int(capability) < 90:
         return "torch's grouped product needs sm_90 or newer"
     return ""
 

@@ -1,6 +1,7 @@
 """What `moe.route` is tested, verified and timed on."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,17 +52,21 @@ _CASES = (
 # ------------------------------------------------------------------------------------------- references
 
 
+Groups = tuple[int, int]
+"""The groups of experts, and how many of them are kept."""
+
+
 def _reference(
-    score: str, renormalize: bool, k: int = K, kind: torch.dtype = torch.float32
+    score: str, renormalize: bool, k: int = K, kind: torch.dtype = torch.float32, groups: Groups = (1, 1)
 ) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda logits: reference.route(logits, k, score, renormalize=renormalize, kind=kind)[:1]
+    return lambda logits: reference.route(logits, k, score, None, *groups, renormalize, kind)[:1]
 
 
 def _gradient(
-    score: str, renormalize: bool, k: int = K, kind: torch.dtype = torch.float32
+    score: str, renormalize: bool, k: int = K, kind: torch.dtype = torch.float32, groups: Groups = (1, 1)
 ) -> Callable[..., tuple[Tensor, ...]]:
     def backward(dweights: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        indices = reference.select(logits.reshape(-1, logits.shape[-1]), k, score, None, kind=kind)
+        indices = reference.select(logits.reshape(-1, logits.shape[-1]), k, score, None, *groups, kind)
         return (reference.route_backward(dweights, logits, indices, score, renormalize),)
 
     return backward
@@ -108,10 +113,34 @@ def _subject(name: str, score: str, renormalize: bool, *dtypes: torch.dtype) -> 
     )
 
 
+_GROUPS = (4, 2)
+_GROUPED = replace(
+    _subject("moe.route[groups]", "softmax", True, torch.float32, torch.bfloat16),
+    keywords={"k": K, "num_groups": _GROUPS[0], "groups_kept": _GROUPS[1]},
+    reference=_reference("softmax", True, groups=_GROUPS),
+    reference_backward=_gradient("softmax", True, groups=_GROUPS),
+    choices=lambda logits: reference.route(logits, K, "softmax", None, *_GROUPS)[1:],
+    cases=(
+        Case("few tokens", _make(5, 12)),
+        Case("ties", _make(9, 72, lay=lambda t: (t / 2).round())),
+        Case("special values", _make(8, 40, lay=_special)),
+        Case("strided", _make(2, 88, 3, lay=lambda t: t.transpose(1, 2)[..., ::2])),
+        Case("512 experts", _make(5000, 512), heavy=True),
+    ),
+    mistakes={
+        "zero output": zeros,
+        "groups ignored": answers(_reference("softmax", True), _gradient("softmax", True)),
+        "one group more": answers(
+            _reference("softmax", True, groups=(4, 3)), _gradient("softmax", True, groups=(4, 3))
+        ),
+    },
+)
+
 SUBJECTS = (
     _subject("moe.route", "softmax", True, torch.float32, torch.bfloat16, torch.float16),
     _subject("moe.route[not renormalized]", "softmax", False, torch.bfloat16),
     _subject("moe.route[sigmoid]", "sigmoid", True, torch.float32, torch.bfloat16),
+    _GROUPED,
     # Their selection compares float64.
     _subject("moe.route[float64]", "softmax", True, torch.float64),
     _subject("moe.route[float64, not renormalized]", "softmax", False, torch.float64),

@@ -51,8 +51,8 @@ def select(
     is_kept = torch.zeros(rows, num_groups, dtype=torch.bool, device=logits.device)
     is_kept.scatter_(1, ranked(group_scores)[:, :groups_kept], True)
     every = ranked(compared)
-    allowed = is_kept.repeat_interleave(experts // num_groups, 1).gather(1, every)
-    return every[allowed].view(rows, -1)[:, :k]
+    is_out = ~is_kept.repeat_interleave(experts // num_groups, 1).gather(1, every)
+    return every.gather(1, is_out.to(torch.int8).sort(dim=1, stable=True).indices)[:, :k]
 
 
 def weights_of(logits: Tensor, indices: Tensor, score: str, renormalize: bool) -> Tensor:

@@ -45,7 +45,8 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> None:
     """A row of cos and one of sin for each token of q, as wide as the columns that are rotated, or half as wide."""
     require_floating(_OP, "cos", cos)
     if cos.dtype not in (q.dtype, torch.float32):
-        raise ArgumentError(f"{_OP}: cos must be float32 or {short(q.dtype)}, as q is, got {short(cos.dtype)}")
+        allowed = "float32, as q is" if q.dtype == torch.float32 else f"float32 or {short(q.dtype)}, as q is"
+        raise ArgumentError(f"{_OP}: cos must be {allowed}, got {short(cos.dtype)}")
     if cos.device != q.device:
         raise ArgumentError(f"{_OP}: cos must be on the device of q, {q.device}, got {cos.device}")
     batch, time, _, size = q.shape
@@ -71,9 +72,7 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> None:
     require_like(_OP, "sin", sin, "cos", cos)
 
 
-def _check_in_place(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int
-) -> None:
+def _check_in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int) -> None:
     _check(q, k, cos, sin, interleaved, rotary_dim)
     if q.is_meta or torch.compiler.is_compiling():  # no addresses to look at
         return
@@ -103,9 +102,7 @@ def _layout(*tensors: Tensor | None) -> str:
     return "rows"
 
 
-def _describe(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int
-) -> Facts:
+def _describe(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int) -> Facts:
     sizes = (q.shape[3], q.shape[2], 0 if k is None else k.shape[2], cos.shape[-1])
     return Facts((q.dtype, cos.dtype), _layout(q, k, cos, sin), sizes)
 
@@ -195,8 +192,8 @@ def rotary(
 ) -> tuple[Float[Tensor, "batch time heads D"], Float[Tensor, "batch time key_heads D"] | None]:
     """Rotates the first R columns of every head of q and k by the angles of their tokens, in one launch.
 
-    Computed in float32 (float64 for float64) and rounded once; columns from R on are copied. Positions are the caller's:
-    each token has its row of cos and sin, so packed sequences need nothing else.
+    Computed in float32 (float64 for float64) and rounded once; columns from R on are copied. Each token has its row of
+    cos and sin, so that positions, those of packed sequences too, are the caller's.
 
     Args:
         q: queries, any strides: a slice of a packed projection is read where it lies.

@@ -1,8 +1,8 @@
 """How far a rotated head may be from the exact one: two products, one sum, and the rounding to the storage type.
 
-Before it is rounded, x₁·cos − x₂·sin has an error of at most u of each product, and u of their sum: (2u + u²)·(|x₁·cos| +
-|x₂·sin|), u being half of the eps of the arithmetic's type; η, its smallest number, is what two products may lose by
-underflow. Columns that are copied are exact.
+Before it is rounded, x₁·cos − x₂·sin has an error of at most u of each product and u of their sum, which is at most
+(2u + u²)·(|x₁·cos| + |x₂·sin|), with u half of the eps of the arithmetic's type. Two products may lose η, its smallest
+number, by underflow. Columns that are copied are exact.
 """
 
 import torch

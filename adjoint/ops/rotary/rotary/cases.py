@@ -186,7 +186,9 @@ def _mistakes(rotary_dim: int, interleaved: bool) -> dict[str, Callable[..., Ans
         return right(*upstream, cos, sin)
 
     def halves_swapped(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return cos, sin.roll(sin.shape[-1] // 2, -1) if not interleaved else sin.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return cos, sin.roll(sin.shape[-1] // 2, -1) if not interleaved else sin.unflatten(-1, (-1, 2)).flip(
+            -1
+        ).flatten(-2)
 
     def later(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos.roll(1, -2), sin.roll(1, -2)
@@ -197,7 +199,9 @@ def _mistakes(rotary_dim: int, interleaved: bool) -> dict[str, Callable[..., Ans
     return {
         "zero output": lambda upstream, inputs: zeros(upstream, inputs[:2]),
         "narrow arithmetic": _wrong(narrow_arithmetic, right, back),
-        "the other pairs": _wrong(answers, _forward(rotary_dim, not interleaved), _backward(rotary_dim, not interleaved)),
+        "the other pairs": _wrong(
+            answers, _forward(rotary_dim, not interleaved), _backward(rotary_dim, not interleaved)
+        ),
         "the other direction": _wrong(answers, changed(lambda cos, sin: (cos, -sin)), as_forward),
         "cos and sin exchanged": _wrong(answers, changed(lambda cos, sin: (sin, cos)), back),
         "the table of the token before": _wrong(answers, changed(later), changed_back(later)),
@@ -293,7 +297,7 @@ BAD_CALLS = (
     BadCall("tables of an odd width", _call(**_tables(5, 5)), "width of cos", "even", "5"),
     BadCall("tables wider than heads", _call(**_tables(5, 10)), "width of cos", "8 columns", "10"),
     BadCall("tables without columns", _call(**_tables(5, 0)), "width of cos", "from 2", "0"),
-    BadCall("tables of another width than rotary_dim", _call(rotary_dim=8), "cos", "8 columns", "4 pairs", "width of 6"),
+    BadCall("tables of another width than rotary_dim", _call(rotary_dim=8), "8 columns", "4 pairs", "width of 6"),
     BadCall("an odd rotary_dim", _call(rotary_dim=3), "rotary_dim", "even", "3"),
     BadCall("more columns than a head has", _call(rotary_dim=12), "rotary_dim", "8 columns", "12"),
     BadCall("a negative rotary_dim", _call(rotary_dim=-2), "rotary_dim", "from 2", "-2"),
@@ -332,7 +336,9 @@ def _make(
 ) -> Callable[..., Inputs]:
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        q, k = (torch.randn(batch, time, n, size, dtype=dtype, device=device, generator=own) for n in (heads, key_heads))
+        q, k = (
+            torch.randn(batch, time, n, size, dtype=dtype, device=device, generator=own) for n in (heads, key_heads)
+        )
         frequencies = 1e7 ** -(torch.arange(0, rotary_dim, 2, device=device) / rotary_dim)
         angles = torch.arange(time, device=device)[:, None] * frequencies
         angles = torch.cat((angles, angles), -1)
@@ -395,7 +401,7 @@ def _workload(
 
 WORKLOADS = (
     _workload(32768, 16, 2, 256, 64, peers=("fla_rotary",)),
-    _workload(32768, 16, 2, 256, 64, in_place=True, peers=("fla_rotary",)),
+    _workload(32768, 16, 2, 256, 64, in_place=True, peers=("fla_rotary", "liger_rotary")),
     _workload(32768, 32, 8, 128, 128, peers=("fla_rotary", "liger_rotary")),
     _workload(1024, 16, 2, 256, 64, devices=("cpu",), table_dtype=_F32, dtype=_F32),
 )

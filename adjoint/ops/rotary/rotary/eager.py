@@ -1,13 +1,11 @@
-"""The rotary embedding in plain PyTorch: the operations of the kernels, in the same order and types, so the same bits."""
+"""The rotary embedding in plain PyTorch: the operations of the kernels in the same types, so the same bits."""
 
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
 
 
-def rotate(
-    x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, adjoint: bool
-) -> None:
+def rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, adjoint: bool) -> None:
     """Rotates the first columns of x into y, or back, and copies the others; y may be x."""
     wide = wide_dtype(x.dtype)
     first, second = _pairs(x[..., :rotary_dim].to(wide), interleaved)
@@ -33,5 +31,3 @@ def _of_pairs(table: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor
     """What a table has for the first and the second column of every pair, for all heads."""
     table = table.unsqueeze(-2)
     return _pairs(table, interleaved) if table.shape[-1] == rotary_dim else (table, table)
-
-

@@ -148,22 +148,21 @@ def rows(setup: Setup, of: Rotation) -> Execute:
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         q, k, cos, sin, rotated_q, rotated_k = of.tensors(arguments, outputs)
-        q_rows, k_rows = (0 if x is None else x.shape[1] * x.shape[2] for x in (q, k))
-        one = k if q is None else q
+        if q is None and k is None:
+            return
+        q_rows, k_rows = [0 if x is None else x.shape[1] * x.shape[2] for x in (q, k)]
         if q is None:
             q, rotated_q = k, rotated_k
         elif k is None:
             k, rotated_k = q, rotated_q
-        if one is None:
-            return
-        batch, tokens = one.shape[:2]
-        tables = [x.stride() if x.dim() == 3 and x.shape[0] > 1 else (0, *x.stride()[-2:]) for x in (cos, sin)]
+        batch, tokens = q.shape[:2]
         strides = [x.stride() for x in (q, k, rotated_q, rotated_k)]
+        tables = [x.stride() if x.dim() == 3 and x.shape[0] > 1 else (0, *x.stride()[-2:]) for x in (cos, sin)]
         if tokens == 1 and batch > 1:  # rows of several tokens then share a tile
             batch, tokens = 1, batch
             q_rows, k_rows = q_rows * tokens, k_rows * tokens
-            tables = [(0, x[0], x[2]) for x in tables]
             strides = [(0, x[0], x[2], x[3]) for x in strides]
+            tables = [(0, x[0], x[2]) for x in tables]
         leading = [x[:-1] if batch > 1 else (0, *x[1:-1]) for x in (*strides, *tables)]
         aligned = is_aligned(q, k, rotated_q, rotated_k, cos, sin) and not any([s % 16 for x in leading for s in x])
         q_tiles, k_tiles = -(-q_rows // tile_rows), -(-k_rows // tile_rows)

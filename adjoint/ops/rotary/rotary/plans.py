@@ -24,7 +24,8 @@ SPECIAL_VALUES = (
 NEED_Q, NEED_K = 1, 2
 """Bits of the gradients a backward computes."""
 
-Tensors = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+Tensors = tuple[Any, Any, Tensor, Tensor, Any, Any]
+"""q, k, cos, sin and what is written of q and k."""
 
 
 class Rotation(NamedTuple):
@@ -32,8 +33,8 @@ class Rotation(NamedTuple):
 
     Attributes:
         outputs: its names, of what is made of q and of k.
-        tensors: q, k, cos, sin and what is written, from the arguments and outputs of the operator; None for both
-            sides of what is not there or not needed.
+        tensors: what it reads and writes, from the arguments and outputs of the operator; None for both sides of
+            what is not there or not needed.
         adjoint: whether it rotates back.
         in_place: whether what is written is what is read.
     """
@@ -73,10 +74,12 @@ def _guarantee(of: Rotation, problem: Problem) -> dict[str, Guarantee]:
 
     def error(place: int) -> Derived:
         """Of what is made of the tensor at a place, before the tables, which are the last two."""
-        return Derived(
-            f"{bounds.in_words(dtype)}: docs/rotary.md",
-            lambda *tensors: bound(tensors[place], *tensors[-2:], rotary_dim, interleaved, dtype),
-        )
+
+        def largest(*tensors: Tensor) -> Tensor:
+            *_, cos, sin = tensors
+            return bound(tensors[place], cos, sin, rotary_dim, interleaved, dtype)
+
+        return Derived(f"{bounds.in_words(dtype)}: docs/rotary.md", largest)
 
     return {
         name: Guarantee(

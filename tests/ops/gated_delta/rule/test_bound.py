@@ -150,6 +150,7 @@ def test_a_state_that_is_reset() -> None:
     finite = problems._replace(g=g.clamp_min(-60.0))
     expected = bounds_of(PORTABLE, finite.inputs, finite.upstream, finite.scale)
     for name in RESULTS:
+        # A decay of e⁻⁶⁰ leaves 10⁻²⁶ of a state, and the rounding of its exponent counts for a thousandth of a bound.
         assert torch.allclose(bounds[name], expected[name], rtol=1e-2, atol=1e-30), name
     inputs, slopes = widened(problems.inputs), widened(problems.upstream)
     rule = reference.gated_delta_rule  # token by token
@@ -265,6 +266,18 @@ def test_evaluated_once_for_all_results() -> None:
     assert promised["o"].error.bound(*inputs) is first  # type: ignore[union-attr]
     others = (*inputs[:2], 2 * inputs[2], *inputs[3:])
     assert not torch.equal(promised["o"].error.bound(*others), first)  # type: ignore[union-attr]
+
+
+def test_bounds_of_a_call_without_final_states() -> None:
+    """It has one upstream gradient, and the bounds of a call whose other one is 0."""
+    problems = problem_of((1, 70, 1, 2, 4, 3), torch.bfloat16)
+    inputs, do = problems.inputs, problems.do
+    saved = FORWARD.allocate(*arguments_of(inputs, 1.0))[2]
+    for name in ("dq", "dv", "dg", "dinitial_state"):
+        stated = guarantees_of(BACKWARD, (do, None, *inputs, saved, 1.0, False, 63), PORTABLE)[name].error
+        alone = stated.bound(*widened((do, *inputs)))  # type: ignore[union-attr]
+        zero = stated.bound(*widened((do, torch.zeros_like(problems.dfinal), *inputs)))  # type: ignore[union-attr]
+        assert torch.equal(alone, zero) and (alone > 0).any(), name
 
 
 def test_sizes_of_zero() -> None:

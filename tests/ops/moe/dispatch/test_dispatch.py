@@ -11,6 +11,7 @@ from adjoint import Preference, moe
 from adjoint.ops.moe.combine.plans import DOT_WIDTH
 from adjoint.ops.moe.dispatch import reference
 from adjoint.ops.moe.layout.reference import layout as reference_layout
+from adjoint.verify.bits import same_bits
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -134,6 +135,40 @@ def test_combine_is_the_adjoint_of_dispatch(
     assert torch.equal(dx, y)
     (drows,) = torch.autograd.grad(y, upstream, x.detach())
     assert torch.equal(drows, rows)
+
+
+@backends
+def test_special_values_of_rows_and_sums(backend: str, device: torch.device) -> None:
+    """Rows are copied with every bit; sums, of numbers that are exact in any type, are IEEE sums that begin with +0."""
+    preference, numbers = Preference(backend=backend), (0.0, -0.0, 1.0, -2.0, torch.inf, -torch.inf, torch.nan)
+    indices = _indices(49, 2, 5).to(device)
+    pairs = torch.cartesian_prod(*(torch.tensor(numbers),) * 2).to(device)  # those of a token's two slots
+    x = pairs.clone()
+    x.view(torch.int32)[-1, 0] = 0x7FC12345  # a NaN with a payload
+    rows, layout = moe.dispatch(x.requires_grad_(), indices, 5, preference=preference)
+    copied = x.detach()[layout.permutation.long() // 2]
+    assert torch.equal(rows.detach().view(torch.int32), copied.view(torch.int32))
+    upstream = torch.zeros_like(rows)
+    upstream[layout.inverse.long().reshape(-1)] = pairs.reshape(-1, 1).expand(-1, 2)
+    expected = (0.0 + pairs[:, :1] + pairs[:, 1:]).expand(-1, 2)
+    (dx,) = torch.autograd.grad(rows, x, upstream)
+    assert same_bits(dx, expected.contiguous())
+    y = moe.combine(upstream, torch.ones_like(pairs), layout, preference=preference)
+    assert same_bits(y, expected.contiguous())
+
+
+@backends
+def test_special_values_of_the_gradients_of_combine(backend: str, device: torch.device) -> None:
+    """Of rows the IEEE product with the weight; of weights sums over the columns that begin with +0."""
+    numbers = torch.tensor([0.0, -0.0, 2.0, -1.0, torch.inf, -torch.inf, torch.nan], device=device)
+    dy, weights = (x[:, None] for x in torch.cartesian_prod(numbers, numbers).unbind(1))
+    indices = _indices(49, 1, 5).to(device)
+    _, layout = moe.dispatch(dy, indices, 5)
+    rows, weights = torch.ones(49, 1, device=device).requires_grad_(), weights.contiguous().requires_grad_()
+    y = moe.combine(rows, weights, layout, preference=Preference(backend=backend))
+    drows, dweights = torch.autograd.grad(y, (rows, weights), dy.contiguous())
+    assert same_bits(drows[layout.inverse.long()[:, 0]], dy * weights.detach())
+    assert same_bits(dweights, 0.0 + dy * rows.detach())
 
 
 @backends

@@ -204,4 +204,6 @@ def test_the_references_agree_with_finite_differences() -> None:
         (reference.load_balancing_loss, reference.load_balancing_loss_backward, (indices, mask)),
     ):
         (expected,) = torch.autograd.grad(forward(logits, *rest), logits, one)
-        torch.testing.assert_close(backward(one, logits.detach(), *rest), expected)
+        # Two formulas in float64, of sums of 5 tokens and 4 experts: fewer than 64 roundings of the largest number.
+        limit = 64 * torch.finfo(torch.float64).eps * float(expected.abs().max())
+        assert float((backward(one, logits.detach(), *rest) - expected).abs().max()) <= limit

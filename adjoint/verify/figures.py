@@ -1,0 +1,280 @@
+"""Recorded figures: how far off every op was on its cases, in one reviewed file for each machine and dtype.
+
+    recorded/<machine>/<dtype>.json:   subject → plans, with their revisions → case → output → figure
+
+A machine is a GPU ("nvidia-h200"), "cpu", or "interpreter" for kernels in Triton's. A figure is `MARGIN` times the
+norm-relative error that was measured, so an error that doubles is past it. A promise is for users and every input; a
+figure is for one case on one machine, and promises nothing. `adjoint verify --record FOLDER` writes the files, and
+names in recorded/<machine>/pending.json what it did not get to.
+
+Outputs that are copied have no figures: their promise is that they have no error. Nor has float64, in which the
+reference rounds as much as the op does.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from adjoint.bench.environment import slug
+from adjoint.contract.cases import Case, Subject
+from adjoint.contract.inputs import differentiable
+from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.layout import to_meta
+from adjoint.core.plan import select
+from adjoint.core.preference import Preference, resolve
+from adjoint.core.problem import short
+from adjoint.verify.run import Comparison, Evaluation, compare, evaluate, generator
+
+FOLDER = Path(__file__).with_name("recorded")
+
+MARGIN = 1.5
+"""Figures over the errors that were measured: what other libraries and drivers change is less."""
+
+FEWEST = 256
+"""Numbers whose error is no luck. An output that has fewer in every case is computed for several seeds."""
+
+MOST_SEEDS = 16
+
+ROUNDED_ONCE = 12**-0.5
+"""Of the unit roundoff: the smallest norm-relative error of numbers that are rounded, however often. What is below it
+are exact numbers among others, and whichever library multiplied. Such an error counts as this, unless an output has no
+larger one."""
+
+Figures = dict[str, dict[str, dict[str, dict[str, float]]]]
+"""The content of a file."""
+
+
+class Place(NamedTuple):
+    """Where the figures of a case stand: the file, and the keys within it."""
+
+    machine: str
+    dtype: str
+    subject: str
+    plans: str
+    case: str
+
+
+class Error(NamedTuple):
+    """The norm-relative error of an output, and the unit roundoff of its dtype."""
+
+    value: float
+    roundoff: float
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.value >= ROUNDED_ONCE * self.roundoff
+
+
+Errors = dict[Place, dict[str, Error]]
+"""By case and output."""
+
+
+def machine_of(device: torch.device, backend: str) -> str:
+    """The name of a machine, as its folder has it, for plans of a backend."""
+    if device.type == "cuda":
+        return slug(torch.cuda.get_device_name(device))
+    return "interpreter" if backend == "triton" else device.type
+
+
+def is_on_kernels(preference: Preference) -> bool:
+    """Whether a preference that names a backend or plans asks for kernels."""
+    return preference.backend == "triton" or "triton" in str(preference.plan)
+
+
+def place_of(found: Evaluation, dtype: torch.dtype, case: Case) -> Place:
+    plan = found.plan
+    assert plan.adjoint is not None
+    device = next(x.device for x in found.inputs if x is not None)
+    candidates = [plan.candidate, plan.adjoint.candidate]
+    return Place(
+        machine_of(device, plan.backend),
+        short(dtype),
+        found.subject.name,
+        revised(candidates),
+        case.name,
+    )
+
+
+def revised(candidates: Sequence[Any]) -> str:
+    """The names of plans with their revisions: another revision has other bits, and needs other figures."""
+    return " + ".join(dict.fromkeys(f"{candidate.name} r{candidate.revision}" for candidate in candidates))
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def path_of(machine: str, dtype: str, folder: Path) -> Path:
+    return folder / machine / f"{dtype}.json"
+
+
+@cache
+def read(path: Path) -> Figures | None:
+    """The figures of a file; None where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def load(machine: str, dtype: str) -> Figures | None:
+    """The figures of a machine and dtype; None where nobody recorded any."""
+    return read(path_of(machine, dtype, FOLDER))
+
+
+def recorded(place: Place) -> Mapping[str, float] | None:
+    """The figures of a case by output; None on a machine that nobody recorded."""
+    figures = load(place.machine, place.dtype)
+    if figures is None:
+        return None
+    return figures.get(place.subject, {}).get(place.plans, {}).get(place.case, {})
+
+
+def of_errors(errors: Errors) -> Figures:
+    """The figures of errors."""
+    figures: Figures = {}
+    for place, by_output in errors.items():
+        alike = [outputs for other, outputs in errors.items() if other[:-1] == place[:-1]]
+        figures.setdefault(place.subject, {}).setdefault(place.plans, {})[place.case] = {
+            output: _figure(place, error, [outputs[output] for outputs in alike if output in outputs])
+            for output, error in by_output.items()
+        }
+    return figures
+
+
+def _figure(place: Place, error: Error, all_cases: Sequence[Error]) -> float:
+    if not math.isfinite(error.value):
+        raise ValueError(f"{', '.join(place)}: an error of {error.value} cannot be recorded")
+    smallest = ROUNDED_ONCE * error.roundoff if any(other.is_rounding for other in all_cases) else 0.0
+    return float(f"{MARGIN * max(error.value, smallest):.2g}")
+
+
+def save(figures: Figures, path: Path) -> None:
+    """Writes figures to a file, a case on a line."""
+
+    def lines(value: Any, depth: int) -> str:
+        if depth == 3 or not value:
+            return json.dumps(value, ensure_ascii=False)
+        indent = "  " * (depth + 1)
+        items = [
+            f"{indent}{json.dumps(key, ensure_ascii=False)}: {lines(value[key], depth + 1)}" for key in sorted(value)
+        ]
+        return "{\n" + ",\n".join(items) + "\n" + "  " * depth + "}"
+
+    _write(lines(figures, 0), path)
+
+
+def _write(text: str, path: Path) -> None:
+    """Writes a file whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def pending(machine: str, folder: Path | None = None) -> dict[str, list[str]]:
+    """The subjects, by dtype, that a run on a machine did not get to."""
+    path = path_of(machine, "pending", folder or FOLDER)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def save_pending(subjects: Mapping[str, Sequence[str]], machine: str, folder: Path) -> None:
+    """Writes what `pending` reads: no file where there are none."""
+    path = path_of(machine, "pending", folder)
+    if subjects:
+        _write(json.dumps(subjects, indent=1, ensure_ascii=False), path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------------------------- errors
+
+
+def has_error(guarantee: Guarantee) -> bool:
+    """Whether an output is computed, and not copied: the promise of a copy is an error of 0."""
+    statement = guarantee.error
+    return not (isinstance(statement, Derived) and statement.is_zero)
+
+
+def seeds_of(sizes: Mapping[Place, Mapping[str, int]]) -> dict[Place, dict[str, int]]:
+    """Which outputs of which cases have figures, by how many numbers they have: those of enough, and the largest of an
+    output that has none. To each, how many seeds its error is measured over."""
+    by_output: dict[tuple[Any, ...], dict[Place, int]] = {}
+    for place, outputs in sizes.items():
+        for output, size in outputs.items():
+            by_output.setdefault((place[:-1], output), {})[place] = size
+    chosen: dict[Place, dict[str, int]] = {}
+    for (_, output), of_cases in by_output.items():
+        largest = max(of_cases, key=lambda place: of_cases[place])
+        for place, size in of_cases.items():
+            if size >= FEWEST or (size and place == largest):
+                chosen.setdefault(place, {})[output] = min(MOST_SEEDS, math.ceil(FEWEST / size))
+    return {place: chosen[place] for place in sizes if place in chosen}
+
+
+def samples(comparisons: Sequence[Comparison]) -> dict[str, "Sample"]:
+    """The outputs that are computed, by name."""
+    return {
+        x.name: Sample(x.result.numel(), x.relative_error, torch.finfo(x.result.dtype).eps / 2)
+        for x in comparisons
+        if has_error(x.guarantee)
+    }
+
+
+class Sample(NamedTuple):
+    """How many numbers an output has, their norm-relative error for one seed, and the unit roundoff of its dtype."""
+
+    size: int
+    error: float
+    roundoff: float
+
+
+def due_of(
+    subject: Subject, dtype: torch.dtype, preference: Preference, machine: str, device: torch.device
+) -> dict[Place, dict[str, int]]:
+    """The cases and outputs that have figures on a machine, with the numbers of their seeds; nothing is computed."""
+    sizes: dict[Place, dict[str, int]] = {}
+    for case in subject.cases:
+        inputs = case.make(dtype, torch.device("cpu"), generator())
+        call = subject.bind(inputs)
+        outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
+        forward = {name: x for name, x in zip(call.operator.outputs, outputs, strict=False) if x.is_floating_point()}
+        backward = dict(zip(subject.gradients(inputs), differentiable(inputs), strict=True))
+        plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
+        place = Place(machine, short(dtype), subject.name, revised([plan.candidate for plan in plans]), case.name)
+        sizes[place] = {
+            name: x.numel()
+            for plan, results in zip(plans, (forward, backward), strict=True)
+            for name, x in results.items()
+            if has_error(plan.guarantee[name])
+        }
+    return seeds_of(sizes)
+
+
+Draw = Callable[[str, int], Mapping[str, Sample]]
+"""The samples of a case for a seed."""
+
+
+def errors_of(due: Mapping[Place, Mapping[str, int]], draw: Draw) -> Errors:
+    """The errors of cases and outputs, each over so many seeds."""
+    errors: Errors = {}
+    for place, seeds in due.items():
+        drawn = [draw(place.case, seed) for seed in range(max(seeds.values()))]
+        errors[place] = {
+            output: Error(
+                math.sqrt(sum(one[output].error ** 2 for one in drawn[:count]) / count), drawn[0][output].roundoff
+            )
+            for output, count in seeds.items()
+        }
+    return errors
+
+
+def _root_mean_square(drawn: Sequence[Sample]) -> Error:
+    return Error(math.sqrt(sum(one.error**2 for one in drawn) / len(drawn)), drawn[0].roundoff)
+
+
+def drawing(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Draw:
+    """Evaluates a subject's cases."""
+    cases = {case.name: case for case in subject.cases}
+    return lambda case, seed: samples(compare(evaluate(subject, cases[case], dtype, device, preference, seed)))

@@ -1,0 +1,37 @@
+"""Memory with canaries around a tensor, and between its elements where its strides leave room."""
+
+import torch
+from torch import Tensor
+
+from adjoint.contract.inputs import poison
+from adjoint.core.layout import overlaps_itself
+
+CANARY = 7.25
+
+
+class Guarded:
+    """A tensor full of poison in memory full of canaries, with the shape and strides of another one.
+
+    Strides under which elements share memory are not kept: the tensor is contiguous then.
+    """
+
+    def __init__(self, like: Tensor, offset: int) -> None:
+        strides = torch.empty(like.shape, device="meta").stride() if overlaps_itself(like) else like.stride()
+        reach = sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
+        span = max(reach + 1, 1) if like.numel() else 0
+        self._canary = CANARY if like.is_floating_point() else int(CANARY)
+        self._memory = torch.full((span + 2 * offset,), self._canary, dtype=like.dtype, device=like.device)
+        self._is_outside = torch.ones(self._memory.shape, dtype=torch.bool, device=like.device)
+        self._is_outside.as_strided(like.shape, strides, offset).fill_(False)
+        self.tensor = poison(self._memory.as_strided(like.shape, strides, offset))
+
+    @staticmethod
+    def copy(of: Tensor, offset: int) -> "Guarded":
+        """A copy of a tensor."""
+        guarded = Guarded(of, offset)
+        guarded.tensor.copy_(of)
+        return guarded
+
+    def is_intact(self) -> bool:
+        """Whether every canary is there."""
+        return bool((self._memory[self._is_outside] == self._canary).all())

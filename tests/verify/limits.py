@@ -1,0 +1,152 @@
+"""What plans promise of a named case, as numbers: `python -m tests.verify.limits` writes them to limits.json anew.
+
+A limit is ‖bound‖ / ‖exact‖ for a derived bound, the ceiling of an empirical one, and ulp for an enumerated one, on the
+largest case that the plan takes and a CPU is asked for. No plan has to run for it, so those of GPUs are among them.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from adjoint.contract.cases import Case, Inputs, Subject
+from adjoint.contract.inputs import widened
+from adjoint.core import kernels
+from adjoint.core.guarantee import Derived, Empirical, ErrorStatement, Guarantee
+from adjoint.core.operator import forget
+from adjoint.core.problem import short
+from adjoint.ops.gated_delta.values import tokens
+from adjoint.verify import figures
+from adjoint.verify.jobs import subjects
+from adjoint.verify.run import generator
+
+_CHOOSING = (kernels, sys.modules["adjoint.verify.jobs"])  # the package has a function of that name
+PATH = Path(__file__).with_name("limits.json")
+
+Limits = dict[str, dict[str, dict[str, dict[str, float]]]]
+"""By subject, plan, output and dtype."""
+
+
+@contextmanager
+def pretended_hopper() -> Iterator[torch.device]:
+    """A GPU that plans are chosen for and nothing runs on."""
+    able = patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chosen = [patch.object(module, "why_not_triton", lambda device: "") for module in _CHOOSING]
+    forget()
+    with able, chosen[0], chosen[1]:
+        yield torch.device("cuda")
+    forget()
+
+
+SMALL = {
+    name: (Case("heads of 64", tokens((1, 130, 1, 2, 64, 64), decay=0.1)),)
+    for name in ("gated_delta_rule", "gated_delta_rule[normalize_qk]")
+}
+"""Cases for plans that otherwise take heavy ones alone, whose bounds take long to evaluate."""
+
+
+def limits() -> Limits:
+    """Those of every plan, output and dtype."""
+    found: Limits = {}
+    for subject in subjects():
+        for dtype in subject.dtypes:
+            of_subject = found.setdefault(subject.name, {})
+            heavy = [case for case in subject.cases if case.heavy]
+            for case in (*_by_size(subject, dtype), *SMALL.get(subject.name, ()), *heavy):
+                for plan, output, limit in _limits_of(subject, case, dtype, of_subject):
+                    of_subject.setdefault(plan, {}).setdefault(output, {})[short(dtype)] = limit
+    return found
+
+
+def _by_size(subject: Subject, dtype: torch.dtype) -> list[Case]:
+    """The cases that a CPU is asked for, those of the most numbers first, and none that is empty."""
+
+    def elements(case: Case) -> int:
+        inputs = case.make(dtype, torch.device("cpu"), generator())
+        sizes = [x.numel() for x in inputs if x is not None]
+        return sum(sizes) if all(sizes) else 0
+
+    sizes = {case: elements(case) for case in subject.cases if not case.heavy}
+    return sorted((case for case in sizes if sizes[case]), key=lambda case: -sizes[case])
+
+
+def _limits_of(
+    subject: Subject, case: Case, dtype: torch.dtype, known: dict[str, dict[str, dict[str, float]]]
+) -> Iterator[tuple[str, str, float]]:
+    """Of every plan that takes a case on a CPU or a GPU, and has no limit yet."""
+    source = generator()
+    inputs = case.make(dtype, torch.device("cpu"), source)
+    call = subject.bind(inputs)
+    outputs = call.operator.allocate(*call.arguments)[: call.public_outputs]
+    outputs = tuple(torch.zeros_like(x) for x in outputs if x.is_floating_point())
+    upstream = tuple(torch.randn(x.shape, generator=source).to(x.dtype) for x in outputs)
+    wide, slopes = widened(inputs), widened(upstream)
+    directions = (
+        (call.operator.outputs[: len(outputs)], subject.reference, wide),
+        (subject.gradients(inputs), subject.reference_backward, (*slopes, *wide)),
+    )
+    for device in ("cpu", "cuda"):
+        problems = call.problems(torch.device(device))
+        for (operator, problem), (names, reference, arguments) in zip(problems, directions, strict=True):
+            has_limit = {plan for plan, by_output in known.items() if short(dtype) in by_output.get(names[0], {})}
+            fresh = [x for x in operator.candidates() if x.refuse(problem) == "" and x.name not in has_limit]
+            exact = dict(zip(names, reference(*arguments), strict=True)) if fresh else {}
+            for candidate in fresh:
+                stated = candidate.guarantee(problem)
+                for output, truth in exact.items():
+                    for kind, statement in _statements(stated[output]):
+                        yield candidate.name, output + kind, _limit(statement, truth, arguments)
+
+
+def _statements(guarantee: Guarantee) -> Iterator[tuple[str, ErrorStatement]]:
+    yield "", guarantee.error
+    if guarantee.recorded is not None:
+        yield " of the cases", guarantee.recorded
+
+
+def _limit(statement: ErrorStatement, exact: torch.Tensor, arguments: Inputs) -> float:
+    if isinstance(statement, Empirical):
+        return statement.ceiling
+    if isinstance(statement, Derived):
+        bound = statement.bound(*arguments)
+        bound = bound if statement.axes else bound.expand(exact.shape)
+        return float(f"{float(bound.norm() / (exact.norm() or 1.0)):.3g}")
+    return statement.max_ulp
+
+
+def changed(before: Limits, now: Limits) -> dict[str, tuple[float | None, float | None]]:
+    """Limits that are more than a hundredth apart, or on one side alone. Bounds are evaluated in float64: a library
+    that adds in another order moves none of their three digits by more than one."""
+    flat = [
+        {
+            f"{subject} {plan} {output} {dtype}": limit
+            for subject, by_plan in limits.items()
+            for plan, by_output in by_plan.items()
+            for output, by_dtype in by_output.items()
+            for dtype, limit in by_dtype.items()
+        }
+        for limits in (before, now)
+    ]
+    pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in {**flat[0], **flat[1]}}
+    return {name: pair for name, pair in pairs.items() if not _equal(*pair)}
+
+
+def _equal(before: float | None, now: float | None) -> bool:
+    return before is not None and now is not None and abs(now - before) <= 0.01 * abs(before)
+
+
+def load() -> Limits:
+    return json.loads(PATH.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    with pretended_hopper():
+        figures.save(limits(), PATH)
+
+
+if __name__ == "__main__":
+    main()
