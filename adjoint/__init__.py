@@ -15,6 +15,7 @@ from adjoint.ops.conv import causal_conv1d, causal_conv1d_step
 from adjoint.ops.embedding import embedding, embedding_bag
 from adjoint.ops.gated_delta import gated_delta_rule, gated_delta_step
 from adjoint.ops.indexing import take_along_axis
+from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 from adjoint.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from adjoint.ops.rotary import rotary
 
@@ -34,6 +35,7 @@ __all__ = [
     "causal_conv1d_step",
     "check",
     "checked",
+    "cross_entropy",
     "embedding",
     "embedding_bag",
     "first_use_check",
@@ -43,6 +45,7 @@ __all__ = [
     "gated_rms_norm",
     "integrations",
     "l2_norm",
+    "linear_cross_entropy",
     "moe",
     "nn",
     "plan",

@@ -47,6 +47,7 @@ ONE_IN = {
     "adjoint.device": 8,
     "adjoint.ops.moe": 8,
     "adjoint.ops.indexing": 6,
+    "adjoint.ops.loss": 8,
     "adjoint.ops.conv": 20,
     "adjoint.ops.norm": 4,
     "adjoint.ops.rotary": 4,

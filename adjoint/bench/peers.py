@@ -311,6 +311,35 @@ PEERS = {
         _autograd("quack.topk:topk", "quack-kernels", lambda top, logits: top(logits, 8, softmax=True)),
     ),
     "quack_experts": Peer("QuACK", "quack-kernels", _quack_experts, directions=(FORWARD,)),
+    "liger_linear_cross_entropy": Peer(
+        "Liger",
+        "liger-kernel",
+        _autograd(
+            "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction",
+            "liger-kernel",
+            lambda loss, hidden, weight, labels, bias: as_tuple(loss.apply(hidden, weight, labels))[0],
+        ),
+        directions=(STEP,),
+    ),
+    "quack_linear_cross_entropy": Peer(
+        "QuACK",
+        "quack-kernels",
+        _autograd(
+            "quack.linear_cross_entropy:chunked_linear_cross_entropy",
+            "quack-kernels",
+            lambda loss, hidden, weight, labels, bias: loss(hidden, weight, labels, reduction="mean"),
+        ),
+        directions=(STEP,),
+    ),
+    "quack_cross_entropy": Peer(
+        "QuACK",
+        "quack-kernels",
+        _autograd(
+            "quack.cross_entropy:cross_entropy",
+            "quack-kernels",
+            lambda loss, logits, labels: loss(logits, labels, reduction="mean"),
+        ),
+    ),
     "fla_gated_delta_rule": Peer("FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule)),
     "fla_gated_delta_rule_with_states": Peer(
         "FLA", "fla-core", partial(_fla_gated_delta_rule, _delta_rule_with_states)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from adjoint.contract.inputs import Inputs
+from adjoint.contract.inputs import Inputs, differentiable
 
 
 class Outcome(NamedTuple):
@@ -67,7 +67,7 @@ def reuse_inputs(*inputs: str) -> Form:
     """The backward writes gradients over the inputs, and gives that memory."""
 
     def results(outcome: Outcome) -> tuple[Tensor | None, ...]:
-        for name, gradient, x in zip(inputs, outcome.gradients, outcome.inputs, strict=True):
+        for name, gradient, x in zip(inputs, outcome.gradients, differentiable(outcome.inputs), strict=True):
             if gradient is None or gradient.data_ptr() != x.data_ptr():
                 raise ValueError(f"the gradient of {name} is not in the memory of {name}")
         return _as_given(outcome)

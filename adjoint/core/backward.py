@@ -34,7 +34,8 @@ class Backward:
         self._sources = tuple(map(forward_tensors.index, self.saves))
         gradients = adjoint.gradients or tuple(f"d{x}" for x in op.differentiable)
         options = op.options if adjoint.options is None else adjoint.options
-        overwritten = (*(op.inputs if adjoint.overwrites else ()), *adjoint.buffers)
+        overwritten = (*(op.differentiable if adjoint.overwrites else ()), *adjoint.buffers)
+        self._places = tuple(map(self.saves.index, op.differentiable)) if adjoint.overwrites else ()
 
         name, describe_facts = f"{op.name}_{adjoint.name}", adjoint.describe
         tensor_count, has_lists = len(tensors), "[]" in options
@@ -69,7 +70,7 @@ class Backward:
         (self.adjoint.check or self._check_upstream)(*arguments)
         if self.adjoint.overwrites:
             saved = arguments[len(self.op.upstream) :]
-            check_reusable(self.op.label, **dict(zip(self.saves, saved, strict=False)))
+            check_reusable(self.op.label, **{self.saves[place]: saved[place] for place in self._places})
 
     def _check_upstream(self, *arguments: Any) -> None:
         """The op's own check, and that upstream gradients are like the outputs; all inputs must be saved for it."""
@@ -174,16 +175,21 @@ class Backward:
                 results: Any
                 if adjoint.overwrites:
                     saved = _claim_saved(op.label, ctx)
-                    operator(*(_separate(x, saved) for x in upstream if x is not None), *saved, *rest)
-                    for tensor, needed in zip(saved, needs, strict=True):
+                    overwritten = tuple([saved[place] for place in declared._places])
+                    operator(*(None if x is None else _separate(x, overwritten) for x in upstream), *saved, *rest)
+                    for tensor, needed in zip(overwritten, needs, strict=True):
                         if (
                             needed
                         ):  # tells autograd: another op that saved the same tensor raises, and reads no gradient
                             torch.autograd.graph.increment_version(tensor)
-                    results = tuple(x.detach() for x in saved)
+                    results = tuple(x.detach() for x in overwritten)
                 else:
                     arguments = (*upstream, *ctx.saved_tensors, *rest)  # checkpoints unpack what is saved once
-                    results = operator(*arguments)
+                    results = None
+                    if adjoint.at_once is not None and not torch.compiler.is_compiling():
+                        results = adjoint.at_once(*arguments[:-1])
+                    if results is None:
+                        results = operator(*arguments)
                     if adjoint.buffers:
                         return tuple(gradients)
                     if adjoint.assemble is not None:

@@ -68,9 +68,11 @@ class Adjoint:
         allocate: empty gradients; by default like the inputs.
         gradients: names of what it returns; by default a gradient for each differentiable input.
         name: of the operator, behind that of the op.
-        overwrites: it writes the gradients over the inputs that were saved, which must be all of them.
+        overwrites: it writes the gradients over the differentiable inputs, which must be saved.
         buffers: tensors of the caller that it adds to instead of returning a gradient.
         assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
+        at_once: `at_once(*arguments)`: the gradients where they are what was saved, and nothing is left to compute;
+            else None. Not asked while compiling.
         flops: the operations of its matrix products, 2·m·n·k each, those of gradients that are needed; what the
             forward has computed before counts once, there.
     """
@@ -88,6 +90,7 @@ class Adjoint:
     overwrites: bool = False
     buffers: tuple[str, ...] = ()
     assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
+    at_once: Callable[..., tuple[Tensor, ...] | None] | None = None
     flops: Flops = no_products
 
 
@@ -241,7 +244,7 @@ def _make_call(op: Op) -> Callable[..., Any]:
                 if tensor is not None and tensor.requires_grad:
                     backward = forms[form]
                     if backward.adjoint.overwrites:
-                        check_reusable(op.label, **dict(zip(inputs, arguments, strict=False)))
+                        check_reusable(op.label, **{inputs[place]: arguments[place] for place in differentiable})
                     return backward.function.apply(*arguments, *buffers, text)
         if kept:
             results = forward(*arguments, False, text)

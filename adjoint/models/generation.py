@@ -100,7 +100,7 @@ def stream(
         active = [slot for slot, _ in following]
         ids = torch.tensor([[token] for _, token in following], device=model.device)
         slots = None if len(active) == len(rows) else active
-        logits = model(ids, cache=cache, slots=slots).logits[:, -1]
+        logits = _logits(model, ids, cache, slots)
 
 
 def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int | None) -> Tensor:
@@ -111,10 +111,18 @@ def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int 
     for begin in range(0, longest, chunk):
         slots = [slot for slot, row in enumerate(rows) if len(row) > begin]
         ids, cu_seqlens = pack([rows[slot][begin : begin + chunk] for slot in slots], model.device)
-        logits = model(ids, cu_seqlens=cu_seqlens, cache=cache, slots=slots, last_only=True).logits[:, -1]
+        logits = _logits(model, ids, cache, slots, cu_seqlens)
         for number, slot in enumerate(slots):
             last[slot] = logits[number]
     return torch.stack([row for row in last if row is not None])
+
+
+def _logits(
+    model: "HybridLM", ids: Tensor, cache: Cache, slots: list[int] | None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The logits after the last token of each sequence."""
+    logits = model(ids, cu_seqlens=cu_seqlens, cache=cache, slots=slots, last_only=True).logits
+    return logits[:, -1]  # type: ignore[no-any-return]
 
 
 def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[list[int]]:

@@ -5,26 +5,25 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError
-from adjoint.core.problem import wide_dtype
 from adjoint.models.cache import Cache
 from adjoint.models.config import HybridConfig
 from adjoint.models.decoder import DecoderLayer, HybridModel
 from adjoint.models.generation import Prompts, Sampling, stream
-from adjoint.models.packing import IGNORED, next_labels
+from adjoint.models.packing import next_labels
 from adjoint.nn.gated_delta_net import GatedDeltaNet
 from adjoint.nn.moe import Routing
 from adjoint.ops import moe
+from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 
 
 class HybridOutput(NamedTuple):
     """What a `HybridLM` returns: the losses where labels or routers' losses were asked for."""
 
-    logits: Float[Tensor, "batch time vocabulary"]
+    logits: Float[Tensor, "batch time vocabulary"] | None
     loss: Float[Tensor, ""] | None = None
     router_loss: Float[Tensor, ""] | None = None
     routing: tuple[Routing, ...] = ()
@@ -49,9 +48,10 @@ class HybridLM(nn.Module):
     ... )
     >>> model = HybridLM(config)
     >>> input_ids, cu_seqlens = pack([[1, 2, 3], [4, 5]])
-    >>> output = model(input_ids, cu_seqlens=cu_seqlens, labels=input_ids)
-    >>> output.logits.shape, output.loss.shape
-    (torch.Size([1, 5, 50]), torch.Size([]))
+    >>> model(input_ids, cu_seqlens=cu_seqlens).logits.shape
+    torch.Size([1, 5, 50])
+    >>> model(input_ids, cu_seqlens=cu_seqlens, labels=input_ids).loss.shape
+    torch.Size([])
     """
 
     def __init__(
@@ -113,11 +113,12 @@ class HybridLM(nn.Module):
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
         labels: Int[Tensor, "batch time"] | None = None,
         output_router_logits: bool | None = None,
+        output_logits: bool | None = None,
         cache: Cache | None = None,
         slots: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> HybridOutput:
-        """Logits of every token, and losses.
+        """Logits of every token, or, of labels, the loss, which never holds all logits (`linear_cross_entropy`).
 
         Args:
             input_ids: token ids; each row is a sequence, unless `cu_seqlens` says otherwise.
@@ -126,6 +127,7 @@ class HybridLM(nn.Module):
                 token before it in its sequence. The first of a sequence is predicted by none.
             output_router_logits: adds the routers' losses, and returns how tokens were routed; by default as the
                 configuration says.
+            output_logits: whether logits are returned; by default where there are no labels.
             cache: the states that sequences go on from; overwritten. Not under a gradient.
             slots: which of the cache's sequences these are; all of them, in order, by default.
             last_only: logits of the last token of each sequence alone, [sequences, 1, vocabulary]; not with labels.
@@ -138,16 +140,23 @@ class HybridLM(nn.Module):
         hidden, routings = self.model(input_ids, cu_seqlens, cache, slots)
         if last_only:
             hidden = hidden[:, -1:] if cu_seqlens is None else hidden[0, cu_seqlens[1:] - 1][:, None]
-        logits = self.lm_head(hidden)
-        loss = None
+        logits, loss = None, None
+        if labels is None if output_logits is None else output_logits:
+            logits = self.lm_head(hidden)
         if labels is not None:
-            targets = next_labels(labels, cu_seqlens).flatten()
-            loss = cross_entropy(logits, targets)
+            loss = self._loss(hidden, next_labels(labels, cu_seqlens), logits)
         wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         if not wanted or not routings:
             return HybridOutput(logits, loss)
         router_loss = self._router_loss(routings)
         return HybridOutput(logits, None if loss is None else loss + router_loss, router_loss, tuple(routings))
+
+    def _loss(self, hidden: Tensor, targets: Tensor, logits: Tensor | None) -> Tensor:
+        """The mean of −log p of the targets that count; 0, with gradients of 0, where none does."""
+        if logits is None and type(self.lm_head) is nn.Linear:
+            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
+        logits = self.lm_head(hidden) if logits is None else logits  # with an adapter on the head, for one
+        return cross_entropy(logits, targets)
 
     def _router_loss(self, routings: Sequence[Routing]) -> Tensor:
         """The load-balancing loss of all layers as one, and the mean of their z losses, by their factors."""
@@ -285,10 +294,3 @@ class HybridLM(nn.Module):
         from adjoint.models.checkpoint import save
 
         save(self, Path(folder), max_shard_bytes)
-
-
-def cross_entropy(logits: Float[Tensor, "*tokens vocabulary"], targets: Int[Tensor, " tokens"]) -> Float[Tensor, ""]:
-    """The mean of −log p of the targets that count; 0, with a gradient of 0, where none does."""
-    logits = logits.flatten(0, -2)
-    total = F.cross_entropy(logits.to(wide_dtype(logits.dtype)), targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)

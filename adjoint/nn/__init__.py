@@ -1,13 +1,11 @@
 """Thin modules over the ops: torch's parameters where torch has the module, and nothing but the call."""
 
 from adjoint.nn.activation import SigmoidGate, SiLU, SwiGLU
-<<<<<<< HEAD
 from adjoint.nn.attention import GatedAttention
-=======
->>>>>>> conv
 from adjoint.nn.conv import CausalConv1d
 from adjoint.nn.embedding import Embedding, EmbeddingBag
 from adjoint.nn.gated_delta_net import GatedDeltaNet
+from adjoint.nn.loss import LinearCrossEntropy
 from adjoint.nn.mlp import DenseMLP
 from adjoint.nn.moe import SparseMoE, fuse_experts
 from adjoint.nn.norm import GatedRMSNorm, RMSNorm
@@ -21,6 +19,7 @@ __all__ = [
     "GatedAttention",
     "GatedDeltaNet",
     "GatedRMSNorm",
+    "LinearCrossEntropy",
     "RMSNorm",
     "Rotary",
     "SiLU",

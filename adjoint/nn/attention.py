@@ -3,7 +3,7 @@
 import inspect
 import itertools
 from functools import cache as cached
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,8 @@ class GatedAttention(nn.Module):
         q, gate = queries.split(self.head_dim, dim=-1)
         heads = (self.num_key_value_heads, self.head_dim)
         k, v = self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
-        q, k = rotary(self.q_norm(q), self.k_norm(k), cos, sin, rotary_dim=2 * cos.shape[-1])  # type: ignore[assignment]
+        q, rotated = rotary(self.q_norm(q), self.k_norm(k), cos, sin, rotary_dim=2 * cos.shape[-1])
+        k = cast(Tensor, rotated)
         if cache is None:
             y = causal_attention(q, k, v, cu_seqlens)
         elif places is None:

@@ -31,6 +31,8 @@ OPS = (
     "moe.dispatch",
     "moe.combine",
     "moe.experts",
+    "loss.cross_entropy",
+    "loss.linear_cross_entropy",
     "gated_delta.rule",
     "gated_delta.step",
     "gated_delta.stages.gate",

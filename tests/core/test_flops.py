@@ -17,6 +17,7 @@ from adjoint.core.operator import operators
 
 WITH_PRODUCTS = {
     "moe_experts", "moe_experts_backward",
+    "linear_cross_entropy", "linear_cross_entropy_backward_again",
     "gated_delta_rule", "gated_delta_rule_backward",
     "gated_delta_step", "gated_delta_step_backward", "gated_delta_step_in_place",
     "recompute_w_u", "recompute_w_u_backward",
@@ -42,6 +43,7 @@ WITHOUT_PRODUCTS = {
     "moe_route", "moe_route_backward",
     "moe_load_balancing_loss", "moe_load_balancing_loss_backward", "moe_z_loss", "moe_z_loss_backward",
     "moe_dispatch", "moe_dispatch_backward", "moe_combine", "moe_combine_backward",
+    "cross_entropy", "cross_entropy_backward", "cross_entropy_backward_reuse", "linear_cross_entropy_backward",
     "cumulative_decay", "cumulative_decay_backward", "gate", "gate_backward", "normalize", "normalize_backward",
     "solve",
 }  # fmt: skip

@@ -195,6 +195,28 @@ def test_checkpointing_and_autocast(name: str, ids: Tensor) -> None:
     assert distance(lower[0], plain[0]) <= 0.3 and all(g.isfinite().all() for g in lower[1].values())
 
 
+@families
+@pytest.mark.parametrize("count", (None, 50))
+def test_the_loss_without_logits(name: str, count: int | None, ids: Tensor) -> None:
+    labels = ids.clone()
+    labels[0, 3:9] = -100
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": labels, "use_cache": False}
+    if count is not None:
+        inputs["num_items_in_batch"] = torch.tensor(count)
+    theirs, ours = their_model(name).train(), their_model(name).train()
+    report = patch(ours, loss=True, verbose=False)
+    assert any(line.operations == "linear_cross_entropy" and line.count == 1 for line in report.replacements)
+    expected, output = theirs(**inputs), ours(**inputs)
+    assert output.logits is None and distance(output.loss, expected.loss) <= 1e-5
+    expected.loss.backward()
+    output.loss.backward()
+    for (key, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert distance(mine.grad, other.grad) <= 1e-3, key
+    assert ours.eval()(**inputs).logits is not None, "an evaluation needs them"
+    unpatch(ours)
+    assert ours.train()(**inputs).logits is not None
+
+
 def test_the_auxiliary_loss_is_kept(ids: Tensor) -> None:
     theirs, ours = their_model("qwen3_5_moe"), patched("qwen3_5_moe")
     inputs = {"input_ids": ids, "labels": ids, "output_router_logits": True}

@@ -44,9 +44,10 @@ def packed_results(model: HybridLM, ids: list[Tensor]) -> tuple[Tensor, Tensor, 
     model.zero_grad()
     row, cu_seqlens = pack(ids)
     output = model(row, cu_seqlens=cu_seqlens, labels=pack(labels_of(ids))[0])
-    assert output.loss is not None
+    assert output.loss is not None and output.logits is None
+    logits = model(row, cu_seqlens=cu_seqlens, output_router_logits=False).logits
     output.loss.backward()
-    return output.logits[0], output.loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logits[0].detach(), output.loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def wrong_gradients(gradients: dict[str, Tensor], exact: dict[str, Tensor], bound: float) -> list[str]:
@@ -109,6 +110,7 @@ OPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "route": ("adjoint.ops.moe", "route", ("logits",)),
     "experts": ("adjoint.ops.moe", "experts", ("x", "gate_up", "down", "weights")),
     "load_balancing_loss": ("adjoint.ops.moe", "load_balancing_loss", ("logits",)),
+    "linear_cross_entropy": ("adjoint.models.hybrid", "linear_cross_entropy", ("hidden", "weight")),
     "z_loss": ("adjoint.ops.moe", "z_loss", ("logits",)),
 }
 
@@ -215,6 +217,16 @@ def test_labels_of_no_count_give_no_loss() -> None:
     assert loss is not None and float(loss.detach()) == 0.0
     loss.backward()
     assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+@families
+def test_the_loss_with_logits_is_the_loss_without(name: str) -> None:
+    """And that of a head which is no plain matrix, as with an adapter."""
+    model, ids = small_model(name, torch.float64), torch.stack(sequences((9, 9)))
+    losses = [model(ids, labels=ids).loss, model(ids, labels=ids, output_logits=True).loss]
+    model.lm_head = nn.Sequential(model.lm_head)
+    losses.append(model(ids, labels=ids).loss)
+    assert all(distance(loss, losses[0]) <= 1e-14 for loss in losses)
 
 
 def test_a_token_predicts_nothing_of_another_sequence() -> None:

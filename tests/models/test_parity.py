@@ -61,7 +61,8 @@ def labels_of(ids: Tensor) -> Tensor:
 
 
 def results(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    output = model(input_ids=ids, labels=labels_of(ids))
+    options = {"output_logits": True} if isinstance(model, HybridLM) else {}
+    output = model(input_ids=ids, labels=labels_of(ids), **options)
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return output.logits, output.loss, gradients

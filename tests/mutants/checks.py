@@ -34,6 +34,7 @@ from tests.mutants import (
     experts_calls,
     gluon_calls,
     indexing_calls,
+    loss_calls,
     norm_calls,
     rotary_calls,
     route_calls,
@@ -85,6 +86,7 @@ MODULES = {
         *route_calls.MODULES,
         *(f"adjoint.ops.moe.experts.triton.{part}" for part in EXPERTS),
     ),
+    "loss": loss_calls.MODULES,
     "gated_delta": (
         *RULE,
         "adjoint.ops.gated_delta.step.kernels",
@@ -191,6 +193,25 @@ def _norm_noticed(mutant: Mutant) -> bool:
         return norm_calls.noticed(mutant.module)
     except Exception:
         return True
+
+
+# ----------------------------------------------------------------------------------------------- loss
+
+
+def _loss_noticed(mutant: Mutant) -> bool:
+    """Whether any call gives other bits than the kernels as they are; segments and blocks are small."""
+    edges.guard()
+    for later in (*MODULES["loss"][MODULES["loss"].index(mutant.module) + 1 :], *_LOSS_LAUNCHES):
+        load(later, source_of(later))
+    loss_calls.shrink()
+    try:
+        return loss_calls.noticed(mutant.module)
+    except Exception:
+        return True
+
+
+_LOSS_LAUNCHES = ("adjoint.ops.loss.cross_entropy.launches", "adjoint.ops.loss.linear_cross_entropy.blocks")
+"""What imports the kernels, in the order of their imports."""
 
 
 # ----------------------------------------------------------------------------------------------- conv
@@ -335,6 +356,7 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
     "moe": (edges, dispatch_calls, route_calls, experts_calls),
+    "loss": (edges, loss_calls),
     "gated_delta": (edges, rule_calls, rule_backward_calls, step_calls, stage_calls, gluon_calls),
 }
 """The modules that say what a family's checks are: where they change, its mutants are tried again."""
@@ -346,6 +368,7 @@ STAGES: dict[str, tuple[Noticed, ...]] = {
     "embedding": tuple(partial(_embedding_noticed, stage=stage) for stage in ("first", "small", "rest")),
     "indexing": tuple(partial(_indexing_noticed, stage=stage) for stage in ("small", "whole")),
     "moe": (_moe_noticed,),
+    "loss": (_loss_noticed,),
     "gated_delta": (_gated_delta_noticed,),
 }
 """Checks by family, each in a process of its own, as a mutant may write anywhere; until one of them notices."""
@@ -441,6 +464,7 @@ _LOOKUPS = _first(partial(embedding_calls.lookups, small=False), partial(embeddi
 _PREPARATIONS: dict[str, Callable[[], None]] = {
     ".norm.": partial(norm_calls.record, MODULES["norm"]),
     ".row_tiles": partial(norm_calls.record, MODULES["norm"]),
+    ".loss.": loss_calls.record,
     ".conv.": partial(conv_calls.record, MODULES["conv"]),
     ".grouping.": _LOOKUPS,
     ".embedding.": _LOOKUPS,

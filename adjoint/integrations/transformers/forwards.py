@@ -4,18 +4,20 @@ A forward calls the module's submodules, so that adapters, hooks and quantised p
 """
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from adjoint.core.errors import Unsupported
+from adjoint.models.packing import next_labels
 from adjoint.nn.attention import causal_attention
 from adjoint.ops.activation import sigmoid_gate, swiglu
 from adjoint.ops.conv import causal_conv1d
 from adjoint.ops.embedding import embedding
 from adjoint.ops.gated_delta import gate, gated_delta_rule, gated_delta_step
 from adjoint.ops.gated_delta.step import MAX_TOKENS
+from adjoint.ops.loss import linear_cross_entropy
 from adjoint.ops.norm import gated_rms_norm, rms_norm
 from adjoint.ops.rotary import rotary
 
@@ -96,7 +98,8 @@ def attend(
     q, gate = queries.split(self.head_dim, dim=-1)
     k, v = self.k_proj(hidden_states).view(shape), self.v_proj(hidden_states).view(shape)
     cos, sin = position_embeddings
-    q, k = rotary(self.q_norm(q), self.k_norm(k), cos, sin)  # type: ignore[assignment]
+    q, rotated = rotary(self.q_norm(q), self.k_norm(k), cos, sin)
+    k = cast(Tensor, rotated)
     cu_seqlens, weights = kwargs.get("cu_seq_lens_q"), None
     dropout = self.attention_dropout if self.training else 0.0
     if cu_seqlens is not None and past_key_values is None and not dropout:
@@ -111,3 +114,37 @@ def attend(
         )
         y, weights = attention(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
     return self.o_proj(sigmoid_gate(y.reshape(gate.shape), gate).flatten(-2)), weights
+
+
+def training_loss(self: Any, *arguments: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+    """The forward of a causal model that, in training, gives the loss and no logits: they are never held at once."""
+    plain = (not self.training, labels is None, bool(kwargs.get("logits_to_keep")), kwargs.get("return_dict") is False)
+    if any(plain) or type(self.lm_head) is not torch.nn.Linear:
+        return type(self).forward(self, *arguments, labels=labels, **kwargs)
+    kwargs.pop("return_dict", None), kwargs.pop("logits_to_keep", None)
+    modeling: Any = sys.modules[type(self).__module__]
+    shifted, count = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
+    sparse = hasattr(self, "router_aux_loss_coef")
+    if sparse and kwargs.get("output_router_logits") is None:
+        kwargs["output_router_logits"] = self.config.output_router_logits
+    outputs = self.model(*arguments, **kwargs)
+    targets = next_labels(cast(Tensor, labels), kwargs.get("cu_seq_lens_q")) if shifted is None else shifted
+    hidden, weight = outputs.last_hidden_state, self.lm_head.weight
+    loss = linear_cross_entropy(hidden, weight, targets, reduction="mean" if count is None else "sum")
+    if count is not None:
+        loss = loss / count
+    if not sparse:
+        return modeling.CausalLMOutputWithPast(
+            loss=loss, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )  # fmt: skip
+    balance = None
+    if kwargs["output_router_logits"]:
+        balance = modeling.load_balancing_loss_func(
+            outputs.router_logits, self.num_experts, self.num_experts_per_tok, kwargs.get("attention_mask")
+        )
+        loss = loss + self.router_aux_loss_coef * balance.to(loss.device)
+    return modeling.MoeCausalLMOutputWithPast(
+        loss=loss, aux_loss=balance, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions, router_logits=outputs.router_logits,
+    )  # fmt: skip

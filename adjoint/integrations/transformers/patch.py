@@ -47,7 +47,7 @@ class Report:
         return "\n".join(lines)
 
 
-def patch(model: nn.Module, *, verbose: bool = True) -> Report:
+def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Report:
     """Lets a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model of transformers 5.17 to 5.22 run our operations.
 
     Norms, convolutions, the gated delta rule, rotary positions, gates, feed-forward layers, experts, routers and the
@@ -58,6 +58,8 @@ def patch(model: nn.Module, *, verbose: bool = True) -> Report:
     Args:
         model: a model of transformers, or one that holds it, such as a PEFT model; training, generation, checkpointing
             and adapters work as before.
+        loss: whether the model, in training and with labels, returns the loss of `adjoint.linear_cross_entropy` and
+            no logits, which are then never held at once.
         verbose: whether the report is printed.
 
     Raises:
@@ -75,7 +77,7 @@ def patch(model: nn.Module, *, verbose: bool = True) -> Report:
     undo: list[Callable[[], None]] = []
     rows: dict[tuple[str, str, str], int] = {}
     for module in modules:
-        operations, reason = _replace(module, undo)
+        operations, reason = _replace(module, undo, loss)
         if operations or reason:
             key = (type(module).__name__, "" if reason else operations, reason)
             rows[key] = rows.get(key, 0) + 1
@@ -113,11 +115,12 @@ _FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "Attention": (forwards.attend, "rotary, sigmoid_gate"),
     "MLP": (forwards.feed_forward, "swiglu"),
     "TopKRouter": (router_forward, "moe.route"),
+    "ForCausalLM": (forwards.training_loss, "linear_cross_entropy"),
 }
 """By the name of a class without its family: the forward that takes its place, and the operations in it."""
 
 
-def _replace(module: Any, undo: list[Callable[[], None]]) -> tuple[str, str]:
+def _replace(module: Any, undo: list[Callable[[], None]], loss: bool) -> tuple[str, str]:
     """Replaces what a module does; its operations, and why it was left alone. Both empty: there is nothing to do."""
     name = type(module).__name__.removeprefix(_family(module))
     if name == "Experts":
@@ -125,7 +128,7 @@ def _replace(module: Any, undo: list[Callable[[], None]]) -> tuple[str, str]:
     if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Embedding):
         _watch_positions(module, undo)
         return _replace_embedding(module.embed_tokens, undo)
-    if name not in _FORWARDS:
+    if name not in _FORWARDS or (name == "ForCausalLM" and not loss):
         return "", ""
     forward, operations = _FORWARDS[name]
     if reason := _why_not(module, name):

@@ -1,0 +1,86 @@
+"""`LinearCrossEntropy` as a module: the head of a language model, and its loss."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from adjoint.core.preference import Preference
+from adjoint.ops.loss import linear_cross_entropy
+from adjoint.ops.loss.linear_cross_entropy import Reduction
+
+
+class LinearCrossEntropy(nn.Linear):
+    """The loss of labels by `adjoint.linear_cross_entropy`; without labels, the logits.
+
+    A `torch.nn.Linear` without a bias, unless one is asked for: the same parameters, initial values and state dict, so
+    that it loads what a Hugging Face model's `lm_head` has saved, and its weight can be tied to an embedding.
+
+    Args:
+        in_features: columns of hidden.
+        out_features: classes.
+        bias: whether there is one.
+        ignore_index, label_smoothing, z_loss, softcap, reduction, shift, return_log_probabilities: as for
+            `adjoint.linear_cross_entropy`.
+        device, dtype: of the parameters.
+        preference: narrows the choice of plans.
+
+    >>> import torch
+    >>> head = LinearCrossEntropy(2, 3)
+    >>> _ = nn.init.zeros_(head.weight)
+    >>> head(torch.ones(1, 4, 2), torch.tensor([[0, 1, 2, -100]]))
+    tensor(1.0986, grad_fn=<_LinearCrossEntropyBackward>)
+    >>> head(torch.ones(2)).shape
+    torch.Size([3])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        shift: bool = False,
+        return_log_probabilities: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        preference: Preference | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "reduction": reduction,
+            "shift": shift,
+            "return_log_probabilities": return_log_probabilities,
+        }
+        self.preference = preference
+
+    def forward(  # type: ignore[override]
+        self, hidden: Float[Tensor, "*tokens columns"], labels: Int[Tensor, "*tokens"] | None = None
+    ) -> Any:
+        if labels is None:
+            logits = super().forward(hidden)
+            cap = self.options["softcap"]
+            return logits if cap is None else cap * torch.tanh(logits / cap)
+        return linear_cross_entropy(
+            hidden, self.weight, labels, bias=self.bias, preference=self.preference, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        changed = {name: value for name, value in self.options.items() if value != _DEFAULTS[name]}
+        return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in changed.items())])
+
+
+_DEFAULTS = {
+    "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "reduction": "mean", "shift": False,
+    "return_log_probabilities": False,
+}  # fmt: skip

@@ -1,0 +1,138 @@
+"""What both losses take besides the logits: labels and options, their checks, and the error of a label's value."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.errors import ArgumentError, Fault, register_fault
+from adjoint.core.problem import short, wide_dtype
+
+REDUCTIONS = ("mean", "sum", "none")
+
+MAX_CLASSES = 2**24
+"""Columns of logits that the kernels' integers and sums are made for."""
+
+
+class Loss(NamedTuple):
+    """The options, in the order in which operators take them; a softcap of 0 is none."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    reduction: str
+    shift: bool
+    log_probabilities: bool
+
+    @property
+    def is_total(self) -> bool:
+        """Whether one number is all there is: then every token has the same upstream gradient, whatever it is."""
+        return self.reduction != "none" and not self.log_probabilities
+
+
+OPTIONS = (
+    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool shift, "
+    "bool log_probabilities"
+)
+
+
+def _label_fault(op: str, classes: str) -> Fault:
+    return register_fault(
+        f"{op}: labels must be ignore_index, or at least 0 and less than {classes}, "
+        "got {value} at position {position} (counted in order)"
+    )
+
+
+LABEL_OUT_OF_RANGE = {
+    "cross_entropy": _label_fault("cross_entropy", "the last axis of logits"),
+    "linear_cross_entropy": _label_fault("linear_cross_entropy", "the number of rows of weight"),
+}
+
+
+def options(
+    op: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    shift: bool,
+    log_probabilities: bool,
+) -> Loss:
+    """The options of a call, as plain numbers."""
+    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
+        raise ArgumentError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise ArgumentError(f"{op}: ignore_index must be an integer, got {ignore_index!r}")
+    for name, flag in (("shift", shift), ("return_log_probabilities", log_probabilities)):
+        if not isinstance(flag, bool):
+            raise ArgumentError(f"{op}: {name} must be True or False, got {flag!r}")
+    if not _is_number(label_smoothing) or not _is_number(z_loss):
+        name, value = ("z_loss", z_loss) if _is_number(label_smoothing) else ("label_smoothing", label_smoothing)
+        raise ArgumentError(f"{op}: {name} must be a number, got {value!r}")
+    return Loss(
+        ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), reduction, shift, log_probabilities
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_options(op: str, loss: Loss) -> None:
+    """Raises for values that no loss has."""
+    if loss.reduction not in REDUCTIONS:
+        names = ", ".join(map(repr, REDUCTIONS))
+        raise ArgumentError(f"{op}: reduction must be one of {names}, got {loss.reduction!r}")
+    if not 0 <= loss.label_smoothing <= 1:
+        raise ArgumentError(f"{op}: label_smoothing must be from 0 to 1, got {loss.label_smoothing!r}")
+    if not 0 <= loss.z_loss < math.inf:
+        raise ArgumentError(f"{op}: z_loss must be at least 0 and finite, got {loss.z_loss!r}")
+    if not 0 <= loss.softcap < math.inf:
+        raise ArgumentError(f"{op}: softcap must be None or a positive number, got {loss.softcap!r}")
+
+
+def check_labels(op: str, labels: Tensor, like_name: str, like: Tensor, loss: Loss) -> None:
+    """Integers, one for each row of another tensor; with `shift` along at least one axis."""
+    require_ids(op, "labels", labels, like_name, like)
+    if labels.shape != like.shape[:-1]:
+        raise ArgumentError(
+            f"{op}: labels must have the shape of {like_name} without its last axis, {tuple(like.shape[:-1])}, got "
+            f"{tuple(labels.shape)}"
+        )
+    if loss.shift and labels.dim() == 0:
+        raise ArgumentError(f"{op}: shift=True needs an axis of time, the last of labels, got labels without axes")
+
+
+def check_upstream(
+    op: str, loss: Loss, tokens: tuple[int, ...], like: Tensor, upstream: Mapping[str, Tensor | None]
+) -> None:
+    """Upstream gradients are as the outputs are: one number, or one for each token, in the wide type."""
+    kind, shapes = wide_dtype(like.dtype), {"dloss": () if loss.reduction != "none" else tokens}
+    for name, gradient in upstream.items():
+        if gradient is None:
+            continue
+        require_floating(op, name, gradient)
+        shape = tuple(shapes.get(name, tokens))
+        if tuple(gradient.shape) != shape:
+            raise ArgumentError(f"{op}: {name} must have shape {shape}, got {tuple(gradient.shape)}")
+        if gradient.dtype != kind or gradient.device != like.device:
+            raise ArgumentError(
+                f"{op}: {name} must be {short(kind)} on {like.device}, got {short(gradient.dtype)} on {gradient.device}"
+            )
+
+
+def check_saved(op: str, like: Tensor, targets: Tensor, sizes: Tensor, count: Tensor) -> None:
+    """What the forward gives: a class and a logsumexp for each row of another tensor, and how many count."""
+    tokens, kind = math.prod(like.shape[:-1]), wide_dtype(like.dtype)
+    expected = {"targets": (targets, torch.int32, tokens), "sizes": (sizes, kind, tokens), "count": (count, kind, 1)}
+    for name, (tensor, dtype, number) in expected.items():
+        if tensor.dtype != dtype or tuple(tensor.shape) != (number,) or tensor.device != like.device:
+            raise ArgumentError(
+                f"{op}: {name} must be {short(dtype)} of shape ({number},) on {like.device}, as the forward gives it, "
+                f"got {short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
+            )

@@ -1,0 +1,177 @@
+"""Cross entropy of logits.   loss_t = (1 − ε)·(L − z_y) + ε·(L − mean z) + λ·L²,   L = logsumexp(z),   y = labels[t]
+
+z are the logits x, or softcap·tanh(x / softcap); ε is label_smoothing, λ z_loss. Tokens whose label is ignore_index
+count for nothing; the mean is over those that count.
+
+Adjoint, given g of a token's loss and h of its label's log-probability z_y − L, with p = softmax(z) over V classes:
+
+    dz = (g·(1 + 2·λ·L) − h)·p + (h − g·(1 − ε))·1_y − g·ε/V,     dx = dz·(1 − (z / softcap)²)
+
+Saves the logits, and for each token its class and L: 8 bytes. Under autocast nothing is cast.
+"""
+
+from typing import Any, Literal, overload
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adjoint.core.arguments import require_floating
+from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import copied_layout
+from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.preference import Preference
+from adjoint.core.problem import wide_dtype
+from adjoint.ops.loss import plans
+from adjoint.ops.loss.arguments import OPTIONS, Loss, check_labels, check_options, check_saved, check_upstream, options
+
+_OP = "cross_entropy"
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def _check_logits(logits: Tensor) -> None:
+    require_floating(_OP, "logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ArgumentError(
+            f"{_OP}: logits must have an axis of classes, the last, and at least one class, got shape "
+            f"{tuple(logits.shape)}"
+        )
+
+
+def _check(logits: Tensor, labels: Tensor, *values: Any) -> None:
+    loss = Loss(*values)
+    _check_logits(logits)
+    check_labels(_OP, labels, "logits", logits, loss)
+    check_options(_OP, loss)
+
+
+def _check_backward(
+    dloss: Tensor | None, dlog_probabilities: Tensor | None, logits: Tensor, targets: Tensor, sizes: Tensor,
+    count: Tensor, *values: Any,
+) -> None:  # fmt: skip
+    loss = Loss(*values)
+    _check_logits(logits)
+    check_options(_OP, loss)
+    upstream = {"dloss": dloss, "dlog_probabilities": dlog_probabilities}
+    check_upstream(_OP, loss, logits.shape[:-1], logits, upstream)
+    check_saved(_OP, logits, targets, sizes, count)
+
+
+def _allocate(logits: Tensor, labels: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    loss, tokens, kind = Loss(*values[: len(Loss._fields)]), labels.shape, wide_dtype(logits.dtype)
+    number = labels.numel()
+    return (
+        logits.new_empty(tokens if loss.reduction == "none" else (), dtype=kind),
+        logits.new_empty(tokens if loss.log_probabilities else 0, dtype=kind),
+        logits.new_empty(number, dtype=torch.int32),
+        logits.new_empty(number, dtype=kind),
+        logits.new_empty(1, dtype=kind),
+    )
+
+
+def _sizes(logits: Tensor) -> tuple[int, int]:
+    classes = logits.shape[-1]
+    return logits.numel() // classes, classes
+
+
+def _describe(logits: Tensor, labels: Tensor, *values: Any) -> Facts:
+    layout = copied_layout({"logits": logits}, {"labels": labels})
+    return Facts((logits.dtype, labels.dtype), layout, _sizes(logits))
+
+
+def _describe_backward(dloss: Tensor | None, dlog_probabilities: Tensor | None, logits: Tensor, *values: Any) -> Facts:
+    upstream = {"dloss": dloss, "dlog_probabilities": dlog_probabilities}
+    parts = [copied_layout({"logits": logits}, upstream)]
+    parts += [f"{name} absent" for name, gradient in upstream.items() if gradient is None]
+    return Facts((logits.dtype,), "; ".join(filter(None, parts)), _sizes(logits))
+
+
+_SAVES = ("logits", "targets", "sizes", "count")
+
+_cross_entropy = Op(
+    _OP,
+    inputs=("logits", "labels"),
+    differentiable=("logits",),
+    options=OPTIONS,
+    outputs=("loss", "log_probabilities"),
+    kept=("targets", "sizes", "count"),
+    absent=lambda logits, labels, *values: () if values[-1] else ("log_probabilities",),
+    check=_check,
+    allocate=_allocate,
+    describe=_describe,
+    forward=lambda: plans.CROSS_ENTROPY,
+    adjoint=Adjoint(lambda: plans.CROSS_ENTROPY_BACKWARD, _describe_backward, saves=_SAVES, check=_check_backward),
+    alternatives={
+        "reuse": Adjoint(
+            lambda: plans.CROSS_ENTROPY_BACKWARD,
+            _describe_backward,
+            saves=_SAVES,
+            check=_check_backward,
+            name="backward_reuse",
+            overwrites=True,
+        )
+    },
+)
+
+
+@overload
+def cross_entropy(
+    logits: Float[Tensor, "*tokens classes"], labels: Int[Tensor, "*tokens"], *, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Reduction = "mean",
+    shift: bool = False, return_log_probabilities: Literal[False] = False, reuse_inputs: bool = False,
+    preference: Preference | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Float[Tensor, "*tokens classes"], labels: Int[Tensor, "*tokens"], *, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Reduction = "mean",
+    shift: bool = False, return_log_probabilities: Literal[True], reuse_inputs: bool = False,
+    preference: Preference | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@_cross_entropy.public
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: Reduction = "mean", shift: bool = False,
+    return_log_probabilities: bool = False, reuse_inputs: bool = False, preference: Preference | None = None,
+) -> Any:  # fmt: skip
+    """−log softmax(logits)[label] of each token, its mean, or its sum; in float32, in float64 for float64.
+
+    Args:
+        logits: any shape with an axis of classes, the last; float64, float32, bfloat16 or float16.
+        labels: int32 or int64, of the shape of logits without its last axis. One that is neither ignore_index nor a
+            class is reported by position and value: at once on the CPU; on a GPU through `adjoint.check()`, and its
+            token counts for nothing meanwhile.
+        ignore_index: the label of tokens that count for nothing, whatever their logits.
+        label_smoothing: ε, from 0 to 1: what the label gives to all classes alike.
+        z_loss: λ: adds λ·logsumexp² to the loss of each token.
+        softcap: logits x are replaced by softcap·tanh(x / softcap).
+        reduction: "mean" over the tokens that count, 0 where none does; "sum"; or "none", a loss for each token.
+        shift: the class of a token is the label of the next one along the last axis of labels; the last one has none.
+            In packed sequences, give the first token of each the label ignore_index: what it says of the sequence
+            before it is then left out.
+        return_log_probabilities: also returns log softmax(logits)[label] of each token, 0 for tokens that do not count.
+        reuse_inputs: the backward writes the gradient over `logits` instead of into new memory. They are lost after
+            backward, and a second backward raises.
+        preference: narrows the choice of plans for this call and its backward.
+
+    Raises:
+        ArgumentError: a shape, dtype, device or option is wrong, or (on the CPU) a label is.
+        Unsupported: no plan meets the preference.
+
+    >>> import torch
+    >>> logits = torch.tensor([[0.0, 0.0], [9.0, 9.0], [0.0, 1.0]], requires_grad=True)
+    >>> loss = cross_entropy(logits, torch.tensor([0, 1, -100]))
+    >>> loss
+    tensor(0.6931, grad_fn=<_CrossEntropyBackward>)
+    >>> loss.backward()
+    >>> logits.grad
+    tensor([[-0.2500,  0.2500],
+            [ 0.2500, -0.2500],
+            [ 0.0000,  0.0000]])
+    """
+    values = options(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, shift, return_log_probabilities)
+    loss, log_probabilities = _cross_entropy.call(
+        logits, labels, *values, preference=preference, form="reuse" * reuse_inputs
+    )
+    return (loss, log_probabilities) if return_log_probabilities else loss

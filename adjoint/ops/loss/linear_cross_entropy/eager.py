@@ -1,0 +1,143 @@
+"""`linear_cross_entropy` in plain PyTorch, on any device, in the wide type: block by block of rows."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.problem import wide_dtype
+from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
+from adjoint.ops.loss.eager import (
+    cap,
+    part,
+    row_blocks,
+    row_results,
+    row_slopes,
+    tokens_from,
+    tokens_of,
+    unit_slopes,
+    upstream_of_rows,
+    write_count,
+    write_loss,
+    write_targets,
+)
+
+if TYPE_CHECKING:
+    from adjoint.core.plan import Plan
+
+HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
+"""Whether torch multiplies 16-bit matrices on a GPU and leaves the result in float32."""
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(rows, weight.T) if bias is None else torch.addmm(bias, rows, weight.T)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = left·right, or on top of what is there. Where memory begins decides what a library does with it, and so the
+    bits: a result for memory of the caller's that begins elsewhere than memory of torch's is copied."""
+    if not add and out.dtype == left.dtype and out.data_ptr() % 64 == 0:
+        torch.mm(left, right, out=out)
+    else:
+        product = torch.mm(left, right)
+        out.copy_(out + product if add else product)
+
+
+def _add_products(
+    slopes: Tensor, rows: Tensor, weight: Tensor, g: Tensor | float | None, is_first: bool, sums: tuple[Tensor, ...]
+) -> None:
+    """A block's dx·weight·g, and dxᵀ·rows·g and Σ dx·g on top of the blocks before; those that have elements."""
+    of_hidden, of_weight, of_bias = sums
+    if of_hidden.numel():
+        product = torch.mm(slopes, weight)
+        of_hidden.copy_(product if g is None else product.mul_(g))
+    if of_weight.numel():
+        _multiply(slopes.T, rows if g is None else rows * g, of_weight, add=not is_first)
+    if of_bias.numel():
+        total = slopes.sum(0) if g is None else slopes.sum(0).mul_(g)
+        of_bias.copy_(total if is_first else of_bias + total)
+
+
+def forward(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    """The loss, log-probabilities where they are asked for, what a backward reads, and gradients that are kept."""
+    if not torch.is_autocast_enabled(arguments[0].device.type):
+        return _forward(arguments, outputs)
+    with torch.autocast(arguments[0].device.type, enabled=False):
+        _forward(arguments, outputs)
+
+
+def _forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    hidden, weight, labels, bias, *numbers, _frozen, _keep = arguments
+    loss = Loss(*numbers)
+    out, log_probabilities, targets, sizes, count, hidden_sums, weight_sums, bias_sums = outputs
+    (classes, columns), kind = weight.shape, count.dtype
+    tokens = tokens_of(labels, classes, loss, LABEL_OUT_OF_RANGE["linear_cross_entropy"])
+    write_count(tokens, count)
+    if targets.numel():
+        write_targets(tokens, targets)
+    rows = hidden.reshape(-1, columns)
+    kept = hidden_sums.numel() + weight_sums.numel() + bias_sums.numel()
+    # float16 is divided by the number of labels later: see `plans.divides_later`.
+    g: Tensor | float | None = None
+    if kept and loss.reduction == "mean" and hidden.dtype != torch.float16:
+        g = 1 / max(1, len(rows)) if tokens.counted is None else count.reciprocal()
+    by_row = hidden_sums.view(-1, columns) if hidden_sums.numel() else hidden_sums
+    wide, wide_bias = weight.to(kind), None if bias is None else bias.to(kind)
+    losses = [count.new_empty(0)]
+    for block in row_blocks(len(rows), classes):
+        of_block, own = part(rows, block).to(kind), tokens.part(block)
+        z, slope = cap(_logits(of_block, wide, wide_bias), loss.softcap)
+        results = row_results(z, own, loss, overwrite=True)
+        losses.append(own.keep(results.losses))
+        if sizes.numel():
+            sizes[block] = own.keep(results.sizes)
+        if loss.log_probabilities:
+            log_probabilities.view(-1)[block] = own.keep(results.log_probabilities)
+        if kept:
+            slopes = unit_slopes(results, slope, own, loss)
+            sums = part(by_row, block) if by_row.numel() else by_row, weight_sums, bias_sums
+            _add_products(slopes, of_block, wide, g, block.start == 0, sums)
+    if len(rows) == 0:
+        weight_sums.zero_()
+        bias_sums.zero_()
+    write_loss(losses[1] if len(losses) == 2 else torch.cat(losses), count, loss, out)
+
+
+def scaling(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    """Kept gradients times the upstream one, rounded."""
+    dloss, _dlog, hidden_sums, weight_sums, bias_sums, count, *numbers, _frozen, dtype, _need = arguments
+    factor = dloss / count[0] if dtype == "float16" and Loss(*numbers).reduction == "mean" else dloss
+    for sums, gradient in zip((hidden_sums, weight_sums, bias_sums), outputs, strict=True):
+        if gradient.numel():
+            if gradient.dtype == sums.dtype == factor.dtype:
+                torch.mul(sums, factor, out=gradient)
+            else:
+                gradient.copy_(sums.to(factor.dtype) * factor)
+
+
+def again(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    """All gradients, from logits that are computed once more."""
+    with torch.autocast(arguments[2].device.type, enabled=False):
+        _again(arguments, outputs)
+
+
+def _again(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    dloss, dlog_probabilities, hidden, weight, bias, targets, sizes, count, *numbers, _frozen, _need = arguments
+    loss, kind, columns = Loss(*numbers), wide_dtype(hidden.dtype), weight.shape[1]
+    g, h = upstream_of_rows(dloss, dlog_probabilities, count, len(targets), loss)
+    dhidden, dweight, dbias = outputs
+    rows, tokens = hidden.reshape(-1, columns), tokens_from(targets)
+    by_row = dhidden.view(-1, columns) if dhidden.numel() else dhidden
+    sums = tuple(x if x.dtype == kind else x.new_empty(x.shape, dtype=kind) for x in (dweight, dbias))
+    wide, wide_bias = weight.to(kind), None if bias is None else bias.to(kind)
+    for block in row_blocks(len(rows), weight.shape[0]):
+        of_block, size, own = part(rows, block).to(kind), part(sizes, block), None if h is None else part(h, block)
+        z, slope = cap(_logits(of_block, wide, wide_bias), loss.softcap)
+        slopes = row_slopes(torch.softmax(z, -1), slope, tokens.part(block), size, part(g, block), own, loss)
+        into = part(by_row, block) if by_row.numel() else by_row, *sums
+        _add_products(slopes, of_block, wide, None, block.start == 0, into)
+    for gradient, total in zip((dweight, dbias), sums, strict=True):
+        if len(rows) == 0:
+            gradient.zero_()
+        elif gradient is not total:
+            gradient.copy_(total)

@@ -1,0 +1,130 @@
+"""Calls of the losses whose bits are recorded before kernels are broken: a mutant that computes the same keeps them."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import adjoint
+from adjoint import ArgumentError, Preference
+from adjoint.core.kernels import interpreting
+from adjoint.ops.loss import plans
+from adjoint.ops.loss.linear_cross_entropy import plans as linear_plans
+from adjoint.verify.bits import same_bits
+from tests.mutants import calls as edges
+
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+EVERY_OPTION = {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 3.0}
+MODULES = ("adjoint.ops.loss.kernels", "adjoint.ops.loss.linear_cross_entropy.kernels")
+
+
+def shrink() -> None:
+    """Few lanes, few sums at once, short segments and small blocks, so that few classes and rows fill several."""
+    plans.lane_levels = lambda classes: 5  # type: ignore[assignment]
+    plans.SUM_LEVELS = 2
+    linear_plans.SEGMENT, linear_plans.ROW_STEP, linear_plans.BLOCK_BYTES = 256, 8, 8 * 400 * 2
+    for module in (*MODULES, "adjoint.ops.loss.linear_cross_entropy.blocks"):
+        loaded = vars(import_module(module))
+        names = {"lane_levels": plans.lane_levels, "SUM_LEVELS": plans.SUM_LEVELS, "SEGMENT": linear_plans.SEGMENT}
+        loaded.update({name: value for name, value in names.items() if name in loaded})
+
+
+def _normal(seed: int, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return edges.LAYOUTS[""]((numbers * scale).to(dtype))
+
+
+def _labels(tokens: tuple[int, ...], classes: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    labels = torch.randint(classes, tokens, generator=torch.Generator().manual_seed(9), dtype=dtype)
+    labels.view(-1)[1::4] = -100
+    return edges.LAYOUTS[""](labels)
+
+
+def _gradients(outputs: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    upstream = [_normal(7 + i, *o.shape, dtype=o.dtype) for i, o in enumerate(outputs)]
+    return (*(o.detach() for o in outputs), *torch.autograd.grad(outputs, inputs, upstream))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _rows(tokens: tuple[int, ...], classes: int, dtype: torch.dtype, apart: bool = False, **options: Any) -> Any:
+    logits = _normal(0, *tokens, classes * (1 + apart), dtype=dtype, scale=2.0)
+    logits = _leaf(logits[..., :classes] if apart else logits)
+    loss = adjoint.cross_entropy(logits, _labels(tokens, classes), preference=Preference(backend="triton"), **options)
+    return _gradients(loss, [logits])
+
+
+def _linear(
+    plan: str, tokens: tuple[int, ...], columns: int, classes: int, dtype: torch.dtype, bias: bool = False,
+    frozen: str = "", **options: Any,
+) -> Any:  # fmt: skip
+    inputs = {
+        "hidden": _normal(0, *tokens, columns, dtype=dtype),
+        "weight": _normal(1, classes, columns, dtype=dtype, scale=0.5),
+    }
+    inputs |= {"bias": _normal(2, classes, dtype=dtype)} if bias else {}
+    inputs = {name: x if name == frozen else _leaf(x) for name, x in inputs.items()}
+    labels = _labels(tokens, classes, torch.int32)
+    loss = adjoint.linear_cross_entropy(
+        labels=labels, preference=Preference(plan=f"triton.{plan}"), **inputs, **options
+    )
+    return _gradients(loss, [x for x in inputs.values() if x.requires_grad])
+
+
+def _wrong_label(position: int, value: int, **options: Any) -> tuple[Tensor, ...]:
+    """The words of the error, as numbers."""
+    labels = _labels((3, 5), 40)
+    labels.view(-1)[position] = value
+    try:
+        adjoint.cross_entropy(
+            _normal(0, 3, 5, 40, dtype=FLOAT32), labels, preference=Preference(backend="triton"), **options
+        )
+    except ArgumentError as error:
+        return (torch.tensor(list(str(error).encode())),)
+    return (torch.zeros(0),)
+
+
+def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
+    """Those that reach the kernels of a module."""
+    none = {"reduction": "none", "return_log_probabilities": True}
+    if module == MODULES[0]:
+        yield partial(_rows, (3, 5), 300, BFLOAT16)
+        yield partial(_rows, (3, 5), 256, FLOAT16, apart=True, **EVERY_OPTION, reduction="sum")
+        yield partial(_rows, (3, 5), 77, FLOAT32, shift=True, **none)
+        yield partial(_rows, (2, 3, 4), 131, FLOAT32, apart=True, label_smoothing=0.3, z_loss=0.2)
+        yield partial(_wrong_label, 4, 40)
+        yield partial(_wrong_label, 8, -1, shift=True)
+        yield partial(_wrong_label, 5, 50, shift=True)
+    for plan in ("vendor", "tiles"):
+        yield partial(_linear, plan, (3, 7), 20, 290, FLOAT16, bias=True, **EVERY_OPTION)
+        yield partial(_linear, plan, (3, 7), 66, 270, BFLOAT16, reduction="sum")
+        yield partial(_linear, plan, (3, 7), 20, 270, FLOAT16, bias=True, **none, **EVERY_OPTION)
+        yield partial(_linear, plan, (3, 7), 33, 70, FLOAT32, bias=True, shift=True, **none)
+        yield partial(_linear, plan, (2, 5), 64, 256, BFLOAT16, **none)
+        yield partial(_linear, plan, (9,), 24, 40, FLOAT32, frozen="weight")
+
+
+_recorded: dict[str, list[tuple[Tensor, ...]]] = {}
+
+
+def record() -> None:
+    """Keeps the bits of the kernels as they are."""
+    if interpreting() and not _recorded:
+        shrink()
+        _recorded.update({module: [call() for call in calls(module)] for module in MODULES})
+
+
+def noticed(module: str) -> bool:
+    """Whether any call has other bits than before, at either edge of memory."""
+    for number, (call, expected) in enumerate(zip(calls(module), _recorded[module], strict=True)):
+        edges.surround(number)
+        found = call()
+        if not all(map(same_bits, found, expected)):
+            return True
+    return False

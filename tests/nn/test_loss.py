@@ -1,0 +1,52 @@
+"""The head of a language model as a module."""
+
+import pytest
+import torch
+from torch import nn
+
+import adjoint
+
+
+def test_it_is_a_linear_layer_and_loads_a_head() -> None:
+    head = nn.Linear(8, 30, bias=False)
+    ours = adjoint.nn.LinearCrossEntropy(8, 30)
+    ours.load_state_dict(head.state_dict())
+    assert list(ours.state_dict()) == ["weight"]
+    hidden = torch.randn(2, 5, 8)
+    assert torch.equal(ours(hidden), head(hidden))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_loss_is_that_of_its_logits(bias: bool) -> None:
+    head = adjoint.nn.LinearCrossEntropy(8, 30, bias=bias, shift=True, softcap=5.0, z_loss=1e-3)
+    hidden, labels = torch.randn(2, 5, 8), torch.randint(30, (2, 5))
+    loss = head(hidden, labels)
+    expected = adjoint.cross_entropy(head(hidden), labels, shift=True, z_loss=1e-3)
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in head.parameters())
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    embedding = adjoint.nn.Embedding(30, 8)
+    head = adjoint.nn.LinearCrossEntropy(8, 30)
+    head.weight = embedding.weight
+    ids = torch.randint(30, (2, 5))
+    head(embedding(ids), ids).backward()
+    own = embedding.weight.grad
+    weight = embedding.weight.detach().clone().requires_grad_()
+    nn.functional.cross_entropy((weight[ids] @ weight.T).flatten(0, 1), ids.flatten()).backward()
+    assert torch.allclose(own, weight.grad, atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_it_shows_the_options_that_were_chosen() -> None:
+    head = adjoint.nn.LinearCrossEntropy(8, 30, softcap=30.0, reduction="sum")
+    assert repr(head) == (
+        "LinearCrossEntropy(in_features=8, out_features=30, bias=False, softcap=30.0, reduction='sum')"
+    )
+
+
+def test_log_probabilities_on_request() -> None:
+    head = adjoint.nn.LinearCrossEntropy(8, 30, return_log_probabilities=True)
+    loss, logs = head(torch.randn(4, 8), torch.tensor([1, 2, 3, -100]))
+    assert logs.shape == (4,) and torch.allclose(loss, -logs.sum() / 3)

@@ -1,0 +1,172 @@
+"""What only `cross_entropy` knows: torch's own loss as a second formulation, shifts, labels, and a search."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import adjoint
+from adjoint import ArgumentError, Preference, Unsupported
+from tests.conftest import device_under_test
+
+BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def _logits(*shape: int, scale: float = 3.0, seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    return values.to(device_under_test())
+
+
+def _labels(*shape: int, classes: int, ignored: bool = True) -> Tensor:
+    labels = torch.randint(classes, shape, generator=torch.Generator().manual_seed(1))
+    if ignored:
+        labels.view(-1)[1::3] = -100
+    return labels.to(device_under_test())
+
+
+@every_backend
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_torch_has_the_same_loss(backend: str, reduction: str, smoothing: float) -> None:
+    logits, labels = _logits(9, 33).float().requires_grad_(), _labels(9, classes=33)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+    ours = adjoint.cross_entropy(logits, labels, preference=Preference(backend=backend), **options)
+    theirs = F.cross_entropy(logits, labels, **options)
+    upstream = torch.linspace(1, 2, ours.numel(), device=ours.device).view(ours.shape)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    got, expected = (torch.autograd.grad(x, logits, upstream)[0] for x in (ours, theirs))
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@every_backend
+def test_a_shift_is_that_of_each_sequence(backend: str) -> None:
+    """As Hugging Face's models shift: logits without the last position, labels without the first."""
+    logits, labels = _logits(3, 6, 20).float(), _labels(3, 6, classes=20)
+    shifted = adjoint.cross_entropy(logits, labels, shift=True, preference=Preference(backend=backend))
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert torch.allclose(shifted, expected, rtol=1e-5)
+    one_row = adjoint.cross_entropy(logits[0], labels[0], shift=True, reduction="sum")
+    assert torch.allclose(one_row, F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum"), rtol=1e-5)
+
+
+@every_backend
+def test_packed_sequences_are_silent_where_they_meet(backend: str) -> None:
+    """The first label of each packed sequence is ignore_index: then packed is the sum of the parts."""
+    logits, labels = _logits(1, 11, 20).float(), _labels(1, 11, classes=20, ignored=False)
+    bounds = [0, 4, 5, 11]
+    packed = labels.clone()
+    packed[0, bounds[:-1]] = -100
+    options: dict[str, Any] = {"shift": True, "reduction": "sum", "preference": Preference(backend=backend)}
+    parts = [adjoint.cross_entropy(logits[:, a:b], labels[:, a:b], **options) for a, b in pairwise(bounds)]
+    assert torch.allclose(adjoint.cross_entropy(logits, packed, **options), torch.stack(parts).sum(), rtol=1e-6)
+
+
+@every_backend
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_without_labels_loss_and_gradient_are_zero(backend: str, reduction: str) -> None:
+    logits = torch.full((4, 7), float("nan"), device=device_under_test(), requires_grad=True)
+    labels = torch.full((4,), -100, device=device_under_test())
+    loss = adjoint.cross_entropy(logits, labels, reduction=reduction, preference=Preference(backend=backend))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == 0 and torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@every_backend
+def test_log_probabilities_alone_have_gradients(backend: str) -> None:
+    logits, labels = _logits(5, 12).float().requires_grad_(), _labels(5, classes=12)
+    _, logs = adjoint.cross_entropy(
+        logits, labels, return_log_probabilities=True, preference=Preference(backend=backend)
+    )
+    (got,) = torch.autograd.grad(logs.sum(), logits)
+    expected = F.log_softmax(logits, -1)[labels >= 0].gather(1, labels[labels >= 0][:, None]).sum()
+    assert torch.allclose(got, torch.autograd.grad(expected, logits)[0], atol=1e-6)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_written_over_the_logits_on_request(backend: str, dtype: torch.dtype) -> None:
+    labels, preference = _labels(4, 6, classes=40), Preference(backend=backend)
+    layouts: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x,
+        lambda x: torch.cat((x, x), -1)[..., :40],
+        lambda x: torch.stack((x, x), -1)[..., 0],
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    for layout in layouts:
+        first = layout(_logits(4, 6, 40).to(dtype))
+        plain = first.detach().clone().requires_grad_()
+        (expected,) = torch.autograd.grad(adjoint.cross_entropy(plain, labels, preference=preference), plain)
+        reused = first.detach().requires_grad_()
+        loss = adjoint.cross_entropy(reused, labels, reuse_inputs=True, preference=preference)
+        (got,) = torch.autograd.grad(loss, reused, retain_graph=True)
+        assert torch.equal(got, expected)
+        assert got.untyped_storage().data_ptr() == reused.untyped_storage().data_ptr()
+        with pytest.raises(Unsupported, match="a second backward"):
+            torch.autograd.grad(loss, reused)
+
+
+def test_labels_are_never_overwritten_and_parameters_not_either() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    with pytest.raises(ArgumentError, match="logits, a parameter"):
+        adjoint.cross_entropy(parameter, torch.zeros(2, dtype=torch.int64), reuse_inputs=True)
+
+
+@every_backend
+def test_a_wrong_label_in_a_checked_block(backend: str) -> None:
+    logits, labels = _logits(3, 4, 9).float(), _labels(3, 4, classes=9)
+    labels[2, 1] = 9
+    with pytest.raises(ArgumentError, match="got 9 at position 9 "), adjoint.checked():
+        adjoint.cross_entropy(logits, labels, preference=Preference(backend=backend))
+
+
+@every_backend
+def test_the_bound_survives_a_search(backend: str) -> None:
+    """Logits that climb towards the largest error, in units of the bound, never pass it."""
+    preference, dtype = Preference(backend=backend), torch.float32
+    generator = torch.Generator().manual_seed(5)
+    device = device_under_test()
+    labels = torch.randint(70, (8,), generator=generator).to(device)
+    options: dict[str, Any] = {"reduction": "none", "z_loss": 0.05, "label_smoothing": 0.1, "softcap": 20.0}
+
+    def share(logits: Tensor) -> tuple[float, float]:
+        plan = adjoint.plan(adjoint.cross_entropy, logits, labels, preference=preference, **options)
+        exact = adjoint.cross_entropy(logits.double(), labels, **options)
+        error = plan.guarantee["loss"].error
+        measured = error.measure(adjoint.cross_entropy(logits, labels, preference=preference, **options), exact,
+                                 logits.double(), labels)  # fmt: skip
+        own, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+        upstream = torch.ones(8, device=device)
+        (got,) = torch.autograd.grad(
+            adjoint.cross_entropy(own, labels, preference=preference, **options), own, upstream
+        )
+        (right,) = torch.autograd.grad(adjoint.cross_entropy(wide, labels, **options), wide, upstream.double())
+        assert plan.adjoint is not None
+        promise = plan.adjoint.guarantee["dlogits"].error
+        return measured.value, promise.measure(got, right, upstream.double(), logits.double(), labels).value
+
+    best = torch.randn(8, 70, generator=generator).to(dtype).to(device) * 10
+    reached = share(best)
+    for step in range(60):
+        scale = (0.1, 1.0, 8.0)[step % 3]
+        moved = best + scale * torch.randn(8, 70, generator=generator).to(device)
+        found = share(moved)
+        assert max(found) <= 1, f"the bound is passed: {found}"
+        if sum(found) > sum(reached):
+            best, reached = moved, found
+    assert max(reached) > 1e-3, "a bound a thousand times too wide says nothing"
+
+
+def test_a_bound_without_the_error_of_its_sums_is_passed() -> None:
+    """The search can fail: a bound that knows of one rounding alone does not hold."""
+    logits, labels = _logits(4, 300, scale=9.0).float(), _labels(4, classes=300, ignored=False)
+    plan = adjoint.plan(adjoint.cross_entropy, logits, labels, reduction="none")
+    loss = adjoint.cross_entropy(logits, labels, reduction="none").double()
+    exact = adjoint.cross_entropy(logits.double(), labels, reduction="none")
+    limit = plan.guarantee["loss"].error.bound(logits.double(), labels)
+    assert bool(((loss - exact).abs() <= limit).all())
+    assert not bool(((loss - exact).abs() <= limit * 1e-4).all())

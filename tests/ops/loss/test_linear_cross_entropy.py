@@ -1,0 +1,285 @@
+"""What only `linear_cross_entropy` knows: torch's composition, blocks, what the forward keeps, plans and their bits."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import adjoint
+from adjoint import ArgumentError, Preference, Unsupported
+from adjoint.ops.loss import reference
+from adjoint.ops.loss.linear_cross_entropy import plans
+from tests.conftest import device_under_test
+
+KERNELS = pytest.mark.kernels
+PLANS = ["eager", pytest.param("triton.vendor", marks=KERNELS), pytest.param("triton.tiles", marks=KERNELS)]
+every_plan = pytest.mark.parametrize("plan", PLANS)
+
+
+def _layer(
+    tokens: tuple[int, ...] = (3, 8), columns: int = 24, classes: int = 50, dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, tokens, generator=generator)
+    labels.view(-1)[2::5] = -100
+    device = device_under_test()
+
+    def leaf(values: Tensor) -> Tensor:
+        return values.to(dtype).to(device).requires_grad_()
+
+    return {
+        "hidden": leaf(torch.randn(*tokens, columns, generator=generator)),
+        "weight": leaf(torch.randn(classes, columns, generator=generator) / 3),
+        "labels": labels.to(device),
+        "bias": leaf(torch.randn(classes, generator=generator)),
+    }
+
+
+def _gradients(loss: Tensor, layer: dict[str, Tensor], scale: float = 1.0) -> tuple[Tensor, ...]:
+    leaves = [x for x in layer.values() if x.requires_grad]
+    return torch.autograd.grad(loss, leaves, torch.full_like(loss, scale), retain_graph=True)
+
+
+@every_plan
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_torch_has_the_same_loss(plan: str, reduction: str, scale: float) -> None:
+    layer = _layer()
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1}
+    ours = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan), **options)
+    logits = F.linear(layer["hidden"], layer["weight"], layer["bias"]).flatten(0, 1)
+    theirs = F.cross_entropy(logits, layer["labels"].flatten(), **options).view(ours.shape)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for got, expected in zip(_gradients(ours, layer, scale), _gradients(theirs, layer, scale), strict=True):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@every_plan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_blocks_of_rows_make_one_sum(
+    plan: str, dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many blocks, and one: within twice the promise of each other, so no block is lost or added twice."""
+    from adjoint.core.operator import forget
+    from adjoint.ops.loss import eager
+
+    layer, preference = _layer((37,), 24, 50, dtype), Preference(plan=plan)
+
+    def results() -> tuple[Tensor, ...]:
+        forget()
+        loss = adjoint.linear_cross_entropy(**layer, reduction=reduction, preference=preference)
+        return _gradients(loss, layer)
+
+    whole = results()
+    monkeypatch.setattr(plans, "ROW_STEP", 8)
+    monkeypatch.setattr(plans, "BLOCK_BYTES", 8 * 64 * 4)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 8 * 50)
+    blocks = results()
+    forget()
+    bound = adjoint.plan(adjoint.linear_cross_entropy, **layer, reduction=reduction, preference=preference).adjoint
+    assert bound is not None
+    wide = [x.detach().double() if x.is_floating_point() else x for x in layer.values()]
+    upstream = torch.ones(37 if reduction == "none" else (), dtype=torch.float64, device=layer["hidden"].device)
+    for name, one, many in zip(("dhidden", "dweight", "dbias"), whole, blocks, strict=True):
+        limit = bound.guarantee[name].error.bound(upstream, *wide)  # type: ignore[union-attr]
+        assert bool(((one.double() - many.double()).abs() <= 2 * limit).all()), name
+    assert plans.block_rows(37, 64, dtype.itemsize, False) < 37
+
+
+def test_a_block_has_the_rows_that_fit() -> None:
+    assert plans.block_rows(8192, 151936, 2, False) == 4096
+    assert plans.block_rows(8192, 151936, 2, True) == 2048
+    assert plans.block_rows(5, 151936, 2, False) == plans.ROW_STEP
+    assert plans.block_rows(0, 7, 2, False) == plans.ROW_STEP
+    assert plans.block_rows(10**6, 2**18, 4, False) * 2**18 * 4 <= plans.BLOCK_BYTES
+
+
+@every_plan
+def test_a_forward_that_needs_no_gradient_keeps_none(plan: str) -> None:
+    layer = {name: x.detach() for name, x in _layer().items()}
+    call = adjoint.plan(adjoint.linear_cross_entropy, **layer, preference=Preference(plan=plan))
+    with torch.no_grad():
+        kept = call.operator.call(*layer.values(), -100, 0.0, 0.0, 0.0, "mean", False, False, 0, False, f"plan={plan}")
+    assert [x.numel() for x in kept[5:]] == [0, 0, 0]
+    with torch.no_grad():
+        loss = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
+    assert loss.grad_fn is None
+
+
+@every_plan
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias", "hidden weight"])
+def test_what_needs_no_gradient_is_not_computed(plan: str, frozen: str) -> None:
+    layer = _layer()
+    preference = Preference(plan=plan)
+    expected = dict(zip(("hidden", "weight", "bias"), _gradients(
+        adjoint.linear_cross_entropy(**layer, preference=preference), layer), strict=True))  # fmt: skip
+    for name in frozen.split():
+        layer[name] = layer[name].detach()
+    loss = adjoint.linear_cross_entropy(**layer, preference=preference)
+    sizes = dict(zip(("hidden", "weight", "bias"), [x.numel() for x in loss.grad_fn.saved_tensors[:3]], strict=True))  # type: ignore[union-attr]
+    assert all((sizes[name] == 0) == (name in frozen.split()) for name in sizes)
+    wanted = [name for name in expected if name not in frozen.split()]
+    for name, got in zip(wanted, _gradients(loss, layer), strict=True):
+        assert torch.equal(got, expected[name])
+
+
+@every_plan
+def test_backward_may_run_twice(plan: str) -> None:
+    layer = _layer()
+    loss = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
+    first = [x.clone() for x in _gradients(loss, layer)]
+    leaves = [x for x in layer.values() if x.requires_grad]
+    for x in leaves:
+        x.grad = None
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    third = _gradients(loss, layer)
+    for once, again, leaf in zip(first, third, leaves, strict=True):
+        assert torch.equal(once, again)
+        assert torch.equal(leaf.grad, 2 * once)  # type: ignore[arg-type]
+
+
+def test_an_upstream_gradient_of_one_is_not_multiplied_by_on_the_cpu() -> None:
+    layer = {name: x.detach().cpu().requires_grad_(x.requires_grad) for name, x in _layer().items()}
+    loss = adjoint.linear_cross_entropy(**layer)
+    kept = loss.grad_fn.saved_tensors[1]  # type: ignore[union-attr]
+    _, dweight, _ = _gradients(loss, layer)
+    assert dweight.data_ptr() == kept.data_ptr()
+    _, scaled, _ = _gradients(loss, layer, 2.0)
+    assert scaled.data_ptr() != kept.data_ptr() and torch.equal(scaled, 2 * dweight)
+
+
+@every_plan
+def test_checkpoints_compute_the_same(plan: str) -> None:
+    layer = _layer()
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return adjoint.linear_cross_entropy(
+            hidden, weight, layer["labels"], bias=bias, preference=Preference(plan=plan)
+        )
+
+    inputs = layer["hidden"], layer["weight"], layer["bias"]
+    plain = torch.autograd.grad(loss(*inputs), inputs)
+    again = torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs)  # type: ignore[arg-type]
+    assert all(map(torch.equal, plain, again))
+
+
+@every_plan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_small_upstream_gradients_do_not_vanish(plan: str, dtype: torch.dtype) -> None:
+    """A mean over many tokens, and upstream gradients, whose products with p float16 cannot hold."""
+    layer = _layer((64,), 16, 40, dtype)
+    for options, scale in (({"reduction": "mean"}, 2.0**-10), ({"reduction": "none"}, 2.0**-16)):
+        loss = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan), **options)  # type: ignore[arg-type]
+        found = _gradients(loss, layer, scale)
+        wide = {name: x.detach().double() if x.is_floating_point() else x for name, x in layer.items()}
+        exact = reference.linear_cross_entropy_backward(
+            (torch.full_like(loss, scale, dtype=torch.float64),), *wide.values(), **options
+        )
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        for got, right in zip(found, exact, strict=True):
+            error = (got.double() - right).norm()
+            assert error <= 0.02 * right.norm() + smallest * right.numel() ** 0.5
+
+
+@KERNELS
+def test_repeatable_requests_take_products_of_our_own() -> None:
+    layer = _layer(dtype=torch.bfloat16)
+    default = adjoint.plan(adjoint.linear_cross_entropy, **layer, preference=Preference(backend="triton"))
+    assert default.name == "triton.vendor" and not default.guarantee["loss"].repeatable
+    repeatable = adjoint.plan(
+        adjoint.linear_cross_entropy, **layer, preference=Preference(backend="triton", repeatable=True)
+    )
+    assert repeatable.name == "triton.tiles" and repeatable.adjoint is not None
+    assert repeatable.adjoint.name == "triton.tiles"
+    assert all(x.repeatable for x in repeatable.adjoint.guarantee.values())
+    tokens = adjoint.plan(
+        adjoint.linear_cross_entropy, **layer, reduction="none", preference=Preference(plan="triton.tiles")
+    )
+    assert tokens.guarantee["loss"].batch_invariant == "token"
+    with pytest.raises(Unsupported, match="is not batch_invariant"):
+        adjoint.linear_cross_entropy(**layer, preference=Preference(batch_invariant=True))
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tokens_loss_has_its_own_bits(dtype: torch.dtype) -> None:
+    """Alone, behind others, and in another order."""
+    layer = {name: x.detach() for name, x in _layer((150,), 40, 300, dtype).items()}
+    preference = Preference(plan="triton.tiles")
+
+    def losses(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return adjoint.linear_cross_entropy(
+            layer["hidden"][tokens], layer["weight"], layer["labels"][tokens], bias=layer["bias"], reduction="none",
+            return_log_probabilities=True, preference=preference,
+        )  # fmt: skip
+
+    every = torch.arange(150, device=layer["hidden"].device)
+    whole = losses(every)
+    for tokens in (every[77:78], every[140:], every.flip(0), every[::7]):
+        for alone, among_all in zip(losses(tokens), whole, strict=True):
+            assert torch.equal(alone, among_all[tokens])
+
+
+@every_plan
+def test_a_wrong_label_in_a_checked_block(plan: str) -> None:
+    layer = _layer()
+    layer["labels"][1, 3] = 50
+    with (
+        pytest.raises(ArgumentError, match=r"linear_cross_entropy: labels .* got 50 at position 11 "),
+        adjoint.checked(),
+    ):
+        adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
+
+
+@every_plan
+def test_autocast_leaves_the_loss_as_it_is(plan: str) -> None:
+    layer = _layer()
+    plain = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
+    with torch.autocast(layer["hidden"].device.type, torch.bfloat16):
+        under = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
+    assert torch.equal(plain, under)
+    assert all(map(torch.equal, _gradients(plain, layer), _gradients(under, layer)))
+
+
+@every_plan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bounds_survive_a_search(plan: str, dtype: torch.dtype) -> None:
+    """Inputs that climb towards the largest error, in units of the bounds, never pass them."""
+    generator = torch.Generator().manual_seed(7)
+    options: dict[str, Any] = {"softcap": 15.0, "z_loss": 0.01, "label_smoothing": 0.05}
+    device, preference = device_under_test(), Preference(plan=plan)
+    labels = torch.randint(30, (6,), generator=generator).to(device)
+
+    def shares(hidden: Tensor, weight: Tensor) -> dict[str, float]:
+        named = {"hidden": hidden, "weight": weight}
+        layer = {name: x.to(dtype).to(device).requires_grad_() for name, x in named.items()}
+        chosen = adjoint.plan(adjoint.linear_cross_entropy, **layer, labels=labels, preference=preference, **options)
+        loss = adjoint.linear_cross_entropy(**layer, labels=labels, preference=preference, **options)
+        wide = [x.detach().double() for x in layer.values()]
+        (exact,) = reference.linear_cross_entropy(*wide, labels, **options)
+        found = {"loss": chosen.guarantee["loss"].error.measure(loss.detach(), exact, *wide, labels).value}
+        upstream = torch.tensor(0.7, device=device).double()
+        right = reference.linear_cross_entropy_backward((upstream,), *wide, labels, **options)
+        assert chosen.adjoint is not None
+        for name, got, value in zip(("dhidden", "dweight"), _gradients(loss, layer, 0.7), right, strict=True):
+            error = chosen.adjoint.guarantee[name].error
+            found[name] = error.measure(got, value, upstream, *wide, labels).value
+        return found
+
+    hidden, weight = torch.randn(6, 12, generator=generator), torch.randn(30, 12, generator=generator)
+    reached = shares(hidden, weight)
+    for step in range(25):
+        scale = (0.05, 0.5, 4.0)[step % 3]
+        moved = (x + scale * torch.randn(x.shape, generator=generator) for x in (hidden, weight))
+        other = tuple(moved)
+        found = shares(*other)
+        assert max(found.values()) <= 1, f"a bound is passed: {found}"
+        if sum(found.values()) > sum(reached.values()):
+            (hidden, weight), reached = other, found
+    assert max(reached.values()) > 1e-2, f"bounds that are all a hundred times too wide say nothing: {reached}"
