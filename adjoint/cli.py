@@ -1,4 +1,8 @@
+<<<<<<< HEAD
+"""The `adjoint` command: env, plan, verify, bench, generate.
+=======
 """The `adjoint` command: env, ops, plan, verify, bench.
+>>>>>>> conv
 
 Commands import what they need when they run, so that help is quick. A mistake of the user is one red
 sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
@@ -405,6 +409,53 @@ def bench(
     if as_json:
         _print_json(data)
     raise typer.Exit(0 if passed else 1)
+
+
+# -------------------------------------------------------------------------------------------- generate
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint folder: config.json, safetensors.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text, or token ids with --tokens.")],
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Prompt and output are token ids, and no tokenizer is needed.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most so many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Choose among the K most likely.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Choose among those that add up to P.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random choices.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; by default as the checkpoint says.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+) -> None:
+    """Continue a prompt with a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE."""
+    import torch
+
+    import adjoint
+    from adjoint.models import HybridLM
+    from adjoint.models.text import Text, TokenIds
+
+    target = _present(_device(device))
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        _refuse(f"generate: --dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
+    try:
+        language = TokenIds() if tokens else Text(folder)
+        model = HybridLM.from_pretrained(folder, device=target, dtype=kind).eval()
+        steps = model.stream(
+            [language.encode(prompt)],
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            generator=torch.Generator(target).manual_seed(seed),
+        )
+        for piece in language.decode(token for (token,) in steps if token is not None):
+            print(piece, end="", flush=True)
+        print()
+    except (adjoint.ArgumentError, adjoint.Unsupported) as error:
+        _refuse(error)
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
+from adjoint.nn.mlp import DenseMLP
 from adjoint.ops import moe
-from adjoint.ops.activation import swiglu
 from adjoint.ops.moe.route import SCORES
 
 
@@ -89,10 +89,10 @@ class SparseMoE(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, **factory)
         self.experts = _Experts(num_experts, hidden_size, expert_size, factory)
-        self.shared_expert: _SharedExpert | None = None
+        self.shared_expert: DenseMLP | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_size is not None:
-            self.shared_expert = _SharedExpert(hidden_size, shared_expert_size, factory)
+            self.shared_expert = DenseMLP(hidden_size, shared_expert_size, **factory)
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
     @overload
@@ -171,19 +171,6 @@ class _Experts(nn.Module):
     def extra_repr(self) -> str:
         experts, hidden, size = self.down_proj.shape
         return f"{experts} of {hidden} → {size} → {hidden}"
-
-
-class _SharedExpert(nn.Module):
-    """down · swiglu(gate · x, up · x)"""
-
-    def __init__(self, hidden_size: int, expert_size: int, factory: dict[str, Any]) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, expert_size, bias=False, **factory)
-        self.up_proj = nn.Linear(hidden_size, expert_size, bias=False, **factory)
-        self.down_proj = nn.Linear(expert_size, hidden_size, bias=False, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 _ONE_EXPERT = re.compile(r"(?P<prefix>(?:.*\.)?experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")

@@ -21,6 +21,10 @@ def _ids(batch: int, length: int) -> Tensor:
     return torch.randint(ROWS, (batch, length), generator=torch.Generator().manual_seed(batch + length))
 
 
+def _angles(batch: int, length: int) -> Tensor:
+    return torch.rand(batch, length, 2, generator=torch.Generator().manual_seed(batch + length))
+
+
 MODULES = {
     "SiLU": (nn.SiLU, (_values,)),
     "SwiGLU": (nn.SwiGLU, (_values, _values)),
@@ -29,6 +33,10 @@ MODULES = {
     "CausalConv1d": (lambda: nn.CausalConv1d(HIDDEN, 4, bias=True), (_values,)),
     "Embedding": (lambda: nn.Embedding(ROWS, HIDDEN, padding_idx=3), (_ids,)),
     "EmbeddingBag": (lambda: nn.EmbeddingBag(ROWS, HIDDEN), (_ids,)),
+    "GatedDeltaNet": (lambda: nn.GatedDeltaNet(HIDDEN, 1, 2, 8, 8), (_values,)),
+    "GatedDeltaNet, interleaved": (lambda: nn.GatedDeltaNet(HIDDEN, 2, 4, 8, 8, projections="interleaved"), (_values,)),
+    "GatedAttention": (lambda: nn.GatedAttention(HIDDEN, 4, 2, 8), (_values, _angles, _angles)),
+    "DenseMLP": (lambda: nn.DenseMLP(HIDDEN, 24), (_values,)),
     "SparseMoE": (lambda: nn.SparseMoE(HIDDEN, 12, 6, 3, shared_expert_size=20), (_values,)),
     "SparseMoE, sigmoid": (lambda: nn.SparseMoE(HIDDEN, 12, 6, 3, score="sigmoid", renormalize=False), (_values,)),
 }

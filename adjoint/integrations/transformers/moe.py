@@ -1,22 +1,4 @@
-"""Our expert layer and router inside the mixture models of transformers.
-
-    from adjoint.integrations.transformers import exchange_routers, register_experts
-
-    register_experts()                              # once
-    model.set_experts_implementation("adjoint")     # or from_pretrained(..., experts_implementation="adjoint")
-    exchange_routers(model)                         # their softmax and top-k for `adjoint.moe.route`
-
-Blocks, routers and parameters stay those of the model. So does what transformers records of them: with
-`output_router_logits=True` the logits of every layer, and the auxiliary loss that it computes from them.
-
-The other way, `adjoint.nn.SparseMoE` in the place of a block, keeps them too where the block's router stays its gate:
-
-    block = adjoint.nn.SparseMoE(hidden_size, expert_size, num_experts, experts_per_token, ...)
-    block.load_state_dict(layer.mlp.state_dict())
-    block.gate, layer.mlp = layer.mlp.gate, block
-
-Needs transformers 5.8 or newer: the routers of older ones give probabilities where they are asked for logits.
-"""
+"""Our expert layer and router as transformers' own interfaces take them."""
 
 from types import MethodType
 from typing import Any
@@ -25,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.integrations.transformers.versions import require
 from adjoint.ops import moe
 
 OLDEST = (5, 8)
@@ -43,7 +26,7 @@ def register_experts(name: str = "adjoint") -> None:
     Raises:
         Unsupported: this transformers is too old.
     """
-    _require_new()
+    require(OLDEST)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
@@ -55,7 +38,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     Raises:
         Unsupported: the experts have biases, another activation, or lie in memory in another way.
     """
-    if reason := _why_not(module):
+    if reason := why_not_experts(module):
         raise Unsupported(f"experts_forward: {type(module).__name__} {reason}; choose another experts_implementation")
     gate_up, down = module.gate_up_proj, module.down_proj
     return moe.experts(hidden_states, gate_up, down, top_k_index, top_k_weights)  # type: ignore[arg-type]
@@ -71,23 +54,23 @@ def exchange_routers(model: nn.Module) -> int:
         ArgumentError: the model has no router that routes in this way.
         Unsupported: this transformers is too old.
     """
-    _require_new()
+    require(OLDEST)
     routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     if not routers:
         raise ArgumentError(f"exchange_routers: model has no router of a class it knows: {', '.join(ROUTERS)}")
     for router in routers:
-        router.forward = MethodType(_router_forward, router)
+        router.forward = MethodType(router_forward, router)
     return len(routers)
 
 
-def _router_forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def router_forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [T, E], and the weights, in their dtype, and indices of the chosen experts, [T, k] both."""
     logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
     weights, indices = moe.route(logits, router.top_k, renormalize=getattr(router, "norm_topk_prob", True))
     return logits, weights.to(logits.dtype), indices
 
 
-def _why_not(module: Any) -> str:
+def why_not_experts(module: Any) -> str:
     """Why an experts module is not the layer that `adjoint.moe.experts` computes; empty when it is."""
     if not getattr(module, "has_gate", True):
         return "has no gate"
@@ -101,14 +84,3 @@ def _why_not(module: Any) -> str:
     if gate is not None and gate.__module__ != "transformers.integrations.moe":
         return "has a gate of its own"
     return ""
-
-
-def _require_new() -> None:
-    import transformers
-
-    release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if release < OLDEST:
-        raise Unsupported(
-            f"adjoint.integrations.transformers: needs transformers {'.'.join(map(str, OLDEST))} or newer, "
-            f"this is {transformers.__version__}"
-        )

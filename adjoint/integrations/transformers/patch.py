@@ -1,0 +1,214 @@
+"""`patch`: our operations in one model of transformers, module by module, and `unpatch`, which takes them out again."""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.integrations.transformers import forwards
+from adjoint.integrations.transformers.moe import register_experts, router_forward, why_not_experts
+from adjoint.integrations.transformers.versions import require
+
+OLDEST, NEWEST = (5, 17), (5, 22)
+"""The versions whose forwards ours are written after, and are tested on."""
+
+FAMILIES = ("Qwen3Next", "Qwen3_5Moe", "Qwen3_5")
+
+_STATE = "_adjoint_patch"
+"""The attribute of a patched model that says how to undo it."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A class of modules: how many of the model's run our operations, by name, and why others do not."""
+
+    module: str
+    count: int
+    operations: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `patch` did, a line for each class of modules; `print` shows a table."""
+
+    replacements: tuple[Replacement, ...]
+
+    def __str__(self) -> str:
+        rows = [("module", "count", "now runs", "why not")]
+        rows += [(r.module, str(r.count), r.operations or "as before", r.reason) for r in self.replacements]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Report:
+    """Lets a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model of transformers 5.17 to 5.22 run our operations.
+
+    Norms, convolutions, the gated delta rule, rotary positions, gates, feed-forward layers, experts, routers and the
+    embedding are replaced, on this model alone; its attention stays the one it is configured with, except for packed
+    sequences. These come as `cu_seq_lens_q`, as `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them,
+    or as `position_ids` that begin again at 0, and never see each other.
+
+    Args:
+        model: a model of transformers, or one that holds it, such as a PEFT model; training, generation, checkpointing
+            and adapters work as before.
+        loss: whether the model, in training and with labels, returns the loss of `adjoint.linear_cross_entropy` and
+            no logits, which are then never held at once.
+        verbose: whether the report is printed.
+
+    Raises:
+        ArgumentError: the model has no module of a family it knows, or is patched already.
+        Unsupported: this transformers is older or newer than those it is tested on.
+    """
+    require(OLDEST, NEWEST)
+    if hasattr(model, _STATE):
+        raise ArgumentError(f"patch: this {type(model).__name__} is patched already; unpatch it first")
+    modules = [module for module in model.modules() if _family(module)]
+    if not modules:
+        raise ArgumentError(
+            f"patch: {type(model).__name__} has no module of the families it knows: {', '.join(FAMILIES)}"
+        )
+    undo: list[Callable[[], None]] = []
+    rows: dict[tuple[str, str, str], int] = {}
+    for module in modules:
+        operations, reason = _replace(module, undo, loss)
+        if operations or reason:
+            key = (type(module).__name__, "" if reason else operations, reason)
+            rows[key] = rows.get(key, 0) + 1
+    setattr(model, _STATE, undo)
+    report = Report(tuple(Replacement(name, count, done, reason) for (name, done, reason), count in rows.items()))
+    if verbose:
+        print(report)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Puts back what `patch` replaced.
+
+    Raises:
+        ArgumentError: the model is not patched.
+    """
+    if not hasattr(model, _STATE):
+        raise ArgumentError(f"unpatch: this {type(model).__name__} is not patched")
+    for step in reversed(getattr(model, _STATE)):
+        step()
+    delattr(model, _STATE)
+
+
+def _family(module: nn.Module) -> str:
+    """The family that a module belongs to, by its class and where that is defined; empty for others."""
+    if not type(module).__module__.startswith("transformers.models.qwen3_"):
+        return ""
+    return next((family for family in FAMILIES if type(module).__name__.startswith(family)), "")
+
+
+_FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "RMSNorm": (forwards.normalize, "rms_norm"),
+    "RMSNormGated": (forwards.normalize_gated, "gated_rms_norm"),
+    "GatedDeltaNet": (forwards.mix_by_delta_rule, "causal_conv1d, gate, gated_delta_rule"),
+    "Attention": (forwards.attend, "rotary, sigmoid_gate"),
+    "MLP": (forwards.feed_forward, "swiglu"),
+    "TopKRouter": (router_forward, "moe.route"),
+    "ForCausalLM": (forwards.training_loss, "linear_cross_entropy"),
+}
+"""By the name of a class without its family: the forward that takes its place, and the operations in it."""
+
+
+def _replace(module: Any, undo: list[Callable[[], None]], loss: bool) -> tuple[str, str]:
+    """Replaces what a module does; its operations, and why it was left alone. Both empty: there is nothing to do."""
+    name = type(module).__name__.removeprefix(_family(module))
+    if name == "Experts":
+        return _replace_experts(module, undo)
+    if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Embedding):
+        _watch_positions(module, undo)
+        return _replace_embedding(module.embed_tokens, undo)
+    if name not in _FORWARDS or (name == "ForCausalLM" and not loss):
+        return "", ""
+    forward, operations = _FORWARDS[name]
+    if reason := _why_not(module, name):
+        return operations, reason
+    _set_forward(module, forward, undo)
+    return operations, ""
+
+
+def _why_not(module: Any, name: str) -> str:
+    """Why a module cannot run our operations; empty where it can."""
+    if "forward" in vars(module):
+        return "its forward is replaced already"
+    activation = getattr(module, "act_fn", getattr(module, "activation", "silu"))
+    if not (activation in ("silu", "swish") or isinstance(activation, nn.SiLU) or _is_silu(activation)):
+        return f"has the activation {activation}, not SiLU"
+    if name == "GatedDeltaNet" and max(module.head_k_dim, module.head_v_dim) > 256:
+        return "has heads of more than 256 columns"
+    return ""
+
+
+def _is_silu(activation: object) -> bool:
+    return type(activation).__name__ == "SiLUActivation"
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
+    module.forward = MethodType(forward, module)
+    undo.append(lambda: vars(module).pop("forward", None) and None)
+
+
+def _replace_embedding(module: nn.Embedding, undo: list[Callable[[], None]]) -> tuple[str, str]:
+    if type(module) is not nn.Embedding or "forward" in vars(module):
+        return "embedding", "its embedding is of another class"
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return "embedding", "its embedding has max_norm, scale_grad_by_freq or sparse"
+    _set_forward(module, forwards.embed, undo)
+    return "embedding", ""
+
+
+def _replace_experts(module: Any, undo: list[Callable[[], None]]) -> tuple[str, str]:
+    """Through transformers' registry: experts ask their configuration which implementation runs, here one of their own.
+
+    The configuration of the model may be that of other models, too.
+    """
+    if reason := why_not_experts(module):
+        return "moe.experts", reason
+    register_experts()
+    before = module.config
+    module.config = copy(before)
+    module.config._experts_implementation = "adjoint"
+    undo.append(lambda: setattr(module, "config", before))
+    return "moe.experts", ""
+
+
+def _watch_positions(module: nn.Module, undo: list[Callable[[], None]]) -> None:
+    """Packed sequences that position_ids alone tell get their bounds, for the layers that are given no positions."""
+    handle = module.register_forward_pre_hook(_with_bounds, with_kwargs=True)
+    undo.append(handle.remove)
+
+
+def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("cu_seq_lens_q") is not None or kwargs.get("past_key_values") is not None:
+        return arguments, kwargs
+    bounds = _bounds_of(positions)
+    if bounds is None:
+        return arguments, kwargs
+    if kwargs.get("use_cache"):
+        raise Unsupported(f"{type(module).__name__}: packed sequences cannot fill a cache; pass use_cache=False")
+    longest = int(bounds.diff().max())
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return arguments, kwargs | packed | {"use_cache": False}
+
+
+def _bounds_of(positions: Tensor) -> Tensor | None:
+    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds but one."""
+    row = positions[0] if positions.dim() == 3 else positions
+    if row.shape[0] != 1 or row.shape[1] < 2:
+        return None
+    begins = (row[0].diff() != 1).nonzero().flatten() + 1
+    if begins.numel() == 0:
+        return None
+    ends = begins.new_tensor([row.shape[1]])
+    return torch.cat((begins.new_zeros(1), begins, ends)).to(torch.int32)

@@ -1,0 +1,9 @@
+"""Hybrid language models assembled from `adjoint.nn`. Not imported by `import adjoint`."""
+
+from adjoint.models.cache import Cache, Snapshot
+from adjoint.models.config import HybridConfig
+from adjoint.models.generation import Sampling
+from adjoint.models.hybrid import HybridLM, HybridOutput
+from adjoint.models.packing import pack
+
+__all__ = ["Cache", "HybridConfig", "HybridLM", "HybridOutput", "Sampling", "Snapshot", "pack"]

@@ -1,0 +1,167 @@
+"""`Cache`: everything a `HybridLM` keeps of the tokens that have passed, in one object."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from adjoint.core.errors import ArgumentError
+from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
+
+
+class Cache:
+    """The states of all layers after each of some sequences: recurrent, convolution, and keys and values.
+
+    `HybridLM.new_cache` makes one. A call of the model with it goes on from where it is and overwrites it, for all of
+    its sequences or, by `slots`, for some: so a batch can run whose sequences come and go. Nothing that has passed is
+    differentiated.
+
+        model(ids, cache=cache)                     # the next tokens of each sequence
+        model(ids, cache=cache, slots=[3, 0])       # of two of them
+        cache.clear([3])                            # another sequence may begin there
+        other = cache.copy()                        # go on in two ways
+        kept = cache.snapshot()                     # recurrent states, and how long sequences are
+        cache.rollback(kept)                        # forget what came after
+
+    Attributes:
+        lengths: how many tokens of each sequence have passed.
+    """
+
+    def __init__(self, model: object, layers: Sequence[RecurrentCache | KeyValueCache], lengths: Sequence[int]) -> None:
+        self.layers, self.lengths = tuple(layers), tuple(lengths)
+        self._model = model
+        self._snapshots: list[int] = []
+        self._next = 0
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self.lengths)
+
+    def belongs_to(self, model: object) -> bool:
+        return self._model is model
+
+    def place(
+        self, input_ids: Int[Tensor, "batch time"], cu_seqlens: Tensor | None, slots: Sequence[int] | None
+    ) -> Places:
+        """Where the tokens of a call belong, rows of [batch, time] or packed ones.
+
+        Raises:
+            ArgumentError: they are not of as many sequences as the cache holds, or as there are slots.
+        """
+        (batch, time), device = input_ids.shape, input_ids.device
+        counts = (time,) * batch
+        if cu_seqlens is not None:
+            counts = tuple(end - begin for begin, end in itertools.pairwise(cu_seqlens.tolist()))
+        self._check(len(counts), slots)
+        past = self.lengths if slots is None else tuple(self.lengths[slot] for slot in slots)
+        sequence = torch.arange(batch, device=device)[:, None].expand(batch, time)
+        offset = torch.arange(time, device=device).expand(batch, time)
+        if cu_seqlens is not None:
+            sequence = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=time)[None]
+            offset = offset - cu_seqlens[sequence]
+        positions = torch.tensor(past, dtype=torch.int64, device=device)[sequence] + offset
+        if slots is None:
+            return Places(sequence, positions, past, counts)
+        chosen = torch.tensor(tuple(slots), dtype=torch.int64, device=device)
+        return Places(chosen[sequence], positions, past, counts, chosen)
+
+    def _check(self, sequences: int, slots: Sequence[int] | None) -> None:
+        if slots is None:
+            if sequences != len(self):
+                raise ArgumentError(
+                    f"HybridLM: cache holds {len(self)} sequences, and input_ids are of {sequences}; "
+                    f"give the next tokens of each, or slots"
+                )
+            return
+        if sequences != len(slots) or len(set(slots)) != len(slots):
+            raise ArgumentError(
+                f"HybridLM: slots must name another slot for each of {sequences} sequences, got {list(slots)}"
+            )
+        self._require(slots)
+
+    def _require(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < len(self):
+                raise ArgumentError(f"Cache: slots must be from 0 to {len(self) - 1}, got {slot}")
+
+    def advance(self, places: Places, slots: Sequence[int] | None = None) -> None:
+        """Counts the tokens of a call."""
+        lengths = list(self.lengths)
+        for slot, past, count in zip(
+            range(len(self)) if slots is None else slots, places.past, places.counts, strict=True
+        ):
+            lengths[slot] = past + count
+        self.lengths = tuple(lengths)
+
+    def reserve(self, capacity: int) -> None:
+        """Memory for so many tokens of each sequence, at once."""
+        for layer in self.layers:
+            if isinstance(layer, KeyValueCache):
+                layer.reserve(capacity)
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Forgets the sequences of some slots, so that others begin there; snapshots from before are of no use then.
+
+        Raises:
+            ArgumentError: there is no such slot.
+        """
+        self._require(slots)
+        for layer in self.layers:
+            if isinstance(layer, RecurrentCache):
+                rows = torch.tensor(tuple(slots), dtype=torch.int64, device=layer.state.device)
+                layer.conv.index_fill_(0, rows, 0)
+                layer.state.index_fill_(0, rows, 0)
+        self.lengths = tuple(0 if slot in slots else length for slot, length in enumerate(self.lengths))
+        self._snapshots = []
+
+    def copy(self) -> "Cache":
+        """Another one in the same state, with memory of its own."""
+        return Cache(self._model, [layer.copy() for layer in self.layers], self.lengths)
+
+    def select(self, slots: Sequence[int]) -> "Cache":
+        """A cache of the sequences of these slots, in this order, with memory of its own; one may be there twice.
+
+        Raises:
+            ArgumentError: there is no such slot.
+        """
+        self._require(slots)
+        layers = []
+        for layer in self.layers:
+            device = layer.state.device if isinstance(layer, RecurrentCache) else layer.keys.device
+            layers.append(layer.select(torch.tensor(tuple(slots), dtype=torch.int64, device=device)))
+        return Cache(self._model, layers, [self.lengths[slot] for slot in slots])
+
+    def snapshot(self) -> "Snapshot":
+        """The state now, to come back to. Keys and values are not copied: they stay where they are."""
+        states = tuple(layer.copy() if isinstance(layer, RecurrentCache) else None for layer in self.layers)
+        self._snapshots.append(self._next)
+        self._next += 1
+        return Snapshot(self, self._snapshots[-1], self.lengths, states)
+
+    def rollback(self, snapshot: "Snapshot") -> None:
+        """Back to a snapshot of this cache; those taken after it are of tokens that are now forgotten.
+
+        Raises:
+            ArgumentError: the snapshot is of another cache, or of tokens that are forgotten.
+        """
+        if snapshot.cache is not self or snapshot.number not in self._snapshots:
+            raise ArgumentError(
+                "Cache.rollback: snapshot must be one of this cache, of tokens that it has not forgotten since, by "
+                "another rollback or by clear"
+            )
+        self._snapshots = [number for number in self._snapshots if number <= snapshot.number]
+        for layer, state in zip(self.layers, snapshot.states, strict=True):
+            if isinstance(layer, RecurrentCache) and state is not None:
+                layer.write(state.conv, state.state)
+        self.lengths = snapshot.lengths
+
+
+class Snapshot:
+    """What `Cache.rollback` needs to come back: the recurrent states, and the lengths of sequences."""
+
+    def __init__(
+        self, cache: Cache, number: int, lengths: tuple[int, ...], states: tuple[RecurrentCache | None, ...]
+    ) -> None:
+        self.cache, self.number, self.lengths, self.states = cache, number, lengths, states

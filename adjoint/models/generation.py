@@ -1,0 +1,144 @@
+"""Text from a `HybridLM`: a prefill of packed prompts, then a token at a time from the cache."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adjoint.core.errors import ArgumentError
+from adjoint.models.cache import Cache
+from adjoint.models.packing import pack
+
+if TYPE_CHECKING:
+    from adjoint.models.hybrid import HybridLM
+
+Prompts = Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a next token is chosen from its logits.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the largest.
+        top_k: only the k largest may be chosen.
+        top_p: only the largest, as many as it takes for their probabilities to add up to p.
+
+    Raises:
+        ArgumentError: a value is out of range.
+
+    >>> import torch
+    >>> Sampling()(torch.tensor([[1.0, 3.0, 2.0]]))
+    tensor([1])
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ArgumentError(f"generate: temperature must be a number from 0 on, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ArgumentError(f"generate: top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ArgumentError(f"generate: top_p must be above 0 and at most 1, got {self.top_p}")
+
+    def __call__(
+        self, logits: Float[Tensor, "sequences vocabulary"], generator: torch.Generator | None = None
+    ) -> Int[Tensor, " sequences"]:
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator)[:, 0]
+
+    def probabilities(self, logits: Float[Tensor, "sequences vocabulary"]) -> Float[Tensor, "sequences vocabulary"]:
+        """What a token is drawn from: 0 for those that may not be chosen."""
+        scores, order = (logits.float() / self.temperature).sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            scores[:, self.top_k :] = -torch.inf
+        if self.top_p is not None:
+            shares = scores.softmax(-1)
+            scores = scores.masked_fill(shares.cumsum(-1) - shares >= self.top_p, -torch.inf)
+        return torch.zeros_like(scores).scatter_(-1, order, scores.softmax(-1))
+
+
+@torch.no_grad()
+def stream(
+    model: "HybridLM",
+    prompts: Prompts,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_tokens: Sequence[int] | None,
+    cache: Cache | None,
+    prefill_chunk: int | None,
+    generator: torch.Generator | None,
+) -> Iterator[list[int | None]]:
+    """See `HybridLM.stream`."""
+    rows = _checked(model, prompts, max_new_tokens, prefill_chunk)
+    stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
+    if cache is None:
+        cache = model.new_cache(len(rows))
+    elif len(cache) != len(rows):
+        raise ArgumentError(f"generate: cache holds {len(cache)} sequences, and prompts are {len(rows)}")
+    if not rows or max_new_tokens == 0:
+        return
+    cache.reserve(max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens)
+    logits = _prefill(model, rows, cache, prefill_chunk)
+    active = list(range(len(rows)))
+    for step in range(max_new_tokens):
+        tokens = sampling(logits, generator).tolist()
+        chosen: list[int | None] = [None] * len(rows)
+        for slot, token in zip(active, tokens, strict=True):
+            chosen[slot] = token
+        yield chosen
+        following = [(slot, token) for slot, token in zip(active, tokens, strict=True) if token not in stops]
+        if not following or step + 1 == max_new_tokens:
+            return
+        active = [slot for slot, _ in following]
+        ids = torch.tensor([[token] for _, token in following], device=model.device)
+        slots = None if len(active) == len(rows) else active
+        logits = _logits(model, ids, cache, slots)
+
+
+def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int | None) -> Tensor:
+    """The logits after each prompt; prompts go in so many tokens of each at a time, packed."""
+    longest = max(map(len, rows))
+    chunk = longest if chunk is None else chunk
+    last: list[Tensor | None] = [None] * len(rows)
+    for begin in range(0, longest, chunk):
+        slots = [slot for slot, row in enumerate(rows) if len(row) > begin]
+        ids, cu_seqlens = pack([rows[slot][begin : begin + chunk] for slot in slots], model.device)
+        logits = _logits(model, ids, cache, slots, cu_seqlens)
+        for number, slot in enumerate(slots):
+            last[slot] = logits[number]
+    return torch.stack([row for row in last if row is not None])
+
+
+def _logits(
+    model: "HybridLM", ids: Tensor, cache: Cache, slots: list[int] | None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The logits after the last token of each sequence."""
+    logits = model(ids, cu_seqlens=cu_seqlens, cache=cache, slots=slots, last_only=True).logits
+    return logits[:, -1]  # type: ignore[no-any-return]
+
+
+def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[list[int]]:
+    """Prompts as lists of token ids."""
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in prompts]
+    for number, row in enumerate(rows):
+        if not row:
+            raise ArgumentError(f"generate: prompts must have a token each, and number {number} has none")
+        for token in row:
+            if not 0 <= token < model.config.vocab_size:
+                raise ArgumentError(
+                    f"generate: token ids must be from 0 to {model.config.vocab_size - 1}, got {token} in prompt "
+                    f"{number}"
+                )
+    if max_new_tokens < 0:
+        raise ArgumentError(f"generate: max_new_tokens must not be negative, got {max_new_tokens}")
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ArgumentError(f"generate: prefill_chunk must be at least 1, got {prefill_chunk}")
+    return rows

@@ -1,0 +1,220 @@
+"""`GatedAttention`: softmax attention with normalised heads, partial rotary positions and an output gate."""
+
+import inspect
+import itertools
+from functools import cache as cached
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from adjoint.core.errors import ArgumentError
+from adjoint.nn.cache import KeyValueCache, Places
+from adjoint.nn.norm import RMSNorm
+from adjoint.ops.activation import sigmoid_gate
+from adjoint.ops.rotary import rotary
+
+
+class GatedAttention(nn.Module):
+    """o_proj · (attention(rotary(norm(q)), rotary(norm(k)), v) · σ(gate)), q and gate by one projection.
+
+    Each head of q and k is normalised by an RMS norm with weight 1 + w, and its first columns are rotated by the
+    token's position; query head h reads key-value head h // (heads / key-value heads). Causal, within each sequence.
+
+    The state dict has the names and shapes of Hugging Face's `Qwen3NextAttention` and `Qwen3_5Attention`:
+
+        q_proj.weight             [heads · 2 · head size, hidden]: query and gate of each head
+        k_proj.weight, v_proj.weight  [key-value heads · head size, hidden]
+        q_norm.weight, k_norm.weight  [head size]
+        o_proj.weight             [hidden, heads · head size]
+
+    Sequences never see each other, and no mask of T × T is made: on CUDA packed sequences in 16 bits go through torch's
+    attention for sequences of different lengths, elsewhere one after the other.
+
+    Args:
+        hidden_size: columns of a token.
+        num_heads: query heads.
+        num_key_value_heads: key-value heads, of which the query heads are a multiple.
+        head_dim: columns of a head.
+        bias: whether the projections have biases.
+        eps: of the norms.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: a size is not positive, or the query heads are no multiple of the key-value heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        eps: float = 1e-6,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ArgumentError(f"GatedAttention: {name} must be at least 1, got {size}")
+        if num_heads % num_key_value_heads:
+            raise ArgumentError(
+                f"GatedAttention: num_heads must be a multiple of num_key_value_heads, {num_key_value_heads}, "
+                f"got {num_heads}"
+            )
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, 2 * num_heads * head_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, num_key_value_heads * head_dim, bias=bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, num_key_value_heads * head_dim, bias=bias, **factory)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias, **factory)
+        self.q_norm = RMSNorm(head_dim, eps, offset=1.0, **factory)
+        self.k_norm = RMSNorm(head_dim, eps, offset=1.0, **factory)
+
+    def new_cache(self, sequences: int, capacity: int = 0) -> KeyValueCache:
+        """No keys and values yet, of so many sequences, with room for so many tokens of each."""
+        shape = (sequences, capacity, self.num_key_value_heads, self.head_dim)
+        weight = self.k_proj.weight
+        return KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch time hidden"],
+        cos: Float[Tensor, "*batch time half"],
+        sin: Float[Tensor, "*batch time half"],
+        *,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
+        cache: KeyValueCache | None = None,
+        places: Places | None = None,
+    ) -> Float[Tensor, "batch time hidden"]:
+        """The layer for each row, or for the sequences that `cu_seqlens` packs into the only row.
+
+        Args:
+            x: tokens.
+            cos, sin: of the angles of each token's position, see `adjoint.rotary`.
+            cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of packed sequences.
+            cache: keys and values of the tokens before, which the sequences go on from; needs `places`.
+            places: where the tokens belong in the cache.
+        """
+        queries = self.q_proj(x).unflatten(-1, (self.num_heads, 2 * self.head_dim))
+        q, gate = queries.split(self.head_dim, dim=-1)
+        heads = (self.num_key_value_heads, self.head_dim)
+        k, v = self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
+        q, rotated = rotary(self.q_norm(q), self.k_norm(k), cos, sin, rotary_dim=2 * cos.shape[-1])
+        k = cast(Tensor, rotated)
+        if cache is None:
+            y = causal_attention(q, k, v, cu_seqlens)
+        elif places is None:
+            raise ArgumentError("GatedAttention: cache needs places, which say where its tokens belong; it is None")
+        else:
+            cache.append(k, v, places)
+            y = cached_attention(q, k, v, cache, places, cu_seqlens)
+        return self.o_proj(sigmoid_gate(y, gate).flatten(-2))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads} heads of {self.head_dim}, {self.num_key_value_heads} of keys and values"
+
+
+def causal_attention(
+    q: Float[Tensor, "batch time heads size"],
+    k: Float[Tensor, "batch time key_value_heads size"],
+    v: Float[Tensor, "batch time key_value_heads size"],
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+) -> Float[Tensor, "batch time heads size"]:
+    """Causal softmax attention of each row, or of each packed sequence."""
+    if cu_seqlens is None:
+        return _attend(q, k, v)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _packed_on_cuda(q, k, v, cu_seqlens)
+    bounds = cu_seqlens.tolist()
+    parts = [
+        _attend(q[:, begin:end], k[:, begin:end], v[:, begin:end])
+        for begin, end in itertools.pairwise(bounds)
+        if end > begin
+    ]
+    return torch.cat(parts, 1) if parts else q
+
+
+def cached_attention(
+    q: Float[Tensor, "batch time heads size"],
+    k: Float[Tensor, "batch time key_value_heads size"],
+    v: Float[Tensor, "batch time key_value_heads size"],
+    cache: KeyValueCache,
+    places: Places,
+    cu_seqlens: Int[Tensor, " bounds"] | None,
+) -> Float[Tensor, "batch time heads size"]:
+    """Attention of a call's tokens, whose keys and values k and v are in the cache already, to all up to themselves."""
+    if not any(places.past):
+        return causal_attention(q, k, v, cu_seqlens)
+    if cu_seqlens is None and q.shape[1] == 1:
+        return _attend_once(q, cache, places)
+    parts, begin = [], 0
+    for sequence, (past, count) in enumerate(zip(places.past, places.counts, strict=True)):
+        row, end = (sequence, count) if cu_seqlens is None else (0, begin + count)
+        slot = sequence if places.slots is None else places.slots[sequence]
+        keys, values = (x[slot, : past + count][None] for x in (cache.keys, cache.values))
+        if count:
+            parts.append(_attend(q[row : row + 1, begin:end], keys, values))
+        begin = begin if cu_seqlens is None else end
+    if not parts:
+        return q
+    return torch.cat(parts, 0 if cu_seqlens is None else 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of all rows; queries are those of the last tokens where there are fewer of them than of keys."""
+    mask = None
+    if q.shape[1] != k.shape[1]:
+        visible = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)
+        mask = torch.arange(k.shape[1], device=q.device) <= visible[:, None]
+    if q.is_cuda and (mask is not None or q.dtype in (torch.float32, torch.float64)):
+        # The kernels that take grouped heads take neither; without them scores of T × T would be kept.
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return y.transpose(1, 2)
+
+
+def _attend_once(q: Tensor, cache: KeyValueCache, places: Places) -> Tensor:
+    """Attention of one token of each row: the query heads of a key-value head are its queries, none is repeated."""
+    keys, values = (places.of_cache(x[:, : places.longest]).transpose(1, 2) for x in (cache.keys, cache.values))
+    seen = torch.arange(places.longest, device=q.device) <= places.positions
+    queries = q.view(q.shape[0], keys.shape[1], -1, q.shape[3])
+    y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None])
+    return y.reshape(q.shape)
+
+
+def _packed_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    if q.shape[2] != k.shape[2]:
+        if _takes_groups():
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    bounds, time = cu_seqlens.to(torch.int32), q.shape[1]  # no sequence is longer than the row: nobody waits to know
+    y: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, time, time, **options)
+    return y[None]  # type: ignore[no-any-return]
+
+
+@cached
+def _takes_groups() -> bool:
+    """Whether this torch's attention for sequences of different lengths takes fewer heads of keys than of queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

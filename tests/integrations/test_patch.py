@@ -1,0 +1,304 @@
+"""`patch` on models of transformers: results beside their own and beside float64, packed, padded, decoded, adapted."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import adjoint
+from adjoint.integrations.transformers import patch, unpatch
+from tests.models import oracle
+from tests.models.small import CONFIGS, distance, small_model
+
+FOLDERS = {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
+
+MARGIN = 2.0
+"""How much of the error that the model's own path has, against float64, ours may have."""
+
+ROUNDINGS = 2e-5
+"""An error of a few roundings of float32, which one parameter's gradient has more of and another less, by chance."""
+
+families = pytest.mark.parametrize("name", CONFIGS)
+
+
+@pytest.fixture(autouse=True)
+def _version() -> None:
+    transformers = pytest.importorskip("transformers")
+    if not (5, 17) <= tuple(map(int, transformers.__version__.split(".")[:2])) <= (5, 22):
+        pytest.skip("needs transformers 5.17 to 5.22")
+
+
+def their_model(name: str, config: Any = None) -> Any:
+    """A small model of transformers, with the parameters of ours."""
+    ours = small_model(name)
+    modeling = import_module(f"transformers.models.{FOLDERS[name]}.modeling_{FOLDERS[name]}")
+    kind = getattr(modeling, ours.config.to_dict()["architectures"][0])
+    model = kind(kind.config_class(**ours.config.to_dict()) if config is None else config)
+    model.load_state_dict(ours.state_dict())
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def patched(name: str) -> Any:
+    model = their_model(name)
+    patch(model, verbose=False)
+    return model
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(1, 61, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    output = model(labels=inputs["input_ids"], use_cache=False, **inputs)
+    output.loss.backward()
+    return output.logits.detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+
+def exact_results(name: str, sequences: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model = small_model(name)
+    weights = {key: p.detach().double().requires_grad_() for key, p in model.named_parameters()}
+    loss, logits = oracle.loss_of(sequences, sequences, weights, model.config)
+    loss.backward()
+    return logits, {key: weight.grad for key, weight in weights.items() if weight.grad is not None}
+
+
+@families
+def test_logits_and_gradients(name: str, ids: Tensor) -> None:
+    theirs, their_gradients = results(their_model(name), input_ids=ids)
+    ours, gradients = results(patched(name), input_ids=ids)
+    right, exact = exact_results(name, list(ids))
+    assert not torch.equal(ours, theirs), "nothing was replaced"
+    assert distance(ours.flatten(0, 1), right) <= MARGIN * distance(theirs.flatten(0, 1), right)
+    assert gradients.keys() == exact.keys()
+    for key, gradient in exact.items():
+        bound = MARGIN * distance(their_gradients[key], gradient) + ROUNDINGS
+        assert distance(gradients[key], gradient) <= bound, key
+
+
+@families
+def test_the_report_names_what_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = their_model(name)
+    report = patch(model)
+    assert capsys.readouterr().out == f"{report}\n"
+    replaced = {line.module: line.count for line in report.replacements if not line.reason}
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    assert replaced[f"{family}GatedDeltaNet"] == 3 and replaced[f"{family}Attention"] == 1
+    assert replaced[f"{family}RMSNorm"] == 4 * 2 + 2 + 1 and replaced[f"{family}RMSNormGated"] == 3
+    sparse = sum(map(CONFIGS[name].is_sparse, range(4)))
+    assert replaced.get(f"{family}Experts", 0) == replaced.get(f"{family}TopKRouter", 0) == sparse
+    assert replaced[f"{family}MLP"] == 4 and all(not line.reason for line in report.replacements)
+
+
+@families
+def test_unpatch_puts_back_every_bit(name: str, ids: Tensor) -> None:
+    model = their_model(name)
+    before = results(model, input_ids=ids)
+    patch(model, verbose=False)
+    with pytest.raises(adjoint.ArgumentError, match="patched already"):
+        patch(model)
+    unpatch(model)
+    after = results(model, input_ids=ids)
+    assert torch.equal(before[0], after[0]) and all(torch.equal(before[1][key], after[1][key]) for key in before[1])
+    assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(adjoint.ArgumentError, match="is not patched"):
+        unpatch(model)
+
+
+@families
+def test_another_model_of_the_same_configuration_is_untouched(name: str, ids: Tensor) -> None:
+    first = their_model(name)
+    other = their_model(name, first.config)
+    before = results(other, input_ids=ids)[0]
+    patch(first, verbose=False)
+    assert torch.equal(results(other, input_ids=ids)[0], before)
+
+
+PACKINGS = ("cu_seq_lens", "position_ids")
+
+
+@families
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_sequences_do_not_see_each_other(name: str, packing: str, ids: Tensor) -> None:
+    """Transformers' own path cannot: its fallback knows no packing."""
+    sequences = [ids[0, :13], ids[0, 13:14], ids[0, 14:40]]
+    bounds = torch.tensor([0, 13, 14, 40], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 26, "max_length_k": 26}
+    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
+    inputs: dict[str, Any] = {"input_ids": ids[:1], "position_ids": positions}
+    model = patched(name)
+    output = model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=False)
+    weights = {key: p.detach().double() for key, p in small_model(name).named_parameters()}
+    right = torch.cat([oracle.logits_of(row, weights, CONFIGS[name])[0] for row in sequences])
+    assert distance(output.logits[0], right) <= 1e-5
+    with pytest.raises(adjoint.Unsupported, match="use_cache=False"):
+        model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=True)
+
+
+@families
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_padding_changes_nothing(name: str, side: str, ids: Tensor) -> None:
+    model = patched(name).eval()
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 11) if side == "left" else slice(29, 40)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[
+            1, mask[1] == 1
+        ]
+        alone = model(input_ids=ids[1:, mask[1] == 1], use_cache=False).logits[0]
+    assert distance(padded, alone) <= 1e-5
+
+
+@families
+@pytest.mark.parametrize("beams", (1, 3))
+def test_generation(name: str, beams: int, ids: Tensor) -> None:
+    """Prefill and decoding with transformers' cache, of rows padded on the left, greedy and by beams."""
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    model = their_model(name).eval().double()
+    model.config.output_router_logits = False  # the auxiliary loss does not take a mask of tokens that are cached
+    theirs = model.generate(ids, **options)
+    patch(model, verbose=False)
+    assert torch.equal(model.generate(ids, **options), theirs)
+
+
+@families
+def test_decoding_in_pieces_is_the_whole_forward(name: str, ids: Tensor) -> None:
+    model = patched(name).eval()
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        first = model(input_ids=ids[:, :5], use_cache=True)
+        pieces, cache = [first.logits], first.past_key_values
+        for begin, end in ((5, 6), (6, 9), (9, 30), (30, 40)):
+            pieces.append(model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True).logits)
+    assert distance(torch.cat(pieces, 1), whole) <= 1e-5
+
+
+@families
+def test_checkpointing_and_autocast(name: str, ids: Tensor) -> None:
+    model = patched(name).train()
+    plain = results(model, input_ids=ids)
+    model.gradient_checkpointing_enable()
+    again = results(model, input_ids=ids)
+    assert all(torch.equal(plain[1][key], gradient) for key, gradient in again[1].items())
+    with torch.autocast("cpu", torch.bfloat16):
+        lower = results(model, input_ids=ids)
+    assert distance(lower[0], plain[0]) <= 0.3 and all(g.isfinite().all() for g in lower[1].values())
+
+
+@families
+@pytest.mark.parametrize("count", (None, 50))
+def test_the_loss_without_logits(name: str, count: int | None, ids: Tensor) -> None:
+    labels = ids.clone()
+    labels[0, 3:9] = -100
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": labels, "use_cache": False}
+    if count is not None:
+        inputs["num_items_in_batch"] = torch.tensor(count)
+    theirs, ours = their_model(name).train(), their_model(name).train()
+    report = patch(ours, loss=True, verbose=False)
+    assert any(line.operations == "linear_cross_entropy" and line.count == 1 for line in report.replacements)
+    expected, output = theirs(**inputs), ours(**inputs)
+    assert output.logits is None and distance(output.loss, expected.loss) <= 1e-5
+    expected.loss.backward()
+    output.loss.backward()
+    for (key, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert distance(mine.grad, other.grad) <= 1e-3, key
+    assert ours.eval()(**inputs).logits is not None, "an evaluation needs them"
+    unpatch(ours)
+    assert ours.train()(**inputs).logits is not None
+
+
+def test_the_auxiliary_loss_is_kept(ids: Tensor) -> None:
+    theirs, ours = their_model("qwen3_5_moe"), patched("qwen3_5_moe")
+    inputs = {"input_ids": ids, "labels": ids, "output_router_logits": True}
+    expected, output = theirs(**inputs), ours(**inputs)
+    assert len(output.router_logits) == 4
+    assert distance(output.aux_loss, expected.aux_loss) <= 1e-5 and distance(output.loss, expected.loss) <= 1e-5
+
+
+@families
+def test_adapters(name: str, ids: Tensor) -> None:
+    """LoRA on the projections, put on before the patch and after it: the same gradients as without a patch."""
+    peft = pytest.importorskip("peft")
+    targets = [
+        key.rpartition(".")[2]
+        for key, module in their_model(name).named_modules()
+        if isinstance(module, nn.Linear) and "lm_head" not in key and "shared_expert_gate" not in key
+    ]
+    settings = peft.LoraConfig(r=2, target_modules=sorted(set(targets)), init_lora_weights=False)
+
+    def gradients(patch_first: bool | None) -> dict[str, Tensor]:
+        model = their_model(name)
+        if patch_first:
+            patch(model, verbose=False)
+        torch.manual_seed(7)
+        wrapped = peft.get_peft_model(model, settings)
+        if patch_first is False:
+            patch(wrapped, verbose=False)
+        return results(wrapped, input_ids=ids)[1]
+
+    theirs = gradients(None)
+    for patch_first in (True, False):
+        ours = gradients(patch_first)
+        assert ours.keys() == theirs.keys() and all("lora" in key for key in ours)
+        assert all(distance(ours[key], theirs[key]) <= 1e-3 for key in theirs)
+
+
+def test_a_trainer_trains_it(ids: Tensor, tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    transformers: Any = import_module("transformers")
+
+    def losses(model: Any) -> list[float]:
+        settings = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True,
+            save_strategy="no", learning_rate=1e-3, disable_tqdm=True, gradient_checkpointing=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in ids.repeat(3, 1)]
+        trainer = transformers.Trainer(model, settings, train_dataset=rows)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    theirs, ours = losses(their_model("qwen3_5")), losses(patched("qwen3_5"))
+    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def other_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    yield transformers
+
+
+def test_an_unknown_version_is_named(other_version: ModuleType) -> None:
+    with pytest.raises(adjoint.Unsupported, match=r"5\.17 to 5\.22, this is 5\.99\.0"):
+        patch(nn.Linear(2, 2))
+
+
+def test_an_unknown_family_is_named() -> None:
+    with pytest.raises(adjoint.ArgumentError, match="Linear has no module of the families it knows: Qwen3Next"):
+        patch(nn.Linear(2, 2))
+
+
+def test_what_cannot_be_replaced_is_named(ids: Tensor) -> None:
+    model = their_model("qwen3_5")
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    norm = model.model.norm
+    norm.forward = norm.forward
+    report = patch(model, verbose=False)
+    left = {line.module: line.reason for line in report.replacements if line.reason}
+    assert "GELU" in left["Qwen3_5MLP"] and left["Qwen3_5RMSNorm"] == "its forward is replaced already"
+    assert "GELU" in str(report) and "as before" in str(report)
+    unpatch(model)
+    assert "forward" in vars(norm), "what was there before stays"

@@ -1,0 +1,241 @@
+"""Decoding from a cache beside the whole forward: chunks, slots, copies, snapshots; sampling, stops, streams."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import adjoint
+from adjoint.cli import app
+from adjoint.models import Cache, HybridLM, Sampling, pack
+from tests.models.small import CONFIGS, distance, sequences, small_model
+
+families = pytest.mark.parametrize("name", CONFIGS)
+
+BOUND = 1e-12
+"""Of logits in float64, by their norm: other orders of the same sums."""
+
+
+def next_logits(model: HybridLM, ids: list[int]) -> Tensor:
+    """By the whole forward, without a cache."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, -1]  # type: ignore[no-any-return]
+
+
+def greedy(model: HybridLM, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(next_logits(model, ids).argmax()))
+    return ids[len(prompt) :]
+
+
+def prompts() -> list[list[int]]:
+    return [row.tolist() for row in sequences((7, 1, 23, 4))]
+
+
+@families
+@pytest.mark.parametrize("chunk", (None, 1, 5, 17), ids=str)
+def test_greedy_decoding_is_that_of_the_whole_forward(name: str, chunk: int | None) -> None:
+    model = small_model(name, torch.float64).eval()
+    expected = [greedy(model, prompt, 6) for prompt in prompts()]
+    assert model.generate(prompts(), 6, prefill_chunk=chunk) == expected
+    assert model.generate(torch.tensor([prompts()[0]]), 6) == expected[:1]
+
+
+@families
+def test_cached_logits_are_those_of_the_whole_forward(name: str) -> None:
+    """Packed, in rows of several tokens, in single tokens, and in slots."""
+    model = small_model(name, torch.float64).eval()
+    texts = [row.tolist() for row in sequences((30, 26))]
+    with torch.no_grad():
+        whole = [model(torch.tensor([text])).logits[0] for text in texts]
+        cache = model.new_cache(3)
+        ids, cu_seqlens = pack([texts[0][:4], texts[1][:9]])
+        first = model(ids, cu_seqlens=cu_seqlens, cache=cache, slots=[2, 0]).logits[0]
+        assert distance(first, torch.cat((whole[0][:4], whole[1][:9]))) <= BOUND
+        assert cache.lengths == (9, 0, 4)
+        alone = model(torch.tensor([texts[0][4:9]]), cache=cache, slots=[2]).logits[0]
+        assert distance(alone, whole[0][4:9]) <= BOUND
+        for t in range(9, 12):
+            ids = torch.tensor([[texts[1][t]], [texts[0][t]]])
+            step = model(ids, cache=cache, slots=[0, 2]).logits[:, 0]
+            assert distance(step, torch.stack((whole[1][t], whole[0][t]))) <= BOUND
+        ids, cu_seqlens = pack([texts[1][12:], texts[0][12:30]])
+        rest = model(ids, cu_seqlens=cu_seqlens, cache=cache, slots=[0, 2]).logits[0]
+        assert distance(rest, torch.cat((whole[1][12:], whole[0][12:]))) <= BOUND
+        assert cache.lengths == (26, 0, 30)
+        last = model(torch.tensor([texts[0][:3]]), cache=cache, slots=[1], last_only=True).logits
+        assert last.shape == (1, 1, 61) and distance(last[0, 0], whole[0][2]) <= BOUND
+
+
+@families
+def test_copies_snapshots_and_cleared_slots(name: str) -> None:
+    model = small_model(name, torch.float64).eval()
+    text, other = (row.tolist() for row in sequences((20, 12)))
+    with torch.no_grad():
+        cache = model.new_cache(1)
+
+        def go_on(cache: Cache, tokens: list[int]) -> Tensor:
+            return model(torch.tensor([tokens]), cache=cache).logits[0]  # type: ignore[no-any-return]
+
+        whole = model(torch.tensor([text])).logits[0]
+        go_on(cache, text[:8])
+        copied, kept = cache.copy(), cache.snapshot()
+        assert distance(go_on(cache, other), model(torch.tensor([text[:8] + other])).logits[0, 8:]) <= BOUND
+        later = cache.snapshot()
+        cache.rollback(kept)
+        assert cache.lengths == (8,)
+        assert distance(go_on(cache, text[8:]), whole[8:]) <= BOUND
+        assert distance(go_on(copied, text[8:9]), whole[8:9]) <= BOUND
+        with pytest.raises(adjoint.ArgumentError, match="not forgotten"):
+            cache.rollback(later)
+        with pytest.raises(adjoint.ArgumentError, match="one of this cache"):
+            copied.rollback(kept)
+        cache.rollback(kept)
+        assert distance(go_on(cache, text[8:10]), whole[8:10]) <= BOUND, "a snapshot may be come back to again"
+        twice = cache.select([0, 0])
+        ids = torch.tensor([[text[10]], [other[0]]])
+        assert distance(model(ids, cache=twice).logits[0, 0], whole[10]) <= BOUND and twice.lengths == (11, 11)
+        cache.clear([0])
+        assert cache.lengths == (0,) and distance(go_on(cache, text), whole) <= BOUND
+        with pytest.raises(adjoint.ArgumentError, match="forgotten"):
+            cache.rollback(kept)
+        with pytest.raises(adjoint.ArgumentError, match="slots must be from 0 to 0, got 1"):
+            cache.clear([1])
+
+
+def test_a_cache_that_is_given_is_gone_on_from() -> None:
+    model = small_model("qwen3_5_moe", torch.float64).eval()
+    cache = model.new_cache(2)
+    first = model.generate(prompts()[:2], 3, cache=cache)
+    assert cache.lengths == (7 + 2, 1 + 2), "all but the last token"
+    again = model.generate([[row[-1], 5] for row in first], 4, cache=cache)
+    for prompt, row, result in zip(prompts(), first, again, strict=False):
+        assert result == greedy(model, [*prompt, *row, 5], 4)
+
+
+def test_stop_tokens_end_a_row_and_no_other() -> None:
+    model = small_model("qwen3_5", torch.float64).eval()
+    free = model.generate(prompts(), 8)
+    stop = free[0][2]
+    ended = model.generate(prompts(), 8, stop_tokens=[stop])
+    for row, whole in zip(ended, free, strict=True):
+        assert row == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+    assert len(ended[0]) < 8
+    configured = small_model("qwen3_5", torch.float64, eos_token_id=stop).eval()
+    assert configured.generate(prompts(), 8) == ended
+    assert configured.generate(prompts(), 8, stop_tokens=()) == free
+
+
+def test_a_stream_gives_tokens_as_they_come() -> None:
+    model = small_model("qwen3_5", torch.float64).eval()
+    whole = model.generate(prompts(), 5)
+    steps = model.stream(prompts(), 5)
+    assert next(steps) == [row[0] for row in whole]
+    assert torch.is_grad_enabled(), "the stream's own mode stays inside"
+    assert [list(column) for column in zip(*[[row[0] for row in whole], *steps], strict=True)] == whole
+    assert model.generate(prompts(), 0) == [[], [], [], []] and model.generate([], 3) == []
+
+
+# ------------------------------------------------------------------------------------------- sampling
+
+
+def test_probabilities_of_sampling() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.1, 0.3, 0.1]]))
+    even = Sampling(1.0).probabilities(logits)
+    assert torch.allclose(even, logits.exp())
+    assert torch.allclose(Sampling(0.5).probabilities(logits), logits.exp().square() / logits.exp().square().sum())
+    assert torch.allclose(Sampling(1.0, top_k=2).probabilities(logits), torch.tensor([[0.625, 0, 0.375, 0]]))
+    assert Sampling(1.0, top_k=9).probabilities(logits).count_nonzero() == 4
+    assert torch.allclose(Sampling(1.0, top_p=0.6).probabilities(logits), torch.tensor([[0.625, 0, 0.375, 0]]))
+    assert Sampling(1.0, top_p=1e-9).probabilities(logits).tolist() == [[1.0, 0, 0, 0]]
+    assert Sampling(1.0, top_k=3, top_p=0.9).probabilities(logits).tolist()[0][3] == 0, "ties go to the lower id"
+
+
+def test_sampling_follows_its_probabilities_and_its_generator() -> None:
+    logits = torch.randn(1, 6, generator=torch.Generator().manual_seed(0)).expand(4000, 6)
+    sampling = Sampling(0.7, top_k=4)
+    tokens = sampling(logits, torch.Generator().manual_seed(3))
+    assert torch.equal(tokens, sampling(logits, torch.Generator().manual_seed(3)))
+    expected = sampling.probabilities(logits[:1])[0]
+    counts = torch.bincount(tokens, minlength=6) / len(tokens)
+    deviation = (expected * (1 - expected) / len(tokens)).sqrt()
+    assert ((counts - expected).abs() <= 5 * deviation).all()
+
+
+def test_random_generation_repeats_with_its_seed() -> None:
+    model = small_model("qwen3_5").eval()
+    runs = [
+        model.generate(prompts(), 6, temperature=1.0, top_p=0.95, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 0, 1)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+BAD: dict[str, tuple[Callable[[HybridLM], Any], str]] = {
+    "empty": (lambda m: m.generate([[1], []], 2), "number 1 has none"),
+    "token": (lambda m: m.generate([[1], [61]], 2), "from 0 to 60, got 61 in prompt 1"),
+    "negative": (lambda m: m.generate([[-1]], 2), "got -1"),
+    "temperature": (lambda m: m.generate([[1]], 2, temperature=-1.0), "temperature"),
+    "top_k": (lambda m: m.generate([[1]], 2, temperature=1.0, top_k=0), "top_k"),
+    "top_p": (lambda m: m.generate([[1]], 2, temperature=1.0, top_p=1.5), "top_p"),
+    "count": (lambda m: m.generate([[1]], -2), "max_new_tokens"),
+    "chunk": (lambda m: m.generate([[1]], 2, prefill_chunk=0), "prefill_chunk"),
+    "cache": (lambda m: m.generate([[1]], 2, cache=m.new_cache(2)), "holds 2 sequences"),
+    "model": (lambda m: m.generate([[1]], 2, cache=small_model("qwen3_5").new_cache(1)), "another"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_calls_are_named(case: str) -> None:
+    call, words = BAD[case]
+    with pytest.raises(adjoint.ArgumentError, match=words):
+        call(small_model("qwen3_5"))
+
+
+# ---------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_generates_from_token_ids(tmp_path: Path) -> None:
+    model = small_model("qwen3_5").eval()
+    model.save_pretrained(tmp_path)
+    expected = model.generate([[3, 1, 4]], 5)[0]
+    done = CliRunner().invoke(
+        app, ["generate", str(tmp_path), "3 1 4", "--tokens", "--max-new-tokens", "5", "--device", "cpu"]
+    )
+    assert done.exit_code == 0 and [int(word) for word in done.output.split()] == expected
+
+
+def test_the_command_generates_text(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{number}": number for number in range(61)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = small_model("qwen3_5").eval()
+    model.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["generate", str(tmp_path), "w3 w1 w4", "--max-new-tokens", "4", "--device", "cpu"])
+    assert done.exit_code == 0
+    assert done.output.split() == [f"w{token}" for token in model.generate([[3, 1, 4]], 4)[0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    (
+        (["nowhere", "1", "--tokens"], "there is no file nowhere"),
+        (["FOLDER", "x", "--tokens"], "token ids"),
+        (["FOLDER", "99", "--tokens"], "got 99"),
+        (["FOLDER", "1", "--tokens", "--temperature", "-1"], "temperature"),
+        (["FOLDER", "text"], "tokenizer"),
+        (["FOLDER", "1", "--tokens", "--dtype", "int8"], "dtype"),
+    ),
+)
+def test_mistakes_of_the_command_are_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:
+    small_model("qwen3_5").save_pretrained(tmp_path)
+    arguments = [str(tmp_path) if argument == "FOLDER" else argument for argument in arguments]
+    done = CliRunner().invoke(app, ["generate", *arguments, "--device", "cpu"])
+    assert done.exit_code == 2 and words in done.output.replace("\n", " ")
