@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The `adjoint` command: env, plan, verify, bench, generate.
-=======
-"""The `adjoint` command: env, ops, plan, verify, bench.
->>>>>>> conv
+"""The `adjoint` command: env, ops, plan, verify, bench, generate.
 
 Commands import what they need when they run, so that help is quick. A mistake of the user is one red
 sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
