@@ -113,10 +113,14 @@ def implied(jobs: Iterable[Job], device: torch.device | str) -> dict[Promise, Pr
                 _promised(call, preference, device) for call in (subject.bind(inputs), call_of(form, subject, inputs))
             )
             for name, (operator, plan, guarantee) in plain.items():
-                own = other.get(form.output(name))
-                for promise in PROMISES if own else ():
-                    if promise == "error" or getattr(own[2], promise) == getattr(guarantee, promise):
-                        follows[Promise(*own[:2], form.output(name), promise)] = Promise(operator, plan, name, promise)
+                output = form.output(name)
+                if output not in other:
+                    continue
+                own_operator, own_plan, own = other[output]
+                for promise in PROMISES:
+                    if promise == "error" or getattr(own, promise) == getattr(guarantee, promise):
+                        followed = Promise(operator, plan, name, promise)
+                        follows[Promise(own_operator, own_plan, output, promise)] = followed
     return follows
 
 
