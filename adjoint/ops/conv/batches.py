@@ -71,10 +71,7 @@ class Sequences:
             return self.x[chunk.rows, begin : chunk.tokens.stop].to(self.kind)
         tokens = self.x[chunk.rows, : chunk.tokens.stop]
         if self.state is None:
-            padded = tokens.new_empty((len(tokens), tokens.shape[1] - begin, tokens.shape[2]), dtype=self.kind)
-            padded[:, :-begin] = 0
-            padded[:, -begin:] = tokens
-            return padded
+            return F.pad(tokens.to(self.kind), (0, 0, -begin, 0))
         state = self.state[chunk.rows].mT[:, chunk.tokens.start :]
         return torch.cat((state, tokens), 1).to(self.kind)
 
@@ -145,8 +142,9 @@ def backward(
         if not need & (NEED_X | NEED_STATE):
             continue
         if after is None or chunk.tokens.stop == shape.time:
-            after = dz.new_zeros(len(dz), before, shape.channels)
-        slopes = torch.cat((dz, after), 1)
+            slopes = F.pad(dz, (0, 0, 0, before))
+        else:
+            slopes = torch.cat((dz, after), 1)
         after = slopes[:, :before]
         gradient = add_taps(slopes, taps)
         kept = max(chunk.tokens.start, shape.time - before)  # the first token of the chunk that is in the final state
@@ -156,8 +154,7 @@ def backward(
         if need & NEED_X:
             chunk.of(dx).copy_(gradient)
         if need & NEED_STATE and before and chunk.tokens.start == 0:
-            edge = torch.cat((torch.zeros_like(after), after), 1)
-            gradient = add_taps(edge, taps)
+            gradient = add_taps(F.pad(after, (0, 0, before, 0)), taps)
             if last is not None and shape.time < before:
                 gradient[:, shape.time :] += last[chunk.rows, : before - shape.time]
             dstate[chunk.rows] = gradient.mT
