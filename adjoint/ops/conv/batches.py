@@ -73,7 +73,7 @@ class Sequences:
         if self.state is None:
             return F.pad(tokens.to(self.kind), (0, 0, -begin, 0))
         state = self.state[chunk.rows].mT[:, chunk.tokens.start :]
-        return torch.cat((state, tokens), 1).to(self.kind)
+        return torch.cat((state.to(self.kind), tokens.to(self.kind)), 1)  # autocast would join no 16-bit types
 
     def preactivation(self, rows: Tensor) -> Tensor:
         """z of a chunk, from its rows; it lies where that of the chunk before did."""
@@ -87,8 +87,7 @@ class Sequences:
         time = self.shape.time
         if time >= self.before:
             return self.x[:, time - self.before :].mT
-        before = self.x.new_zeros(len(self.x), self.shape.channels, self.before) if self.state is None else self.state
-        return torch.cat((before[..., time:], self.x.mT), -1)
+        return self.rows(Chunk(slice(0, len(self.x)), slice(0, time)))[:, time:].mT
 
 
 def forward(sequences: Sequences, parts: list[Tensor], final: Tensor) -> None:

@@ -163,7 +163,7 @@ class _Rows:
         if indices is not None and self.skipped is not None:
             self.places = torch.where(self.skipped, 0, indices).long()
             state = state[self.places] if len(state) else state.new_zeros(len(x), *state.shape[1:])
-        self.tokens = self.clear(torch.cat((state.mT, x), 1).to(kind))
+        self.tokens = self.clear(torch.cat((state.mT.to(kind), x.to(kind)), 1))
 
     def clear(self, values: Tensor) -> Tensor:
         """Zeroes what belongs to skipped rows."""
