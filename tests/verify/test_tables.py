@@ -45,6 +45,7 @@ def test_a_line_counts_its_failures() -> None:
     [
         ("y: 0.255 ulp (limit 0.51)", 0.5),
         ("dy: 2e-3 relative (limit 1e-3)", 2.0),
+        ("y_0: 0.5 of the bound (limit 1)", 0.5),
         ("y: nan of the bound (limit 1)", float("inf")),
         ("y: inf ulp (limit 0.51)", float("inf")),
         ("12 bit comparisons", None),

@@ -118,22 +118,8 @@ def row_results(z: Tensor, tokens: Tokens, loss: Loss, overwrite: bool = False) 
 
 
 def unit_slopes(results: RowResults, slope: Tensor | None, tokens: Tokens, loss: Loss) -> Tensor:
-    """dx of rows for an upstream gradient of 1; the logarithms may be overwritten."""
-    if loss.z_loss:
-        return row_slopes(results.logarithms.exp_(), slope, tokens, results.sizes, None, None, loss)
-    # What torch's log_softmax has for a backward: of −(1 − ε)·1_y − ε/V, whose sum is −1, it makes that plus p.
-    classes = results.logarithms.shape[1]
-    of_logarithms = torch.full_like(results.logarithms, -loss.label_smoothing / classes)
-    of_logarithms.scatter_(1, tokens.target[:, None], loss.label_smoothing - 1 - loss.label_smoothing / classes)
-    arguments = of_logarithms, results.logarithms, 1, of_logarithms.dtype
-    slopes: Tensor
-    if of_logarithms.is_cpu:  # over what it is made of, as above
-        slopes = torch.ops.aten._log_softmax_backward_data.out(*arguments, out=of_logarithms)
-    else:
-        slopes = torch.ops.aten._log_softmax_backward_data(*arguments)
-    if slope is not None:
-        slopes.mul_(slope)
-    return slopes if tokens.counted is None else slopes.masked_fill_(~tokens.counted[:, None], 0.0)
+    """dx of rows for an upstream gradient of 1, written over the logarithms."""
+    return row_slopes(results.logarithms.exp_(), slope, tokens, results.sizes, None, None, loss)
 
 
 def row_slopes(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
 from adjoint.ops.loss import reference
-from adjoint.ops.loss.linear_cross_entropy import plans
+from adjoint.ops.loss.linear_cross_entropy import eager, plans
 from tests.conftest import device_under_test
 
 KERNELS = pytest.mark.kernels
@@ -147,11 +147,47 @@ def test_backward_may_run_twice(plan: str) -> None:
 def test_an_upstream_gradient_of_one_is_not_multiplied_by_on_the_cpu() -> None:
     layer = {name: x.detach().cpu().requires_grad_(x.requires_grad) for name, x in _layer().items()}
     loss = adjoint.linear_cross_entropy(**layer)
-    kept = loss.grad_fn.saved_tensors[1]  # type: ignore[union-attr]
-    _, dweight, _ = _gradients(loss, layer)
-    assert dweight.data_ptr() == kept.data_ptr()
+    kept = loss.grad_fn.saved_tensors[1].data_ptr()  # type: ignore[union-attr]
     _, scaled, _ = _gradients(loss, layer, 2.0)
-    assert scaled.data_ptr() != kept.data_ptr() and torch.equal(scaled, 2 * dweight)
+    (dweight,) = torch.autograd.grad(loss, layer["weight"])  # the last backward: nobody needs what was kept
+    assert dweight.data_ptr() == kept
+    assert scaled.data_ptr() != kept and torch.equal(scaled, 2 * dweight)
+
+
+@every_plan
+def test_gradients_belong_to_the_caller(plan: str) -> None:
+    """What he does with them changes nothing for another backward of a graph that is kept."""
+    layer = _layer()
+    loss = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
+    leaves = [x for x in layer.values() if x.requires_grad]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    copies = [x.clone() for x in first]
+    for x in first:
+        x.zero_()
+    for once, again in zip(copies, torch.autograd.grad(loss, leaves), strict=True):
+        assert torch.equal(once, again)
+
+
+def test_torchs_few_calls_give_the_loss_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain loss of few logits on the CPU takes a way of its own: with labels to ignore, whatever their logits, and
+    none at all, and wrong ones."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 5), (9, 5)))
+    hidden[4] = 1e308  # logits that are infinite, and their logarithms NaN
+    for labels in ([0, 8, 3, -100, -100, 7], [-100] * 6):
+        for reduction in ("mean", "sum"):
+            results = []
+            for is_plain in (True, False):
+                monkeypatch.setattr(eager, "_is_plain", lambda *_, value=is_plain: value)
+                leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+                loss = adjoint.linear_cross_entropy(*leaves, torch.tensor(labels), reduction=reduction)  # type: ignore[call-overload]
+                results.append((loss, *torch.autograd.grad(loss, leaves)))
+            for plain, blocks in zip(*results, strict=True):
+                assert torch.isfinite(plain).all() and (plain - blocks).abs().max() <= 1e-14
+                assert any(label >= 0 for label in labels) or not plain.any()
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="got 9 at position 1"):
+        adjoint.linear_cross_entropy(hidden, weight, torch.tensor([0, 9, 1, 2, 3, 4]))
 
 
 @every_plan

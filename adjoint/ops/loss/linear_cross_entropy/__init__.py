@@ -168,12 +168,13 @@ def _allocate_scaled(
 def _unscaled(dloss: Tensor, dlog_probabilities: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
     """What was kept, where it is the gradient itself: an upstream gradient of 1, of a type that is not rounded.
 
-    On the CPU alone, where asking costs nothing. Autograd copies what another backward may yet need.
+    On the CPU alone, where asking costs nothing. A graph that is kept for another backward keeps its sums: what the
+    caller does with his gradients must not change them.
     """
     sums, (dtype, _) = arguments[:3], arguments[-2:]
     if not dloss.is_cpu or dtype not in ("float32", "float64") or dloss.item() != 1:
         return None
-    return sums
+    return None if torch._C._autograd._get_current_graph_task_keep_graph() else sums
 
 
 def _allocate_again(

@@ -8,6 +8,8 @@ from torch import Tensor
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
+    BLOCK_ELEMENTS,
+    Tokens,
     cap,
     part,
     row_blocks,
@@ -49,8 +51,10 @@ def _add_products(
     """A block's dx·weight·g, and dxᵀ·rows·g and Σ dx·g on top of the blocks before; those that have elements."""
     of_hidden, of_weight, of_bias = sums
     if of_hidden.numel():
-        product = torch.mm(slopes, weight)
-        of_hidden.copy_(product if g is None else product.mul_(g))
+        if g is None:
+            _multiply(slopes, weight, of_hidden)
+        else:
+            of_hidden.copy_(torch.mm(slopes, weight).mul_(g))
     if of_weight.numel():
         _multiply(slopes.T, rows if g is None else rows * g, of_weight, add=not is_first)
     if of_bias.numel():
@@ -66,9 +70,46 @@ def forward(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...
         _forward(arguments, outputs)
 
 
+def _is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
+    """Whether the loss is torch's own, one number of few logits on the CPU, and takes torch's few calls."""
+    is_small = labels.is_cpu and 0 < labels.numel() * classes <= BLOCK_ELEMENTS
+    return is_small and loss.is_total and not (loss.shift or loss.label_smoothing or loss.z_loss or loss.softcap)
+
+
+def _forward_plain(arguments: tuple[Any, ...], loss: Loss, outputs: tuple[Tensor, ...]) -> bool:
+    """The same in torch's own calls; False, with nothing written, where a label is out of range."""
+    hidden, weight, labels, bias, *_ = arguments
+    out, _, _, _, count, hidden_sums, weight_sums, bias_sums = outputs
+    rows, target = hidden.reshape(-1, weight.shape[1]).to(count.dtype), labels.reshape(-1).long()
+    wide, wide_bias = weight.to(count.dtype), None if bias is None else bias.to(count.dtype)
+    logits = _logits(rows, wide, wide_bias)
+    logarithms = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)  # as in `row_results`
+    reduction = 1 if loss.reduction == "mean" else 2
+    try:
+        value, number = torch.ops.aten.nll_loss_forward(logarithms, target, None, reduction, loss.ignore_index)
+    except IndexError:
+        return False
+    counted = int(number.item())
+    out.copy_(value) if counted else out.zero_()
+    count.fill_(max(1, counted))
+    if not (hidden_sums.numel() or weight_sums.numel() or bias_sums.numel()):
+        return True
+    tokens = Tokens(target, None)
+    if counted < len(target):
+        used = target != loss.ignore_index
+        tokens = Tokens(torch.where(used, target, 0), used)
+    slopes = row_slopes(logarithms.exp_(), None, tokens, logarithms[:, 0], None, None, loss)
+    g = 1 / max(1, counted) if loss.reduction == "mean" and hidden.dtype != torch.float16 else None
+    by_row = hidden_sums.view(rows.shape) if hidden_sums.numel() else hidden_sums
+    _add_products(slopes, rows, wide, g, True, (by_row, weight_sums, bias_sums))
+    return True
+
+
 def _forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     hidden, weight, labels, bias, *numbers, _frozen, _keep = arguments
     loss = Loss(*numbers)
+    if _is_plain(labels, len(weight), loss) and _forward_plain(arguments, loss, outputs):
+        return
     out, log_probabilities, targets, sizes, count, hidden_sums, weight_sums, bias_sums = outputs
     (classes, columns), kind = weight.shape, count.dtype
     tokens = tokens_of(labels, classes, loss, LABEL_OUT_OF_RANGE["linear_cross_entropy"])
