@@ -195,9 +195,11 @@ def _joined(upstream: list[Tensor | None], shape: Shape, x: Tensor) -> Tensor | 
     """The gradients of the parts of y side by side, 0 where there is none."""
     if len(upstream) == 1:
         return upstream[0]
-    sizes = ((*x.shape[:2], part) for part in shape.parts)
-    parts = [x.new_zeros(size) if dy is None else dy for dy, size in zip(upstream, sizes, strict=True)]
-    return torch.cat(parts, -1)
+    joined = x.new_zeros(x.shape)  # and not torch.cat, which autocast would have in its own dtype
+    for dy, part in zip(upstream, joined.split(shape.parts, -1), strict=True):
+        if dy is not None:
+            part.copy_(dy)
+    return joined
 
 
 def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
