@@ -68,6 +68,10 @@ def _for_any_strides(problem: Problem) -> dict[str, Guarantee]:
     return {name: replace(promise, batch_invariant="item") for name, promise in _guarantee(problem).items()}
 
 
+def _that_states(**changes: Any) -> Callable[[Problem], dict[str, Guarantee]]:
+    return lambda problem: {name: replace(promise, **changes) for name, promise in _guarantee(problem).items()}
+
+
 Compute = Callable[[Plan, tuple[Any, ...]], tuple[Tensor, ...]]
 
 
@@ -145,6 +149,12 @@ def _batch_in_bits(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]
     return (_next(out.to(arguments[1].dtype)) if len(rows) > 1 else out), rows
 
 
+def _third_in_float32(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Divided and multiplied by 3 in float32, whatever the guarantee says."""
+    out, rows = _forward(plan, arguments)
+    return (out.float() / 3 * 3 if arguments[1].dtype == torch.float32 else out), rows
+
+
 def _transposed(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Other strides than the op's shape function states."""
     out, rows = _forward(plan, arguments)
@@ -190,6 +200,8 @@ lookup_op = Op(
         _candidate("eager.before", _forward, beside=-1),
         _candidate("eager.after", _forward, beside=1),
         _candidate("eager.scratch", _forward, reads_scratch=True),
+        _candidate("eager.copies", _forward, guarantee=_that_states(roundings=0)),
+        _candidate("eager.narrow", _third_in_float32, guarantee=_that_states(accumulator="float64")),
         _candidate("eager.strides", _transposed),
     ),
     adjoint=Adjoint(

@@ -161,6 +161,12 @@ PLANTED: dict[str, tuple[Check, Subject, Preference, torch.dtype, str]] = {
     "a result is rounded twice": (
         numerics.arithmetic, planted(lambda out, _: out / 3 * 3), EAGER, torch.bfloat16, "out is not rounded 1 times"
     ),
+    "a result of 16 bits is no copy": (
+        numerics.arithmetic, LOOKUP, _plan("eager.copies+eager"), torch.bfloat16, "out is not rounded 0 times"
+    ),
+    "an accumulator is not as wide as stated": (
+        numerics.arithmetic, LOOKUP, _plan("eager.narrow+eager"), torch.float32, "out is not rounded 1 times"
+    ),
     "a special value is another": (numerics.specials, _silu_of(1.0, 1.0), EAGER, torch.float32, "stated 1.0"),
     "a zero has another sign": (numerics.specials, _silu_of(-0.0, 0.0), EAGER, torch.float32, "stated 0.0"),
     "NaN is a number": (numerics.specials, _silu_of(1.0, float("nan")), EAGER, torch.float32, "stated nan"),
@@ -184,6 +190,10 @@ PLANTED: dict[str, tuple[Check, Subject, Preference, torch.dtype, str]] = {
     ),
     "every call differs": (bits.repeats, planted(_counted), EAGER, torch.float32, "result 0 differs"),
     "the batch is in the bits": (bits.invariance, LOOKUP, _plan("eager.batch+eager"), torch.float32, "first alone"),
+    "one number of all items has the batch in it": (
+        bits.invariance, replace(planted(lambda out, _: out.sum()), rebatched=lambda inputs, upstream: ()), EAGER,
+        torch.float32, "is no item's",
+    ),
     "the strides are in the bits": (
         bits.invariance, planted(lambda out, inputs: out * (1 + inputs[1].storage_offset())), EAGER, torch.float32,
         "shifted by one element",
