@@ -68,6 +68,10 @@ def _for_any_strides(problem: Problem) -> dict[str, Guarantee]:
     return {name: replace(promise, batch_invariant="item") for name, promise in _guarantee(problem).items()}
 
 
+def _that_states(**changes: Any) -> Callable[[Problem], dict[str, Guarantee]]:
+    return lambda problem: {name: replace(promise, **changes) for name, promise in _guarantee(problem).items()}
+
+
 Compute = Callable[[Plan, tuple[Any, ...]], tuple[Tensor, ...]]
 
 
@@ -84,12 +88,17 @@ def _candidate(
     unwritten: int | None = None,
     schedules: Any = None,
     beside: int = 0,
+    reads_scratch: bool = False,
     guarantee: Callable[[Problem], dict[str, Guarantee]] = _guarantee,
 ) -> Candidate:
-    """A plan that writes what `compute` gives, except one output if told so, and beside the first if told that."""
+    """A plan that writes what `compute` gives, except one output if told so, and beside the first if told that; or that
+    adds to the first what it finds in its scratch memory."""
 
     def run(plan: Plan, arguments: Any, outputs: Any, workspace: Tensor | None) -> tuple[Tensor, ...]:
         results = tuple(r.to(o.dtype) for r, o in zip(compute(plan, arguments), plan.allocate(arguments), strict=True))
+        if reads_scratch and workspace is not None:
+            found = workspace[:4].view(torch.float32)
+            results = (results[0] + found, *results[1:])
         if outputs is None:
             return results
         for index, (output, result) in enumerate(zip(outputs, results, strict=True)):
@@ -140,6 +149,12 @@ def _batch_in_bits(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]
     return (_next(out.to(arguments[1].dtype)) if len(rows) > 1 else out), rows
 
 
+def _third_in_float32(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Divided and multiplied by 3 in float32, whatever the guarantee says."""
+    out, rows = _forward(plan, arguments)
+    return (out.float() / 3 * 3 if arguments[1].dtype == torch.float32 else out), rows
+
+
 def _transposed(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Other strides than the op's shape function states."""
     out, rows = _forward(plan, arguments)
@@ -184,6 +199,9 @@ lookup_op = Op(
         _candidate("eager.batch", _batch_in_bits),
         _candidate("eager.before", _forward, beside=-1),
         _candidate("eager.after", _forward, beside=1),
+        _candidate("eager.scratch", _forward, reads_scratch=True),
+        _candidate("eager.copies", _forward, guarantee=_that_states(roundings=0)),
+        _candidate("eager.narrow", _third_in_float32, guarantee=_that_states(accumulator="float64")),
         _candidate("eager.strides", _transposed),
     ),
     adjoint=Adjoint(

@@ -1,6 +1,7 @@
 """The mutation score in the docs is the one that was saved, and what is saved is counted from outcomes of this tree."""
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -22,16 +23,29 @@ def test_the_docs_show_the_saved_score() -> None:
 
 
 def test_the_score_of_every_family_is_high() -> None:
-    for family, counts in SCORE["families"].items():
+    for family, counts in SCORE.items():
         assert report.score_of(counts) >= 95, family
-    left = sum(counts[report.SURVIVED] + counts[report.UNDECIDED] for counts in SCORE["families"].values())
-    assert len(SCORE["survivors"]) == left
+        assert len(counts["survivors"]) == counts[report.SURVIVED] + counts[report.UNDECIDED]
+
+
+def test_a_family_that_nobody_has_tried_is_named() -> None:
+    fewer = {family: counts for family, counts in SCORE.items() if family not in ("norm", "moe")}
+    assert re.search(r"Not all mutants of .*norm.* and .*moe.* have been tried yet", report.render(fewer))
+
+
+def test_a_family_counted_anew_leaves_the_others_as_they_are() -> None:
+    counted = {"norm": SCORE["norm"] | {"commit": "another", report.KILLED: 1}}
+    score = report.merged(SCORE, counted)
+    assert score["norm"] == counted["norm"] and list(score) == [family for family in report.MODULES if family in score]
+    assert {family: counts for family, counts in score.items() if family != "norm"} == {
+        family: counts for family, counts in SCORE.items() if family != "norm"
+    }
 
 
 def test_another_score_is_another_page() -> None:
     page = report.PAGE.read_text(encoding="utf-8")
     other = json.loads(json.dumps(SCORE))
-    next(iter(other["families"].values()))[report.SURVIVED] += 1
+    next(iter(other.values()))[report.SURVIVED] += 1
     assert report.with_table(page, other) != page
 
 
@@ -55,7 +69,7 @@ def test_outcomes_are_counted_by_family(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "mutants.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     score = report.summarise(file, "0", "today")
-    assert score["families"]["norm"][report.KILLED] == len(listed) - 1
-    assert score["survivors"] == [f"{second.mutant.module}, {second.mutant.function}: {second.mutant.change}"]
+    assert score["norm"][report.KILLED] == len(listed) - 1 and score["norm"]["commit"] == "0"
+    assert score["norm"]["survivors"] == [f"{second.mutant.module}, {second.mutant.function}: {second.mutant.change}"]
     shown = report.render(score)
     assert f"| norm | {len(listed)} | {len(listed) - 1} | 0 | 1 |" in shown and second.mutant.change in shown

@@ -45,6 +45,7 @@ class Form:
         results: the outputs and gradients of the plain form, from what this one gave; raises where they are not there.
         is_differentiable: whether there is a backward.
         names: the names of its operators' outputs where they are not those of the plain form, by the latter.
+        takes: whether it can be called with inputs; rows that share a state cannot be written in place, for example.
         exact: where it adds to numbers that are there, `(upstream, inputs, keywords) -> (exact, arguments), ...` in
             float64, one for each result: instead of the plain form's bits, results are within their error statements,
             which take these arguments.
@@ -56,6 +57,7 @@ class Form:
     results: Callable[[Outcome], tuple[Tensor | None, ...]] = _as_given
     is_differentiable: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
+    takes: Callable[[Inputs], bool] = lambda inputs: True
     exact: Callable[[tuple[Tensor, ...], Inputs, Mapping[str, Any]], tuple[tuple[Tensor, Inputs], ...]] | None = None
 
     def output(self, name: str) -> str:

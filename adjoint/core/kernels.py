@@ -342,7 +342,7 @@ class Variant:
         function = _kernels[self.kernel].function
         constants = dict(self.constants)
         if interpreting():
-            return lambda grid, *arguments: function[grid](*arguments, **constants)
+            return self._interpreted(function, constants)
 
         from triton.runtime import driver
 
@@ -350,6 +350,26 @@ class Variant:
             compiled = self.compile(driver.active.get_current_target())
             compiled._init_handles()  # load the module now: launching must not
         return _starter(compiled, device.index, tuple(constants.values()))
+
+    def _interpreted(self, function: Any, constants: dict[str, Any]) -> Callable[..., None]:
+        """A launcher in Triton's interpreter, which knows no alignment: what a launch states of it is looked at."""
+        types = _kernels[self.kernel].types
+        stated = [
+            (place, name)
+            for place, (name, _) in enumerate(self.types)
+            if name in self.aligned and types[name].multiple == "aligned"
+        ]
+
+        def launch(grid: tuple[int, ...], *arguments: Any) -> None:
+            for place, name in stated:
+                values = arguments[place] if isinstance(arguments[place], tuple) else (arguments[place],)
+                for value in values:
+                    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+                    if number % 16:
+                        raise AssertionError(f"{self.kernel}: {name} is stated to be a multiple of 16, and is {number}")
+            function[grid](*arguments, **constants)
+
+        return launch
 
     def compile(self, target: Any) -> Any:
         """Triton's compiled kernel for a `GPUTarget`; no GPU is needed."""

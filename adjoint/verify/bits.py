@@ -104,6 +104,10 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
 
     for name, whole in comparison.evaluations(is_promised):
         forward, backward = ([bool(p.batch_invariant) for p in side.values()] for side in whole.guarantees)
+        has_items = any(x.dim() for x in whole.inputs if x is not None)
+        for place, (result, kept) in enumerate(zip(whole.results, (*forward, *backward), strict=True)):
+            if kept and has_items and not result.dim():
+                comparison.hold(False, f"{name}: result {place}, one number of all items, is no item's")
 
         def promised(found: Evaluation, forward: list[bool] = forward, backward: list[bool] = backward) -> Answers:
             return _kept(found.outputs, forward), _kept(found.gradients, backward)

@@ -70,7 +70,8 @@ def made(device: torch.device | str, ops: Sequence[str] | None = None) -> set[Pr
     for subject in subjects(ops):
         for dtype, case in product(subject.dtypes, _cases(subject, device)):
             inputs = case.make(dtype, torch.device("cpu"), generator())
-            calls = [subject.bind(inputs), *(call_of(form, subject, inputs) for form in subject.forms)]
+            forms = (form for form in subject.forms if form.takes(inputs))
+            calls = [subject.bind(inputs), *(call_of(form, subject, inputs) for form in forms)]
             for operator, problem in (each for call in calls for each in call.problems(device)):
                 for plan in operator.candidates():
                     if plan.backend in backends and plan.refuse(problem) in accepted:
@@ -109,6 +110,8 @@ def implied(jobs: Iterable[Job], device: torch.device | str) -> dict[Promise, Pr
         subject, dtype, _, preference = job.body.args  # type: ignore[attr-defined]
         for case, form in product(_cases(subject, device), subject.forms):
             inputs = case.make(dtype, torch.device("cpu"), generator())
+            if not form.takes(inputs):
+                continue
             plain, other = (
                 _promised(call, preference, device) for call in (subject.bind(inputs), call_of(form, subject, inputs))
             )

@@ -33,8 +33,9 @@ def forms(subject: Subject, dtype: torch.dtype, device: torch.device, preference
         comparison = BitComparison(subject, dtype, device, preference, "forms", f"{form.name}: {promise}")
         for case in cases_of(subject, dtype):
             found = evaluate(subject, case, dtype, device, preference)
-            comparison.plan = found.plan_names
-            _compare(comparison, form, case, found)
+            if form.takes(found.inputs):
+                comparison.plan = found.plan_names
+                _compare(comparison, form, case, found)
         rows.append(comparison.row())
     return rows
 

@@ -25,10 +25,6 @@ FEWER_SIZES = (1, 2, 5, 16, 33)
 """In the interpreter, where a size costs seconds."""
 
 
-def _first(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Evaluation:
-    return evaluate(subject, subject.cases[0], dtype, device, preference)
-
-
 def first_of_each_plan(
     subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference
 ) -> list[Case]:
@@ -107,7 +103,14 @@ def compilation(
 
 def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """inference_mode, no_grad, checkpointing, offload hooks and threads change nothing; autocast what is stated."""
-    base = _first(subject, dtype, device, preference)
+    return [
+        _in_modes(evaluate(subject, case, dtype, device, preference), dtype, device)
+        for case in first_of_each_plan(subject, dtype, device, preference)
+    ]
+
+
+def _in_modes(base: Evaluation, dtype: torch.dtype, device: torch.device) -> Row:
+    subject, preference = base.subject, base.preference
     wrong = []
 
     def compare(what: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -129,7 +132,7 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
     compare("checkpoint", _results(subject, recomputed, base.inputs, base.upstream), base.results)
 
     if kernels.interpreting():  # Triton's interpreter is not made for threads
-        return [base.row("modes", dtype, "changes nothing", wrong=wrong)]
+        return base.row("modes", dtype, "changes nothing", wrong=wrong)
     found: list[Evaluation] = []
     workers = [threading.Thread(target=lambda: found.append(base.again())) for _ in range(4)]
     for worker in workers:
@@ -140,7 +143,7 @@ def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference
         wrong.append("a thread raised")
     for evaluation in found:
         compare("another thread", evaluation.results, base.results)
-    return [base.row("modes and threads", dtype, "changes nothing", wrong=wrong)]
+    return base.row("modes and threads", dtype, "changes nothing", wrong=wrong)
 
 
 def _autocast(
@@ -163,7 +166,7 @@ def _autocast(
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """After one call, other sizes, fifty of them, compile no kernel."""
     forget()  # else what was compiled for another check would serve
-    base = _first(subject, dtype, device, preference)
+    base = evaluate(subject, subject.cases[0], dtype, device, preference)
     before = kernels.compilations()
     sizes = FEWER_SIZES if kernels.interpreting() else SIZES
     for size in sizes:

@@ -142,7 +142,7 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
         checks = dict(_OF_A_BACKEND)
         if thorough or dtype == default:  # each schedule is another compilation
             checks["schedules"] = bits.schedules
-        checks |= _of_16_bits(dtype) | _of_forms(subject)
+        checks |= _of_arithmetic(dtype) | _of_forms(subject)
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
             checks["exhaustive"] = partial(numerics.accuracy, cases=exhaustive, check="exhaustive")
@@ -165,7 +165,7 @@ def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
         job_of(taken, name, dtype, device, preference, check)
         for dtype in subject.dtypes
         if (taken := _taken(subject, dtype, device, preference)).cases
-        for name, check in (_OF_A_PLAN | _of_16_bits(dtype) | _of_forms(subject)).items()
+        for name, check in (_OF_A_PLAN | _of_arithmetic(dtype) | _of_forms(subject)).items()
     ]
 
 
@@ -182,9 +182,9 @@ def _taken(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
     return replace(subject, cases=tuple(filter(takes, subject.cases)))
 
 
-def _of_16_bits(dtype: torch.dtype) -> dict[str, Check]:
-    """What is compared with the arithmetic of float32."""
-    return {"arithmetic": numerics.arithmetic} if dtype.itemsize == 2 else {}
+def _of_arithmetic(dtype: torch.dtype) -> dict[str, Check]:
+    """What is compared with the arithmetic of a wider type."""
+    return {"arithmetic": numerics.arithmetic} if dtype.itemsize in numerics.WIDER else {}
 
 
 def _of_forms(subject: Subject) -> dict[str, Check]:

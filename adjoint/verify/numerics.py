@@ -10,10 +10,10 @@ from torch import Tensor
 
 from adjoint.contract.cases import Answers, Case, Special, Subject
 from adjoint.contract.inputs import Inputs, each
-from adjoint.core.guarantee import Measurement, absolute_error, spacing
+from adjoint.core.guarantee import Guarantee, Measurement, absolute_error, spacing
 from adjoint.core.preference import Preference
 from adjoint.verify import figures
-from adjoint.verify.run import Comparison, Row, as_tuple, compare, evaluate, generator
+from adjoint.verify.run import Comparison, Row, as_tuple, compare, evaluate, generator, plan_of
 
 SPECIAL_COPIES = 19
 """More than one vector of every type, and a ragged end."""
@@ -116,42 +116,61 @@ def _same(value: float, expected: float) -> bool:
     return value == expected and math.copysign(1, value) == math.copysign(1, expected)
 
 
-SLACK = 2.0**-13
-"""Of the largest result: what sums in float32 may lose, and far less than one more rounding to 16 bits."""
+WIDER = {2: torch.float32, 4: torch.float64}
+"""What results are compared with, by the bytes of a dtype."""
+
+SLACK = {2: 2.0**-13, 4: 2.0**-40}
+"""Of the largest result: what sums in the wider type may lose, and far less than another rounding to the narrow one."""
 
 
 def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Of 16-bit inputs, results that are stated to be rounded once, or only copied, are those of float32 on the same
-    numbers, rounded once if they have 16 bits: neither the accumulator nor anything between does."""
-    if dtype.itemsize != 2:
+    numbers, rounded once if they are stated to be: neither the accumulator nor anything between has 16 bits. Of float32
+    inputs likewise, where the accumulator is stated to be float64."""
+    wider, narrowest = WIDER.get(dtype.itemsize), "float32" if dtype.itemsize == 2 else "float64"
+    if wider is None:
         return []
+
+    def is_stated(promise: Guarantee) -> bool:
+        return promise.roundings <= 1 and promise.accumulator in ("none", "float64", narrowest)
+
     rows = []
     for case in subject.cases:
+        if dtype.itemsize == 4 and not _promises_float64(subject, case, device, preference):
+            continue
         found = evaluate(subject, case, dtype, device, preference)
         forward, backward = found.guarantees
         stated = zip((forward | backward).items(), found.results, strict=True)
-        is_compared = [
-            promise.roundings <= 1 and result.dtype in (dtype, torch.float32) for (_, promise), result in stated
-        ]
+        is_compared = [is_stated(promise) and result.dtype in (dtype, wider) for (_, promise), result in stated]
         if not any(is_compared):
             continue
-        wide = found.again(*(each(_widened, tensors) for tensors in (found.inputs, found.upstream)))
+        wide = found.again(*(each(_widened(dtype), tensors) for tensors in (found.inputs, found.upstream)))
         every = zip((forward | backward).items(), found.results, wide.results, strict=True)
         wrong, compared = [], []
         for (name, promise), narrow, exact in compress(every, is_compared):
             compared.append(name)
             limit = torch.zeros_like(exact, dtype=torch.float64)
             if promise.accumulator != "none" and exact.numel():
-                limit += SLACK * torch.where(exact.isfinite(), exact.double().abs(), 0.0).max()
-                limit += 0.5 * spacing(exact, narrow.dtype)
+                limit += SLACK[dtype.itemsize] * torch.where(exact.isfinite(), exact.double().abs(), 0.0).max()
+                if promise.roundings or narrow.dtype == wider:
+                    limit += 0.5 * spacing(exact, narrow.dtype)
             if not bool((absolute_error(narrow, exact) <= limit).all()):
                 wrong.append(f"case {case.name!r}: {name} is not rounded {promise.roundings} times")
         rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
     return rows
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 2 else tensor
+def _promises_float64(subject: Subject, case: Case, device: torch.device, preference: Preference) -> bool:
+    """Whether a plan states that it adds what float32 inputs give in float64."""
+    chosen = plan_of(subject, case.make(torch.float32, device, generator()), preference)
+    sides = (chosen, chosen.adjoint)
+    return any(p.accumulator == "float64" for side in sides if side is not None for p in side.guarantee.values())
+
+
+def _widened(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What gives floating tensors up to a dtype's size the wider one."""
+    most, wider = dtype.itemsize, WIDER[dtype.itemsize]
+    return lambda tensor: tensor.to(wider) if tensor.is_floating_point() and tensor.itemsize <= most else tensor
 
 
 def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:

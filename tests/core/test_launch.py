@@ -14,6 +14,7 @@ from adjoint.core.kernels import (
     Pointer,
     Pointer16,
     PointerIf16,
+    interpreting,
     kernel,
     registered,
 )
@@ -142,7 +143,7 @@ def test_a_launch_is_by_name(device: torch.device) -> None:
     bound = setup.either(scaled_copy, **SETTINGS)
     x, y = torch.arange(200.0, device=device), torch.full((200,), torch.nan, device=device)
     arguments = {"x": x, "y": y, "ids": torch.zeros(1, dtype=torch.int32, device=device), "factor": 2.0, "count": 200}
-    bound[True].launch((2,), **arguments, stride=1)
+    bound[False].launch((2,), **arguments, stride=1)
     assert torch.equal(y, 2 * x)
     with pytest.raises(TypeError, match=r"scaled_copy\.launch.*stride"):
         bound[True].launch((2,), **arguments)
@@ -168,3 +169,20 @@ def test_alignment_is_of_every_tensor() -> None:
     base = -x.data_ptr() % 16
     assert is_aligned(x[base:], None, x[base + 16 :])
     assert not is_aligned(x[base:], x[base + 8 :])
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not interpreting(), reason="a GPU takes a launch at its word")
+def test_the_interpreter_takes_no_launch_at_its_word() -> None:
+    """A kernel that is compiled for multiples of 16 is wrong, or traps, where they are none."""
+    x, y = torch.arange(800.0), torch.zeros(48)
+    bound = a_setup(target="cpu").either(scaled_copy, **SETTINGS)
+    rest = {"y": y, "ids": torch.zeros(1, dtype=torch.int32), "factor": 2.0, "count": 48}
+    bound[True].launch((1,), x=x, stride=16, **rest)
+    assert torch.equal(y, 2 * x[: 48 * 16 : 16])
+    with pytest.raises(AssertionError, match="scaled_copy: x is stated to be a multiple of 16"):
+        bound[True].launch((1,), x=x[1:], stride=16, **rest)
+    with pytest.raises(AssertionError, match="stride is stated to be a multiple of 16, and is 3"):
+        bound[True].launch((1,), x=x, stride=3, **rest)
+    bound[False].launch((1,), x=x[1:], stride=3, **rest)
+    assert torch.equal(y, 2 * x[1 : 1 + 48 * 3 : 3])

@@ -5,6 +5,7 @@ of a product in another order."""
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,37 @@ pytestmark = [
 ]
 
 
-def in_the_model(name: str, file: Path) -> dict[str, Tensor]:
-    """The results of an example in the model, which another process runs."""
-    command = [sys.executable, "-m", "tests.gluon.save_results", name, str(file)]
-    surroundings = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=surroundings, cwd=Path(__file__).parents[2])
-    results: dict[str, Tensor] = torch.load(file)
-    return results
+class _Modelled:
+    """The results of examples in the model: a process each, all of which run beside each other and beside the GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        surroundings = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._files = {name: folder / f"{number}.pt" for number, name in enumerate(EXAMPLES)}
+        self._processes = {
+            name: subprocess.Popen(
+                [sys.executable, "-m", "tests.gluon.save_results", name, str(file)],
+                env=surroundings,
+                cwd=Path(__file__).parents[2],
+            )
+            for name, file in self._files.items()
+        }
+
+    def results(self, name: str) -> dict[str, Tensor]:
+        assert self._processes[name].wait() == 0, f"the model did not run {name!r}"
+        results: dict[str, Tensor] = torch.load(self._files[name])
+        return results
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Modelled]:
+    started = _Modelled(tmp_path_factory.mktemp("modelled"))
+    yield started
+    started.end()
 
 
 def on_the_gpu(example: Example, device: torch.device) -> dict[str, Tensor]:
@@ -44,19 +69,19 @@ def on_the_gpu(example: Example, device: torch.device) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_model_agrees_with_the_gpu(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_the_model_agrees_with_the_gpu(name: str, device: torch.device, modelled: _Modelled) -> None:
     if kernels.architecture(device) != hopper.TARGET:
         pytest.skip(f"the kernels are for {hopper.TARGET}")
     example = EXAMPLES[name]()
-    modelled, measured = in_the_model(name, tmp_path / "results.pt"), on_the_gpu(example, device)
-    assert modelled.keys() == measured.keys()
-    for where, results in (("model", modelled), ("GPU", measured)):
+    measured, expected = on_the_gpu(example, device), modelled.results(name)
+    assert expected.keys() == measured.keys()
+    for where, results in (("model", expected), ("GPU", measured)):
         for output, statement, error in hopper.errors(example, results):
             assert error.holds, (where, output, statement, error)
     stated = hopper.promises(example)
     for output, result in measured.items():
         recorded = stated[output].recorded
         assert recorded is not None
-        apart = recorded.measure(result, modelled[output].double())
+        apart = recorded.measure(result, expected[output].double())
         print(f"{name}: {output} {apart.value:.2e} of {apart.limit:.2e} apart")
         assert apart.holds, (output, apart)

@@ -52,9 +52,14 @@ def _leaf(tensor: Tensor, layout: str = "") -> Tensor:
     return LAYOUTS[layout](tensor).detach().requires_grad_()
 
 
-def _gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor], layout: str, used: int) -> tuple[Tensor, ...]:
+def _gradients(
+    outputs: tuple[Tensor, ...], inputs: list[Tensor], layout: str, used: int, vanish: bool = False
+) -> tuple[Tensor, ...]:
+    """Of the first outputs; with upstream gradients of −0 if they are to vanish."""
     kept = [output for output in outputs if output.requires_grad][:used]
     upstream = [LAYOUTS[layout](_normal(7 + n, *o.shape, dtype=o.dtype)) for n, o in enumerate(kept)]
+    if vanish:
+        upstream = [torch.full_like(u, -0.0) for u in upstream]
     found = torch.autograd.grad(kept, inputs, upstream, allow_unused=True)
     return (*(o.detach() for o in outputs), *(g for g in found if g is not None))
 
@@ -70,11 +75,14 @@ def _outcome(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | str
 def _conv(
     batch: int, time: int, channels: int, width: int, dtype: torch.dtype, *, bias: bool = True, state: bool = True,
     bounds: tuple[int, ...] | None = None, layout: str = "", parameters: torch.dtype | None = None, used: int = 9,
-    alone: int | None = None, special: bool = False, **options: Any,
+    alone: int | None = None, special: bool = False, nan: int | None = None, vanish: bool = False, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Both directions, of x with a channel of NaN if one is named."""
     number = batch if bounds is None else len(bounds) - 1
     kind = parameters or dtype
     values = _normal(0, batch, time, channels, dtype=dtype) * (40.0 if special else 1.0)
+    if nan is not None:
+        values[..., nan] = torch.nan
     inputs = [_leaf(values, layout), _leaf(_normal(1, channels, width, dtype=kind))]
     inputs += [_leaf(_normal(2, channels, dtype=kind))] if bias else []
     named = {"initial_state": _leaf(_normal(3, number, channels, width - 1, dtype=dtype))} if state else {}
@@ -82,7 +90,7 @@ def _conv(
     outputs = adjoint.causal_conv1d(*inputs, **named, cu_seqlens=cut, **options, preference=TRITON)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves = [*inputs, *named.values()]
-    return _gradients(outputs, leaves if alone is None else [leaves[alone]], layout, used)
+    return _gradients(outputs, leaves if alone is None else [leaves[alone]], layout, used, vanish)
 
 
 def _step(
@@ -100,6 +108,27 @@ def _step(
             return adjoint.causal_conv1d_step(*arguments, state_indices=chosen, in_place=True, preference=TRITON)
     outputs = adjoint.causal_conv1d_step(*inputs, state_indices=chosen, preference=TRITON)
     return _gradients(outputs, inputs, layout, 2)
+
+
+def _states_of_a_refused_step(indices: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The pool after a step in place that an index out of range ends: its row has changed none."""
+    x, weight = LAYOUTS[""](_normal(0, 3, 1, 4, dtype=FLOAT64)), LAYOUTS[""](_normal(1, 4, 3, dtype=FLOAT64))
+    pool, chosen = LAYOUTS[""](_normal(3, 4, 4, 2, dtype=FLOAT64)), LAYOUTS[""](torch.tensor(indices))
+    try:
+        adjoint.causal_conv1d_step(x, pool, weight, state_indices=chosen, in_place=True, preference=TRITON)
+    except adjoint.ArgumentError:
+        return (pool.clone(),)
+    raise AssertionError("nothing was refused")
+
+
+def _step_backward(indices: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The gradients of a step, of which nothing reports indices: those out of range are of rows that are skipped."""
+    dy, x = (LAYOUTS[""](_normal(n, 3, 2, 5, dtype=FLOAT64)) for n in (7, 0))
+    dstate, pool = LAYOUTS[""](_normal(8, 3, 5, 2, dtype=FLOAT64)), LAYOUTS[""](_normal(3, 4, 5, 2, dtype=FLOAT64))
+    weight, bias = LAYOUTS[""](_normal(1, 5, 3, dtype=FLOAT64)), LAYOUTS[""](_normal(2, 5, dtype=FLOAT64))
+    backward = torch.ops.adjoint.causal_conv1d_step_backward
+    chosen = LAYOUTS[""](torch.tensor(indices))
+    return tuple(backward(dy, dstate, x, weight, bias, pool, chosen, True, False, 15, TRITON.text))
 
 
 PACKED = (0, 0, 1, 3, 14, 14, 29, 30)
@@ -121,6 +150,19 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(0, 5, 4, 30))
         yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(0, 5, 31), output_final_state=True)
         yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(-1, 5, 30))
+        yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(0, 31, 30))
+        yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(2, 5, 30))
+        yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(0, 5, 29))
+        yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(0,), output_final_state=True)
+        yield partial(_conv, 1, 30, 5, 4, FLOAT32, bounds=(0,))  # at the other edge
+        yield partial(_conv, 1, 12, 5, 4, FLOAT32, bounds=(0, 7, 12))
+        yield partial(_conv, 1, 12, 5, 4, FLOAT32, bounds=(0, 7, 12))  # at the other edge
+        yield partial(_conv, 3, 1, 4, 3, FLOAT64, output_final_state=True)
+        yield partial(_conv, 1, 24, 5, 7, FLOAT64)
+        yield partial(_conv, 2, 21, 5, 4, FLOAT64, layout="time adjacent")
+        yield partial(_conv, 1, 43, 3, 4, FLOAT32, bounds=(0, 5, 43), layout="time adjacent")
+        yield partial(_conv, 1, 22, 32, 4, FLOAT32, split=(16, 16), used=1, nan=20)
+        yield partial(_conv, 1, 6, 5, 4, FLOAT64, bounds=(0, 1, 3, 3, 6), output_final_state=True, vanish=True)
         yield partial(_conv, 2, 9, 3, 3, FLOAT64, alone=1)
         yield partial(_conv, 2, 9, 3, 3, FLOAT64, alone=2)
     if not module.endswith("forward"):
@@ -128,7 +170,10 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_step, 2, 2, 18, 3, FLOAT32, layout="transposed")
         yield partial(_step, 2, 16, 5, 4, BFLOAT16, bias=False)
         yield partial(_step, 3, 9, 5, 4, FLOAT64, (1, -1, 2))
+        yield partial(_step_backward, (2, 4, 0))
+        yield partial(_step_backward, (0, 4, 0))  # at the other edge
     if module.endswith(("step", "rows")):
+        yield partial(_states_of_a_refused_step, (2, 0, 4))
         yield partial(_step, 3, 2, 17, 4, FLOAT64, (2, -1, 0), in_place=True)
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (2, 0, 4))
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (2, 0, 4))  # at the other edge

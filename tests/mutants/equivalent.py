@@ -64,6 +64,31 @@ EQUIVALENT = {
         "token + ROWS <= sequence_end -> token + ROWS < sequence_end",
     ): "a block without an edge may be computed as one that has some",
     ("conv_forward", "WIDTH - 1 -> WIDTH + 1"): "a block without an edge may be computed as one that has some",
+    ("in_part", "tl.full(column.shape, 1, tl.int1) -> tl.full(column.shape, 2, tl.int1)"): "true, as any number but 0",
+    (
+        "conv_places",
+        "at + PLACE_SEQUENCE * rows -> at - PLACE_SEQUENCE * rows",
+    ): "the sequences are the first row of places: plus or minus 0",
+    (
+        "conv_forward",
+        "tl.cdiv(tokens, ROWS) - stretch * BLOCKS -> tl.cdiv(tokens, ROWS) + stretch * BLOCKS",
+    ): "blocks past the last token, of which nothing is written",
+    (
+        "conv_forward",
+        "tl.minimum(BLOCKS, tl.cdiv(tokens, ROWS) - stretch * BLOCKS) -> "
+        "tl.maximum(BLOCKS, tl.cdiv(tokens, ROWS) - stretch * BLOCKS)",
+    ): "the blocks of other programs once more, with the same numbers, and blocks past the last token",
+    ("differentiate_rest", "token + row -> token - row (2)"): "dy of a token past the end is 0, and so is dz",
+    (
+        "conv_backward",
+        "tl.maximum(tl.minimum(sequence_end, last), token + 1) -> "
+        "tl.minimum(tl.minimum(sequence_end, last), token + 1)",
+    ): "one token after the other, which adds in the same order",
+    ("conv_backward", "stop - token -> stop + token (3)"): "tokens past the last of this part, which add nothing",
+    (
+        "side_by_side",
+        "number + 2 ** (LEVELS - 1 - level) -> number - 2 ** (LEVELS - 1 - level)",
+    ): "of twice as many columns the same one, counted from the end",
     # embedding: gather and sums over groups
     ("embedding_gather", "tl.program_id(1) -> tl.program_id(2) (2)"): (
         "every program of a row then records the fault, and the minimum of equal words is the same word"

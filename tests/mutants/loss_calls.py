@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ def _normal(seed: int, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> T
 def _labels(tokens: tuple[int, ...], classes: int, dtype: torch.dtype = torch.int64) -> Tensor:
     labels = torch.randint(classes, tokens, generator=torch.Generator().manual_seed(9), dtype=dtype)
     labels.view(-1)[1::4] = -100
+    labels.view(-1)[0] = 0
+    if classes > 256 and labels.numel() > 2:
+        labels.view(-1)[2] = 256  # the first of a segment
     return edges.LAYOUTS[""](labels)
 
 
@@ -62,8 +66,11 @@ def _rows(tokens: tuple[int, ...], classes: int, dtype: torch.dtype, apart: bool
 
 def _linear(
     plan: str, tokens: tuple[int, ...], columns: int, classes: int, dtype: torch.dtype, bias: bool = False,
-    frozen: str = "", **options: Any,
+    frozen: str = "", in_one_block: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
+    if in_one_block:
+        with patch.object(linear_plans, "BLOCK_BYTES", 2**30):
+            return _linear(plan, tokens, columns, classes, dtype, bias, frozen, **options)
     inputs = {
         "hidden": _normal(0, *tokens, columns, dtype=dtype),
         "weight": _normal(1, classes, columns, dtype=dtype, scale=0.5),
@@ -98,6 +105,7 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_rows, (3, 5), 256, FLOAT16, apart=True, **EVERY_OPTION, reduction="sum")
         yield partial(_rows, (3, 5), 77, FLOAT32, shift=True, **none)
         yield partial(_rows, (2, 3, 4), 131, FLOAT32, apart=True, label_smoothing=0.3, z_loss=0.2)
+        yield partial(_rows, (2,), 40, FLOAT32)  # one token that counts
         yield partial(_wrong_label, 4, 40)
         yield partial(_wrong_label, 8, -1, shift=True)
         yield partial(_wrong_label, 5, 50, shift=True)
@@ -108,6 +116,10 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_linear, plan, (3, 7), 33, 70, FLOAT32, bias=True, shift=True, **none)
         yield partial(_linear, plan, (2, 5), 64, 256, BFLOAT16, **none)
         yield partial(_linear, plan, (9,), 24, 40, FLOAT32, frozen="weight")
+        yield partial(_linear, plan, (3, 7), 66, 270, BFLOAT16, reduction="sum")  # at the other edge
+        yield partial(_linear, plan, (3, 7), 36, 75, FLOAT16, return_log_probabilities=True)
+        yield partial(_linear, plan, (70,), 70, 130, FLOAT32, bias=True, in_one_block=True)
+        yield partial(_linear, plan, (70,), 71, 131, FLOAT32, in_one_block=True, **none)
 
 
 _recorded: dict[str, list[tuple[Tensor, ...]]] = {}

@@ -4,6 +4,7 @@
     python -m tests.mutants.report mutants.jsonl --write
 
 The outcomes must be those of the tree as it is: a mutant that they lack, or one of other sources, is an error.
+`--family` counts the named families alone; the others keep the score that is saved, with its commit and its date.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,13 @@ OUTCOMES = (KILLED, TIMED_OUT, SURVIVED, UNDECIDED)
 EQUIVALENT = "equivalent"
 
 
-def summarise(file: Path, commit: str, date: str) -> dict[str, Any]:
-    """The outcomes of all mutants of the tree, counted by family, and those that survive."""
+def summarise(file: Path, commit: str, date: str, families: Iterable[str] | None = None) -> dict[str, Any]:
+    """The outcomes of all mutants of families, counted, and those that survive; by family."""
     from tests.mutants import run  # which turns the interpreter on
 
     known = run.known(file)
-    families, survivors = {}, []
-    for family in MODULES:
+    score = {}
+    for family in MODULES if families is None else families:
         trials = run.trials([family])
         missing = [trial for trial in trials if trial.key not in known]
         if missing:
@@ -43,14 +45,25 @@ def summarise(file: Path, commit: str, date: str) -> dict[str, Any]:
             )
         results = [known[trial.key] for trial in trials]
         counts = Counter(result["outcome"] for result in results)
-        same = len(run.trials([family], of_equivalent=True))
-        families[family] = {outcome: counts[outcome] for outcome in OUTCOMES} | {EQUIVALENT: same}
-        survivors += [
+        survivors = [
             f"{result['module']}, {result['function']}: {result['change']}"
             for result in results
             if result["outcome"] in (SURVIVED, UNDECIDED)
         ]
-    return {"date": date, "commit": commit, "families": families, "survivors": survivors}
+        score[family] = {
+            "commit": commit,
+            "date": date,
+            **{outcome: counts[outcome] for outcome in OUTCOMES},
+            EQUIVALENT: len(run.trials([family], of_equivalent=True)),
+            "survivors": survivors,
+        }
+    return score
+
+
+def merged(saved: dict[str, Any], counted: dict[str, Any]) -> dict[str, Any]:
+    """The score of every family: as counted now, or as it was saved. A family without any is left out."""
+    every = saved | counted
+    return {family: every[family] for family in MODULES if family in every}
 
 
 def score_of(counts: dict[str, int]) -> float:
@@ -61,22 +74,23 @@ def score_of(counts: dict[str, int]) -> float:
 
 def render(score: dict[str, Any]) -> str:
     """The table of the docs, and what survives."""
-    families = score["families"]
-    total = {name: sum(counts[name] for counts in families.values()) for name in (*OUTCOMES, EQUIVALENT)}
+    total = {name: sum(counts[name] for counts in score.values()) for name in (*OUTCOMES, EQUIVALENT)}
+    untried = [family for family in MODULES if family not in score]
     lines = [
-        f"All mutants of commit {score['commit']}, tried on {score['date']}:",
-        "",
-        "| family | mutants | noticed | of them by time | not noticed | score | equivalent, and why is listed |",
-        "|---|---|---|---|---|---|---|",
+        "| family | mutants | noticed | of them by time | not noticed | score "
+        "| equivalent, and why is listed | of commit |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for family, counts in (*families.items(), ("all", total)):
+    for family, counts in (*score.items(), ("all", total)):
         mutants = sum(counts[outcome] for outcome in OUTCOMES)
         noticed, late = counts[KILLED] + counts[TIMED_OUT], counts[TIMED_OUT]
         share = f"{score_of(counts):.1f} %"
-        lines.append(
-            f"| {family} | {mutants} | {noticed} | {late} | {mutants - noticed} | {share} | {counts[EQUIVALENT]} |"
-        )
-    survivors = score["survivors"]
+        tried = f"{counts['commit']}, {counts['date']}" if "commit" in counts else ""
+        shown = (family, mutants, noticed, late, mutants - noticed, share, counts[EQUIVALENT], tried)
+        lines.append(f"| {' | '.join(map(str, shown))} |")
+    if untried:
+        lines += ["", f"Not all mutants of {' and '.join(untried)} have been tried yet."]
+    survivors = [survivor for counts in score.values() for survivor in counts["survivors"]]
     lines += ["", "What survives:" if survivors else "Nothing survives.", ""]
     lines += [f"- `{survivor}`" for survivor in survivors]
     return "\n".join(lines).rstrip() + "\n"
@@ -96,11 +110,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.report", description=__doc__)
     parser.add_argument("file", type=Path, help="outcomes, as tests.mutants.run writes them")
     parser.add_argument("--write", action="store_true", help=f"into {SCORE.name} and docs/{PAGE.name}; else shown")
+    parser.add_argument("--family", action="append", choices=tuple(MODULES), help="this family alone; repeatable")
     parser.add_argument("--commit", help="that was tried; by default the one checked out")
     parser.add_argument("--date", help="of the run; by default that of the file")
     arguments = parser.parse_args()
     written = datetime.date.fromtimestamp(arguments.file.stat().st_mtime).isoformat()
-    score = summarise(arguments.file, arguments.commit or _checked_out(), arguments.date or written)
+    saved = json.loads(SCORE.read_text(encoding="utf-8"))
+    commit = arguments.commit or _checked_out()
+    score = merged(saved, summarise(arguments.file, commit, arguments.date or written, arguments.family))
     if arguments.write:
         SCORE.write_text(json.dumps(score, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), score), encoding="utf-8")

@@ -100,3 +100,21 @@ def test_a_dtype_without_a_kernel_has_no_job(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(operator, "candidates", lambda: (narrow,))
     dtypes = {job.dtype for job in listing.jobs(["silu"]) if job.backend}
     assert dtypes == {"float32", "bfloat16", "float16"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "are_same"),
+    [
+        ([1.0, float("nan")], [1.0, float("nan")], True),
+        ([float("nan")], [0.0], False),
+        ([0.0], [float("nan")], False),
+        ([0.0], [-0.0], False),
+        ([1.0], [1.0 + 2.0**-23], False),
+        ([1.0], [1.0, 1.0], False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_bits_are_the_same_or_not(dtype: torch.dtype, a: list[float], b: list[float], are_same: bool) -> None:
+    left, right = (torch.tensor(values, dtype=dtype) for values in (a, b))
+    assert checks.same_bits(left, right) is are_same
+    assert not checks.same_bits(left, right.bfloat16())

@@ -18,13 +18,15 @@ from adjoint.contract.cases import Answers, BadCall, Inputs, Special, Subject
 from adjoint.contract.directions import Bound
 from adjoint.contract.forms import Outcome, reuse_inputs
 from adjoint.core import kernels
-from adjoint.core.errors import ArgumentError
+from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.operator import forget
+from adjoint.core.plan import Plan
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.verify import Job, Row, bits, framework, numerics
 from adjoint.verify.forms import forms
 from adjoint.verify.jobs import _bad_call
-from tests.lookup import LOOKUP, lookup_op, reference, reference_backward
+from tests.lookup import FORWARD, LOOKUP, lookup_op, reference, reference_backward
 
 CPU, EAGER = torch.device("cpu"), Preference(backend="eager")
 Check = Callable[[Subject, torch.dtype, torch.device, Preference], list[Row]]
@@ -89,6 +91,11 @@ def _compiles_for_every_size(out: Tensor, inputs: Inputs) -> Tensor:
 _sizes: set[int] = set()
 
 
+def _other_when_compiled_for_any_size(out: Tensor, inputs: Inputs) -> Tensor:
+    is_for_any_size = torch.compiler.is_compiling() and not torch._dynamo.config.assume_static_by_default
+    return out * 1.5 if is_for_any_size else out
+
+
 def _right(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
     return reference(*inputs), reference_backward(*upstream, *inputs)
 
@@ -101,6 +108,11 @@ def _nearly_right(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
 def _wrong_reference(*arguments: Tensor) -> tuple[Tensor, ...]:
     dweight, *rest = reference_backward(*arguments)
     return 2 * dweight, *rest
+
+
+def _slightly_wrong_reference(*arguments: Tensor) -> tuple[Tensor, ...]:
+    dweight, *rest = reference_backward(*arguments)
+    return dweight * (1 + 1e-4), *rest
 
 
 def _has_hooks() -> bool:
@@ -149,6 +161,12 @@ PLANTED: dict[str, tuple[Check, Subject, Preference, torch.dtype, str]] = {
     "a result is rounded twice": (
         numerics.arithmetic, planted(lambda out, _: out / 3 * 3), EAGER, torch.bfloat16, "out is not rounded 1 times"
     ),
+    "a result of 16 bits is no copy": (
+        numerics.arithmetic, LOOKUP, _plan("eager.copies+eager"), torch.bfloat16, "out is not rounded 0 times"
+    ),
+    "an accumulator is not as wide as stated": (
+        numerics.arithmetic, LOOKUP, _plan("eager.narrow+eager"), torch.float32, "out is not rounded 1 times"
+    ),
     "a special value is another": (numerics.specials, _silu_of(1.0, 1.0), EAGER, torch.float32, "stated 1.0"),
     "a zero has another sign": (numerics.specials, _silu_of(-0.0, 0.0), EAGER, torch.float32, "stated 0.0"),
     "NaN is a number": (numerics.specials, _silu_of(1.0, float("nan")), EAGER, torch.float32, "stated nan"),
@@ -162,12 +180,20 @@ PLANTED: dict[str, tuple[Check, Subject, Preference, torch.dtype, str]] = {
         numerics.gradients, replace(LOOKUP, reference_backward=_wrong_reference), EAGER, torch.float64,
         "the reference's adjoint is wrong",
     ),
+    "finite differences find the reference a little wrong": (
+        numerics.gradients, replace(LOOKUP, reference_backward=_slightly_wrong_reference), EAGER, torch.float64,
+        "the reference's adjoint is wrong",
+    ),
     "finite differences accept a mistake": (
         numerics.gradients, replace(LOOKUP, mistakes={"small": _nearly_right}), EAGER, torch.float64,
         "accept a wrong gradient",
     ),
     "every call differs": (bits.repeats, planted(_counted), EAGER, torch.float32, "result 0 differs"),
     "the batch is in the bits": (bits.invariance, LOOKUP, _plan("eager.batch+eager"), torch.float32, "first alone"),
+    "one number of all items has the batch in it": (
+        bits.invariance, replace(planted(lambda out, _: out.sum()), rebatched=lambda inputs, upstream: ()), EAGER,
+        torch.float32, "is no item's",
+    ),
     "the strides are in the bits": (
         bits.invariance, planted(lambda out, inputs: out * (1 + inputs[1].storage_offset())), EAGER, torch.float32,
         "shifted by one element",
@@ -195,6 +221,12 @@ PLANTED: dict[str, tuple[Check, Subject, Preference, torch.dtype, str]] = {
     ),
     "memory after an output is written": (
         bits.poison, LOOKUP, _plan("eager.after+eager"), torch.float32, "wrote outside its output"
+    ),
+    "scratch memory is read first": (
+        bits.poison, LOOKUP, _plan("eager.scratch+eager"), torch.float32, "result 0 differs"
+    ),
+    "a compiled call of another size differs": (
+        framework.compilation, planted(_other_when_compiled_for_any_size), EAGER, torch.float32, "dynamic=True"
     ),
     "another form has other bits": (
         forms, _silu_in_a_form(results=_changed_gradient), EAGER, torch.float32, "result 1 differs"
@@ -287,7 +319,7 @@ class _Graph:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    state = SimpleNamespace(on_side=False, replays=True)
+    state = SimpleNamespace(on_side=False, replays=True, allocations=itertools.repeat(0))
 
     @contextmanager
     def stream(side: Any) -> Iterator[None]:
@@ -315,7 +347,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "device_count": lambda: 1,
         "CUDAGraph": lambda: _Graph(state.replays),
         "graph": graph,
-        "memory_stats": lambda device: {"allocation.all.allocated": 0},
+        "memory_stats": lambda device: {"allocation.all.allocated": next(state.allocations)},
     }
     for name, replacement in pretended.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
@@ -328,6 +360,37 @@ def test_a_replay_that_does_nothing_is_noticed(pretended_gpu: SimpleNamespace) -
     pretended_gpu.replays = False
     (row,) = framework.capture(LOOKUP, torch.float32, CPU, EAGER)
     assert not row.passed and "a replay differs" in row.detail
+
+
+def test_memory_that_kernels_allocate_in_a_graph_is_noticed(
+    pretended_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended_gpu.allocations = itertools.count()
+    (right,) = framework.capture(LOOKUP, torch.float32, CPU, EAGER)
+    assert right.passed, "PyTorch may allocate"
+    monkeypatch.setattr(Plan, "backend", "triton")
+    (row,) = framework.capture(LOOKUP, torch.float32, CPU, EAGER)
+    assert not row.passed and "1 allocations during capture" in row.detail
+
+
+def test_a_plan_that_waits_and_is_recorded_is_noticed(
+    pretended_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget()  # plans that know whether they wait
+    monkeypatch.setattr(Plan, "waits", property(lambda plan: plan.operator is FORWARD))
+    monkeypatch.setattr(Plan, "_refuse_capture", lambda plan: None)
+    (row,) = framework.capture(LOOKUP, torch.float32, CPU, EAGER)
+    assert not row.passed and "eager waits, and was recorded" in row.detail
+
+    def refuse(plan: Plan, name: str) -> None:
+        raise Unsupported(f"{name} waits")
+
+    monkeypatch.setattr(Bound, "run", lambda side, *arguments, **memory: refuse(side.plan, side.plan.name))
+    (row,) = framework.capture(LOOKUP, torch.float32, CPU, EAGER)
+    assert row.passed and row.guarantee == "refused by name: it waits"
+    monkeypatch.setattr(Bound, "run", lambda side, *arguments, **memory: refuse(side.plan, "another"))
+    (row,) = framework.capture(LOOKUP, torch.float32, CPU, EAGER)
+    assert not row.passed and "the refusal does not name eager" in row.detail
 
 
 def test_another_stream_with_other_bits_is_noticed(pretended_gpu: SimpleNamespace) -> None:

@@ -77,6 +77,54 @@ def test_without_labels_loss_and_gradient_are_zero(backend: str, reduction: str)
 
 
 @every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_with_its_token(backend: str, dtype: torch.dtype) -> None:
+    """IEEE arithmetic where a token counts, 0 where it does not; other tokens keep their bits."""
+    labels = torch.tensor([1, -100, 2, 0, 3, 2], device=device_under_test())
+    plain = _logits(6, 5).to(dtype)
+    special = plain.clone()
+    special[1] = torch.nan  # does not count
+    special[2, 4] = torch.nan
+    special[3, 1] = torch.inf
+    special[4] = -torch.inf
+    special[5, 0] = -torch.inf  # a class of no probability
+
+    def run(logits: Tensor) -> tuple[Tensor, ...]:
+        own = logits.clone().requires_grad_()
+        outputs = adjoint.cross_entropy(
+            own, labels, reduction="none", return_log_probabilities=True, preference=Preference(backend=backend)
+        )
+        (gradient,) = torch.autograd.grad(outputs, own, [torch.full_like(x, 0.5) for x in outputs])
+        return (*(x.detach() for x in outputs), gradient)
+
+    (loss, logs, slopes), (plain_loss, plain_logs, plain_slopes) = run(special), run(plain)
+    assert loss[1] == 0 and logs[1] == 0 and not slopes[1].any()
+    assert loss[2:5].isnan().all() and logs[2:5].isnan().all() and slopes[2:5].isnan().any(1).all()
+    assert torch.equal(loss[0], plain_loss[0]) and torch.equal(logs[0], plain_logs[0])
+    assert torch.equal(slopes[0], plain_slopes[0])
+    expected = F.cross_entropy(special[5:, 1:].double(), labels[5:] - 1)
+    assert abs(loss[5].double() - expected) < 1e-5 and slopes[5, 0] == 0 and slopes[5].isfinite().all()
+
+
+@every_backend
+@pytest.mark.parametrize("wrong", [5, -3])
+def test_a_label_out_of_range_counts_for_nothing(backend: str, wrong: int) -> None:
+    """At once an error on the CPU; on a GPU its token has the loss 0 and no gradient, until `check` raises."""
+    logits, preference = _logits(4, 5).float(), Preference(backend=backend)
+
+    def run(label: int) -> tuple[Tensor, Tensor]:
+        own = logits.clone().requires_grad_()
+        labels = torch.tensor([1, label, 0, 4], device=own.device)
+        loss = adjoint.cross_entropy(own, labels, preference=preference)
+        return loss.detach(), torch.autograd.grad(loss, own)[0]
+
+    expected = run(-100)
+    with pytest.raises(ArgumentError, match=f"cross_entropy: labels .* got {wrong} at position 1 "):
+        assert all(map(torch.equal, run(wrong), expected))
+        adjoint.check()
+
+
+@every_backend
 def test_log_probabilities_alone_have_gradients(backend: str) -> None:
     logits, labels = _logits(5, 12).float().requires_grad_(), _labels(5, classes=12)
     _, logs = adjoint.cross_entropy(

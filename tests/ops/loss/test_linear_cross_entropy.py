@@ -274,6 +274,53 @@ def test_a_wrong_label_in_a_checked_block(plan: str) -> None:
 
 
 @every_plan
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_is_no_number_stays_with_its_token(plan: str, reduction: str) -> None:
+    """A token that does not count has no loss and slopes of 0, whatever it holds, which dweight multiplies with its
+    hidden; of one that counts NaN is the loss, its row of dhidden and all of dweight and dbias, while others keep
+    theirs. One gradient is kept and scaled, the other computed again."""
+    layer = _layer((8,))  # the labels 2 and 7 do not count
+
+    def run(token: int | None) -> tuple[Tensor, ...]:
+        hidden = layer["hidden"].detach().clone()
+        if token is not None:
+            hidden[token] = torch.nan
+        own = layer | {"hidden": hidden.requires_grad_()}
+        loss = adjoint.linear_cross_entropy(**own, reduction=reduction, preference=Preference(plan=plan))
+        return loss.detach(), *_gradients(loss, own, 0.5)
+
+    (loss, dhidden, dweight, dbias), right = run(2), run(None)
+    assert torch.allclose(loss, right[0], rtol=1e-6) and not dhidden[2].any() and dweight.isnan().all()
+    for got, expected in ((dhidden, right[1]), (dbias, right[3])):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
+    loss, dhidden, dweight, dbias = run(3)
+    others = [0, 1, 4, 5, 6]
+    if reduction == "none":
+        assert loss[3].isnan() and torch.allclose(loss[others], right[0][others], rtol=1e-6)
+    else:
+        assert loss.isnan()
+    assert dhidden[3].isnan().all() and torch.allclose(dhidden[others], right[1][others], rtol=1e-4, atol=1e-6)
+    assert dweight.isnan().all() and dbias.isnan().all() and not dhidden[[2, 7]].any()
+
+
+@every_plan
+@pytest.mark.parametrize("wrong", [50, -3])
+def test_a_label_out_of_range_counts_for_nothing(plan: str, wrong: int) -> None:
+    """At once an error on the CPU; on a GPU its token has the loss 0 and no gradient, until `check` raises."""
+
+    def run(label: int) -> tuple[Tensor, ...]:
+        layer = _layer((8,))
+        layer["labels"][3] = label
+        loss = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))
+        return loss.detach(), *_gradients(loss, layer)
+
+    expected = run(-100)
+    with pytest.raises(ArgumentError, match=f"linear_cross_entropy: labels .* got {wrong} at position 3 "):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(run(wrong), expected, strict=True))
+        adjoint.check()
+
+
+@every_plan
 def test_autocast_leaves_the_loss_as_it_is(plan: str) -> None:
     layer = _layer()
     plain = adjoint.linear_cross_entropy(**layer, preference=Preference(plan=plan))

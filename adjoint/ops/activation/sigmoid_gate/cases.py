@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjoint.contract.cases import BadCall, Case, Special, Subject
+from adjoint.contract.forms import reuse_inputs
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
@@ -86,6 +87,7 @@ SIGMOID_GATE = Subject(
     mistakes=_MISTAKES,
     specials=_SPECIALS,
     plans=("eager",),
+    forms=(reuse_inputs("x", "gate"),),
 )
 
 SUBJECTS = (SIGMOID_GATE,)

@@ -1,6 +1,7 @@
 """What `causal_conv1d` is tested, verified and timed on."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,7 +143,24 @@ IN_PARTS = _subject(
     split=_SPLIT,
 )
 
-SUBJECTS = (CONV, WITH_STATES, IN_PARTS)
+TWO_PARTS, FOUR_PARTS = (
+    replace(
+        _subject(
+            f"causal_conv1d[{len(split)} parts]", _Mode(True, True, split), cases, split=split, output_final_state=True
+        ),
+        dtypes=(torch.bfloat16,),
+    )
+    for split, cases in (
+        ((16, 5), (Case("two rows", inputs(2, 7, 21, 4)), Case("packed", inputs(1, 60, 21, 4, cu_seqlens=_PACKED)))),
+        (
+            (3, 8, 1, 4),
+            (Case("two rows", inputs(2, 7, 16, 4)), Case("transposed", inputs(2, 48, 16, 3, layout="transposed"))),
+        ),
+    )
+)
+"""Of one dtype: every number of parts is an operator of its own, with the kernels of the others."""
+
+SUBJECTS = (CONV, WITH_STATES, IN_PARTS, TWO_PARTS, FOUR_PARTS)
 
 # -------------------------------------------------------------------------------------------- bad calls
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adjoint.contract import batching
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Make, Rebatch, Subject, Workload, normal
+from adjoint.contract.forms import Form, Outcome
 from adjoint.core.plan import Call, bind
 from adjoint.ops.conv import reference
 from adjoint.ops.conv.causal_conv1d_step import causal_conv1d_step
@@ -65,6 +66,31 @@ def _last_rows(values: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
     yield Rebatch("the last rows", last, tuple(t[rows] for t in upstream), pairs)
 
 
+def _states_of_rows(outcome: Outcome) -> tuple[Tensor, ...]:
+    """The outputs, and the rows' new states out of the pool, in which nothing else has changed."""
+    (y, pool), (*_, indices), (_, before, *_) = outcome.outputs, outcome.inputs, outcome.before
+    places = torch.arange(len(y), device=y.device) if indices is None else indices.long()
+    is_free = torch.ones(len(pool), dtype=torch.bool, device=pool.device)
+    is_free[places[places >= 0]] = False
+    if not torch.equal(pool[is_free], before[is_free]):
+        raise ValueError("a state that no row has is another")
+    return y, torch.where((places >= 0)[:, None, None], pool[places.clamp_min(0)], 0)
+
+
+def _have_states_of_their_own(values: Inputs) -> bool:
+    indices = values[-1]
+    return indices is None or len(indices.unique()) == len(indices)
+
+
+_IN_PLACE = Form(
+    "in_place",
+    lambda inputs: {"in_place": True},
+    overwrites=("state",),
+    results=_states_of_rows,
+    is_differentiable=False,
+    takes=_have_states_of_their_own,
+)
+
 STEP = Subject(
     name="causal_conv1d_step",
     function=causal_conv1d_step,
@@ -90,6 +116,7 @@ STEP = Subject(
         "taps reversed": wrong(changed(_step, _INPUTS, weight=lambda weight: weight.flip(1))),
         "gradient of the state dropped": wrong(changed(_step, _INPUTS, state=Tensor.detach)),
     },
+    forms=(_IN_PLACE,),
 )
 
 SUBJECTS = (STEP,)

@@ -232,7 +232,7 @@ def conv_backward(
                 block_at = x + place_of(block_token, run, aligned_run, x_row, x_token, TIME_ADJACENT)
             else:
                 block_at = at + block * ROWS * x_token
-            rows = load_tokens(block_at, offset, inside, x_token, 0, ROWS, 0, LEVELS, TIME_ADJACENT, CHANNELS)
+            rows = load_tokens(block_at, offset, inside, x_token, 0, ROWS, LEVELS, TIME_ADJACENT, CHANNELS)
             upstream = load_rows(dy_at + block * ROWS * dy_token, column, in_dy, dy_token, 0, ROWS)
             window, slopes, sums = differentiate_block(
                 window, slopes, sums, rows, upstream, out + block * ROWS * channels.to(tl.int64), channels, taps, start,

@@ -44,7 +44,7 @@ def write_within(
     NATIVE: tl.constexpr, TIME_ADJACENT: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """y of a block whose tokens, and the W − 1 before them, are of one sequence."""
-    rows = load_tokens(at, offset, inside, x_token, WIDTH - 1, ROWS, 0, LEVELS, TIME_ADJACENT, CHANNELS)
+    rows = load_tokens(at, offset, inside, x_token, WIDTH - 1, ROWS, LEVELS, TIME_ADJACENT, CHANNELS)
     for row in tl.static_range(ROWS):
         y = activate(convolve(rows, taps, start, row, WIDTH), SILU, NARROW, NATIVE)
         tl.store(out + row * size, y.to(out.dtype.element_ty), inside)

@@ -118,19 +118,18 @@ def unstack(tile, CHANNELS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def load_tokens(
-    at, offset, inside, step, BEFORE: tl.constexpr, ROWS: tl.constexpr, AFTER: tl.constexpr, LEVELS: tl.constexpr,
+    at, offset, inside, step, BEFORE: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
     TIME_ADJACENT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """BEFORE rows, the ROWS = 2^LEVELS of a block, which begins at an address, and AFTER more.
+    """BEFORE rows, and the ROWS = 2^LEVELS of a block, which begins at an address.
 
     Where the tokens of a channel are adjacent, a thread reads several of them at once.
     """
     if TIME_ADJACENT:
         tile = tl.load(at + offset[:, None] + tl.arange(0, ROWS)[None, :], inside[:, None], other=0)
-        rows = load_rows(at, offset, inside, step, -BEFORE, BEFORE) + unstack(tile, CHANNELS, LEVELS)
-        return rows + load_rows(at, offset, inside, step, ROWS, AFTER)
+        return load_rows(at, offset, inside, step, -BEFORE, BEFORE) + unstack(tile, CHANNELS, LEVELS)
     else:
-        return load_rows(at, offset, inside, step, -BEFORE, BEFORE + ROWS + AFTER)
+        return load_rows(at, offset, inside, step, -BEFORE, BEFORE + ROWS)
 
 
 @triton.jit

@@ -81,6 +81,7 @@ _FORMULAS = {
     "dweight": "½ ulp + Σ Δdx·|h| + γ(N)·Σ|dx·h|",
     "dbias": "½ ulp + Σ Δdx + γ(N)·Σ|dx|",
 }
+_PRODUCTS = "; dweight adds every token's slopes times its hidden, and 0·NaN is NaN there, if the token counts or not"
 _VENDORS = "; equal bits for equal calls are the vendor library's affair, which promises them on no two streams at once"
 _BY_THREADS = "; equal bits for equal numbers of threads"
 
@@ -127,7 +128,7 @@ def _guarantee(problem: Problem, plan: str) -> dict[str, Guarantee]:
             roundings=_ROUNDINGS[plan][name] if dtype.itemsize == 2 else 0,
             error=Derived(f"{_FORMULAS[name]}: docs/loss.md", linear_bound(loss, linear, name)),
             domain=domain + ("" if repeats else _VENDORS),
-            special_values=SPECIAL_VALUES,
+            special_values=SPECIAL_VALUES + (_PRODUCTS if name == "dweight" else ""),
             out_of_range="" if is_backward else OUT_OF_RANGE,
         )
 

@@ -173,7 +173,7 @@ def _guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
         batch_invariant="",
         device_invariant=False,
         accumulator="float64" if in_float64 else "float32",
-        roundings=1,
+        roundings=2 if backward and balancing and problem.dtypes[0].itemsize > 2 else 1,  # the load is kept rounded
         error=Derived(f"{formula}, {units}", (_backward_bound if backward else _forward_bound)(problem, in_float64)),
         domain="every input" if backward or in_float64 else _ORDER,
         special_values=_SPECIAL,

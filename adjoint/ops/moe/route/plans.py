@@ -124,7 +124,7 @@ def backward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarante
             batch_invariant="" if in_float64 else "token",
             device_invariant=False,
             accumulator="float64" if in_float64 else "float32",
-            roundings=1,
+            roundings=1 if problem.dtypes[0].itemsize == 2 else 2,  # the weights are kept in float32, or float64
             error=Derived(_gradient_formula(problem, rounds_once), bound),
             domain="every input" if _is_dense(problem) else "every input; experts that were not chosen have exactly 0",
             special_values=_SPECIAL_GRADIENT,

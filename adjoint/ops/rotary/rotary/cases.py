@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adjoint.contract.batching import PIECE
 from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Rebatch, Subject, Workload
+from adjoint.contract.forms import Form
 from adjoint.contract.inputs import each
 from adjoint.contract.mistakes import answers, narrow_arithmetic, zeros
 from adjoint.core.plan import Call, bind
@@ -224,6 +225,15 @@ def _narrower(function: Formula, rotary_dim: int) -> Formula:
     return narrower
 
 
+_IN_PLACE = Form(
+    "in_place",
+    lambda inputs: {"in_place": True},
+    overwrites=("q", "k"),
+    is_differentiable=False,
+    names={"rotated_q": "q", "rotated_k": "k"},
+)
+
+
 def _subject(name: str, rotary_dim: int, size: int, interleaved: bool) -> Subject:
     return Subject(
         name=name,
@@ -240,6 +250,7 @@ def _subject(name: str, rotary_dim: int, size: int, interleaved: bool) -> Subjec
         resized=_resized,
         rebatched=_rebatched,
         pieces=_pieces,
+        forms=(_IN_PLACE,),
     )
 
 
