@@ -1,4 +1,4 @@
-"""How far a decoding step may be from the exact one, for the very inputs of a call: docs/gated-delta-error.md proves it.
+"""How far a decoding step may be from the exact one, for the very inputs of a call: see docs/gated-delta-error.md.
 
 Tokens go one after the other in float32, and the transition of a token is a contraction: what a token rounds is
 carried on, and never amplified. One number bounds the norm of the error of a token's vector (o, dq, dk, dv) or of a

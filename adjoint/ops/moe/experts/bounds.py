@@ -1,4 +1,4 @@
-"""How far the expert layer may be from the exact one, evaluated in float64 for the very inputs: docs/experts.md proves it.
+"""How far the expert layer may be from the exact one, evaluated in float64 for the very inputs: see docs/experts.md.
 
 Every number has a bound of its own. A product is off by what its operands are off by, and by what its sum loses; what
 is rounded to 16 bits on the way by half a unit in the last place.
@@ -71,8 +71,7 @@ class Bounds:
         return value._replace(error=value.error + spacing(value.size, kind) / 2)
 
     def product(self, left: Value, right: Tensor) -> Value:
-        """left · right, [m, n] · [n, p], whose right operand is exact; a sum in any order, which matrix instructions cut
-        off."""
+        """left · right, [m, n] · [n, p], right exact: a sum in any order, which matrix instructions cut off."""
         share = SECOND_ORDER * 2 * (right.shape[0] + 4) * self.u
         size = right.abs()
         error = left.error @ size + share * (left.size @ size) + self.tiny * (1 + size.sum(0))
