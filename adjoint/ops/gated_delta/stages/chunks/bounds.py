@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Derived
 from adjoint.core.problem import Problem, wide_dtype
-from adjoint.core.running import Arithmetic, Running
+from adjoint.core.running import NOISE, Arithmetic, Running
 from adjoint.ops.gated_delta.arguments import RESET
 from adjoint.ops.gated_delta.rule.bound import arithmetic as of_rule
 from adjoint.ops.gated_delta.rule.bound.chunk import inverse_error
@@ -145,6 +145,8 @@ def output(problem: Problem, kinds: dict[str, torch.dtype], *inputs: Any) -> Res
     dq = (slope @ S.mT) * start
     through = (M * scores).map(lambda x: x.tril(-1))
     dG = (queries * dq).sum(-1) + through.sum(-1) - through.sum(-2)
+    # In the reference a token's decay to itself is a difference of equal numbers, whose gradients cancel.
+    dG.error = dG.error + NOISE * (M.size * scores.size).diagonal(dim1=-2, dim2=-1)
     dstates = torch.zeros_like(states)
     dstates[chunks.state_places] = ((queries * start).mT @ slope).stored(stage.wide, kinds["dstates"])
     return {
