@@ -152,7 +152,8 @@ class _Sum:
             return "exact" if worst.value == 0 else f"{worst}", worst.holds
         limit = "its bound" if worst.unit == "of the bound" else f"{worst.limit:.3g} {worst.unit}"
         percent = 100 * worst.value / worst.limit
-        return f"{percent:.0f}% of {limit}" if percent >= 10 else f"{percent:.2g}% of {limit}", worst.holds
+        beside = "" if worst.expected is None else f", {worst.expected:.2f} of the expected"
+        return f"{percent:.{'0f' if percent >= 10 else '2g'}}% of {limit}{beside}", worst.holds
 
 
 def run(

@@ -85,7 +85,7 @@ class StepBounds:
 
     def _tokens(self, inputs: Sequence[Tensor | None]) -> tuple[list[Token], Tensor]:
         """Every token of the rows that are not skipped, which are 1 in the mask."""
-        q, k, v, g, beta, state, indices = inputs
+        q, k, v, g, beta, state, indices = (*inputs, None)[:7]
         assert q is not None and k is not None and v is not None and g is not None and beta is not None
         assert state is not None
         if self.normalize:
@@ -145,7 +145,7 @@ class StepBounds:
     def backward(self, name: str, do: Tensor, dstates: Tensor, *inputs: Tensor | None) -> Tensor:
         """The bound of a gradient."""
         tokens, live = self._tokens(inputs)
-        q, k, *_, state, indices = inputs
+        q, k, *_, state, indices = (*inputs, None)[:7]
         assert q is not None and k is not None and state is not None
         last = torch.zeros_like(tokens[-1].after.exact) if self.all_states else dstates
         dS = Sized(last, _norm(last, 2), torch.zeros_like(last[..., 0, 0]))

@@ -241,6 +241,27 @@ def test_errors_are_what_is_expected(plan: str, options: dict[str, Any]) -> None
         assert float((error / expected).max()) < 3, name
 
 
+@pytest.mark.kernels
+def test_the_expected_error_is_printed_beside_the_bound(device: torch.device) -> None:
+    """For given inputs: by a plan, and by what `verify` measures."""
+    problems = Problems(*(x.to(device) for x in problem_of((1, 70, 1, 2, 16, 16), torch.float16, decay=0.06)))
+    options = {"initial_state": problems.state, "output_final_state": True, "scale": problems.scale}
+    chosen = adjoint.plan(
+        adjoint.gated_delta_rule, *problems[:5], preference=adjoint.Preference(plan=PORTABLE), **options
+    )
+    errors = chosen.errors(*problems.inputs)
+    results = by_kernels(PORTABLE, problems)
+    exact = problems.exact()
+    for name in ("o", "final_state"):
+        error = float((results[name].double() - exact[name]).norm())
+        assert errors[name].expected is not None and 0.7 < error / errors[name].expected < 1.4, name
+        assert error < errors[name].bound and "expected" in str(errors[name])
+        measured = chosen.guarantee[name].error.measure(results[name], exact[name], *widened(problems.inputs))
+        assert measured.expected == pytest.approx(error / errors[name].expected, rel=1e-6)
+        assert "of what is expected" in str(measured)
+    assert all(figures.expected is None for name, figures in errors.items() if name == "saved")
+
+
 def test_where_no_error_is_expected() -> None:
     """In float32, of gradients, and of sequences that are split: there is no model of them."""
     for dtype, time, expects in ((torch.bfloat16, 70, True), (torch.float32, 70, False), (torch.bfloat16, 1100, False)):

@@ -34,6 +34,8 @@ def derived(stage: Callable[..., Results], axes: dict[str, int] | None = None) -
 
     def of(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> Derived:
         def bound(*inputs: Any) -> Tensor:
+            if inputs[-1] is not None and inputs[-1].is_floating_point():  # cu_seqlens, which come last, are not given
+                inputs = (*inputs, None)
             return stage(problem, kinds, *inputs)[name]
 
         return Derived(FORMULA, bound, (axes or {}).get(name, 0))
