@@ -164,6 +164,9 @@ WORKLOADS = (
     _workload(256, 8000, ("cpu",), torch.float32),
 )
 
+ERROR_WORKLOADS = (_workload(4096, 32000, ("cuda",), torch.bfloat16),)
+"""Small enough that float64 has room for the bounds of all logits."""
+
 # --------------------------------------------------------------------------------------------- builds
 
 
