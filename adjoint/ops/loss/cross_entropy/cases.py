@@ -147,7 +147,7 @@ def _workload(tokens: int, classes: int, devices: tuple[str, ...], dtype: torch.
     suffix = "" if dtype == torch.bfloat16 else ", float32"
     return Workload(
         f"cross_entropy {tokens}×{classes}{suffix}",
-        replace(SUBJECTS[0], cases=(), mistakes={}, rebatched=None, forms=()),
+        replace(SUBJECTS[0], cases=(), mistakes={}, rebatched=None, forms=(), pieces=lambda *whole: [whole]),  # a mean
         _drawn(tokens, classes),
         memory,
         2 * memory,
