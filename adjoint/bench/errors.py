@@ -51,10 +51,11 @@ class Row:
 
 
 def chosen(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
-    """Workloads with their families: those that are named, or of every subject and dtype the first that is timed, or
-    in its place those that the op lists for their errors."""
-    if ops or rows:
-        return select(ops, rows)
+    """Workloads with their families: the rows that are named, or of every subject and dtype of the ops, or of all ops,
+    the first that is timed, or in its place those that the op lists for their errors."""
+    named = select(ops, rows)
+    if rows:
+        return named
     listed = []
     for family in FAMILIES:
         for module in cases(family):
@@ -64,7 +65,14 @@ def chosen(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Work
             for workload in module.WORKLOADS:
                 first.setdefault(_kind(workload), [workload])
             listed += [(family, workload) for workloads in first.values() for workload in workloads]
-    return listed
+    wanted = {workload.subject.function for _, workload in named if ops}
+    return [(family, workload) for family, workload in listed if not ops or _is_meant(workload, ops, wanted)]
+
+
+def _is_meant(workload: Workload, ops: Sequence[str], functions: set[Any]) -> bool:
+    """Whether ops name a workload's subject, or its function."""
+    subject = workload.subject
+    return subject.function in functions and bool({subject.name, subject.function.__name__} & set(ops))
 
 
 def _kind(workload: Workload) -> tuple[Any, ...]:
@@ -90,7 +98,10 @@ def measure(family: str, workload: Workload, device: torch.device, peers: Sequen
                 continue
             except Exception as error:
                 notes[label] = first_line(error)
-        yield from _compared(family, name, task, done)
+        try:
+            yield from _compared(family, name, task, done)
+        except Exception as error:  # of the reference or a bound, such as memory: other workloads go on
+            notes.setdefault(OURS, f"not compared: {first_line(error)}")
         for label, note in notes.items():
             yield Row(family, name, task.direction, "", label, None, holds=label != OURS, note=note)
 
@@ -152,7 +163,8 @@ class _Sum:
             return "exact" if worst.value == 0 else f"{worst}", worst.holds
         limit = "its bound" if worst.unit == "of the bound" else f"{worst.limit:.3g} {worst.unit}"
         percent = 100 * worst.value / worst.limit
-        return f"{percent:.0f}% of {limit}" if percent >= 10 else f"{percent:.2g}% of {limit}", worst.holds
+        beside = "" if worst.expected is None else f", {worst.expected:.2f} of the expected"
+        return f"{percent:.{'0f' if percent >= 10 else '2g'}}% of {limit}{beside}", worst.holds
 
 
 def run(

@@ -17,7 +17,7 @@ share: a tolerance that appears in no guarantee appears in no test.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,18 +25,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Measurement:
-    """An error found, the limit its guarantee states, and the unit of both."""
+    """An error found, the limit its guarantee states, and the unit of both.
+
+    `expected`, where there is a model of the roundings: the norm of the error over that of what is to be expected.
+    """
 
     value: float
     limit: float
     unit: str
+    expected: float | None = None
 
     @property
     def holds(self) -> bool:
         return self.value <= self.limit  # False for NaN
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} {self.unit} (limit {self.limit:.4g})"
+        beside = "" if self.expected is None else f", {self.expected:.2f} of what is expected"
+        return f"{self.value:.4g} {self.unit} (limit {self.limit:.4g}){beside}"
+
+
+class Figures(NamedTuple):
+    """What a promise says for given inputs: the norm of the bound of a whole output, and of what is to be expected of
+    its error, None where there is no model of that."""
+
+    bound: float
+    expected: float | None
+
+    def __str__(self) -> str:
+        return f"at most {self.bound:.2g}" + ("" if self.expected is None else f", about {self.expected:.2g} expected")
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,20 @@ class Derived:
         if self.axes:
             error = error.flatten(-self.axes).norm(dim=-1)
         share = torch.where(error == 0, 0.0, error / bound)
-        return Measurement(_largest(share), 1.0, "of the bound")
+        return Measurement(_largest(share), 1.0, "of the bound", self._of_expected(error, *inputs))
+
+    def _of_expected(self, error: Tensor, *inputs: Tensor) -> float | None:
+        if self.expected is None or not error.numel():
+            return None
+        expected = float(self.expected(*inputs).norm())
+        return float(error.norm()) / expected if expected else None
+
+    def figures(self, *inputs: Tensor | None) -> Figures:
+        """The norm of the bound, and of the expected error, for inputs of the reference in any floating type."""
+        wide = [x.double() if x is not None and x.is_floating_point() else x for x in inputs]
+        with torch.no_grad():
+            expected = None if self.expected is None else float(self.expected(*wide).norm())
+            return Figures(float(self.bound(*wide).norm()), expected)
 
     def __str__(self) -> str:
         return f"≤ {self.formula}, derived"

@@ -23,7 +23,7 @@ from torch import Tensor
 from adjoint.core import explanation, first_use, kernels
 from adjoint.core.arguments import check_outputs, check_workspace
 from adjoint.core.errors import ArgumentError, Unsupported
-from adjoint.core.guarantee import Guarantee
+from adjoint.core.guarantee import Derived, Figures, Guarantee
 from adjoint.core.launch import Execute, Launch, Setup, refuse_capture
 from adjoint.core.layout import to_meta
 from adjoint.core.preference import OTHERWISE, Preference, parse, resolve
@@ -419,6 +419,15 @@ class Plan:
                 if not written.is_inference():
                     torch.autograd.graph.increment_version(written)
         return results[0] if len(results) == 1 else results
+
+    def errors(self, *tensors: Tensor | None) -> dict[str, Figures]:
+        """What the promises say of these tensors: the norm of each output's bound, and that of the error to expect.
+
+        The tensors are those of the op's reference: the inputs, in a backward behind the upstream gradients. Outputs
+        whose promise is no bound that is evaluated are not there.
+        """
+        promises = {name: promise.error for name, promise in self.guarantee.items()}
+        return {name: error.figures(*tensors) for name, error in promises.items() if isinstance(error, Derived)}
 
     def execute(
         self,

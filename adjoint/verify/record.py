@@ -84,7 +84,7 @@ def record(
         results = workers.run_here(listed, range(len(listed)), lambda job: None)
     else:
         results = workers.run_in_processes(
-            listing, listed, range(len(listed)), lambda job: None, processes=processes, device=device
+            listing, listed, range(len(listed)), lambda job: None, processes=processes, device=device, rank=_rank
         )
     done = failed = 0
     with suppress(KeyboardInterrupt), closing(results):
@@ -100,6 +100,12 @@ def record(
         console.print(f"{path}", highlight=False)
     console.print(f"{done} of {len(listed)} measured, {failed} failed", highlight=False)
     return INTERRUPTED if done < len(listed) else FAILED if failed else RECORDED
+
+
+def _rank(job: Job) -> tuple[int, ...]:
+    """Kernels first; the first parts of all subjects before the second ones, which find their kernels compiled."""
+    part = int(job.check.split()[1].partition("/")[0])
+    return int(job.backend != "triton"), part, workers.place_of_op(job)
 
 
 class _Files:

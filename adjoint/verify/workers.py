@@ -69,6 +69,7 @@ def run_in_processes(
     *,
     processes: int,
     device: torch.device,
+    rank: Callable[[Job], tuple[int, ...]] | None = None,
 ) -> Results:
     """Runs jobs in processes of their own, which end when the generator is closed.
 
@@ -78,8 +79,10 @@ def run_in_processes(
         announce: is called with each job when it starts.
         processes: how many run at a time, at most.
         device: that of the jobs.
+        rank: jobs of a smaller one start first; by default by their checks, then by their ops.
     """
-    queue = deque(sorted(positions, key=lambda position: _rank(jobs[position])))
+    order = rank or _rank
+    queue = deque(sorted(positions, key=lambda position: order(jobs[position])))
     workers: list[_Worker] = []
     threads = max(1, usable_cores() // processes)
 
@@ -108,7 +111,12 @@ def run_in_processes(
 
 def _rank(job: Job) -> tuple[int, int]:
     """Where a job stands in the queue, as far as that matters."""
-    return _place(job.check, FIRST_CHECKS), _place(job.op, FIRST_OPS)
+    return _place(job.check, FIRST_CHECKS), place_of_op(job)
+
+
+def place_of_op(job: Job) -> int:
+    """Where a job's op stands among those that take longest."""
+    return _place(job.op, FIRST_OPS)
 
 
 def _place(name: str, names: Sequence[str]) -> int:

@@ -164,3 +164,22 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors._Sum, "verdict", lambda self: ("200% of its bound", False))
     done = CliRunner().invoke(app, call[:-1])
     assert done.exit_code == 1 and "FAILED silu 1024×4096, float32, first 256, forward, y: 200%" in done.output
+
+
+def test_errors_of_a_loss_are_compared_whole() -> None:
+    """A mean over all tokens is no sum of pieces."""
+    (workload,) = (x for _, x in errors.chosen((), ("cross_entropy 256×8000",)))
+    rows = [row for row in errors.measure("loss", workload, torch.device("cpu")) if row.contender == run.OURS]
+    assert {row.output for row in rows} == {"loss", "dlogits"}
+    assert all(row.error is not None and row.holds for row in rows)
+
+
+def test_a_comparison_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    (workload,) = (x for _, x in errors.chosen((), ("cross_entropy 256×8000",)))
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(errors, "_compared", fail)
+    rows = [row for row in errors.measure("loss", workload, torch.device("cpu")) if row.contender == run.OURS]
+    assert rows and all(not row.holds and "no memory" in row.note for row in rows)

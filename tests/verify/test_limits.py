@@ -33,6 +33,19 @@ def test_every_plan_has_limits(now: limits.Limits) -> None:
             assert not missing, (subject.name, operator.name, missing)
 
 
+def test_no_promise_is_a_ceiling() -> None:
+    """A norm-relative one is broken by results that cancel: promises are bounds for the very inputs, or enumerated."""
+    with limits.pretended_hopper() as device:
+        for subject in subjects():
+            for dtype in subject.dtypes:
+                inputs = subject.cases[0].make(dtype, torch.device("cpu"), limits.generator())
+                for operator, problem in subject.bind(inputs).problems(device):
+                    for candidate in operator.candidates():
+                        if not candidate.refuse(problem):
+                            for name, stated in candidate.guarantee(problem).items():
+                                assert not isinstance(stated.error, Empirical), (subject.name, candidate.name, name)
+
+
 def _loosened(statement: ErrorStatement, factor: float) -> ErrorStatement:
     if isinstance(statement, Derived):
         bound = statement.bound

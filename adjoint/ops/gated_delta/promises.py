@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.guarantee import Derived, Empirical, Guarantee
 from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 
@@ -57,11 +57,13 @@ def promise(
     cases: str = CASES,
     computed: torch.dtype | None = None,
     order: str = "",
+    bound: Callable[[str], Derived] | None = None,
     **words: Any,
 ) -> dict[str, Guarantee]:
     """Guarantees for results of these dtypes.
 
     Args:
+        bound: what is promised of the error of a result, by its name; the ceiling then stands beside it, as recorded.
         computed: the type of the arithmetic; by default float32, float64 for float64.
         order: what fixes the bits, for the domain.
         words: in place of what torch's matrix products allow to promise: on the CPU, equal calls give equal bits; a
@@ -77,7 +79,8 @@ def promise(
         name: Guarantee(
             accumulator=short(kind),
             roundings=int(dtype != kind),
-            error=empirical_error(dtype, kind, ceiling, cases),
+            error=empirical_error(dtype, kind, ceiling, cases) if bound is None else bound(name),
+            recorded=None if bound is None else empirical_error(dtype, kind, ceiling, cases),
             **({**bits, "domain": domain_of(name) + order} | words),
         )
         for name, dtype in dtypes.items()

@@ -18,8 +18,11 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def gate(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """g = −e^{A_log} · softplus(a + dt_bias) and β = σ(b)."""
-    return -A_log.exp() * torch.logaddexp(a + dt_bias, torch.zeros_like(a)), b.sigmoid()
+    """g = −e^{A_log} · softplus(a + dt_bias) and β = σ(b).
+
+    σ(b) is written as e^{log σ(b)}: of a sigmoid autograd has β·(1 − β), which cancels, and is 0 from b = 37 on.
+    """
+    return -A_log.exp() * torch.logaddexp(a + dt_bias, torch.zeros_like(a)), torch.nn.functional.logsigmoid(b).exp()
 
 
 def recurrence(

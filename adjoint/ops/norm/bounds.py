@@ -83,7 +83,7 @@ class Bounds:
         r, z, w = self._sizes(of)
         a = a * w
         size = r * (a + z * (a * z).mean(-1, keepdim=True))
-        relative = (3 * self.levels + 26 + 2 * self.silu) * self.u + 5.01 * self.u_residual
+        relative = (3 * self.levels + 26 + 2 * self.silu) * self.u + 5.1 * self.u_residual
         before = relative * size + self.tiny * (1 + r) * (1 + z) * (1 + w)
         if of.ds is not None:
             exact, before = exact + of.ds, before + self.u * (exact.abs() + of.ds.abs())

@@ -12,6 +12,7 @@ from torch import Tensor
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
 from tests.conftest import device_under_test
+from tests.promises import broken
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -33,25 +34,36 @@ def _labels(*shape: int, classes: int, ignored: bool = True) -> Tensor:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_torch_has_the_same_loss(backend: str, reduction: str, smoothing: float) -> None:
+    """In float64, of what we compute in float32."""
     logits, labels = _logits(9, 33).float().requires_grad_(), _labels(9, classes=33)
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
-    ours = adjoint.cross_entropy(logits, labels, preference=Preference(backend=backend), **options)
-    theirs = F.cross_entropy(logits, labels, **options)
+    preference, wide = Preference(backend=backend), logits.detach().double().requires_grad_()
+    ours = adjoint.cross_entropy(logits, labels, preference=preference, **options)
+    theirs = F.cross_entropy(wide, labels, **options)
     upstream = torch.linspace(1, 2, ours.numel(), device=ours.device).view(ours.shape)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    got, expected = (torch.autograd.grad(x, logits, upstream)[0] for x in (ours, theirs))
-    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
+    pairs = {
+        "loss": (ours, theirs),
+        "dlogits": (
+            torch.autograd.grad(ours, logits, upstream)[0],
+            torch.autograd.grad(theirs, wide, upstream.double())[0],
+        ),
+    }
+    assert not broken(adjoint.cross_entropy, (logits, labels), pairs, (upstream,), preference, **options)
 
 
 @every_backend
 def test_a_shift_is_that_of_each_sequence(backend: str) -> None:
     """As Hugging Face's models shift: logits without the last position, labels without the first."""
-    logits, labels = _logits(3, 6, 20).float(), _labels(3, 6, classes=20)
-    shifted = adjoint.cross_entropy(logits, labels, shift=True, preference=Preference(backend=backend))
-    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert torch.allclose(shifted, expected, rtol=1e-5)
-    one_row = adjoint.cross_entropy(logits[0], labels[0], shift=True, reduction="sum")
-    assert torch.allclose(one_row, F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum"), rtol=1e-5)
+    logits, labels, preference = _logits(3, 6, 20).float(), _labels(3, 6, classes=20), Preference(backend=backend)
+    wide, of_shift = logits.double(), {"shift": True}
+    shifted = adjoint.cross_entropy(logits, labels, preference=preference, **of_shift)
+    expected = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    pairs = {"loss": (shifted, expected)}
+    assert not broken(adjoint.cross_entropy, (logits, labels), pairs, preference=preference, **of_shift)
+    of_sum: dict[str, Any] = {"shift": True, "reduction": "sum"}
+    one_row = adjoint.cross_entropy(logits[0], labels[0], preference=preference, **of_sum)
+    pairs = {"loss": (one_row, F.cross_entropy(wide[0, :-1], labels[0, 1:], reduction="sum"))}
+    assert not broken(adjoint.cross_entropy, (logits[0], labels[0]), pairs, preference=preference, **of_sum)
 
 
 @every_backend

@@ -10,7 +10,9 @@ import adjoint
 from adjoint import Preference
 from adjoint.device.row_tiles import LEVELS, order
 from adjoint.ops.norm import plans
+from adjoint.ops.norm.rms_norm.cases import RESIDUAL
 from adjoint.verify.bits import same_bits
+from adjoint.verify.run import differentiate, measure
 from tests.promises import broken
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
@@ -258,3 +260,26 @@ def test_a_sku_names_the_order_of_dweight(device: torch.device) -> None:
     assert "number of rows" in adjoint_plan.guarantee["dweight"].domain
     assert adjoint_plan.guarantee["dx"].batch_invariant == "row"
     assert not adjoint_plan.guarantee["dweight"].batch_invariant
+
+
+# -------------------------------------------------------------------------------- a row that broke a bound
+
+
+@every_backend
+def test_a_residual_that_rounds_the_worst_way(backend: str, device: torch.device) -> None:
+    """Large numbers of s are rounded down, small ones up, and dx is r·z·mean(a·z) of small ones: off by five roundings
+    and thirteen products of two, which 5.01·u does not cover."""
+    rows, large, size, u = 256, 56, 64, 2.0**-8
+    small = 2.0**-20
+    x = torch.cat((torch.ones(large), torch.full((size - large,), small))).expand(rows, size)
+    residual = torch.cat((torch.full((large,), u), torch.full((size - large,), small * u * (1 + 2 * u))))
+    dy = torch.zeros(rows, size)
+    dy[:, large:-1] = 1 + torch.rand(rows, size - 1 - large, generator=torch.Generator().manual_seed(0))
+    inputs = (x, torch.ones(size), residual.expand(rows, size))
+    inputs = tuple(t.to(torch.bfloat16).contiguous().to(device) for t in inputs)
+    upstream = (dy.to(torch.bfloat16).to(device), torch.zeros(rows, size, dtype=torch.bfloat16, device=device))
+    found = differentiate(RESIDUAL, inputs, upstream, Preference(backend=backend))
+    shares = {name: measured.value for name, measured in measure(found).items()}
+    assert max(shares.values()) <= 1.0, shares
+    if backend == "eager":
+        assert shares["dx"] > 0.98, shares

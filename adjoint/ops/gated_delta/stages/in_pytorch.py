@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Guarantee
+from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.ops.gated_delta.promises import DOMAIN, Promises, eager_candidate, promise
@@ -22,6 +22,8 @@ def promised(
     computed: torch.dtype | None = None,
     domain: str = _DOMAIN,
     special_values: str = "",
+    *,
+    bound: Callable[[Problem, str, dict[str, torch.dtype]], Derived],
     **kinds: int | str,
 ) -> Promises:
     """Guarantees by name. A kind that is a number: the result has that input's dtype; "wide": float32, or float64."""
@@ -29,7 +31,10 @@ def promised(
     def promises(problem: Problem) -> dict[str, Guarantee]:
         wide = wide_dtype(problem.dtypes[0])
         dtypes = {name: wide if isinstance(kind, str) else problem.dtypes[kind] for name, kind in kinds.items()}
-        return promise(problem, dtypes, ceiling, _CASES, computed, domain=domain, special_values=special_values)
+        words: dict[str, Any] = {"domain": domain, "special_values": special_values}
+        return promise(
+            problem, dtypes, ceiling, _CASES, computed, bound=lambda name: bound(problem, name, dtypes), **words
+        )
 
     return promises
 

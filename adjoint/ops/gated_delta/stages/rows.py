@@ -20,6 +20,12 @@ U = 2.0**-24
 TINY = 2.0**-120
 """What exponentials and products that underflow may cost, times factors below 2⁵."""
 
+
+def underflow(computed: torch.dtype) -> float:
+    """The same of a type; of float64 2⁻⁹⁹⁰."""
+    return TINY if computed == torch.float32 else 2.0**-990
+
+
 Bounds = dict[str, tuple[torch.dtype, Callable[..., Tensor]]]
 """Of each result, its dtype and the bound of its error."""
 
@@ -38,11 +44,16 @@ def refuse(problem: Problem) -> str:
     return f"numbers up to {MAX_ROWS} rows, these are {rows}" if rows > MAX_ROWS else ""
 
 
-def stored(exact: Tensor, before: Tensor, kind: torch.dtype) -> Tensor:
-    """A bound before rounding, and half a unit in the last place of anything the result may be."""
-    before = before + TINY
-    if kind == torch.float32:
+def stored(exact: Tensor, before: Tensor, kind: torch.dtype, computed: torch.dtype = torch.float32) -> Tensor:
+    """A bound before rounding, and half a unit in the last place of anything the result may be.
+
+    torch rounds float64 to 16 bits by way of float32.
+    """
+    before = before + underflow(computed)
+    if kind == computed:
         return before
+    if computed == torch.float64 and kind.itemsize == 2:
+        before = before + U * (exact.abs() + before)
     smallest = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
     return before + spacing(exact.abs() + before, kind) / 2 + smallest
 

@@ -1,19 +1,21 @@
 """Which code serves which decoding step, and what it guarantees."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Guarantee
+from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.promises import CHECKED, RESETS, Promises, eager_candidate, promise
 from adjoint.ops.gated_delta.step import eager
+from adjoint.ops.gated_delta.step.bounds import AXES, FORMULA, StepBounds
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -42,17 +44,25 @@ def _gradients(problem: Problem) -> dict[str, torch.dtype]:
     return {"dq": dtype, "dk": dtype, "dv": dtype, "dg": g, "dbeta": beta, "dstate": state}
 
 
+def _bound(problem: Problem, is_backward: bool) -> Callable[[str], Derived]:
+    bounds = StepBounds(problem)
+    of = bounds.backward if is_backward else bounds.forward
+    return lambda name: Derived(FORMULA, partial(of, name), AXES.get(name, 0))
+
+
 def _guarantee(problem: Problem) -> dict[str, Guarantee]:
-    return promise(problem, _outputs(problem), CEILING, _CASES, **_WORDS)
+    return promise(problem, _outputs(problem), CEILING, _CASES, bound=_bound(problem, False), **_WORDS)
 
 
 def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    return promise(problem, _gradients(problem), CEILING, _CASES, special_values=_SPECIAL_GRADIENTS)
+    words: dict[str, Any] = {"bound": _bound(problem, True), "special_values": _SPECIAL_GRADIENTS}
+    return promise(problem, _gradients(problem), CEILING, _CASES, **words)
 
 
 def _tiles_guarantee(problem: Problem) -> dict[str, Guarantee]:
     """A row's tokens go one after the other in one program, and every sum has an order of its own."""
     bits: dict[str, Any] = {"repeatable": True, "batch_invariant": "row", "prefix_invariant": True}
+    bits["bound"] = _bound(problem, False)
     return promise(problem, _outputs(problem), CEILING, _CASES, order=_ORDER, **_WORDS, **bits)
 
 
@@ -62,6 +72,7 @@ def _tiles_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     tokens = _gradients(problem)
     pool = {"dstate": tokens.pop("dstate")}
     words: dict[str, Any] = {"repeatable": True, "special_values": _SPECIAL_GRADIENTS}
+    words["bound"] = _bound(problem, True)
     return {
         **promise(problem, tokens, CEILING, _CASES, order=order, batch_invariant="row", **words),
         **promise(problem, pool, CEILING, _CASES, order=shared, batch_invariant="the rows of a state", **words),

@@ -147,7 +147,7 @@ def _workload(tokens: int, classes: int, devices: tuple[str, ...], dtype: torch.
     suffix = "" if dtype == torch.bfloat16 else ", float32"
     return Workload(
         f"cross_entropy {tokens}×{classes}{suffix}",
-        replace(SUBJECTS[0], cases=(), mistakes={}, rebatched=None, forms=()),
+        replace(SUBJECTS[0], cases=(), mistakes={}, rebatched=None, forms=(), pieces=lambda *whole: [whole]),  # a mean
         _drawn(tokens, classes),
         memory,
         2 * memory,
@@ -163,6 +163,9 @@ WORKLOADS = (
     _workload(4096, 151936, ("cuda",), torch.bfloat16),
     _workload(256, 8000, ("cpu",), torch.float32),
 )
+
+ERROR_WORKLOADS = (_workload(4096, 32000, ("cuda",), torch.bfloat16),)
+"""Small enough that float64 has room for the bounds of all logits."""
 
 # --------------------------------------------------------------------------------------------- builds
 

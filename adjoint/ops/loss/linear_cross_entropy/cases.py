@@ -235,6 +235,9 @@ WORKLOADS = (
     _workload(512, 512, 8192, on_cpu=True),
 )
 
+ERROR_WORKLOADS = (_workload(2048, 1024, 32000),)
+"""Small enough that float64 has room for all logits, and a bound for each of them."""
+
 # --------------------------------------------------------------------------------------------- builds
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import register_fault
-from adjoint.core.guarantee import Empirical, Guarantee
+from adjoint.core.guarantee import Derived, Empirical, Guarantee
 from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.plan import Candidate, Compute, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.moe.experts import eager, grouped_mm
+from adjoint.ops.moe.experts.bounds import Bounds, in_words
 from adjoint.ops.moe.experts.eager import PER_EXPERT, Products
 from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS, REPORTED, Layout
 from adjoint.ops.moe.layout.eager import write as write_layout
@@ -58,7 +60,7 @@ def refuse(problem: Problem) -> str:
 # ------------------------------------------------------------------------------------------- guarantee
 
 CEILINGS = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
-"""Of every output: the largest that was measured are 4e-16, 6e-7, 4.0e-3 and 4.9e-4."""
+"""Of every output on the cases: the largest that was measured are 4e-16, 6e-7, 4.0e-3 and 4.9e-4."""
 
 _CASES = {
     torch.float64: "normal inputs, D up to 528, I up to 136",
@@ -94,6 +96,7 @@ def guarantee(
     """
     element, is_forward = problem.dtypes[0], problem.op == "moe_experts"
     repeats = repeats_on_cpu and problem.device.type == "cpu"
+    bounds, words = Bounds(element, problem.dtypes[-1], rounds_dh), f"{in_words(element, rounds_dh)}: docs/experts.md"
     return {
         name: Guarantee(
             repeatable=ours or repeats,
@@ -101,7 +104,8 @@ def guarantee(
             device_invariant=False,
             accumulator=short(wide_dtype(element)),
             roundings=roundings + (rounds_dh and has_dh),
-            error=Empirical(CEILINGS[element], _CASES[element]),
+            error=Derived(words, bounds.y if is_forward else partial(bounds.gradient, name)),
+            recorded=Empirical(CEILINGS[element], _CASES[element]),
             domain="finite inputs whose products do not overflow" + (f"; {order}" if ours else _BY_THREADS * repeats),
             special_values="as the products and sums give them, in the tokens and experts they reach",
             out_of_range=f"an index out of range adds nothing and has no gradient, and is {REPORTED}",

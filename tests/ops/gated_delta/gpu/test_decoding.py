@@ -35,8 +35,10 @@ def test_a_step_in_place_and_paged(device: torch.device, kind: torch.dtype) -> N
     wide = example._replace(state=pool[indices.clamp_min(0)].float())
     exact = forward(Preference(plan="eager.chunked"), Example(*widened(wide)))
     stated = adjoint.plan(adjoint.gated_delta_step, *example.tokens, pool, state_indices=indices).guarantee
+    inputs = (*widened((*example.tokens, pool)), indices)
     for key, got, expected in zip(("o", "new_state"), (o, states), exact, strict=True):
-        assert stated[key].error.measure(got[chosen], expected[chosen]).holds, key
+        expected = torch.where(chosen.view(-1, *(1,) * (expected.dim() - 1)), expected, 0.0)
+        assert stated[key].error.measure(got, expected, *inputs).holds, key
 
 
 def test_4096_decoded_tokens_follow_a_prefill(device: torch.device) -> None:
@@ -50,7 +52,7 @@ def test_4096_decoded_tokens_follow_a_prefill(device: torch.device) -> None:
         token = (x[:, t : t + 1] for x in example.tokens)
         steps.append(adjoint.gated_delta_step(*token, pool, in_place=True)[0])
     rule = adjoint.plan(adjoint.gated_delta_rule, *example.tokens).guarantee["o"].recorded
-    step = adjoint.plan(adjoint.gated_delta_step, *(x[:, :1] for x in example.tokens), pool).guarantee["o"].error
+    step = adjoint.plan(adjoint.gated_delta_step, *(x[:, :1] for x in example.tokens), pool).guarantee["o"].recorded
     limit = rule.ceiling + step.ceiling  # type: ignore[union-attr]
     got, expected = torch.cat(steps, 1).double(), exact[:, prefill:]
     for begin in range(0, decoded, 64):

@@ -1,5 +1,6 @@
 """`gated_delta_step` beyond the shared checks: it goes on where the rule stops; pools; what it refuses."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -9,7 +10,13 @@ import adjoint
 from adjoint.contract.inputs import leaves
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.promises import FORWARD
+from adjoint.ops.gated_delta.step.cases import SUBJECTS
+from adjoint.ops.gated_delta.step.plans import CEILING
+from adjoint.ops.gated_delta.values import gradients
+from adjoint.verify.run import compare, differentiate
 from tests.ops.gated_delta.sequences import BACKWARD_64, FORWARD_64, by_recurrence, drawn, gradients_of, relative
+
+STEP = SUBJECTS[0]
 
 
 def test_prefill_then_steps_follow_the_recurrence() -> None:
@@ -120,3 +127,35 @@ def test_in_place_compiled() -> None:
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(*tokens, mine)
     assert torch.equal(got, expected) and torch.equal(mine, theirs)
     torch._dynamo.reset()
+
+
+# --------------------------------------------------------------------------------- the promise about errors
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("normalize", (False, True))
+def test_keys_that_repeat_are_inside_the_bounds(normalize: bool, backend: str, device: torch.device) -> None:
+    """Sixteen equal keys of full strength, whose values the state has already: dg and dβ cancel, which no ceiling
+    survives; every result is inside its bound."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.nn.functional.normalize(torch.randn(2, 1, 1, 8, generator=generator), dim=-1).expand(2, 16, 1, 8)
+    v = torch.randn(2, 1, 2, 4, generator=generator).expand(2, 16, 2, 4)
+    state = torch.einsum("bhk,bhv->bhkv", k[:, 0].expand(2, 2, 8), v[:, 0])
+    q, gates = torch.randn(2, 16, 1, 8, generator=generator), torch.zeros(2, 16, 2)
+    inputs = tuple(x.contiguous().to(device) for x in (q, k, v, gates, gates + 1, state))
+    upstream = tuple(torch.randn(shape, generator=generator).to(device) for shape in (v.shape, state.shape))
+
+    def exact(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, *others = tensors
+        if normalize:
+            q, k = reference.normalized(q), reference.normalized(k)
+        return STEP.reference(q, k, *others)
+
+    subject = replace(
+        STEP, reference=exact, reference_backward=gradients(exact), keywords={"normalize_qk": normalize}
+    )  # fmt: skip
+    found = differentiate(subject, (*inputs, None), upstream, adjoint.Preference(backend=backend))
+    measured = {comparison.name: comparison for comparison in compare(found)}
+    for name, comparison in measured.items():
+        assert comparison.promise.holds, (name, comparison.promise)
+    assert measured["dbeta"].relative_error > CEILING, "why that is no promise"

@@ -14,9 +14,11 @@ from adjoint import ArgumentError, Preference, moe
 from adjoint.core.launch import Setup
 from adjoint.core.problem import Problem
 from adjoint.ops.moe.experts import eager, plans, reference
+from adjoint.ops.moe.experts.cases import EXPERTS
 from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout import allocate as allocate_layout
 from adjoint.ops.moe.layout.eager import write as write_layout
+from adjoint.verify.run import compare, differentiate
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -85,6 +87,25 @@ def _agree(got: tuple[Tensor, ...], exact: tuple[Tensor, ...], dtype: torch.dtyp
         assert value.shape == truth.shape
         error = (value.double() - truth).norm()
         assert error <= ceiling * truth.norm(), f"{name}: {error / truth.norm():.3g}"
+
+
+# --------------------------------------------------------------------------------- the promise about errors
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_that_cancel_are_inside_the_bounds(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Two slots whose experts have nearly opposite rows: for what is left of y no ceiling holds, and the bound does."""
+    x, gate_up, down, indices, weights = _layer(6, 16, 2, 16, 2, dtype)
+    gate_up[1], down[1], indices[:] = gate_up[0] * (1 + 2 * torch.finfo(dtype).eps), -down[0], torch.arange(2)
+    weights[:, 1] = weights[:, 0]
+    inputs = tuple(t.to(device) for t in (x, gate_up, down, indices, weights))
+    upstream = (_upstream(inputs[0]).to(dtype),)
+    found = differentiate(EXPERTS, inputs, upstream, Preference(backend=backend))
+    measured = {comparison.name: comparison for comparison in compare(found)}
+    assert measured["y"].relative_error > plans.CEILINGS[dtype], "why that is no promise"
+    for name, comparison in measured.items():
+        assert comparison.promise.holds, (name, comparison.promise)
 
 
 # ------------------------------------------------------------------------------------------ reference

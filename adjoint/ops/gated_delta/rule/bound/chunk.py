@@ -71,8 +71,7 @@ class Chunk:
         # The chunk's matrix and its inverse.
         A_error = self.kk_abs * (self.over_keys * strict + self.decay_error.tril(-1))
         A_error = self.beta.unsqueeze(-1) * A_error
-        inverse_error = _inverse_error(a, self.T, A, A_error, self.over_tokens)
-        self.T_error = inverse_error + a.inverse * self.T0.abs()
+        self.T_error = inverse_error(a, self.T, A, A_error, self.over_tokens) + a.inverse * self.T0.abs()
         self.stored_error = self.T_error
         if a.storage:
             off = self.T0.to(a.storage).double() - self.T0
@@ -81,7 +80,7 @@ class Chunk:
         self.P_error = abs(self.scale) * self.qk_abs * (self.over_keys * self.D + self.decay_error)
 
 
-def _inverse_error(a: Arithmetic, T: Tensor, A: Tensor, A_error: Tensor, sums: float) -> Tensor:
+def inverse_error(a: Arithmetic, T: Tensor, A: Tensor, A_error: Tensor, sums: float) -> Tensor:
     """What T has lost when it is computed: diagonal blocks by substitution, larger ones from two smaller ones.
 
     The inverse of [[X, 0], [Z, Y]] has −Y⁻¹ Z X⁻¹ below the diagonal: the errors of X⁻¹ pass through Y⁻¹ Z, and those

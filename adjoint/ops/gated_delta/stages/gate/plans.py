@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Guarantee
+from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
 from adjoint.ops.gated_delta.stages import in_pytorch
 from adjoint.ops.gated_delta.stages.gate import eager
-from adjoint.ops.gated_delta.stages.rows import TINY, U, guarantee, on_kernels, refuse, stored
+from adjoint.ops.gated_delta.stages.rows import TINY, U, guarantee, on_kernels, refuse, stored, underflow
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -39,23 +39,28 @@ class _Gates:
     themselves (and less than u where t is positive); all other operations together less than 32·u.
     """
 
-    def __init__(self, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
+    def __init__(self, unit: float, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
         t = a + dt_bias
         self.rate, self.softplus, self.slope = A_log.exp(), torch.logaddexp(t, torch.zeros_like(t)), t.sigmoid()
         self.beta, self.other = b.sigmoid(), (-b).sigmoid()
-        self.share = U * (3 * A_log.abs() + 4 * t.abs() + 40)
-        self.share_of_beta = U * (6 * b.abs() + 40)
+        self.share = unit * (3 * A_log.abs() + 4 * t.abs() + 40)
+        self.share_of_beta = unit * (6 * b.abs() + 40)
 
 
-def _bound(problem: Problem, name: str, kind: torch.dtype) -> Callable[..., Tensor]:
-    additions = (RUN.bit_length() - 1) * len(levels(problem.sizes[1]))
+def _bound(name: str, kind: torch.dtype, computed: torch.dtype, additions: int) -> Callable[..., Tensor]:
+    """Of arithmetic in a type; what sums over tokens goes through so many additions.
+
+    float64 counts twice, because its reference rounds as much.
+    """
+    unit, lost = (U, TINY) if computed == torch.float32 else (2.0**-52, underflow(computed))
 
     def of_result(*inputs: Tensor) -> Tensor:
-        m = _Gates(*inputs)
-        return m.rate * m.softplus * m.share + m.rate * TINY + TINY if name == "g" else m.beta * m.share_of_beta + TINY
+        m = _Gates(unit, *inputs)
+        exact, share = (m.rate * m.softplus, m.share) if name == "g" else (m.beta, m.share_of_beta)
+        return stored(exact, exact * share + m.rate * lost, kind, computed)
 
     def of_gradient(dg: Tensor, dbeta: Tensor, *inputs: Tensor) -> Tensor:
-        m = _Gates(*inputs)
+        m = _Gates(unit, *inputs)
         exact = {
             "da": lambda: dg * m.rate * m.slope,
             "db": lambda: dbeta * m.beta * m.other,
@@ -63,12 +68,12 @@ def _bound(problem: Problem, name: str, kind: torch.dtype) -> Callable[..., Tens
             "ddt_bias": lambda: dg * m.rate * m.slope,
         }[name]().abs()
         share = m.share_of_beta if name == "db" else m.share
-        tiny = (dbeta.abs() if name == "db" else dg.abs() * (1 + m.rate)) * TINY
+        tiny = (dbeta.abs() if name == "db" else dg.abs() * (1 + m.rate)) * lost
         if name in ("da", "db"):
-            return stored(exact, exact * share + tiny, kind)
+            return stored(exact, exact * share + tiny, kind, computed)
         columns = exact.shape[-1]
-        before = (exact * (share + additions * U) + tiny).reshape(-1, columns).sum(0)
-        return stored(exact.reshape(-1, columns).sum(0), before, kind)
+        before = (exact * (share + additions * unit) + tiny).reshape(-1, columns).sum(0)
+        return stored(exact.reshape(-1, columns).sum(0), before, kind, computed)
 
     return of_gradient if name in _GRADIENT_NAMES else of_result
 
@@ -94,7 +99,8 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 
     def of(name: str, kind: torch.dtype) -> Guarantee:
         item, domain = ("", f"{_FINITE}; {_ORDER}") if _FORMULAS[name] is _SUM else ("token", _FINITE)
-        stated = guarantee(kind, item, _FORMULAS[name], _bound(problem, name, kind), domain)
+        additions = (RUN.bit_length() - 1) * len(levels(problem.sizes[1]))
+        stated = guarantee(kind, item, _FORMULAS[name], _bound(name, kind, torch.float32, additions), domain)
         return replace(stated, special_values=_UNUSED) if name in _GRADIENT_NAMES else stated
 
     return {name: of(name, kind) for name, kind in dtypes.items()}
@@ -105,8 +111,18 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 _KERNELS = ("adjoint.ops.gated_delta.stages.gate.kernels", refuse, _guarantee, _SCHEDULES)
 _EAGER_DOMAIN = "every finite input whose results are finite"
 _UNUSED = "a token whose dg is 0 adds 0 to da, dA_log and ddt_bias, where its g is −inf too"
-_OUTPUTS = in_pytorch.promised(FORWARD, torch.float64, _EAGER_DOMAIN, g="wide", beta="wide")
-_GRADIENTS = in_pytorch.promised(BACKWARD, torch.float64, _EAGER_DOMAIN, _UNUSED, da=0, db=1, dA_log=2, ddt_bias=3)
+
+
+def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> Derived:
+    """In float64; sums in any order, and one rounding."""
+    words = f"½ ulp + {_FORMULAS[name].removeprefix('½ ulp + ')}, u = 2⁻⁵², n additions of n tokens"
+    return Derived(words, _bound(name, kinds[name], torch.float64, problem.sizes[1]))
+
+
+_OUTPUTS = in_pytorch.promised(FORWARD, torch.float64, _EAGER_DOMAIN, bound=_eager_bound, g="wide", beta="wide")
+_GRADIENTS = in_pytorch.promised(
+    BACKWARD, torch.float64, _EAGER_DOMAIN, _UNUSED, bound=_eager_bound, da=0, db=1, dA_log=2, ddt_bias=3
+)
 
 GATE = (on_kernels("gated_delta_gate", *_KERNELS), in_pytorch.forward(eager.forward, _OUTPUTS))
 GATE_BACKWARD = (on_kernels("gated_delta_gate_backward", *_KERNELS), in_pytorch.backward(eager.backward, _GRADIENTS))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Guarantee
+from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
@@ -54,6 +54,24 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
     return {"y": guarantee(kind, "vector", "½ ulp + c·u·|y|, c the halvings of a sum and 16", y_bound, domain)}
 
 
+def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> Derived:
+    """In float64, whose reference rounds as much, a sum in any order: as of the kernels, with n for its halvings."""
+    kind, share = kinds[name], 2.0**-52 * (problem.sizes[0] + 16)
+
+    def y_bound(x: Tensor) -> Tensor:
+        exact = _scaled(x)[0].abs()
+        return stored(exact, share * exact, kind, torch.float64)
+
+    def dx_bound(dy: Tensor, x: Tensor) -> Tensor:
+        y, r = _scaled(x)
+        terms = r * (dy.abs() + y.abs() * (y * dy).abs().sum(-1, keepdim=True))
+        exact = (dy - y * (y * dy).sum(-1, keepdim=True)) * r
+        return stored(exact, 3 * share * terms, kind, torch.float64)
+
+    words = "½ ulp + (n + 16)·u·|y|" if name == "y" else "½ ulp + 3·(n + 16)·u·Σ|terms|"
+    return Derived(f"{words}, n the length of a vector, u = 2⁻⁵²", y_bound if name == "y" else dx_bound)
+
+
 def _on_kernels(of_l2_norm: Candidate) -> Candidate:
     """The plan of `l2_norm`, which takes ε as an argument."""
     bind = of_l2_norm.setup
@@ -79,9 +97,11 @@ _FINITE = "every finite input whose results are finite"
 
 NORMALIZE = (
     _on_kernels(L2_NORM[0]),
-    in_pytorch.forward(_forward, in_pytorch.promised(FORWARD, torch.float64, _FINITE, y=0)),
+    in_pytorch.forward(_forward, in_pytorch.promised(FORWARD, torch.float64, _FINITE, bound=_eager_bound, y=0)),
 )
 NORMALIZE_BACKWARD = (
     _on_kernels(L2_NORM_BACKWARD[0]),
-    in_pytorch.backward(_backward, in_pytorch.promised(BACKWARD, torch.float64, _FINITE, dx=0), has_need=False),
+    in_pytorch.backward(
+        _backward, in_pytorch.promised(BACKWARD, torch.float64, _FINITE, bound=_eager_bound, dx=0), has_need=False
+    ),
 )

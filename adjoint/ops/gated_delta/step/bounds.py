@@ -1,0 +1,235 @@
+"""How far a decoding step may be from the exact one, for the very inputs of a call: see docs/gated-delta-error.md.
+
+Tokens go one after the other in float32, and the transition of a token is a contraction: what a token rounds is
+carried on, and never amplified. One number bounds the norm of the error of a token's vector (o, dq, dk, dv) or of a
+state, or the error of a number (dg, dβ). Sizes of what is rounded include the errors they have.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.core.problem import Problem, wide_dtype
+from adjoint.ops.gated_delta.arguments import EPSILON
+
+AXES = {"o": 1, "new_state": 2, "states": 2, "dq": 1, "dk": 1, "dv": 1, "dstate": 2}
+"""The last axes of a result whose norm is bounded."""
+
+FORMULA = "what its tokens round, decayed and carried on, as the theorem on steps in docs/gated-delta-error.md has it"
+
+SECOND_ORDER = 1.02
+
+
+class Sized(NamedTuple):
+    """An exact tensor, its norm, and the norm of the error of what is computed in its place: [rows, heads] each."""
+
+    exact: Tensor
+    norm: Tensor
+    error: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        return self.norm + self.error
+
+
+class Token(NamedTuple):
+    """What a token of all rows leaves for the backward: Z, e and S⁺, and the token's own numbers."""
+
+    q: Tensor
+    k: Tensor
+    k_norm: Tensor
+    g: Tensor
+    beta: Tensor
+    decay: Tensor
+    Z: Sized
+    e: Sized
+    after: Sized
+
+
+def _norm(x: Tensor, axes: int) -> Tensor:
+    return x.flatten(-axes).norm(dim=-1)
+
+
+class StepBounds:
+    """Bounds of all results of a step."""
+
+    def __init__(self, problem: Problem) -> None:
+        element, g, beta, state = problem.dtypes[:4]
+        scale, self.normalize, self.all_states, *_ = problem.options
+        self.scale = float(scale)
+        self.wide = wide_dtype(element)
+        # The exact results of float64 are themselves computed in float64.
+        self.u = torch.finfo(self.wide).eps / (1 if self.wide == torch.float64 else 2)
+        self.tiny = torch.finfo(self.wide).smallest_normal
+        self.kinds = {"o": element, "new_state": state, "states": state, "dq": element, "dk": element, "dv": element}
+        self.kinds |= {"dg": g, "dbeta": beta, "dstate": state}
+        self.K, self.V = problem.sizes[:2]
+        # The share by which normalised q and k are off.
+        self.share = (self.K / 2 + 8) * self.u if self.normalize else 0.0
+
+    def sum_of(self, terms: int) -> float:
+        """What a sum of products, in any order, and the products around it lose of its terms."""
+        return SECOND_ORDER * (terms + 8) * self.u
+
+    def stored(self, name: str, norm: Tensor, error: Tensor, numbers: int) -> Tensor:
+        """With the rounding to the type of the result, which has so many numbers."""
+        kind = self.kinds[name]
+        if kind == self.wide:
+            return error
+        info = torch.finfo(kind)
+        return error + info.eps / 2 * (norm + error) + info.smallest_normal * info.eps * numbers**0.5
+
+    # ----------------------------------------------------------------------------------------- forward
+
+    def _tokens(self, inputs: Sequence[Tensor | None]) -> tuple[list[Token], Tensor]:
+        """Every token of the rows that are not skipped, which are 1 in the mask."""
+        q, k, v, g, beta, state, indices = (*inputs, None)[:7]
+        assert q is not None and k is not None and v is not None and g is not None and beta is not None
+        assert state is not None
+        if self.normalize:
+            q, k = (x / (x.square().sum(-1, keepdim=True) + EPSILON).sqrt() for x in (q, k))
+        group = v.shape[2] // max(1, q.shape[2])
+        q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+        if indices is None:
+            live, S = torch.ones(len(q), dtype=torch.bool, device=q.device), state
+        else:
+            live = (indices >= 0) & (indices < len(state))
+            padded = torch.cat((state, torch.zeros_like(v[:1, 0, :, None, :]).expand(1, *state.shape[1:])))
+            S = padded[torch.where(live, indices.long(), len(state))]
+        current = Sized(S, _norm(S, 2), torch.zeros_like(S[..., 0, 0]))
+        tokens = []
+        for t in range(q.shape[1]):
+            tokens.append(self._token(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], current))
+            current = tokens[-1].after
+        return tokens, live
+
+    def _token(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Sized) -> Token:
+        u, k_norm, decay = self.u, k.norm(dim=-1), g.exp()
+        Z = decay[..., None, None] * S.exact
+        # e^g is off by (4·|g| + 8)·u of itself, and its product with the state is rounded.
+        lost = torch.where(decay > 0, (4 * g.abs() + 10) * u * decay, 0.0).nan_to_num(nan=0.0)
+        of_Z = Sized(Z, _norm(Z, 2), decay * S.error + SECOND_ORDER * lost * S.size + self.tiny * S.size)
+        e = v - torch.einsum("bhkv,bhk->bhv", Z, k)
+        known = k_norm * of_Z.size
+        own = self.sum_of(self.K) * known + 2 * u * v.norm(dim=-1) + self.share * known + self.tiny * self.V
+        of_e = Sized(e, e.norm(dim=-1), k_norm * of_Z.error + own)
+        after = Z + k[..., None] * (beta[..., None] * e)[..., None, :]
+        # E⁺ = (I − β k kᵀ) E_Z + β k ownᵀ and roundings; of a normalised key also β (δk eᵀ − k (Zᵀδk)ᵀ).
+        factor = (1 - beta * k_norm.square()).abs().clamp_min(1.0)
+        rounded = 4 * u * beta * k_norm * of_e.size + self.share * beta * k_norm * of_e.size
+        norm = _norm(after, 2)
+        error = factor * of_Z.error + beta * k_norm * own + rounded
+        error = SECOND_ORDER * (error + u * (norm + error)) + self.tiny * (self.K * self.V) ** 0.5
+        return Token(q, k, k_norm, g, beta, decay, of_Z, of_e, Sized(after, norm, error))
+
+    def forward(self, name: str, *inputs: Tensor | None) -> Tensor:
+        """The bound of o or of the states."""
+        tokens, live = self._tokens(inputs)
+        if name == "o":
+            errors = []
+            for token in tokens:
+                exact = self.scale * torch.einsum("bhkv,bhk->bhv", token.after.exact, token.q)
+                size = abs(self.scale) * token.q.norm(dim=-1)
+                lost = (self.sum_of(self.K) + self.share) * token.after.size
+                error = size * (token.after.error + lost) + self.tiny * self.V
+                errors.append(self.stored(name, exact.norm(dim=-1), error, self.V))
+            return torch.stack(errors, 1) * live[:, None, None]
+        numbers = self.K * self.V
+        of_states = [self.stored(name, token.after.norm, token.after.error, numbers) for token in tokens]
+        return torch.stack(of_states, 1) * live[:, None, None] if self.all_states else of_states[-1] * live[:, None]
+
+    # ---------------------------------------------------------------------------------------- backward
+
+    def backward(self, name: str, do: Tensor, dstates: Tensor, *inputs: Tensor | None) -> Tensor:
+        """The bound of a gradient."""
+        tokens, live = self._tokens(inputs)
+        q, k, *_, state, indices = (*inputs, None)[:7]
+        assert q is not None and k is not None and state is not None
+        last = torch.zeros_like(tokens[-1].after.exact) if self.all_states else dstates
+        dS = Sized(last, _norm(last, 2), torch.zeros_like(last[..., 0, 0]))
+        of_tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # norms, errors, and exact vectors of dq and dk
+        for t in reversed(range(len(tokens))):
+            result, dS = self._back(name, tokens[t], do[:, t], dstates[:, t] if self.all_states else None, dS)
+            of_tokens.insert(0, result)
+        if name == "dstate":
+            return self._of_pool(dS, live, state, indices)
+        exact, norms, errors = (torch.stack(x, 1) for x in zip(*of_tokens, strict=True))
+        if name in ("dq", "dk"):
+            return self._of_key_heads(name, exact, norms, errors, q if name == "dq" else k) * live[:, None, None]
+        return self.stored(name, norms, errors, self.V if name == "dv" else 1) * live[:, None, None]
+
+    def _back(
+        self, name: str, x: Token, do: Tensor, dstate: Tensor | None, dS: Sized
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Sized]:
+        """A gradient of one token: exact, its norm and error; and the gradient of the state before the token."""
+        u, scale, q_norm, upstream = self.u, abs(self.scale), x.q.norm(dim=-1), do.norm(dim=-1)
+        exact = dS.exact if dstate is None else dS.exact + dstate
+        exact = exact + self.scale * x.q[..., None] * do[..., None, :]
+        norm, added = _norm(exact, 2), scale * q_norm * upstream
+        error = dS.error + (3 * u + self.share) * added + 3 * u * (norm + dS.error + added)
+        if dstate is not None:
+            error = error + 2 * u * _norm(dstate, 2)
+        dS = Sized(exact, norm, SECOND_ORDER * error + self.tiny * (self.K * self.V) ** 0.5)
+        a = torch.einsum("bhkv,bhk->bhv", exact, x.k)
+        own = (self.sum_of(self.K) + self.share) * x.k_norm * dS.size + self.tiny * self.V
+        of_a = Sized(a, a.norm(dim=-1), x.k_norm * dS.error + own)
+        dZ = exact - x.k[..., None] * (x.beta[..., None] * a)[..., None, :]
+        factor = (1 - x.beta * x.k_norm.square()).abs().clamp_min(1.0)
+        error = factor * dS.error + x.beta * x.k_norm * (own + (4 * u + self.share) * of_a.size)
+        norm = _norm(dZ, 2)
+        of_dZ = Sized(dZ, norm, SECOND_ORDER * (error + u * (norm + error)) + self.tiny * (self.K * self.V) ** 0.5)
+        lost = torch.where(x.decay > 0, (4 * x.g.abs() + 10) * u * x.decay, 0.0).nan_to_num(nan=0.0)
+        before = x.decay[..., None, None] * dZ
+        error = x.decay * of_dZ.error + SECOND_ORDER * lost * of_dZ.size + self.tiny * of_dZ.size
+        return self._gradient(name, x, do, dS, of_a, of_dZ), Sized(before, _norm(before, 2), error)
+
+    def _gradient(
+        self, name: str, x: Token, do: Tensor, dS: Sized, a: Sized, dZ: Sized
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        u, upstream = self.u, do.norm(dim=-1)
+        if name == "dq":
+            exact = self.scale * torch.einsum("bhkv,bhv->bhk", x.after.exact, do)
+            error = abs(self.scale) * upstream * (x.after.error + self.sum_of(self.V) * x.after.size)
+            return exact, exact.norm(dim=-1), error + self.tiny * self.K
+        if name == "dk":
+            exact = torch.einsum("bhkv,bhv->bhk", dS.exact, x.beta[..., None] * x.e.exact)
+            exact = exact - torch.einsum("bhkv,bhv->bhk", x.Z.exact, x.beta[..., None] * a.exact)
+            error = dS.error * x.e.size + dS.norm * x.e.error + x.Z.error * a.size + x.Z.norm * a.error
+            error = error + self.sum_of(self.V) * (dS.size * x.e.size + x.Z.size * a.size)
+            return exact, exact.norm(dim=-1), x.beta * error + self.tiny * self.K
+        if name == "dv":
+            exact = x.beta[..., None] * a.exact
+            return exact, exact.norm(dim=-1), x.beta * (a.error + 2 * u * a.size) + self.tiny * self.V
+        if name == "dbeta":
+            exact = (x.e.exact * a.exact).sum(-1)
+            error = x.e.error * a.size + x.e.norm * a.error + self.sum_of(self.V) * x.e.size * a.size
+            return exact, exact.abs(), error + self.tiny * self.V
+        exact = (x.Z.exact * dZ.exact).sum((-1, -2))
+        error = x.Z.error * dZ.size + x.Z.norm * dZ.error + self.sum_of(self.K * self.V) * x.Z.size * dZ.size
+        return exact, exact.abs(), error + self.tiny * self.K * self.V
+
+    def _of_key_heads(self, name: str, exact: Tensor, norms: Tensor, errors: Tensor, x: Tensor) -> Tensor:
+        """Of dq or dk, which add up value heads and go through the normalisation."""
+        group = norms.shape[2] // max(1, x.shape[2])
+        size = (norms + errors).unflatten(2, (-1, group)).sum(3)
+        exact, error = (y.unflatten(2, (-1, group)).sum(3) for y in (exact, errors))
+        error = error + self.sum_of(group) * size
+        if self.normalize:
+            r = (x.square().sum(-1) + EPSILON).rsqrt()
+            y = x * r[..., None]
+            exact = (exact - y * (y * exact).sum(-1, keepdim=True)) * r[..., None]
+            error = r * (error + 3 * (self.share + self.sum_of(self.K)) * (size + error))
+        return self.stored(name, exact.norm(dim=-1), error, self.K)
+
+    def _of_pool(self, dS: Sized, live: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
+        """Of the gradient of the states, to which rows that share one add up."""
+        if indices is None:
+            return self.stored("dstate", dS.norm, dS.error, self.K * self.V)
+        error, size = (torch.zeros_like(state[..., 0, 0]) for _ in range(2))
+        places = indices[live].long()
+        error.index_add_(0, places, dS.error[live])
+        size.index_add_(0, places, dS.size[live])
+        error = error + self.sum_of(len(places)) * size * (len(places) > 1)
+        return self.stored("dstate", size, error, self.K * self.V)

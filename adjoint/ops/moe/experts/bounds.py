@@ -1,0 +1,179 @@
+"""How far the expert layer may be from the exact one, evaluated in float64 for the very inputs: see docs/experts.md.
+
+Every number has a bound of its own. A product is off by what its operands are off by, and by what its sum loses; what
+is rounded to 16 bits on the way by half a unit in the last place.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.core.guarantee import spacing
+from adjoint.core.problem import wide_dtype
+
+SECOND_ORDER = 1.01
+"""What the products of two small errors add, at most, to those of one."""
+
+SILU = {True: (24, 48, 2), False: (40, 80, 0)}
+"""The error of silu and of its slope in units u, relative to their terms' sizes, and what it grows by for each unit by
+which a gate is below 0; of 16-bit types, and of others."""
+
+SMALLEST_NORMAL = {torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
+
+
+class Value(NamedTuple):
+    """Exact numbers, and how far what is computed in their place may be from them."""
+
+    exact: Tensor
+    error: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        """The largest that is computed in their place."""
+        return self.exact.abs() + self.error
+
+
+class Rows(NamedTuple):
+    """The rows of an expert: their tokens and slots, routing weights, and values as a plan has them."""
+
+    token: Tensor
+    slot: Tensor
+    weight: Tensor
+    gate: Value
+    up: Value
+    silu: Value
+    hidden: Value
+
+
+class Bounds:
+    """Bounds of the results of a layer.
+
+    Args:
+        element, weight: the types of the layer, and of its routing weights.
+        rounds_dh: the gradient of the hidden values is rounded to 16 bits, too.
+    """
+
+    def __init__(self, element: torch.dtype, weight: torch.dtype, rounds_dh: bool) -> None:
+        self.element, self.weight, self.wide, self.rounds_dh = element, weight, wide_dtype(element), rounds_dh
+        # The exact results of float64 are themselves computed in float64.
+        self.u = torch.finfo(self.wide).eps / 2 * (2 if element == torch.float64 else 1)
+        self.silu, self.slope, self.growth = SILU[element.itemsize == 2]
+        self.tiny = SMALLEST_NORMAL[self.wide]  # what underflows
+
+    # ------------------------------------------------------------------------------------------- steps
+
+    def stored(self, value: Value, kind: torch.dtype | None = None) -> Value:
+        """Rounded to the type of the layer, or another; what is in the type of the sums already is not rounded."""
+        kind = kind or self.element
+        if kind == self.wide:
+            return value
+        return value._replace(error=value.error + spacing(value.size, kind) / 2)
+
+    def product(self, left: Value, right: Tensor) -> Value:
+        """left · right, [m, n] · [n, p], right exact: a sum in any order, which matrix instructions cut off."""
+        share = SECOND_ORDER * 2 * (right.shape[0] + 4) * self.u
+        size = right.abs()
+        error = left.error @ size + share * (left.size @ size) + self.tiny * (1 + size.sum(0))
+        return Value(left.exact @ right, error)
+
+    def times(self, *factors: Value, roundings: int = 1) -> Value:
+        """The product of numbers, each operation rounded; what underflows is multiplied by the others."""
+        exact, size, most = factors[0].exact, factors[0].size, factors[0].size
+        for factor in factors[1:]:
+            exact, size, most = exact * factor.exact, size * factor.size, torch.maximum(most, factor.size)
+        error = size - exact.abs() + SECOND_ORDER * (len(factors) + roundings) * self.u * size
+        # The difference of two numbers of float64 that are nearly equal is off by what they are rounded by.
+        return Value(exact, error.clamp_min(0) + 2.0**-50 * size + self.tiny * (1 + most) ** (len(factors) - 1))
+
+    def _of_gate(self, gate: Value) -> tuple[Value, Value]:
+        """silu and its slope: |silu'| ≤ 1.1 and |silu''| ≤ ½ everywhere."""
+        g, error = gate
+        sigma = torch.sigmoid(g)
+        silu, slope = g * sigma, sigma * (1 + g * torch.sigmoid(-g))
+        terms = sigma * (1 + g.abs() * torch.sigmoid(-g)) + error
+        grown = self.growth * (error - g.clamp_max(0)).clamp_max(174.0)
+        of_silu = 1.1 * error
+        of_silu = of_silu + (self.silu + grown) * self.u * (silu.abs() + of_silu) + 2 * self.tiny
+        of_slope = 0.5 * error + (self.slope + grown) * self.u * terms + 2 * self.tiny
+        return Value(silu, of_silu), Value(slope, of_slope)
+
+    def _rows(self, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, expert: int) -> Rows:
+        token, slot = (indices == expert).nonzero(as_tuple=True)
+        both = self.stored(self.product(_exact(x[token]), gate_up[expert].T))
+        inner = down.shape[2]
+        gate, up = (Value(*(part[:, piece] for part in both)) for piece in (slice(inner), slice(inner, None)))
+        silu, _ = self._of_gate(gate)
+        return Rows(token, slot, weights[token, slot][:, None], gate, up, silu, self.times(silu, up))
+
+    def _sum_of_slots(self, terms: list[tuple[Tensor, Value]], like: Tensor, slots: int) -> Value:
+        """Rows added up by token, one slot after the other."""
+        exact, error, size = (torch.zeros_like(like) for _ in range(3))
+        for token, rows in terms:
+            exact.index_add_(0, token, rows.exact)
+            error.index_add_(0, token, rows.error)
+            size.index_add_(0, token, rows.size)
+        return Value(exact, error + SECOND_ORDER * (slots + 1) * self.u * size + self.tiny)
+
+    # ----------------------------------------------------------------------------------------- results
+
+    def y(self, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        terms = []
+        for expert in range(down.shape[0]):
+            rows = self._rows(x, gate_up, down, indices, weights, expert)
+            result = self.stored(self.product(self.stored(rows.hidden), down[expert].T))
+            terms.append((rows.token, self.times(result, _exact(rows.weight))))
+        return self.stored(self._sum_of_slots(terms, x, indices.shape[1])).error
+
+    def gradient(
+        self, name: str, dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor
+    ) -> Tensor:
+        """The bound of dx, dgate_up, ddown or dweights."""
+        inputs = {"dx": x, "dgate_up": gate_up, "ddown": down, "dweights": weights}
+        bound, terms = torch.zeros_like(inputs[name]), []
+        for expert in range(down.shape[0]):
+            rows = self._rows(x, gate_up, down, indices, weights, expert)
+            upstream = dy[rows.token]
+            if name == "ddown":
+                scaled = self.stored(self.times(rows.hidden, _exact(rows.weight)))
+                bound[expert] = self.stored(_transposed(self.product(_transposed(scaled), upstream))).error
+                continue
+            dh = self.product(_exact(upstream), down[expert])
+            dh = self.stored(dh) if self.rounds_dh else dh
+            if name == "dweights":
+                products = self.times(rows.hidden, dh)
+                share = SECOND_ORDER * (down.shape[2] + 4) * self.u
+                error = products.error.sum(1) + share * products.size.sum(1) + self.tiny
+                total = Value(products.exact.sum(1), error)
+                bound[rows.token, rows.slot] = self.stored(total, self.weight).error
+                continue
+            both = self._through_gate(rows, dh)
+            if name == "dx":
+                terms.append((rows.token, self.stored(self.product(both, gate_up[expert]))))
+            else:
+                bound[expert] = self.stored(self.product(_transposed(both), x[rows.token])).error
+        return self.stored(self._sum_of_slots(terms, x, indices.shape[1])).error if name == "dx" else bound
+
+    def _through_gate(self, rows: Rows, dh: Value) -> Value:
+        """The gradients of g and u, side by side, as they are rounded."""
+        _, slope = self._of_gate(rows.gate)
+        weight = _exact(rows.weight)
+        of_gate = self.times(dh, weight, rows.up, slope, roundings=4)
+        of_up = self.times(dh, weight, rows.silu, roundings=3)
+        return self.stored(Value(*(torch.cat(pair, 1) for pair in zip(of_gate, of_up, strict=True))))
+
+
+def _exact(tensor: Tensor) -> Value:
+    return Value(tensor, torch.zeros_like(tensor))
+
+
+def _transposed(value: Value) -> Value:
+    return Value(value.exact.T, value.error.T)
+
+
+def in_words(element: torch.dtype, rounds_dh: bool) -> str:
+    """The bound of every output."""
+    rounded = "g, u, h, dg, du" + (", dh" if rounds_dh else "") + " and each row's result rounded"
+    sums = "sums off by 2·(n + 4)·u of the sizes of their n terms"
+    unit = "u = 2⁻⁵³, twice" if element == torch.float64 else "u = 2⁻²⁴"
+    return f"{f'½ ulp, {rounded}, ' if element.itemsize == 2 else ''}{sums}, {unit}, carried from product to product"
