@@ -142,6 +142,35 @@ def test_packed_sequences_do_not_see_each_other(name: str, packing: str, ids: Te
         model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=True)
 
 
+@pytest.mark.parametrize("name", ("qwen3_5", "qwen3_5_moe"))
+def test_positions_of_a_picture_are_no_bounds(name: str, ids: Tensor) -> None:
+    """Three rows, in which a picture's tokens share a time; with the text's positions before them, four."""
+    row, model = ids[:1], their_model(name).eval()
+    time = torch.cat((torch.arange(10), torch.full((20,), 10), torch.arange(15, 25)))
+    height, width = time.clone(), time.clone()
+    height[10:30], width[10:30] = 10 + torch.arange(20) // 5, 10 + torch.arange(20) % 5
+    three = torch.stack((time, height, width))[:, None]
+    four = torch.cat((torch.arange(40)[None, None], three))
+    with torch.no_grad():
+        theirs = model(input_ids=row, position_ids=three, use_cache=False).logits
+        patch(model, verbose=False)
+        assert distance(model(input_ids=row, position_ids=three, use_cache=False).logits, theirs) <= 1e-5
+        assert distance(model(input_ids=row, position_ids=four, use_cache=False).logits, theirs) <= 1e-5
+
+
+@families
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_padding_of_the_only_row(name: str, side: str, ids: Tensor) -> None:
+    """Positions that stand still where there is no text: what is padding may be a sequence of its own, or none."""
+    model, mask = patched(name).eval(), torch.ones(1, 40, dtype=torch.int64)
+    mask[0, slice(0, 11) if side == "left" else slice(29, 40)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(input_ids=ids[:1], attention_mask=mask, position_ids=positions, use_cache=False).logits
+        alone = model(input_ids=ids[:1, mask[0] == 1], use_cache=False).logits
+    assert distance(padded[:, mask[0] == 1], alone) <= 1e-5
+
+
 @families
 @pytest.mark.parametrize("side", ("left", "right"))
 def test_padding_changes_nothing(name: str, side: str, ids: Tensor) -> None:

@@ -203,7 +203,13 @@ def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> t
 
 
 def _bounds_of(positions: Tensor) -> Tensor | None:
-    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds but one."""
+    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds but one.
+
+    Of four rows of positions the first is that of the text. Three are those of images and video alone: they stand still
+    within a picture, which is no sequence of its own.
+    """
+    if positions.dim() == 3 and positions.shape[0] != 4:
+        return None
     row = positions[0] if positions.dim() == 3 else positions
     if row.shape[0] != 1 or row.shape[1] < 2:
         return None
