@@ -1,6 +1,6 @@
 """Text from a `HybridLM`: a prefill of packed prompts, then a token at a time from the cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,14 +75,18 @@ def stream(
     cache: Cache | None,
     prefill_chunk: int | None,
     generator: torch.Generator | None,
+    cuda_graph: bool | None,
 ) -> Iterator[list[int | None]]:
     """See `HybridLM.stream`."""
     rows = _checked(model, prompts, max_new_tokens, prefill_chunk)
+    if cuda_graph and model.device.type != "cuda":
+        raise ArgumentError(f"generate: cuda_graph needs a model on a GPU, and this one is on {model.device}")
     stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
     if cache is None:
         cache = model.new_cache(len(rows))
     elif len(cache) != len(rows):
         raise ArgumentError(f"generate: cache holds {len(cache)} sequences, and prompts are {len(rows)}")
+    decode = _decoder(model, cache, cuda_graph)
     if not rows or max_new_tokens == 0:
         return
     cache.reserve(max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens)
@@ -98,9 +102,27 @@ def stream(
         if not following or step + 1 == max_new_tokens:
             return
         active = [slot for slot, _ in following]
-        ids = torch.tensor([[token] for _, token in following], device=model.device)
-        slots = None if len(active) == len(rows) else active
-        logits = _logits(model, ids, cache, slots)
+        logits = decode([token for _, token in following], None if len(active) == len(rows) else active)
+
+
+Decode = Callable[[list[int], list[int] | None], Tensor]
+"""The logits after one more token of all sequences, or of those of some slots."""
+
+
+def _decoder(model: "HybridLM", cache: Cache, cuda_graph: bool | None) -> Decode:
+    """By default a CUDA graph, on a GPU."""
+    if cuda_graph or (cuda_graph is None and model.device.type == "cuda"):
+        return model.decoder(cache)
+
+    def decode(tokens: list[int], slots: list[int] | None) -> Tensor:
+        ids = torch.tensor([[token] for token in tokens], device=model.device)
+        return _logits(model, ids, cache, slots)
+
+    return decode
+
+
+PREFILL_TOKENS = 65536
+"""Prompts go through the model together, up to so many tokens at a time."""
 
 
 def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int | None) -> Tensor:
@@ -109,12 +131,26 @@ def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int 
     chunk = longest if chunk is None else chunk
     last: list[Tensor | None] = [None] * len(rows)
     for begin in range(0, longest, chunk):
-        slots = [slot for slot, row in enumerate(rows) if len(row) > begin]
-        ids, cu_seqlens = pack([rows[slot][begin : begin + chunk] for slot in slots], model.device)
-        logits = _logits(model, ids, cache, slots, cu_seqlens)
-        for number, slot in enumerate(slots):
-            last[slot] = logits[number]
+        pieces = {slot: row[begin : begin + chunk] for slot, row in enumerate(rows) if len(row) > begin}
+        for slots in _groups(pieces):
+            ids, cu_seqlens = pack([pieces[slot] for slot in slots], model.device)
+            logits = _logits(model, ids, cache, slots, cu_seqlens)
+            for number, slot in enumerate(slots):
+                last[slot] = logits[number]
     return torch.stack([row for row in last if row is not None])
+
+
+def _groups(pieces: dict[int, list[int]]) -> list[list[int]]:
+    """Slots in their order, in groups whose pieces have at most `PREFILL_TOKENS` tokens, or that are but one."""
+    groups: list[list[int]] = [[]]
+    room = PREFILL_TOKENS
+    for slot, piece in pieces.items():
+        if len(piece) > room and groups[-1]:
+            groups.append([])
+            room = PREFILL_TOKENS
+        groups[-1].append(slot)
+        room -= len(piece)
+    return groups
 
 
 def _logits(
