@@ -1,5 +1,6 @@
 """`patch` on models of transformers: results beside their own and beside float64, packed, padded, decoded, adapted."""
 
+import copy
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
@@ -110,6 +111,20 @@ def test_unpatch_puts_back_every_bit(name: str, ids: Tensor) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     with pytest.raises(adjoint.ArgumentError, match="is not patched"):
         unpatch(model)
+
+
+@families
+def test_a_copy_of_a_patched_model_stands_alone(name: str, ids: Tensor) -> None:
+    model = patched(name)
+    mine = results(model, input_ids=ids)[0]
+    copied = copy.deepcopy(model)
+    assert torch.equal(results(copied, input_ids=ids)[0], mine)
+    unpatch(copied)
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in copied.modules())
+    assert torch.equal(results(copied, input_ids=ids)[0], results(their_model(name), input_ids=ids)[0])
+    assert torch.equal(results(model, input_ids=ids)[0], mine), "the other stays patched"
+    unpatch(model)
+    assert torch.equal(results(model, input_ids=ids)[0], results(copied, input_ids=ids)[0])
 
 
 @families
