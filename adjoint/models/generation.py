@@ -125,7 +125,7 @@ PREFILL_TOKENS = 65536
 """Prompts go through the model together, up to so many tokens at a time."""
 
 
-def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int | None) -> Tensor:
+def _prefill(model: "HybridLM", rows: list[Tensor], cache: Cache, chunk: int | None) -> Tensor:
     """The logits after each prompt; prompts go in so many tokens of each at a time, packed."""
     longest = max(map(len, rows))
     chunk = longest if chunk is None else chunk
@@ -133,14 +133,14 @@ def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int 
     for begin in range(0, longest, chunk):
         pieces = {slot: row[begin : begin + chunk] for slot, row in enumerate(rows) if len(row) > begin}
         for slots in _groups(pieces):
-            ids, cu_seqlens = pack([pieces[slot] for slot in slots], model.device)
+            ids, cu_seqlens = (x.to(model.device) for x in pack([pieces[slot] for slot in slots]))
             logits = _logits(model, ids, cache, slots, cu_seqlens)
             for number, slot in enumerate(slots):
                 last[slot] = logits[number]
     return torch.stack([row for row in last if row is not None])
 
 
-def _groups(pieces: dict[int, list[int]]) -> list[list[int]]:
+def _groups(pieces: dict[int, Tensor]) -> list[list[int]]:
     """Slots in their order, in groups whose pieces have at most `PREFILL_TOKENS` tokens, or that are but one."""
     groups: list[list[int]] = [[]]
     room = PREFILL_TOKENS
@@ -161,18 +161,18 @@ def _logits(
     return logits[:, -1]  # type: ignore[no-any-return]
 
 
-def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[list[int]]:
-    """Prompts as lists of token ids."""
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in prompts]
+def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[Tensor]:
+    """Prompts as token ids on the CPU."""
+    rows = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in prompts]
     for number, row in enumerate(rows):
-        if not row:
+        if row.numel() == 0:
             raise ArgumentError(f"generate: prompts must have a token each, and number {number} has none")
-        for token in row:
-            if not 0 <= token < model.config.vocab_size:
-                raise ArgumentError(
-                    f"generate: token ids must be from 0 to {model.config.vocab_size - 1}, got {token} in prompt "
-                    f"{number}"
-                )
+        wrong = row[(row < 0) | (row >= model.config.vocab_size)]
+        if wrong.numel():
+            raise ArgumentError(
+                f"generate: token ids must be from 0 to {model.config.vocab_size - 1}, got {int(wrong[0])} in prompt "
+                f"{number}"
+            )
     if max_new_tokens < 0:
         raise ArgumentError(f"generate: max_new_tokens must not be negative, got {max_new_tokens}")
     if prefill_chunk is not None and prefill_chunk < 1:
