@@ -237,9 +237,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _packed_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _options() else {"is_causal": True}
     if q.shape[2] != k.shape[2]:
-        if _takes_groups():
+        if "enable_gqa" in _options():
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
@@ -249,8 +249,8 @@ def _packed_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tens
 
 
 @cached
-def _takes_groups() -> bool:
-    """Whether this torch's attention for sequences of different lengths takes fewer heads of keys than of queries."""
+def _options() -> frozenset[str]:
+    """What this torch's attention for sequences of different lengths can be told; it differs between versions."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return frozenset(inspect.signature(varlen_attn).parameters)
