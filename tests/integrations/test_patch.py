@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.integrations.transformers import patch, unpatch
+from adjoint.integrations.transformers import forwards, patch, unpatch
+from adjoint.ops import moe
 from tests.models import oracle
 from tests.models.small import CONFIGS, distance, small_model
+from tests.models.test_hybrid import with_gradient_of, wrong_gradients
 
 FOLDERS = {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
 
@@ -82,6 +84,50 @@ def test_logits_and_gradients(name: str, ids: Tensor) -> None:
     for key, gradient in exact.items():
         bound = MARGIN * distance(their_gradients[key], gradient) + ROUNDINGS
         assert distance(gradients[key], gradient) <= bound, key
+
+
+REPLACED: dict[str, tuple[str, ...]] = {
+    "embedding": ("weight",),
+    "rms_norm": ("x", "weight"),
+    "gated_rms_norm": ("x", "gate", "weight"),
+    "causal_conv1d": ("x", "weight"),
+    "gate": ("a", "b", "A_log", "dt_bias"),
+    "gated_delta_rule": ("q", "k", "v", "g", "beta"),
+    "rotary": ("q", "k"),
+    "sigmoid_gate": ("x", "gate"),
+    "swiglu": ("gate", "up"),
+    "route": ("logits",),
+    "experts": ("x", "gate_up", "down", "weights"),
+}
+"""The operations of patched forwards, and their inputs that have gradients."""
+
+
+@pytest.fixture(scope="module")
+def gradients_of_the_mixture() -> dict[str, Tensor]:
+    row = torch.randint(1, 61, (1, 24), generator=torch.Generator().manual_seed(2))
+    return exact_results("qwen3_5_moe", list(row))[1]
+
+
+@pytest.mark.parametrize("factor", (0.0, -1.0), ids=("zeroed", "negated"))
+@pytest.mark.parametrize(("op", "argument"), [(op, argument) for op, names in REPLACED.items() for argument in names])
+def test_a_wrong_gradient_of_any_op_is_noticed(
+    op: str,
+    argument: str,
+    factor: float,
+    gradients_of_the_mixture: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = torch.randint(1, 61, (1, 24), generator=torch.Generator().manual_seed(2))
+    owner: Any = moe if op in ("route", "experts") else forwards
+    changed = with_gradient_of(getattr(owner, op), argument, factor)
+    monkeypatch.setattr(owner, op, changed)
+    gradients = results(patched("qwen3_5_moe"), input_ids=row)[1]
+    monkeypatch.undo()
+    wrong = wrong_gradients(gradients, gradients_of_the_mixture, 1e-2)
+    assert wrong, "no parameter's gradient shows it"
+    if (op, argument, factor) == ("embedding", "weight", 0.0):
+        right = results(patched("qwen3_5_moe"), input_ids=row)[1]
+        assert wrong_gradients(right, gradients_of_the_mixture, 1e-3) == [], "without it nothing is wrong"
 
 
 @families
