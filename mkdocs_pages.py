@@ -9,6 +9,7 @@ from griffe import Extension, Object
 from mkdocs.structure.files import File, Files
 
 import adjoint
+import adjoint.models
 from adjoint.matrix import as_markdown, entries
 
 ROOT = Path(__file__).parent
@@ -18,6 +19,7 @@ MODULES = {
     "adjoint.moe": "Mixture of experts.",
     "adjoint.gated_delta": "The gated delta rule by stage.",
     "adjoint.nn": "Modules.",
+    "adjoint.models": "Hybrid language models.",
     "adjoint.integrations.fla": "The signatures of flash-linear-attention.",
     "adjoint.integrations.transformers": "Inside models of transformers.",
 }

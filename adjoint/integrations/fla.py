@@ -9,7 +9,9 @@ Tensors are [batch, time, heads, size], and nothing in a shape shows that heads 
 `gated_delta_rule`. `head_first=True`, which older versions of FLA had, is refused.
 
 Different on purpose: gradients of both, `torch.compile`, the CPU, and an error where g is positive. The final state is
-float32 (float64 for float64) whatever the dtype of the initial one.
+float32 (float64 for float64) whatever the dtype of the initial one. q, k and v may have dtypes of their own, as there:
+they are computed in one that holds the values of all, and outputs have the dtype that FLA gives them: that of q by
+chunks, that of v by steps.
 """
 
 import warnings
@@ -75,12 +77,13 @@ def chunk_gated_delta_rule(
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
     g, beta = _gates(op, g, beta, v, bool(raw), A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    dtype, (q, k, v) = q.dtype, _in_one_dtype(q, k, v)
     state = _state(initial_state, q, state_v_first)
     o, final_state = gated_delta_rule(
         q, k, v, _as_gate(g, q), _as_gate(beta, q), scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
         output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return o, _in_layout(final_state, state_v_first)
+    return _as_before(o, q, dtype), _in_layout(final_state, state_v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -115,6 +118,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
     g, beta = _gates(op, g, beta, v, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    dtype, (q, k, v) = v.dtype, _in_one_dtype(q, k, v)
     g, beta = _as_gate(g, q), _as_gate(beta, q)
     state = _state(initial_state, q, state_v_first)
     if cu_seqlens is None and 1 <= q.shape[1] <= MAX_TOKENS:
@@ -122,12 +126,12 @@ def fused_recurrent_gated_delta_rule(
             sizes = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
             state = torch.zeros(sizes, dtype=wide_dtype(q.dtype), device=v.device)
         o, final = gated_delta_step(q, k, v, g, beta, state, scale=scale, normalize_qk=use_qk_l2norm_in_kernel)
-        return o, _in_layout(final, state_v_first) if output_final_state else None
+        return _as_before(o, q, dtype), _in_layout(final, state_v_first) if output_final_state else None
     o, final_state = gated_delta_rule(
         q, k, v, g, beta, scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
         output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return o, _in_layout(final_state, state_v_first)
+    return _as_before(o, q, dtype), _in_layout(final_state, state_v_first)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -196,6 +200,17 @@ def _needed(op: str, keyword: str, name: str, value: Tensor | None) -> Tensor:
     if value is None:
         raise ArgumentError(f"{op}: {keyword}=True needs {name}, and it is None")
     return value
+
+
+def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In the one dtype that holds the values of all."""
+    common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return q.to(common), k.to(common), v.to(common)
+
+
+def _as_before(o: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Outputs in a dtype that an input had before q got one with the others; autocast's is left alone."""
+    return o.to(dtype) if q.dtype != dtype else o
 
 
 def _as_gate(x: Tensor, q: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from adjoint.core.errors import ArgumentError
 from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
+
+if TYPE_CHECKING:
+    from adjoint.models.decoding import Decoder
 
 
 class Cache:
@@ -27,11 +31,13 @@ class Cache:
 
     Attributes:
         lengths: how many tokens of each sequence have passed.
+        decoder: what `HybridLM.decoder` has made for it.
     """
 
     def __init__(self, model: object, layers: Sequence[RecurrentCache | KeyValueCache], lengths: Sequence[int]) -> None:
         self.layers, self.lengths = tuple(layers), tuple(lengths)
         self._model = model
+        self.decoder: Decoder | None = None
         self._snapshots: list[int] = []
         self._next = 0
 
@@ -54,7 +60,7 @@ class Cache:
         counts = (time,) * batch
         if cu_seqlens is not None:
             counts = tuple(end - begin for begin, end in itertools.pairwise(cu_seqlens.tolist()))
-        self._check(len(counts), slots)
+        self.check(len(counts), slots)
         past = self.lengths if slots is None else tuple(self.lengths[slot] for slot in slots)
         sequence = torch.arange(batch, device=device)[:, None].expand(batch, time)
         offset = torch.arange(time, device=device).expand(batch, time)
@@ -67,7 +73,8 @@ class Cache:
         chosen = torch.tensor(tuple(slots), dtype=torch.int64, device=device)
         return Places(chosen[sequence], positions, past, counts, chosen)
 
-    def _check(self, sequences: int, slots: Sequence[int] | None) -> None:
+    def check(self, sequences: int, slots: Sequence[int] | None) -> None:
+        """Raises ArgumentError where a call's sequences are not as many as the cache holds, or as there are slots."""
         if slots is None:
             if sequences != len(self):
                 raise ArgumentError(
@@ -88,11 +95,13 @@ class Cache:
 
     def advance(self, places: Places, slots: Sequence[int] | None = None) -> None:
         """Counts the tokens of a call."""
+        self.count(places.counts, slots)
+
+    def count(self, counts: Sequence[int], slots: Sequence[int] | None = None) -> None:
+        """Adds to the lengths of all sequences, or of those of some slots."""
         lengths = list(self.lengths)
-        for slot, past, count in zip(
-            range(len(self)) if slots is None else slots, places.past, places.counts, strict=True
-        ):
-            lengths[slot] = past + count
+        for slot, count in zip(range(len(self)) if slots is None else slots, counts, strict=True):
+            lengths[slot] += count
         self.lengths = tuple(lengths)
 
     def reserve(self, capacity: int) -> None:

@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
         """The stream after the layer, and how a sparse layer routed its tokens."""
         x, normed = normalize(self.input_layernorm, stream)
         if self.is_recurrent:
-            slots = None if places is None else places.slots
+            slots = None if places is None else places.state_indices
             mixed = self.linear_attn(normed, cu_seqlens=cu_seqlens, cache=cache, slots=slots)
         else:
             mixed = self.self_attn(normed, *angles, cu_seqlens=cu_seqlens, cache=cache, places=places)
@@ -135,9 +135,21 @@ class HybridModel(nn.Module):
         slots: Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "batch time hidden"], list[Routing]]:
         """The hidden state of each token, and how the sparse layers routed them."""
-        places = None
-        if cache is not None:
-            places = cache.place(input_ids, cu_seqlens, slots)
+        if cache is None:
+            return self.run(input_ids, cu_seqlens)
+        places = cache.place(input_ids, cu_seqlens, slots)
+        result = self.run(input_ids, cu_seqlens, cache, places)
+        cache.advance(places, slots)
+        return result
+
+    def run(
+        self,
+        input_ids: Int[Tensor, "batch time"],
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+        places: Places | None = None,
+    ) -> tuple[Float[Tensor, "batch time hidden"], list[Routing]]:
+        """The forward of tokens whose places in the cache are known. It does not count them as tokens of the cache."""
         x = self.embed_tokens(input_ids)
         angles = self._angles(_positions(input_ids, cu_seqlens) if places is None else places.positions, x.dtype)
         stream, routings = Stream(x, None), []
@@ -150,8 +162,6 @@ class HybridModel(nn.Module):
             if routing is not None:
                 routings.append(routing)
         _, hidden = normalize(self.norm, stream)
-        if cache is not None and places is not None:
-            cache.advance(places, slots)
         return hidden, routings
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

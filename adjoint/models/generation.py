@@ -1,6 +1,6 @@
 """Text from a `HybridLM`: a prefill of packed prompts, then a token at a time from the cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,14 +75,18 @@ def stream(
     cache: Cache | None,
     prefill_chunk: int | None,
     generator: torch.Generator | None,
+    cuda_graph: bool | None,
 ) -> Iterator[list[int | None]]:
     """See `HybridLM.stream`."""
     rows = _checked(model, prompts, max_new_tokens, prefill_chunk)
+    if cuda_graph and model.device.type != "cuda":
+        raise ArgumentError(f"generate: cuda_graph needs a model on a GPU, and this one is on {model.device}")
     stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
     if cache is None:
         cache = model.new_cache(len(rows))
     elif len(cache) != len(rows):
         raise ArgumentError(f"generate: cache holds {len(cache)} sequences, and prompts are {len(rows)}")
+    decode = _decoder(model, cache, cuda_graph)
     if not rows or max_new_tokens == 0:
         return
     cache.reserve(max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens)
@@ -98,23 +102,55 @@ def stream(
         if not following or step + 1 == max_new_tokens:
             return
         active = [slot for slot, _ in following]
-        ids = torch.tensor([[token] for _, token in following], device=model.device)
-        slots = None if len(active) == len(rows) else active
-        logits = _logits(model, ids, cache, slots)
+        logits = decode([token for _, token in following], None if len(active) == len(rows) else active)
 
 
-def _prefill(model: "HybridLM", rows: list[list[int]], cache: Cache, chunk: int | None) -> Tensor:
+Decode = Callable[[list[int], list[int] | None], Tensor]
+"""The logits after one more token of all sequences, or of those of some slots."""
+
+
+def _decoder(model: "HybridLM", cache: Cache, cuda_graph: bool | None) -> Decode:
+    """By default a CUDA graph, on a GPU."""
+    if cuda_graph or (cuda_graph is None and model.device.type == "cuda"):
+        return model.decoder(cache)
+
+    def decode(tokens: list[int], slots: list[int] | None) -> Tensor:
+        ids = torch.tensor([[token] for token in tokens], device=model.device)
+        return _logits(model, ids, cache, slots)
+
+    return decode
+
+
+PREFILL_TOKENS = 65536
+"""Prompts go through the model together, up to so many tokens at a time."""
+
+
+def _prefill(model: "HybridLM", rows: list[Tensor], cache: Cache, chunk: int | None) -> Tensor:
     """The logits after each prompt; prompts go in so many tokens of each at a time, packed."""
     longest = max(map(len, rows))
     chunk = longest if chunk is None else chunk
     last: list[Tensor | None] = [None] * len(rows)
     for begin in range(0, longest, chunk):
-        slots = [slot for slot, row in enumerate(rows) if len(row) > begin]
-        ids, cu_seqlens = pack([rows[slot][begin : begin + chunk] for slot in slots], model.device)
-        logits = _logits(model, ids, cache, slots, cu_seqlens)
-        for number, slot in enumerate(slots):
-            last[slot] = logits[number]
+        pieces = {slot: row[begin : begin + chunk] for slot, row in enumerate(rows) if len(row) > begin}
+        for slots in _groups(pieces):
+            ids, cu_seqlens = (x.to(model.device) for x in pack([pieces[slot] for slot in slots]))
+            logits = _logits(model, ids, cache, slots, cu_seqlens)
+            for number, slot in enumerate(slots):
+                last[slot] = logits[number]
     return torch.stack([row for row in last if row is not None])
+
+
+def _groups(pieces: dict[int, Tensor]) -> list[list[int]]:
+    """Slots in their order, in groups whose pieces have at most `PREFILL_TOKENS` tokens, or that are but one."""
+    groups: list[list[int]] = [[]]
+    room = PREFILL_TOKENS
+    for slot, piece in pieces.items():
+        if len(piece) > room and groups[-1]:
+            groups.append([])
+            room = PREFILL_TOKENS
+        groups[-1].append(slot)
+        room -= len(piece)
+    return groups
 
 
 def _logits(
@@ -125,18 +161,18 @@ def _logits(
     return logits[:, -1]  # type: ignore[no-any-return]
 
 
-def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[list[int]]:
-    """Prompts as lists of token ids."""
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in prompts]
+def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[Tensor]:
+    """Prompts as token ids on the CPU."""
+    rows = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in prompts]
     for number, row in enumerate(rows):
-        if not row:
+        if row.numel() == 0:
             raise ArgumentError(f"generate: prompts must have a token each, and number {number} has none")
-        for token in row:
-            if not 0 <= token < model.config.vocab_size:
-                raise ArgumentError(
-                    f"generate: token ids must be from 0 to {model.config.vocab_size - 1}, got {token} in prompt "
-                    f"{number}"
-                )
+        wrong = row[(row < 0) | (row >= model.config.vocab_size)]
+        if wrong.numel():
+            raise ArgumentError(
+                f"generate: token ids must be from 0 to {model.config.vocab_size - 1}, got {int(wrong[0])} in prompt "
+                f"{number}"
+            )
     if max_new_tokens < 0:
         raise ArgumentError(f"generate: max_new_tokens must not be negative, got {max_new_tokens}")
     if prefill_chunk is not None and prefill_chunk < 1:

@@ -12,6 +12,7 @@ from adjoint.core.errors import ArgumentError
 from adjoint.models.cache import Cache
 from adjoint.models.config import HybridConfig
 from adjoint.models.decoder import DecoderLayer, HybridModel
+from adjoint.models.decoding import Decoder
 from adjoint.models.generation import Prompts, Sampling, stream
 from adjoint.models.packing import next_labels
 from adjoint.nn.gated_delta_net import GatedDeltaNet
@@ -189,8 +190,7 @@ class HybridLM(nn.Module):
                 f"HybridLM: last_only needs a token of each sequence, got cu_seqlens {cu_seqlens.tolist()}"
             )
         if cache is not None:
-            if not cache.belongs_to(self):
-                raise ArgumentError("HybridLM: cache must be one of this model, from new_cache; got one of another")
+            self._check_cache(cache)
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
                 raise ArgumentError("HybridLM: cache is overwritten, which has no gradient; call under torch.no_grad()")
 
@@ -198,6 +198,21 @@ class HybridLM(nn.Module):
         """An empty cache for so many sequences, with room for so many tokens of each; it grows where they are more."""
         layers = cast(list[DecoderLayer], list(self.model.layers))
         return Cache(self, [layer.new_cache(sequences, capacity) for layer in layers], [0] * sequences)
+
+    def decoder(self, cache: Cache) -> Decoder:
+        """What gives sequences of a cache one more token at a time; it is made once for each cache.
+
+        Raises:
+            ArgumentError: the cache is of another model.
+        """
+        self._check_cache(cache)
+        if cache.decoder is None:
+            cache.decoder = Decoder(self, cache)
+        return cache.decoder
+
+    def _check_cache(self, cache: Cache) -> None:
+        if not cache.belongs_to(self):
+            raise ArgumentError("HybridLM: cache must be one of this model, from new_cache; got one of another")
 
     def gradient_checkpointing_enable(self, enable: bool = True) -> None:
         """In training, keeps only the streams between layers; a layer computes the rest again in its backward."""
@@ -215,6 +230,7 @@ class HybridLM(nn.Module):
         cache: Cache | None = None,
         prefill_chunk: int | None = None,
         generator: torch.Generator | None = None,
+        cuda_graph: bool | None = None,
     ) -> list[list[int]]:
         """The tokens that follow each prompt.
 
@@ -227,6 +243,8 @@ class HybridLM(nn.Module):
             cache: goes on from these sequences, and has then seen all but the last token of each.
             prefill_chunk: takes so many tokens of each prompt at a time, which needs less memory; all by default.
             generator: of random numbers.
+            cuda_graph: whether a step of decoding is captured in a CUDA graph, once for a cache, so that calls with a
+                cache that is kept capture once; on a GPU by default.
 
         Raises:
             ArgumentError: a prompt is empty or has a token out of range, an option is, or the cache is of another model
@@ -234,7 +252,7 @@ class HybridLM(nn.Module):
         """
         steps = list(self.stream(
             prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=stop_tokens,
-            cache=cache, prefill_chunk=prefill_chunk, generator=generator,
+            cache=cache, prefill_chunk=prefill_chunk, generator=generator, cuda_graph=cuda_graph,
         ))  # fmt: skip
         return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]  # type: ignore[misc]
 
@@ -250,10 +268,11 @@ class HybridLM(nn.Module):
         cache: Cache | None = None,
         prefill_chunk: int | None = None,
         generator: torch.Generator | None = None,
+        cuda_graph: bool | None = None,
     ) -> Iterator[list[int | None]]:
         """The tokens of `generate` as they come: of each step a list, None for a prompt that has got its last."""
         sampling = Sampling(temperature, top_k, top_p)
-        return stream(self, prompts, max_new_tokens, sampling, stop_tokens, cache, prefill_chunk, generator)
+        return stream(self, prompts, max_new_tokens, sampling, stop_tokens, cache, prefill_chunk, generator, cuda_graph)
 
     @classmethod
     def from_pretrained(

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError
-from adjoint.nn.cache import KeyValueCache, Places
+from adjoint.nn.cache import ROOM, KeyValueCache, Places
 from adjoint.nn.norm import RMSNorm
 from adjoint.ops.activation import sigmoid_gate
 from adjoint.ops.rotary import rotary
@@ -85,9 +85,11 @@ class GatedAttention(nn.Module):
 
     def new_cache(self, sequences: int, capacity: int = 0) -> KeyValueCache:
         """No keys and values yet, of so many sequences, with room for so many tokens of each."""
-        shape = (sequences, capacity, self.num_key_value_heads, self.head_dim)
+        shape = (sequences, self.num_key_value_heads, 0, self.head_dim)
         weight = self.k_proj.weight
-        return KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))
+        cache = KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))
+        cache.reserve(capacity)
+        return cache
 
     def forward(
         self,
@@ -164,7 +166,7 @@ def cached_attention(
     for sequence, (past, count) in enumerate(zip(places.past, places.counts, strict=True)):
         row, end = (sequence, count) if cu_seqlens is None else (0, begin + count)
         slot = sequence if places.slots is None else places.slots[sequence]
-        keys, values = (x[slot, : past + count][None] for x in (cache.keys, cache.values))
+        keys, values = (x[slot, :, : past + count].transpose(0, 1)[None] for x in (cache.keys, cache.values))
         if count:
             parts.append(_attend(q[row : row + 1, begin:end], keys, values))
         begin = begin if cu_seqlens is None else end
@@ -191,19 +193,53 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _attend_once(q: Tensor, cache: KeyValueCache, places: Places) -> Tensor:
     """Attention of one token of each row: the query heads of a key-value head are its queries, none is repeated."""
-    keys, values = (places.of_cache(x[:, : places.longest]).transpose(1, 2) for x in (cache.keys, cache.values))
-    seen = torch.arange(places.longest, device=q.device) <= places.positions
-    queries = q.view(q.shape[0], keys.shape[1], -1, q.shape[3])
+    # On CUDA all of the memory is read where it lies: no copy, and nothing that differs from step to step.
+    length = places.longest
+    if q.is_cuda:
+        length = cache.room if places.slots is None else -(-length // ROOM) * ROOM
+    keys, values = (places.of_cache(x[:, :, :length]) for x in (cache.keys, cache.values))
+    seen = torch.arange(length, device=q.device) <= places.positions
+    queries = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
+    if q.is_cuda:
+        return attend_in_pieces(queries, keys, values, seen).view(q.shape)
     y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None])
     return y.reshape(q.shape)
+
+
+def attend_in_pieces(
+    q: Float[Tensor, "batch heads queries size"],
+    k: Float[Tensor, "batch heads time size"],
+    v: Float[Tensor, "batch heads time size"],
+    seen: Bool[Tensor, "batch time"],
+) -> Float[Tensor, "batch heads queries size"]:
+    """Softmax attention of few queries to many keys: values are summed in pieces, so that a GPU has work everywhere.
+
+    torch's attention gives each head of each row to one block, which then reads all keys by itself. Scores, their
+    softmax and the sums are float32 for 16-bit inputs; the weights are rounded to the dtype of the values.
+    """
+    (batch, heads, queries, size), time = q.shape, k.shape[2]
+    scores = _product(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * size**-0.5
+    scores = scores.view(batch, heads * queries, time).masked_fill(~seen[:, None], -torch.inf)
+    weights = scores.softmax(-1).to(v.dtype)
+    pieces = time // ROOM if time % ROOM == 0 else 1
+    weights = weights.view(batch * heads, queries, pieces, -1).transpose(1, 2).flatten(0, 1)
+    parts = _product(weights, v.reshape(batch * heads * pieces, -1, size))
+    return parts.view(batch, heads, pieces, queries, size).sum(2).to(q.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Products of matrices, which keep the float32 that 16-bit ones are summed in."""
+    if a.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b)
 
 
 def _packed_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _options() else {"is_causal": True}
     if q.shape[2] != k.shape[2]:
-        if _takes_groups():
+        if "enable_gqa" in _options():
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
@@ -213,8 +249,8 @@ def _packed_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tens
 
 
 @cached
-def _takes_groups() -> bool:
-    """Whether this torch's attention for sequences of different lengths takes fewer heads of keys than of queries."""
+def _options() -> frozenset[str]:
+    """What this torch's attention for sequences of different lengths can be told; it differs between versions."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -49,6 +49,28 @@ def test_the_same_rule(function, time: int) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("time", (5, 70))
+@pytest.mark.parametrize(
+    "dtypes",
+    ((torch.float32, torch.float32, torch.float16), (torch.bfloat16, torch.float16, torch.float32)),
+    ids=("q and k wide", "v wide"),
+)
+def test_inputs_of_several_dtypes(function, time: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Computed in float32, without another rounding of an input; gradients have the dtypes of the inputs."""
+    q, k, v, g, beta, _, _ = drawn((1, time, 1, 2, 4, 3), torch.float32)
+    parts = [x.to(dtype).requires_grad_() for x, dtype in zip((q, k, v), dtypes, strict=True)]
+    wide = [x.detach().float().requires_grad_() for x in parts]
+    o, _ = function(*parts, g=g, beta=beta)
+    expected, _ = function(*wide, g=g, beta=beta)
+    dtype = dtypes[0] if function is chunk_gated_delta_rule else dtypes[2]
+    assert o.dtype == dtype and torch.equal(o, expected.to(dtype))
+    upstream = torch.randn_like(expected).to(dtype)
+    gradients = torch.autograd.grad(o, parts, upstream)
+    for part, mine, right in zip(parts, gradients, torch.autograd.grad(expected, wide, upstream.float()), strict=True):
+        assert mine.dtype == part.dtype and torch.equal(mine, right.to(part.dtype))
+
+
+@BOTH
 def test_every_argument(function) -> None:
     q, k, v, g, beta, state, bounds = drawn((1, 20, 1, 2, 4, 3), torch.float32, cu_seqlens=(0, 7, 20))
     A_log, dt_bias = torch.tensor([0.1, -0.3]), torch.tensor([0.2, 0.4])

@@ -1,5 +1,6 @@
 """`patch` on models of transformers: results beside their own and beside float64, packed, padded, decoded, adapted."""
 
+import copy
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.integrations.transformers import patch, unpatch
+from adjoint.integrations.transformers import forwards, patch, unpatch
+from adjoint.ops import moe
 from tests.models import oracle
 from tests.models.small import CONFIGS, distance, small_model
+from tests.models.test_hybrid import with_gradient_of, wrong_gradients
 
 FOLDERS = {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
 
@@ -83,6 +86,50 @@ def test_logits_and_gradients(name: str, ids: Tensor) -> None:
         assert distance(gradients[key], gradient) <= bound, key
 
 
+REPLACED: dict[str, tuple[str, ...]] = {
+    "embedding": ("weight",),
+    "rms_norm": ("x", "weight"),
+    "gated_rms_norm": ("x", "gate", "weight"),
+    "causal_conv1d": ("x", "weight"),
+    "gate": ("a", "b", "A_log", "dt_bias"),
+    "gated_delta_rule": ("q", "k", "v", "g", "beta"),
+    "rotary": ("q", "k"),
+    "sigmoid_gate": ("x", "gate"),
+    "swiglu": ("gate", "up"),
+    "route": ("logits",),
+    "experts": ("x", "gate_up", "down", "weights"),
+}
+"""The operations of patched forwards, and their inputs that have gradients."""
+
+
+@pytest.fixture(scope="module")
+def gradients_of_the_mixture() -> dict[str, Tensor]:
+    row = torch.randint(1, 61, (1, 24), generator=torch.Generator().manual_seed(2))
+    return exact_results("qwen3_5_moe", list(row))[1]
+
+
+@pytest.mark.parametrize("factor", (0.0, -1.0), ids=("zeroed", "negated"))
+@pytest.mark.parametrize(("op", "argument"), [(op, argument) for op, names in REPLACED.items() for argument in names])
+def test_a_wrong_gradient_of_any_op_is_noticed(
+    op: str,
+    argument: str,
+    factor: float,
+    gradients_of_the_mixture: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = torch.randint(1, 61, (1, 24), generator=torch.Generator().manual_seed(2))
+    owner: Any = moe if op in ("route", "experts") else forwards
+    changed = with_gradient_of(getattr(owner, op), argument, factor)
+    monkeypatch.setattr(owner, op, changed)
+    gradients = results(patched("qwen3_5_moe"), input_ids=row)[1]
+    monkeypatch.undo()
+    wrong = wrong_gradients(gradients, gradients_of_the_mixture, 1e-2)
+    assert wrong, "no parameter's gradient shows it"
+    if (op, argument, factor) == ("embedding", "weight", 0.0):
+        right = results(patched("qwen3_5_moe"), input_ids=row)[1]
+        assert wrong_gradients(right, gradients_of_the_mixture, 1e-3) == [], "without it nothing is wrong"
+
+
 @families
 def test_the_report_names_what_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = their_model(name)
@@ -113,6 +160,20 @@ def test_unpatch_puts_back_every_bit(name: str, ids: Tensor) -> None:
 
 
 @families
+def test_a_copy_of_a_patched_model_stands_alone(name: str, ids: Tensor) -> None:
+    model = patched(name)
+    mine = results(model, input_ids=ids)[0]
+    copied = copy.deepcopy(model)
+    assert torch.equal(results(copied, input_ids=ids)[0], mine)
+    unpatch(copied)
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in copied.modules())
+    assert torch.equal(results(copied, input_ids=ids)[0], results(their_model(name), input_ids=ids)[0])
+    assert torch.equal(results(model, input_ids=ids)[0], mine), "the other stays patched"
+    unpatch(model)
+    assert torch.equal(results(model, input_ids=ids)[0], results(copied, input_ids=ids)[0])
+
+
+@families
 def test_another_model_of_the_same_configuration_is_untouched(name: str, ids: Tensor) -> None:
     first = their_model(name)
     other = their_model(name, first.config)
@@ -140,6 +201,35 @@ def test_packed_sequences_do_not_see_each_other(name: str, packing: str, ids: Te
     assert distance(output.logits[0], right) <= 1e-5
     with pytest.raises(adjoint.Unsupported, match="use_cache=False"):
         model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=True)
+
+
+@pytest.mark.parametrize("name", ("qwen3_5", "qwen3_5_moe"))
+def test_positions_of_a_picture_are_no_bounds(name: str, ids: Tensor) -> None:
+    """Three rows, in which a picture's tokens share a time; with the text's positions before them, four."""
+    row, model = ids[:1], their_model(name).eval()
+    time = torch.cat((torch.arange(10), torch.full((20,), 10), torch.arange(15, 25)))
+    height, width = time.clone(), time.clone()
+    height[10:30], width[10:30] = 10 + torch.arange(20) // 5, 10 + torch.arange(20) % 5
+    three = torch.stack((time, height, width))[:, None]
+    four = torch.cat((torch.arange(40)[None, None], three))
+    with torch.no_grad():
+        theirs = model(input_ids=row, position_ids=three, use_cache=False).logits
+        patch(model, verbose=False)
+        assert distance(model(input_ids=row, position_ids=three, use_cache=False).logits, theirs) <= 1e-5
+        assert distance(model(input_ids=row, position_ids=four, use_cache=False).logits, theirs) <= 1e-5
+
+
+@families
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_padding_of_the_only_row(name: str, side: str, ids: Tensor) -> None:
+    """Positions that stand still where there is no text: what is padding may be a sequence of its own, or none."""
+    model, mask = patched(name).eval(), torch.ones(1, 40, dtype=torch.int64)
+    mask[0, slice(0, 11) if side == "left" else slice(29, 40)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(input_ids=ids[:1], attention_mask=mask, position_ids=positions, use_cache=False).logits
+        alone = model(input_ids=ids[:1, mask[0] == 1], use_cache=False).logits
+    assert distance(padded[:, mask[0] == 1], alone) <= 1e-5
 
 
 @families

@@ -22,6 +22,9 @@ FAMILIES = ("Qwen3Next", "Qwen3_5Moe", "Qwen3_5")
 _STATE = "_adjoint_patch"
 """The attribute of a patched model that says how to undo it."""
 
+Undo = list[tuple[Any, ...]]
+"""Functions and their arguments. Modules are among these, so that a deep copy of a model undoes what it has itself."""
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -74,7 +77,7 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         raise ArgumentError(
             f"patch: {type(model).__name__} has no module of the families it knows: {', '.join(FAMILIES)}"
         )
-    undo: list[Callable[[], None]] = []
+    undo: Undo = []
     rows: dict[tuple[str, str, str], int] = {}
     for module in modules:
         operations, reason = _replace(module, undo, loss)
@@ -96,8 +99,8 @@ def unpatch(model: nn.Module) -> None:
     """
     if not hasattr(model, _STATE):
         raise ArgumentError(f"unpatch: this {type(model).__name__} is not patched")
-    for step in reversed(getattr(model, _STATE)):
-        step()
+    for function, *arguments in reversed(getattr(model, _STATE)):
+        function(*arguments)
     delattr(model, _STATE)
 
 
@@ -120,7 +123,7 @@ _FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 """By the name of a class without its family: the forward that takes its place, and the operations in it."""
 
 
-def _replace(module: Any, undo: list[Callable[[], None]], loss: bool) -> tuple[str, str]:
+def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
     """Replaces what a module does; its operations, and why it was left alone. Both empty: there is nothing to do."""
     name = type(module).__name__.removeprefix(_family(module))
     if name == "Experts":
@@ -153,12 +156,17 @@ def _is_silu(activation: object) -> bool:
     return type(activation).__name__ == "SiLUActivation"
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
+def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: Undo) -> None:
     module.forward = MethodType(forward, module)
-    undo.append(lambda: vars(module).pop("forward", None) and None)
+    undo.append((_forget_forward, module))
 
 
-def _replace_embedding(module: nn.Embedding, undo: list[Callable[[], None]]) -> tuple[str, str]:
+def _forget_forward(module: nn.Module) -> None:
+    """The forward is that of the class again."""
+    vars(module).pop("forward", None)
+
+
+def _replace_embedding(module: nn.Embedding, undo: Undo) -> tuple[str, str]:
     if type(module) is not nn.Embedding or "forward" in vars(module):
         return "embedding", "its embedding is of another class"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -167,7 +175,7 @@ def _replace_embedding(module: nn.Embedding, undo: list[Callable[[], None]]) -> 
     return "embedding", ""
 
 
-def _replace_experts(module: Any, undo: list[Callable[[], None]]) -> tuple[str, str]:
+def _replace_experts(module: Any, undo: Undo) -> tuple[str, str]:
     """Through transformers' registry: experts ask their configuration which implementation runs, here one of their own.
 
     The configuration of the model may be that of other models, too.
@@ -178,14 +186,19 @@ def _replace_experts(module: Any, undo: list[Callable[[], None]]) -> tuple[str, 
     before = module.config
     module.config = copy(before)
     module.config._experts_implementation = "adjoint"
-    undo.append(lambda: setattr(module, "config", before))
+    undo.append((setattr, module, "config", before))
     return "moe.experts", ""
 
 
-def _watch_positions(module: nn.Module, undo: list[Callable[[], None]]) -> None:
+def _watch_positions(module: nn.Module, undo: Undo) -> None:
     """Packed sequences that position_ids alone tell get their bounds, for the layers that are given no positions."""
     handle = module.register_forward_pre_hook(_with_bounds, with_kwargs=True)
-    undo.append(handle.remove)
+    undo.append((_forget_hook, module, handle.id))
+
+
+def _forget_hook(module: nn.Module, number: int) -> None:
+    module._forward_pre_hooks.pop(number, None)
+    module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -203,7 +216,13 @@ def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> t
 
 
 def _bounds_of(positions: Tensor) -> Tensor | None:
-    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds but one."""
+    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds but one.
+
+    Of four rows of positions the first is that of the text. Three are those of images and video alone: they stand still
+    within a picture, which is no sequence of its own.
+    """
+    if positions.dim() == 3 and positions.shape[0] != 4:
+        return None
     row = positions[0] if positions.dim() == 3 else positions
     if row.shape[0] != 1 or row.shape[1] < 2:
         return None

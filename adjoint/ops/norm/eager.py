@@ -16,21 +16,34 @@ _BOUND = 2048.0
 """Past it silu is its asymptote in every type, and 0 or −0 below; infinities would give 0·∞."""
 
 
+def _wide(x: Tensor) -> Tensor:
+    """A float64 copy, which may be overwritten."""
+    return x.to(torch.float64, copy=True)
+
+
 def _silu(gate: Tensor) -> Tensor:
-    return F.silu(gate.double().clamp(min=-_BOUND))
+    return F.silu(_wide(gate).clamp_(min=-_BOUND), inplace=True)
+
+
+def _reciprocal(x: Tensor, eps: float, scratch: Tensor) -> Tensor:
+    """r = 1 / sqrt(mean(x²) + eps) of each row; the squares go into the scratch tensor."""
+    return torch.mul(x, x, out=scratch).mean(-1, keepdim=True).add_(eps).sqrt_().reciprocal_()
 
 
 def forward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    """y = z·(offset + weight)·silu(gate), of s = x + residual where there is a residual."""
+    """y = z·(offset + weight)·silu(gate), of s = x + residual where there is a residual.
+
+    Fresh memory costs more than arithmetic here: what is no longer needed is overwritten.
+    """
     of, y, s = norm.forward(arguments), outputs[0], outputs[-1]
-    x = of.x if of.residual is None else s.copy_(of.x.double() + of.residual.double())
-    wide = x.double()
+    x = of.x if of.residual is None else s.copy_(_wide(of.x).add_(of.residual))
     if not norm.weight:
-        y.copy_(reference.l2_norm(wide, of.eps))
+        y.copy_(reference.l2_norm(x.double(), of.eps))
         return
-    z = wide * reference.reciprocal(wide, of.eps)
+    z = _wide(x)
+    z.mul_(_reciprocal(z, of.eps, torch.empty_like(z)))
     if of.rounds:
-        z = z.to(x.dtype).double()
+        z = _wide(z.to(x.dtype))
     z.mul_(of.weight.double() + of.offset)
     y.copy_(z if of.gate is None else z.mul_(_silu(of.gate)))
 
@@ -38,21 +51,25 @@ def forward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...])
 def backward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     """dx = r·(a − z·mean(a·z)) + ds with a = u·w, dweight = Σ u·z, dgate = dy·z·w·silu'(gate), u = dy·silu(gate)."""
     of = norm.backward(arguments)
-    wide = of.x.double()
-    dy = torch.zeros_like(wide) if of.dy is None else of.dy.double()
+    dy = torch.zeros_like(of.x, dtype=torch.float64) if of.dy is None else of.dy.double()
     if not norm.weight:
-        outputs[0].copy_(reference.l2_norm_backward(dy, wide, of.eps))
+        outputs[0].copy_(reference.l2_norm_backward(dy, of.x.double(), of.eps))
         return
     need_x, need_weight, need_gate = norm.needs(arguments[-1])
-    r, w = reference.reciprocal(wide, of.eps), of.weight.double() + of.offset
-    z, u = wide * r, dy if of.gate is None else dy * _silu(of.gate)
+    z = _wide(of.x)
+    scratch = torch.empty_like(z)
+    r, w = _reciprocal(z, of.eps, scratch), of.weight.double() + of.offset
+    z.mul_(r)
+    u = dy if of.gate is None else _silu(of.gate).mul_(dy)
     if need_x:
         a = u * w
-        gradient = (a - z * (a * z).mean(-1, keepdim=True)).mul_(r)
+        slope = torch.mul(a, z, out=scratch).mean(-1, keepdim=True)
+        gradient = a.sub_(torch.mul(z, slope, out=scratch)).mul_(r)
         outputs[0].copy_(gradient if of.ds is None else gradient.add_(of.ds))
     if of.rounds:
-        z = z.to(of.x.dtype).double()
+        z = _wide(z.to(of.x.dtype))
     if need_weight:
-        outputs[1].copy_((u * z).reshape(-1, of.x.shape[-1]).sum(0))
+        outputs[1].copy_(torch.mul(u, z, out=scratch).reshape(-1, of.x.shape[-1]).sum(0))
     if need_gate:
-        outputs[2].copy_(torch.ops.aten.silu_backward(dy * z * w, of.gate.double().clamp(-_BOUND, _BOUND)))
+        product = torch.mul(dy, z, out=scratch).mul_(w)
+        outputs[2].copy_(torch.ops.aten.silu_backward(product, _wide(of.gate).clamp_(-_BOUND, _BOUND)))
