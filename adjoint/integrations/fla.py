@@ -8,11 +8,15 @@ transformers' layers hand on to these functions beside their arguments (`use_cac
 Tensors are [batch, time, heads, size], and nothing in a shape shows that heads and time were exchanged: see
 `gated_delta_rule`. `head_first=True`, which older versions of FLA had, is refused.
 
+q, k and v may differ in dtype, as there: they are widened to the dtype that holds them all, in which the rule is then
+computed, and outputs have the dtype of q, those of the recurrent form that of v. Gradients have those of the inputs.
+
 Different on purpose: gradients of both, `torch.compile`, the CPU, and an error where g is positive. The final state is
 float32 (float64 for float64) whatever the dtype of the initial one.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,12 +79,13 @@ def chunk_gated_delta_rule(
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
     g, beta = _gates(op, g, beta, v, bool(raw), A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    (q, k, v), finish = _of_one_dtype(q, k, v, q.dtype)
     state = _state(initial_state, q, state_v_first)
     o, final_state = gated_delta_rule(
         q, k, v, _as_gate(g, q), _as_gate(beta, q), scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
         output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return o, _in_layout(final_state, state_v_first)
+    return finish(o), _in_layout(final_state, state_v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -115,6 +120,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first = _layout(op, state_v_first, kwargs)
     _refuse(op, kwargs)
     g, beta = _gates(op, g, beta, v, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    (q, k, v), finish = _of_one_dtype(q, k, v, v.dtype)
     g, beta = _as_gate(g, q), _as_gate(beta, q)
     state = _state(initial_state, q, state_v_first)
     if cu_seqlens is None and 1 <= q.shape[1] <= MAX_TOKENS:
@@ -122,12 +128,12 @@ def fused_recurrent_gated_delta_rule(
             sizes = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
             state = torch.zeros(sizes, dtype=wide_dtype(q.dtype), device=v.device)
         o, final = gated_delta_step(q, k, v, g, beta, state, scale=scale, normalize_qk=use_qk_l2norm_in_kernel)
-        return o, _in_layout(final, state_v_first) if output_final_state else None
+        return finish(o), _in_layout(final, state_v_first) if output_final_state else None
     o, final_state = gated_delta_rule(
         q, k, v, g, beta, scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
         output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return o, _in_layout(final_state, state_v_first)
+    return finish(o), _in_layout(final_state, state_v_first)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -196,6 +202,16 @@ def _needed(op: str, keyword: str, name: str, value: Tensor | None) -> Tensor:
     if value is None:
         raise ArgumentError(f"{op}: {keyword}=True needs {name}, and it is None")
     return value
+
+
+def _of_one_dtype(
+    q: Tensor, k: Tensor, v: Tensor, result: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]:
+    """q, k and v, widened where they differ, so that no digit is lost; and what then rounds outputs to their dtype."""
+    if q.dtype == k.dtype == v.dtype:
+        return (q, k, v), lambda o: o
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return (q.to(dtype), k.to(dtype), v.to(dtype)), lambda o: o.to(result)
 
 
 def _as_gate(x: Tensor, q: Tensor) -> Tensor:

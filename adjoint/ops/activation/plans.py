@@ -74,7 +74,8 @@ DOMAIN = "every gate, finite up and dy; finite wherever the exact result is in r
 
 SPECIAL_VALUES_IN_FLOAT32 = (
     "silu(±0) = ±0, silu(+∞) = +∞, silu(−∞), silu'(−∞) and silu'(+∞) are NaN, as torch's functions have them, NaN "
-    "gives NaN; products with up and the upstream gradient are IEEE products, in which silu of a gate below −87 may be 0"
+    "gives NaN; products with up and the upstream gradient are IEEE products, in which silu of a gate below −87 may "
+    "be 0"
 )
 
 DOMAIN_IN_FLOAT32 = (
