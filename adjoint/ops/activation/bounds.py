@@ -39,6 +39,7 @@ class Arithmetic(NamedTuple):
         by_torch: dy·σ(gate) and dy·silu'(gate) are formed before they meet up; otherwise half exponentials are
             multiplied into dy and into up first.
         rounds_between: silu(gate) and dy·silu'(gate) are rounded to the storage type before they are multiplied.
+        takes_infinities: something is promised for infinite gates too.
     """
 
     dtype: torch.dtype
@@ -49,6 +50,7 @@ class Arithmetic(NamedTuple):
     underflow: int = 2
     by_torch: bool = False
     rounds_between: bool = False
+    takes_infinities: bool = True
 
     @property
     def is_cut_off(self) -> bool:
@@ -64,7 +66,9 @@ def arithmetic(name: str, dtype: torch.dtype) -> Arithmetic:
         return Arithmetic(torch.float64, 40, 80, lowest=-708.0, by_torch=True)
     if name == "float32":
         rounds_between = dtype != torch.float32
-        return Arithmetic(torch.float32, 16, 64, lowest=LOWEST, by_torch=True, rounds_between=rounds_between)
+        return Arithmetic(
+            torch.float32, 16, 64, lowest=LOWEST, by_torch=True, rounds_between=rounds_between, takes_infinities=False
+        )
     if dtype == torch.float32:
         return Arithmetic(torch.float32, 40, 80, lowest=-174.0)
     return Arithmetic(torch.float32, 24, 48, lowest=-174.0, growth=2, underflow=400)
@@ -124,7 +128,7 @@ class Bounds:
         through = (torch.float32,) if self.used.dtype == torch.float64 and self.dtype.itemsize == 2 else ()
         for kind in (*through, self.dtype) if self.dtype != self.used.dtype else ():
             error = error + spacing(exact + error, kind) / 2
-        return error
+        return error if self.used.takes_infinities else torch.where(gate.isinf(), torch.inf, error)
 
 
 def _size(factor: Tensor | None) -> Tensor | float:
