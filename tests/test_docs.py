@@ -192,11 +192,11 @@ def activation_guarantees() -> str:
     merged: dict[tuple[str, ...], list[str]] = {}
     for (name, output, *rest), dtypes in rows.items():
         merged.setdefault((name, ", ".join(dtypes), *rest), []).append(f"`{output}`")
-    domain = sorted({guarantee.domain for guarantee in everything}, key=len)[-1:]
+    domains = list(dict.fromkeys(guarantee.domain for guarantee in everything))
     lines = ["| plan | dtype | output | bits | arithmetic | error |", "|---|---|---|---|---|---|"]
     for (name, dtypes, flags, accumulator, error), named in merged.items():
         lines.append(f"| {name} | {dtypes} | {', '.join(named)} | {flags} | {accumulator} | {error} |")
-    return "\n".join((*lines, "", f"Domain: {'; '.join(domain)}."))
+    return "\n".join((*lines, "", f"Domain: {domains[0]}. Of `eager.float32`: {domains[1]}."))
 
 
 def error_cell(guarantee: Guarantee) -> str:

@@ -69,7 +69,8 @@ class Case:
 class Special:
     """Inputs whose outputs are stated exactly, signs of zeros included; NaN matches NaN, and None states nothing.
 
-    `dtypes` are those the statement is for; all of the subject's when empty.
+    `dtypes` are those the statement is for; all of the subject's when empty. `of_plans` has the outputs and gradients
+    of plans, by name, that state other ones.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Special:
     outputs: tuple[float | None, ...]
     gradients: tuple[float | None, ...]
     dtypes: tuple[torch.dtype, ...] = ()
+    of_plans: Mapping[str, tuple[tuple[float | None, ...], tuple[float | None, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -225,9 +225,10 @@ def check_reusable(op: str, **saved: Tensor) -> None:
             f"backward itself; leave reuse_inputs out there"
         )
     for name, tensor in saved.items():
-        if isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             raise ArgumentError(
-                f"{op}: reuse_inputs=True would overwrite {name}, a parameter, with its gradient; leave it out"
+                f"{op}: reuse_inputs=True would overwrite {name}, a parameter or a view of one, with its gradient; "
+                f"leave it out"
             )
         if overlaps_itself(tensor):
             raise ArgumentError(

@@ -75,7 +75,8 @@ class Derived:
     """A running-error bound: `bound(*inputs)` gives, in float64, the largest error of each element.
 
     `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest,
-    to which it would be rounded if there were one. With `axes`, it bounds the norm of the error along so many of the
+    to which it would be rounded if there were one. Where the bound is infinite, outside of its domain, nothing is
+    promised. With `axes`, it bounds the norm of the error along so many of the
     last axes, such as those of a token's vector, and has the others. `expected(*inputs)`, where there is a model of
     roundings, gives the root mean square that is to be expected in the place of each bound: no promise.
     """
@@ -96,7 +97,7 @@ class Derived:
         error = _rounding_error(output, exact)
         if self.axes:
             error = error.flatten(-self.axes).norm(dim=-1)
-        share = torch.where(error == 0, 0.0, error / bound)
+        share = torch.where((error == 0) | bound.isposinf(), 0.0, error / bound)
         return Measurement(_largest(share), 1.0, "of the bound", self._of_expected(error, *inputs))
 
     def _of_expected(self, error: Tensor, *inputs: Tensor) -> float | None:

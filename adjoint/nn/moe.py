@@ -141,9 +141,7 @@ class SparseMoE(nn.Module):
             renormalize=self.renormalize,
             preference=self.preference,
         )
-        y = moe.experts(
-            tokens, self.experts.gate_up_proj, self.experts.down_proj, indices, weights, preference=self.preference
-        )
+        y = self.experts(tokens, indices, weights, preference=self.preference)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y + torch.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
         slots = (*x.shape[:-1], self.experts_per_token)
@@ -158,7 +156,8 @@ class SparseMoE(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The matrices of all experts, one after the other."""
+    """The experts, with their matrices one after the other. It is called as transformers' is, so that hooks on it run
+    and adapters on its parameters are in force."""
 
     def __init__(self, num_experts: int, hidden_size: int, expert_size: int, factory: dict[str, Any]) -> None:
         super().__init__()
@@ -167,6 +166,11 @@ class _Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(down, **factory))
         for matrices in (self.gate_up_proj, self.down_proj):  # as nn.Linear's are
             nn.init.uniform_(matrices, -(matrices.shape[-1] ** -0.5), matrices.shape[-1] ** -0.5)
+
+    def forward(
+        self, x: Tensor, indices: Tensor, weights: Tensor, *, preference: Preference | None = None
+    ) -> Float[Tensor, "tokens hidden"]:
+        return moe.experts(x, self.gate_up_proj, self.down_proj, indices, weights, preference=preference)
 
     def extra_repr(self) -> str:
         experts, hidden, size = self.down_proj.shape

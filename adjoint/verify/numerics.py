@@ -91,10 +91,11 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
         if special.dtypes and dtype not in special.dtypes:
             continue
         found = evaluate(subject, case_of(special), dtype, device, preference)
+        outputs, gradients = special.of_plans.get(found.plan_names, (special.outputs, special.gradients))
         names = (*(f"output {i}" for i in range(len(found.outputs))), *subject.inputs)
         wrong = [
             f"{name} is {result[0].item()}, stated {expected}"
-            for name, result, expected in zip(names, found.results, (*special.outputs, *special.gradients), strict=True)
+            for name, result, expected in zip(names, found.results, (*outputs, *gradients), strict=True)
             if expected is not None and not all(_same(value, expected) for value in result.tolist())
         ]
         rows.append(found.row("special values", dtype, "as stated", special.name, wrong))

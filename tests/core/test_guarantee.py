@@ -83,3 +83,11 @@ def test_a_bound_counts_an_overflow_as_the_number_after_the_largest(dtype: torch
     assert not statement.measure(-output, near).holds
     assert statement.measure(output, torch.tensor([math.inf])).value == 0
     assert not statement.measure(output, torch.tensor([math.nan])).holds
+
+
+def test_an_infinite_bound_promises_nothing_and_any_other_does() -> None:
+    statement = Derived("1, of finite x", lambda x: torch.where(x.isinf(), torch.inf, 1.0))
+    x = torch.tensor([torch.inf, 2.0], dtype=torch.float64)
+    assert statement.measure(torch.tensor([torch.nan, 2.5]), torch.tensor([3.0, 2.0]), x).value == 0.5
+    assert not statement.measure(torch.tensor([torch.nan, torch.nan]), torch.tensor([3.0, 2.0]), x).holds
+    assert not statement.measure(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 2.0]), x).holds

@@ -286,3 +286,30 @@ def test_strengths_up_to_two_are_reported_in_checking_mode_alone(function) -> No
     function(q, k, v, g=g, beta=beta + 3, **options)
     with pytest.raises(adjoint.ArgumentError, match="beta must be from 0 to 1"), adjoint.checked():
         function(q, k, v, g=g, beta=beta + 3, **options)
+
+
+@BOTH
+@pytest.mark.parametrize("time", (9, 70))
+@pytest.mark.parametrize(
+    ("dtypes", "wide"),
+    [
+        ((torch.float32, torch.float32, torch.float16), torch.float32),
+        ((torch.bfloat16, torch.bfloat16, torch.float32), torch.float32),
+        ((torch.bfloat16, torch.float16, torch.bfloat16), torch.float32),
+    ],
+    ids=str,
+)
+def test_tokens_of_different_dtypes(function, time: int, dtypes: tuple[torch.dtype, ...], wide: torch.dtype) -> None:
+    """The rule on what they are when widened, to the bit; gradients come back in the dtypes of the inputs."""
+    *tokens, g, beta, state, _ = drawn((2, time, 1, 2, 4, 3), torch.float32)
+    tokens = [x.to(dtype).requires_grad_() for x, dtype in zip(tokens, dtypes, strict=True)]
+    beta = beta.to(dtypes[2])
+    o, final = function(*tokens, g=g, beta=beta, initial_state=state, output_final_state=True)
+    expected, last = function(
+        *(x.to(wide) for x in tokens), g=g, beta=beta.to(wide), initial_state=state, output_final_state=True
+    )
+    assert o.dtype == dtypes[0 if function is chunk_gated_delta_rule else 2]
+    assert torch.equal(o, expected.to(o.dtype)) and torch.equal(final, last)
+    gradients = torch.autograd.grad(o, tokens, torch.ones_like(o))
+    assert [x.dtype for x in gradients] == list(dtypes)
+    assert all(x.isfinite().all() and x.any() for x in gradients)

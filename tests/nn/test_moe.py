@@ -183,6 +183,34 @@ def test_the_shared_expert_calls_its_modules() -> None:
     assert not torch.equal(module(x), before)
 
 
+def test_the_experts_are_called() -> None:
+    """Hooks on them run, and what takes the place of a parameter for a call, as an adapter does, is in force."""
+    module, x = _module(), _x()
+    plain, called = module(x), []
+    handle = module.experts.register_forward_hook(lambda hooked, inputs, output: called.append(output.shape))
+    assert torch.equal(module(x), plain) and called == [(10, HIDDEN)]
+    handle.remove()
+    shared = plain - _module(shared=None)(x)
+    module.experts.register_forward_hook(lambda hooked, inputs, output: 0 * output)
+    torch.testing.assert_close(module(x), shared)
+
+
+def test_adapters_of_peft_on_the_matrices_of_experts() -> None:
+    """Down projections with an adapter are those with its product added."""
+    peft = pytest.importorskip("peft")
+    module, x = _module(), _x()
+    plain = module(x)
+    settings = peft.LoraConfig(r=2, target_parameters=["experts.down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(torch.nn.ModuleDict({"moe": module}), settings)
+    y = adapted.base_model.model["moe"](x)
+    assert not torch.equal(y, plain)
+    y.sum().backward()
+    adapters = {name: p for name, p in adapted.named_parameters() if "lora" in name}
+    assert len(adapters) == 2 and all(p.grad is not None and p.grad.any() for p in adapters.values())
+    merged = adapted.merge_and_unload()["moe"]
+    torch.testing.assert_close(merged(x), y, rtol=1e-5, atol=1e-6)
+
+
 def test_routing_is_returned_on_request() -> None:
     module, x = _module(), _x()
     y, routing = module(x, return_routing=True)

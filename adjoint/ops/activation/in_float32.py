@@ -1,8 +1,8 @@
 """The activations by torch's own functions, in float32 arithmetic, on the CPU.
 
 torch computes silu(x) as x / (1 + e^−x) and σ(x) as 1 / (1 + e^−x). Both are right for finite x that are not far below
-0. The others are looked for first, which also brings x into the cache: there are hardly ever any, and `eager` computes
-them again, in float64. So an element's result does not depend on the values of the others.
+0: for x below LOWEST e^−x overflows sooner or later, and the result is 0. Nothing looks for such x, which would take
+another pass over memory; what a plan states says where they begin.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.ops.activation import eager
-
 LOWEST = -87.0
 """From here on 1 + e^−x and its quotients are normal numbers of float32."""
 
 
 def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
     """silu(gate)·up, or silu(gate) without an up; into y, or without one into new memory laid out like gate."""
-    source = gate if y is None or gate.stride() == y.stride() else y.copy_(gate)
-    is_usual = source.numel() == 0 or smallest(source) >= LOWEST
-    y = F.silu(source) if y is None else torch.ops.aten.silu.out(source, out=y)
-    if up is not None:
-        y.mul_(up)
-    if not is_usual:
-        others = (~(gate >= LOWEST)).nonzero(as_tuple=True)
-        y[others] = eager.forward(gate[others], None if up is None else up[others], None)
-    return y
+    if y is None:
+        y = F.silu(gate)
+    else:
+        torch.ops.aten.silu.out(gate if _has_rows(gate) else y.copy_(gate), out=y)
+    return y if up is None else y.mul_(up)
 
 
 Gradients = Callable[..., None]
@@ -47,11 +41,15 @@ def backward(
     outputs = [x for x in (dgate, dup) if x is not None]
     if gate.numel() == 0 or not outputs:
         return
-    if not _lie_alike(*(x for x in (dy, gate, up) if x is not None)):
+    in_rows = not gate.is_contiguous() and all(map(_has_rows, (gate, gate if up is None else up)))
+    in_rows = in_rows and gate.stride(-2) > gate.shape[-1]
+    if in_rows:
+        dy = dy if _has_rows(dy) else dy.contiguous()
+    elif not _lie_alike(*(x for x in (dy, gate, up) if x is not None)):
         dy, gate, up = dy.contiguous(), gate.contiguous(), None if up is None else up.contiguous()
     storages = {x.untyped_storage().data_ptr() for x in (dy, gate, up) if x is not None}
     overlap = any(x.untyped_storage().data_ptr() in storages for x in outputs)
-    if not overlap and _lie_alike(gate, *outputs):
+    if not overlap and (all(map(_has_rows, outputs)) if in_rows else _lie_alike(gate, *outputs)):
         differentiate(dy, gate, up, dgate, dup)
         return
     results = [None if x is None else torch.empty_like(gate) for x in (dgate, dup)]
@@ -62,36 +60,22 @@ def backward(
 
 def _differentiate(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None) -> None:
     """`backward`, into memory that is no input's."""
-    smallest, largest = gate.aminmax()
     if dup is not None:
         torch.ops.aten.silu.out(gate, out=dup).mul_(dy)
     if dgate is not None:
         torch.ops.aten.silu_backward.grad_input(dy, gate, grad_input=dgate)
         if up is not None:
             dgate.mul_(up)
-    if not (smallest.item() >= LOWEST and largest.item() < torch.inf):
-        others = (~((gate >= LOWEST) & (gate < torch.inf))).nonzero(as_tuple=True)
-        replace(others, eager.backward, (dy, gate, up), (dgate, dup))
 
 
-def replace(
-    others: tuple[Tensor, ...], differentiate: Gradients, inputs: tuple[Tensor, Tensor, Tensor | None],
-    gradients: tuple[Tensor | None, Tensor | None],
-) -> None:  # fmt: skip
-    """Computes the gradients of a few elements once more, in another way."""
-    few = [None if x is None else x[others] for x in (*inputs, *gradients)]
-    differentiate(*few)  # type: ignore[arg-type]
-    for output, result in zip(gradients, few[3:], strict=True):
-        if output is not None and result is not None:
-            output[others] = result
-
-
-def smallest(x: Tensor) -> float:
-    """The smallest element, or NaN if there is one. torch has two functions, each the faster one for some types."""
-    return (x.amin() if x.dtype == torch.float32 else x.min()).item()
+def _has_rows(x: Tensor) -> bool:
+    """Whether rows of adjacent elements follow each other in memory, so that torch's loops run along the last axis."""
+    return x.dim() > 1 and x.stride(-1) == 1 and all(x.stride(i) >= x.stride(i + 1) for i in range(x.dim() - 1))
 
 
 def _lie_alike(*tensors: Tensor) -> bool:
     """Whether the tensors fill their memory in one order, which makes torch's loops over them one loop."""
     first = tensors[0]
+    if all(x.is_contiguous() for x in tensors):
+        return True
     return torch.ops.aten.is_non_overlapping_and_dense(first) and all(x.stride() == first.stride() for x in tensors)

@@ -72,7 +72,16 @@ SPECIAL_VALUES = (
 
 DOMAIN = "every gate, finite up and dy; finite wherever the exact result is in range"
 
-LARGEST_DY = ", of dgate for |dy| up to half of the largest number"
+SPECIAL_VALUES_IN_FLOAT32 = (
+    "silu(±0) = ±0, silu(+∞) = +∞, silu(−∞), silu'(−∞) and silu'(+∞) are NaN, as torch's functions have them, NaN "
+    "gives NaN; products with up and the upstream gradient are IEEE products, in which silu of a gate below −87 may "
+    "be 0"
+)
+
+DOMAIN_IN_FLOAT32 = (
+    "finite gates, of which those below −87 may count as −∞, and finite up and dy; finite wherever the exact result is "
+    "in range, of dgate for |dy| up to half of the largest number"
+)
 
 
 class Function(NamedTuple):
@@ -81,8 +90,9 @@ class Function(NamedTuple):
     Attributes:
         is_sigmoid: whether kernels compute σ in the place of silu.
         eager, in_float32: modules with its `forward` and `backward` in plain PyTorch.
-        costs: what an arithmetic, by its key in `bounds.ULP`, costs for a storage type.
+        costs: what an arithmetic, by its name in `bounds`, costs for a storage type.
         errors: the statement for each output of a direction, from the arithmetic, the storage type and the options.
+        domain, special_values, and those of `in_float32`: what a guarantee says.
     """
 
     is_sigmoid: bool
@@ -91,8 +101,9 @@ class Function(NamedTuple):
     costs: Callable[[str, torch.dtype], bounds.Arithmetic]
     errors: Callable[["Activation", str, torch.dtype, tuple[Any, ...]], dict[str, ErrorStatement]]
     domain: str
-    domain_in_float32: str
     special_values: str
+    domain_in_float32: str
+    special_values_in_float32: str
 
 
 class Activation(NamedTuple):
@@ -133,7 +144,7 @@ def _errors(of: Activation, used: str, dtype: torch.dtype, options: tuple[Any, .
         return bounds.in_words(costs, dtype, kind, of.has_up)
 
     if of.is_forward:
-        if dtype.itemsize == 2 and not of.has_up:
+        if dtype.itemsize == 2 and not of.has_up and used in bounds.ULP:
             return {"y": Enumerated(bounds.ULP[used][dtype], f"every {short(dtype)} x")}
         return {"y": Derived(words("y"), lambda *inputs: bound.value(*gate_and_up(*inputs)))}
     if of.packed:
@@ -145,15 +156,18 @@ def _errors(of: Activation, used: str, dtype: torch.dtype, options: tuple[Any, .
 
 
 SILU_FUNCTION = Function(
-    False, eager, in_float32, bounds.arithmetic, _errors, DOMAIN, DOMAIN + LARGEST_DY, SPECIAL_VALUES
-)
+    False, eager, in_float32, bounds.arithmetic, _errors,
+    DOMAIN, SPECIAL_VALUES, DOMAIN_IN_FLOAT32, SPECIAL_VALUES_IN_FLOAT32,
+)  # fmt: skip
 
 
 def guarantee(of: Activation, used: str, problem: Problem) -> dict[str, Guarantee]:
-    """What each output of an operator promises in an arithmetic, a key of `bounds.ULP`."""
+    """What each output of an operator promises in an arithmetic that `bounds.arithmetic` knows."""
     (dtype,) = problem.dtypes
     function, costs = of.function, of.function.costs(used, dtype)
-    in_float32 = used == "float32" and not of.is_forward
+    domain, special_values = function.domain, function.special_values
+    if used == "float32":
+        domain, special_values = function.domain_in_float32, function.special_values_in_float32
     return {
         output: Guarantee(
             repeatable=True,
@@ -162,8 +176,8 @@ def guarantee(of: Activation, used: str, problem: Problem) -> dict[str, Guarante
             accumulator=short(costs.dtype),
             roundings=1 + (costs.rounds_between and of.has_up),
             error=error,
-            domain=function.domain_in_float32 if in_float32 else function.domain,
-            special_values=function.special_values,
+            domain=domain,
+            special_values=special_values,
         )
         for output, error in function.errors(of, used, dtype, problem.options).items()
     }
@@ -225,6 +239,7 @@ def candidates(of: Activation) -> tuple[Candidate, ...]:
         replace(
             eagerly("eager.float32", "float32", of.function.in_float32),
             kernel="pytorch_float32",
+            revision=2,
             refuse=_refuse_float32,
         ),
         eagerly("eager", "float64", of.function.eager),
@@ -232,9 +247,9 @@ def candidates(of: Activation) -> tuple[Candidate, ...]:
 
 
 def _refuse_float32(problem: Problem) -> str:
-    """It looks at values, and where it does not run on the CPU it would have to wait for them."""
+    """What it states is how torch computes on the CPU."""
     if problem.device.type != "cpu":
-        return "looks for unusual values on the CPU"
+        return "computes as torch does on the CPU"
     return "computes in float32, these are float64" if problem.dtypes[0] == torch.float64 else ""
 
 

@@ -158,7 +158,7 @@ def test_no_pair_breaks_the_bounds_on_a_gpu(subject: Subject, dtype: torch.dtype
 # --------------------------------------------------------------------------------- numbers that did break
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("backend", [*IN_TORCH, pytest.param("triton", marks=pytest.mark.kernels)])
 @pytest.mark.parametrize(
     ("dtype", "gate", "up", "dy"),
     [
@@ -174,15 +174,17 @@ def test_hard_products_are_inside_the_bounds(
 ) -> None:
     """More than the 0.501 ulp that a spread of nine factors shows; silu below the range of float32; the overflow.
 
-    Zeros are outside of the bounds, unless a kernel's silu is 0: no term that is large beside the result empties them.
+    Zeros are outside of the bounds, unless silu may count as 0: no term that is large beside the result empties them.
     """
+    preference = Preference(backend=backend) if backend == "triton" else Preference(plan=backend)
+    lowest = {"triton": -174.0, "eager.float32": -87.0, "eager": -708.0}[backend]
     tensors = [torch.full((64,), value, dtype=dtype, device=device) for value in (gate, up, dy)]
-    plan = adjoint.plan(adjoint.swiglu, *tensors[:2], preference=Preference(backend=backend))
+    plan = adjoint.plan(adjoint.swiglu, *tensors[:2], preference=preference)
     for output, value, limit in _shares(plan, SWIGLU, *tensors):
         assert value <= limit, output
     wide, exact = [x.double() for x in tensors[:2]], reference.swiglu(*(x.double() for x in tensors[:2]))
     zero = plan.guarantee["y"].error.measure(torch.zeros_like(tensors[0]), exact, *wide)
-    assert zero.holds == (gate < -174 and backend == "triton")
+    assert zero.holds == (gate < lowest)
 
 
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
@@ -192,7 +194,7 @@ def test_only_silu_of_a_16_bit_number_is_enumerated(dtype: torch.dtype, device: 
     for subject in (SILU, SWIGLU, SIGMOID_GATE, *PACKED):
         plan = adjoint.plan(subject.function, *(x,) * len(subject.inputs), device=device, **subject.keywords)
         assert plan.adjoint is not None
-        kind = Enumerated if subject is SILU and dtype in NARROW else Derived
+        kind = Enumerated if subject is SILU and dtype in NARROW and device == "cuda" else Derived
         assert isinstance(plan.guarantee["y"].error, kind)
         assert all(isinstance(promise.error, Derived) for promise in plan.adjoint.guarantee.values())
 
@@ -223,10 +225,14 @@ def test_the_cpu_computes_in_float32_by_default(dtype: torch.dtype) -> None:
 def test_silu_of_every_16_bit_number(plan: str, dtype: torch.dtype) -> None:
     x = every_value(dtype)
     chosen = adjoint.plan(adjoint.silu, x, preference=Preference(plan=plan))
-    measured = chosen.guarantee["y"].error.measure(chosen.run(x), reference.silu(x.double()))  # type: ignore[arg-type]
+    if plan == "eager.float32":
+        x = x[x.isfinite()]
+    exact = reference.silu(x.double())
+    measured = chosen.guarantee["y"].error.measure(chosen.run(x), exact, x.double())  # type: ignore[arg-type]
     assert measured.holds
-    assert measured.limit == bounds.ULP["float32" if plan == "eager.float32" else "float64"][dtype]
-    assert measured.value > 0.4999
+    assert measured.value / measured.limit > 0.99
+    if plan == "eager":
+        assert measured.limit == bounds.ULP["float64"][dtype]
 
 
 @pytest.mark.parametrize("backend", [*IN_TORCH, pytest.param("triton", marks=pytest.mark.kernels)])

@@ -320,3 +320,6 @@ def test_a_parameter_is_not_overwritten() -> None:
         adjoint.silu(weight, reuse_inputs=True)
     with pytest.raises(ArgumentError, match="would overwrite up, a parameter"):
         adjoint.swiglu(torch.ones(4, requires_grad=True) * 1, weight, reuse_inputs=True)
+    for view in (weight.view(2, 2), weight[1:], weight.view(2, 2).T[0]):
+        with pytest.raises(ArgumentError, match="would overwrite x, a parameter or a view of one"):
+            adjoint.silu(view, reuse_inputs=True)

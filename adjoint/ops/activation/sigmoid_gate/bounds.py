@@ -5,6 +5,7 @@ from torch import Tensor
 
 from adjoint.ops.activation import reference
 from adjoint.ops.activation.bounds import Arithmetic, Bounds
+from adjoint.ops.activation.in_float32 import LOWEST
 
 
 def arithmetic(name: str, dtype: torch.dtype) -> Arithmetic:
@@ -14,7 +15,7 @@ def arithmetic(name: str, dtype: torch.dtype) -> Arithmetic:
     if name == "float64":
         return Arithmetic(torch.float64, 40, 80, lowest=-708.0, by_torch=True)
     if name == "float32":
-        return Arithmetic(torch.float32, 16, 24, lowest=-708.0, by_torch=True)
+        return Arithmetic(torch.float32, 16, 24, lowest=LOWEST, by_torch=True)
     if dtype == torch.float32:
         return Arithmetic(torch.float32, 40, 80, lowest=-174.0)
     return Arithmetic(torch.float32, 24, 48, lowest=-174.0, growth=2)
@@ -62,6 +63,6 @@ def in_words(used: Arithmetic, dtype: torch.dtype, output: str) -> str:
         through = " + ½ ulp of float32" if used.dtype == torch.float64 and dtype.itemsize == 2 else ""
         parts.insert(0, f"½ ulp{through}")
     far = f"|gate| > {-used.lowest:g}" if is_slope else f"gate < −{-used.lowest:g}"
-    where = f", all of it for {far}" * (not used.by_torch)
+    where = f", all of it for {far}" * used.is_cut_off
     exponents = "u = 2⁻⁵³, η = 2⁻¹⁰⁷⁴" if used.dtype == torch.float64 else "u = 2⁻²⁴, η = 2⁻¹⁴⁹"
     return f"{' + '.join(parts)}{where}, {exponents}{', L as in docs/activation.md' * ('L' in lost)}"

@@ -1,7 +1,6 @@
 """x·σ(gate) by torch's own functions, in float32 arithmetic and rounded once, on the CPU.
 
-torch computes σ(t) as 1 / (1 + e^−t), which is right for t that are not far below 0. The others are looked for first,
-as `silu` does it, and `eager` computes them again, in float64.
+torch computes σ(t) as 1 / (1 + e^−t), which is right for t that are not far below 0, and 0 where e^−t overflows.
 """
 
 import torch
@@ -9,19 +8,12 @@ from torch import Tensor
 
 from adjoint.ops.activation import in_float32
 from adjoint.ops.activation.eager import ROUND
-from adjoint.ops.activation.in_float32 import LOWEST
-from adjoint.ops.activation.sigmoid_gate import eager
 
 
 def forward(gate: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
     """σ(gate)·x; into y, or without one into new memory laid out like gate."""
-    is_usual = gate.numel() == 0 or in_float32.smallest(gate) >= LOWEST
     result = _sigmoid(gate).mul_(x.float())
-    result = ROUND[gate.dtype](result) if y is None else y.copy_(result)
-    if not is_usual:
-        others = (~(gate >= LOWEST)).nonzero(as_tuple=True)
-        result[others] = eager.forward(gate[others], x[others], None)
-    return result
+    return ROUND[gate.dtype](result) if y is None else y.copy_(result)
 
 
 def backward(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tensor | None) -> None:
@@ -31,15 +23,11 @@ def backward(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tens
 
 def _differentiate(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tensor | None) -> None:
     """`backward`, into memory that is no input's."""
-    smallest, largest = gate.aminmax()
     sigmoid, upstream = _sigmoid(gate), dy.float()
     if dgate is not None:
         dgate.copy_(_sigmoid(-gate).mul_(sigmoid).mul_(upstream).mul_(x.float()))
     if dx is not None:
         dx.copy_(sigmoid.mul_(upstream))
-    if not (smallest.item() >= LOWEST and largest.item() <= -LOWEST):
-        others = (~(gate.abs() <= -LOWEST)).nonzero(as_tuple=True)
-        in_float32.replace(others, eager.backward, (dy, gate, x), (dgate, dx))
 
 
 def _sigmoid(gate: Tensor) -> Tensor:

@@ -15,6 +15,11 @@ SPECIAL_VALUES = (
     "which a value below the range of the arithmetic's type (float32: σ of gates below about −174, σ' of those above "
     "174 as well) counts as 0"
 )
+DOMAIN_IN_FLOAT32 = "every gate, of which those past ±87 may count as ±∞, " + DOMAIN.partition(", ")[2]
+SPECIAL_VALUES_IN_FLOAT32 = (
+    "σ(−∞) = 0, σ(+∞) = 1, σ'(±∞) = 0, NaN gives NaN; products with x and the upstream gradient are IEEE products, in "
+    "which σ of gates below −87, and σ' of those above 87 as well, may be 0"
+)
 NEED_X_OF_OP, NEED_GATE_OF_OP = 1, 2
 """Bits of the gradients that the operator is asked for: its inputs are x and gate, in this order."""
 
@@ -36,7 +41,10 @@ def _errors(of: Activation, used: str, dtype: torch.dtype, options: tuple[Any, .
     return {name: Derived(bounds.in_words(costs, dtype, name), function) for name, function in outputs.items()}
 
 
-_SIGMOID = Function(True, eager, in_float32, bounds.arithmetic, _errors, DOMAIN, DOMAIN, SPECIAL_VALUES)
+_SIGMOID = Function(
+    True, eager, in_float32, bounds.arithmetic, _errors,
+    DOMAIN, SPECIAL_VALUES, DOMAIN_IN_FLOAT32, SPECIAL_VALUES_IN_FLOAT32,
+)  # fmt: skip
 
 
 def _need(mask: int) -> int:

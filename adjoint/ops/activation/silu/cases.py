@@ -24,18 +24,21 @@ from adjoint.ops.activation.values import (
     workload,
 )
 
-_SPECIALS = tuple(
-    Special(f"x = {x}, dy = {dy}", (x,), dy, (y,), (dx,))
-    for x, dy, y, dx in [
-        (0.0, 1.0, 0.0, 0.5),
-        (-0.0, 1.0, -0.0, 0.5),
-        (inf, 3.0, inf, 3.0),
-        (-inf, 3.0, -0.0, -0.0),
-        (nan, 1.0, nan, nan),
-        (1.0, 0.0, None, 0.0),
-        (1.0, nan, None, nan),
-        (-inf, inf, -0.0, nan),
-    ]
+_AS_TORCH = {"eager.float32": ((nan,), (nan,))}
+_SPECIALS = (
+    *(
+        Special(f"x = {x}, dy = {dy}", (x,), dy, (y,), (dx,))
+        for x, dy, y, dx in [
+            (0.0, 1.0, 0.0, 0.5),
+            (-0.0, 1.0, -0.0, 0.5),
+            (nan, 1.0, nan, nan),
+            (1.0, 0.0, None, 0.0),
+            (1.0, nan, None, nan),
+        ]
+    ),
+    Special("x = inf, dy = 3", (inf,), 3.0, (inf,), (3.0,), of_plans={"eager.float32": ((inf,), (nan,))}),
+    Special("x = -inf, dy = 3", (-inf,), 3.0, (-0.0,), (-0.0,), of_plans=_AS_TORCH),
+    Special("x = -inf, dy = inf", (-inf,), inf, (-0.0,), (nan,), of_plans=_AS_TORCH),
 )
 
 _MISTAKES = {

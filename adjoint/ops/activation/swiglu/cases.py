@@ -37,12 +37,16 @@ _SPECIALS = tuple(
         (0.0, 2.0, 0.0, 1.0, 0.0),
         (-0.0, 2.0, -0.0, 1.0, -0.0),
         (-0.0, -2.0, 0.0, -1.0, -0.0),
-        (inf, 2.0, inf, 2.0, inf),
-        (inf, 0.0, nan, 0.0, inf),
-        (-inf, 2.0, -0.0, -0.0, -0.0),
-        (-inf, inf, nan, nan, -0.0),
         (0.0, inf, nan, inf, 0.0),
         (nan, 2.0, nan, nan, nan),
+    ]
+) + tuple(
+    Special(f"gate = {gate}, up = {up}", (gate, up), 1.0, (y,), (dgate, dup), of_plans={"eager.float32": as_torch})
+    for gate, up, y, dgate, dup, as_torch in [
+        (inf, 2.0, inf, 2.0, inf, ((inf,), (nan, inf))),
+        (inf, 0.0, nan, 0.0, inf, ((nan,), (nan, inf))),
+        (-inf, 2.0, -0.0, -0.0, -0.0, ((nan,), (nan, nan))),
+        (-inf, inf, nan, nan, -0.0, ((nan,), (nan, nan))),
     ]
 )
 _LARGEST = Special(

@@ -69,10 +69,9 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
 
 def _gather_eagerly(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     ids, weight, _, out_of_range = arguments
-    is_right = ids.device.type == "cpu" and eager.are_in_range(ids, weight.shape[0])  # elsewhere nobody waits for that
-    if out_of_range == "raise" and not is_right:
+    are_right = eager.gather(ids, weight, outputs[0])
+    if out_of_range == "raise" and not are_right:
         report(ID_OUT_OF_RANGE, ids, (ids < 0) | (ids >= weight.shape[0]))
-    eager.gather(ids, weight, outputs[0], is_right)
 
 
 def _refuse_gather(problem: Problem) -> str:
