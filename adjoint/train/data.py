@@ -1,7 +1,7 @@
 """The order of tokens: an endless stream of documents, cut into rows, of which every step takes the next.
 
-Each epoch has all documents in an order of its own. Row r of the stream is its tokens from r·T to r·T + T, and one more,
-the last label; so a row is a function of the seed and its number alone. Step s has the rows from s·R to s·R + R,
+Each epoch has all documents in an order of its own. Row r of the stream is its tokens from r·T to r·T + T, and one
+more, the last label; so a row is a function of the seed and its number alone. Step s has the rows from s·R to s·R + R,
 whatever the number of ranks, and a run's data position is the number of its steps: a resume repeats nothing and leaves
 nothing out.
 """

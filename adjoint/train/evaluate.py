@@ -29,7 +29,7 @@ def windows(document: Tensor, length: int) -> list[Window]:
     [[1, 2, 3, 4], [-100, -100, 5, 6], [-100, -100, 7]]
     """
     parts = []
-    half = max(1, length // 2)
+    half = length // 2
     done = 0  # labels up to this token are predicted
     begin = 0
     while done < document.numel() - 1:

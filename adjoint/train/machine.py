@@ -2,7 +2,8 @@
 
 import os
 import platform
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,21 +13,37 @@ import adjoint
 from adjoint.core.operator import operators
 
 
-def set_up(deterministic: bool, threads: int) -> AbstractContextManager[Any]:
+@contextmanager
+def set_up(deterministic: bool, threads: int) -> Iterator[None]:
     """Threads, and what repeatable bits take of torch: the mode for its operations, cuBLAS's workspace, and attention.
 
-    cuBLAS reads its variable when it is first used, so this comes before anything runs on the GPU.
+    cuBLAS reads its variable when it is first used, so this comes before anything runs on the GPU. On leaving, torch is
+    as it was.
     """
+    mode, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fill, benchmark = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark  # type: ignore[attr-defined]
+    before = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)
-    if not deterministic:
-        return nullcontext()
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no bit depends on it
-    torch.backends.cudnn.benchmark = False
-    # Flash attention's backward has a deterministic form, which that mode asks for; the other fused ones have none.
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    try:
+        if not deterministic:
+            yield
+            return
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no bit depends on it
+        torch.backends.cudnn.benchmark = False
+        # Flash attention's backward has a deterministic form, which that mode asks for; the other fused ones have none.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = benchmark
+        torch.set_num_threads(before)
 
 
 def describe(device: torch.device) -> dict[str, Any]:

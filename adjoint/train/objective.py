@@ -3,8 +3,8 @@
     L = Σ −log p(label) / N + c · E · Σ_e f_e·P_e
 
 N is the number of labels of the whole step: of all ranks and accumulation steps. f_e, the choices of expert e to a
-token, and P_e, the mean of its probability, are taken over all tokens of the step, of all sparse layers as one. f has no
-gradient, so L is a sum over the parts of a step once f is known, and the gradients of the parts add up to that of L.
+token, and P_e, the mean of its probability, are taken over all tokens of the step, of all sparse layers as one. f has
+no gradient, so L is a sum over the parts of a step once f is known, and the gradients of the parts add up to that of L.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from adjoint.train.options import Options
 
@@ -32,12 +32,15 @@ class Optimizers:
     """The optimizers of a model's weights, as one. States have the names of the weights they belong to.
 
     Muon orthogonalises a matrix; stacked experts are one matrix each, so it gets them one by one: slices that share the
-    memory of the weight and of its gradient. Under FSDP a rank has whole experts, and moves its own.
+    memory of the weight and of its gradient. Under FSDP a rank has whole experts, and moves its own. Of other matrices
+    it has some rows: momentum and weight stay so, and what is orthogonalised is gathered for it, a matrix at a time.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], options: Options) -> None:
         self.weights = dict(weights)
         self._slices: dict[str, list[nn.Parameter]] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._decay, self._momentum = options.weight_decay, options.momentum
         by_muon: list[nn.Parameter] = []
         decayed, others = [], []
         for name, weight in self.weights.items():
@@ -45,7 +48,10 @@ class Optimizers:
                 self._slices[name] = [nn.Parameter(part) for part in _local(weight).detach().unbind(0)]
                 by_muon += self._slices[name]
             elif options.optimizer == "muon" and weight.dim() == 2 and not name.endswith(_NOT_BY_MUON):
-                by_muon.append(weight)
+                if isinstance(weight, DTensor):
+                    self._buffers[name] = torch.zeros_like(weight).detach()
+                else:
+                    by_muon.append(weight)
             elif weight.dim() > 1:
                 decayed.append(weight)
             else:
@@ -84,7 +90,6 @@ class Optimizers:
                 if id(weight) not in stacked:
                     buffer = torch.zeros_like(weight, memory_format=torch.preserve_format)
                     self.muon_state(weight, buffer.detach())
-        self._buffers = {}
         for name, parts in self._slices.items():
             self._buffers[name] = torch.zeros_like(self.weights[name]).detach()
             for part, buffer in zip(parts, _local(self._buffers[name]).unbind(0), strict=True):
@@ -104,6 +109,28 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
+        for name in self._buffers:
+            if name not in self._slices:
+                self._move_sharded(name, rate)
+
+    @torch.no_grad()
+    def _move_sharded(self, name: str, rate: float) -> None:
+        """Muon's step for the rows of a matrix that this rank has: what `torch.optim.Muon` makes of the whole."""
+        weight, buffer = self.weights[name], self._buffers[name]
+        assert isinstance(weight, DTensor) and isinstance(weight.grad, DTensor)
+        gradient = weight.grad.to_local()
+        buffer_rows = _local(buffer).lerp_(gradient, 1 - self._momentum)
+        rows = gradient.lerp(buffer_rows, self._momentum)
+        update = DTensor.from_local(
+            rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        whole = nn.Parameter(torch.zeros(weight.shape, device=rows.device))
+        whole.grad = update.full_tensor()
+        torch.optim.Muon(
+            [whole], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+        ).step()
+        change = distribute_tensor(whole.detach(), weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.to_local().mul_(1 - rate * self._decay).add_(change.to_local(), alpha=rate)
 
     def zero_gradients(self) -> None:
         for weight in self.weights.values():
@@ -131,7 +158,7 @@ class Optimizers:
         """The names of the weights that Muon moves."""
         muon = {id(weight) for group in (self.muon.param_groups if self.muon else ()) for weight in group["params"]}
         for name, weight in self.weights.items():
-            if name in self._slices or id(weight) in muon:
+            if name in self._buffers or id(weight) in muon:
                 yield name
 
 

@@ -238,7 +238,8 @@ class Run:
         )
         display.say(
             f"{self.corpus.origin}: {count_bytes(self.corpus.training):,} bytes to train on, "
-            f"{len(self.corpus.heldout)} whole files of {count_bytes(self.corpus.heldout):,} bytes held out; corpus {self.corpus.hash[:16]}"
+            f"{len(self.corpus.heldout)} whole files of {count_bytes(self.corpus.heldout):,} bytes held out; "
+            f"corpus {self.corpus.hash[:16]}"
         )
         tokens = options.batch_rows * options.sequence_length
         display.say(f"{options.steps - first} steps of {tokens:,} tokens; the run is in {self.folder}")
