@@ -1,11 +1,13 @@
-"""The order of tokens: an endless stream of documents, cut into rows, of which every step takes the next.
+"""The order of tokens: an endless stream of documents, cut into rows, of which every step takes some.
 
-Each epoch has all documents in an order of its own. Row r of the stream is its tokens from r·T to r·T + T, and one
-more, the last label; so a row is a function of the seed and its number alone. Step s has the rows from s·R to s·R + R,
-whatever the number of ranks, and a run's data position is the number of its steps: a resume repeats nothing and leaves
-nothing out.
+Each epoch has all documents in an order of its own. Row r of the stream is its tokens from r·T to r·T + T and one more,
+the last label. Rows are shuffled too, in blocks of as many as an epoch has, so that a long document does not fill steps
+by itself: place p of the order has row ⌊p / B⌋·B + π(p mod B). Step s has the places from s·R to s·R + R, whatever the
+number of ranks. So what a step reads is a function of the seed and its number alone, and the position of a run in its
+data is the number of its steps: a resume repeats nothing and leaves nothing out.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ class Batch:
 
 
 class Stream:
-    """Documents in a random order of each epoch, without an end.
+    """Documents in a random order of each epoch, without an end, in rows that are shuffled.
 
     Args:
         documents: the tokens of each.
@@ -57,7 +59,7 @@ class Stream:
     >>> documents = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
     >>> batch = Stream(documents, 4, seed=0).batch([0, 1])
     >>> batch.tokens.shape, batch.count
-    (torch.Size([1, 8]), 5)
+    (torch.Size([1, 8]), 4)
     """
 
     def __init__(self, documents: Sequence[Tensor], length: int, *, seed: int, packing: bool = True) -> None:
@@ -66,35 +68,49 @@ class Stream:
         self.tokens_of_epoch = sum(document.numel() for document in self.documents)
         if self.tokens_of_epoch < 2:
             raise ArgumentError("train: the data has fewer than two tokens; give more text")
-        self._epoch = -1
-        self._order: list[int] = []
-        self._ends: list[int] = []
+        self._block = max(1, self.tokens_of_epoch // length)
+        self._orders: dict[int, tuple[list[int], list[int]]] = {}
+        self._shuffles: dict[int, list[int]] = {}
 
-    def _enter(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
-        self._order = torch.randperm(len(self.documents), generator=generator).tolist()
-        self._ends = list(accumulate(self.documents[index].numel() for index in self._order))
-        self._epoch = epoch
+    def _permute(self, count: int, *numbers: int) -> list[int]:
+        """A permutation that depends on the seed and some numbers alone."""
+        text = ",".join(map(str, (self._seed, *numbers)))
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
+
+    def _order(self, epoch: int) -> tuple[list[int], list[int]]:
+        """The documents of an epoch in their order, and where in it each ends."""
+        if epoch not in self._orders:
+            order = self._permute(len(self.documents), 0, epoch)
+            ends = list(accumulate(self.documents[index].numel() for index in order))
+            self._orders = {number: kept for number, kept in self._orders.items() if number == epoch - 1}
+            self._orders[epoch] = (order, ends)
+        return self._orders[epoch]
+
+    def row_at(self, place: int) -> int:
+        """The row that is at a place of the shuffled order."""
+        block, index = divmod(place, self._block)
+        if block not in self._shuffles:
+            self._shuffles = {block: self._permute(self._block, 1, block)}
+        return block * self._block + self._shuffles[block][index]
 
     def pieces(self, begin: int, count: int) -> list[tuple[int, int, int]]:
         """The documents of so many tokens of the stream from a position on: index, first token, and how many."""
         pieces = []
         while count:
             epoch, position = divmod(begin, self.tokens_of_epoch)
-            self._enter(epoch)
-            place = bisect_right(self._ends, position)
-            index = self._order[place]
-            first = position - (self._ends[place] - self.documents[index].numel())
-            size = min(count, self._ends[place] - position)
+            order, ends = self._order(epoch)
+            place = bisect_right(ends, position)
+            index = order[place]
+            first = position - (ends[place] - self.documents[index].numel())
+            size = min(count, ends[place] - position)
             pieces.append((index, first, size))
             begin, count = begin + size, count - size
         return pieces
 
-    def batch(self, rows: Iterable[int]) -> Batch:
-        """Rows of the stream as one packed row."""
-        rows = tuple(rows)
+    def batch(self, places: Iterable[int]) -> Batch:
+        """The rows at some places of the order, as one packed row."""
+        rows = tuple(self.row_at(place) for place in places)
         tokens, labels, sizes = [], [], []
         for row in rows:
             pieces = self.pieces(row * self.length, self.length)

@@ -34,7 +34,7 @@ def windows(document: Tensor, length: int) -> list[Window]:
     begin = 0
     while done < document.numel() - 1:
         tokens = document[begin : begin + length].long()
-        labels = document[begin + 1 : begin + length + 1].long()
+        labels = document[begin + 1 : begin + length + 1].long().clone()
         tokens = tokens[: labels.numel()]
         labels[: done - begin] = IGNORED
         parts.append(Window(tokens, labels))

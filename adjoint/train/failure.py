@@ -28,7 +28,7 @@ def explain(
     rows = [row for batch in batches for row in batch.rows]
     return NotFinite(
         f"train: step {step}: the {what} is not finite, first in {layers[0] if layers else 'their sum'}; "
-        f"the weights were not changed, and the batch, rows {rows[0]} to {rows[-1]} of the data, is in {path}"
+        f"the weights were not changed, and the batch, rows {', '.join(map(str, rows[:8]))} of the data, is in {path}"
     )
 
 

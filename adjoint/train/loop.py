@@ -96,13 +96,15 @@ class Trainer:
             loss.backward()
             self.weights.collect_gradients()
             sums += torch.stack((part.nats.detach().float(), part.balance.detach().float()))
-        norm = self._clip()
+        norm = self._norm()
         nats, balance, norm_value = torch.cat((self.ranks.add_up(sums), norm[None])).tolist()
         for what, value in (("loss", nats + balance), ("gradient", norm_value)):
             if not math.isfinite(value):
                 raise explain(
                     self._folder, step + 1, what, self.objective, self.weights, batches, self.ranks
                 )  # fmt: skip
+        if self.options.clip:
+            clip_grads_with_norm_(self.weights.named.values(), self.options.clip, norm)
         rate = learning_rate(self.options, step)
         self.optimizers.step(rate)
         self.weights.publish()
@@ -116,12 +118,10 @@ class Trainer:
         """How often each expert is chosen in all parts of a step, by forwards of their own."""
         return self.ranks.add_up(torch.stack([self.objective.count(batch) for batch in batches]).sum(0))
 
-    def _clip(self) -> Tensor:
-        """The norm of the whole gradient, which is then at most the one that the options say."""
+    def _norm(self) -> Tensor:
+        """The norm of the whole gradient, over all ranks."""
         gradients = list(self.weights.gradients().values())
         norm = get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        if self.options.clip:
-            clip_grads_with_norm_(self.weights.named.values(), self.options.clip, norm)
         return norm.float()

@@ -3,8 +3,8 @@
     python -m tests.train.crash FOLDER KILLS
 
 Runs are forks of this process, which has imported everything: so a kill comes at any moment of a run, not of its
-imports. The first comes after step 50 of 100, every second one while a checkpoint is written, the others at random. What
-has a checkpoint's name must be whole each time, and every loss and every weight have the bits of the undisturbed run.
+imports. The first comes after step 50 of 100, every second one while a checkpoint is written, others at random. What
+has a checkpoint's name must be whole each time, and all losses and weights have the bits of the undisturbed run.
 """
 
 import multiprocessing
