@@ -81,7 +81,7 @@ class Trainer:
             NotFinite: the loss or the gradient is not finite; the weights stay as they are.
         """
         batches = self.batches(step)
-        labels = int(self.ranks.add_up(torch.tensor(sum(batch.count for batch in batches), device=self._device)))
+        labels = self.ranks.add_up_number(sum(batch.count for batch in batches))
         batches = [batch.to(self._device) for batch in batches]
         tokens = self.options.batch_rows * self.stream.length
         router_factor = self.options.router_loss / max(1, tokens * self.objective.sparse_layers)

@@ -62,6 +62,10 @@ class Metrics:
                 if name != "step" and isinstance(value, int | float):
                     self._board.add_scalar(name, value, row["step"])
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether there is a line for the evaluation after a step."""
+        return any(row["step"] == step and "heldout_bits_per_byte" in row for row in self.rows)
+
     def losses(self) -> list[tuple[int, float]]:
         """Step and loss of each line that has one."""
         return [(row["step"], row["loss"]) for row in self.rows if "loss" in row]

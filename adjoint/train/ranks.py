@@ -51,6 +51,10 @@ class Ranks:
         dist.all_reduce(x)
         return x
 
+    def add_up_number(self, number: int) -> int:
+        """The sum of a whole number over all ranks."""
+        return number if self.mesh is None else int(self.add_up(torch.tensor(number, device=self.device)))
+
     def gather(self, value: Any) -> list[Any]:
         """A Python value of each rank, on every rank."""
         if self.mesh is None:
@@ -72,7 +76,7 @@ class Ranks:
         """Shards every layer's parameters, then the rest, over the ranks (FSDP2); gradients are added in float32."""
         assert self.mesh is not None
         kind = None if precision is torch.float32 else precision
-        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32, cast_forward_inputs=False)
         shared: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         for layer in objective.model.model.layers:
             fully_shard(layer, **shared)

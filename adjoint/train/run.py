@@ -3,7 +3,6 @@
 import contextlib
 import json
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,7 +226,6 @@ class Run:
     def _warn(self, sentence: str) -> None:
         if self.ranks.is_first:
             self._console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
-            warnings.warn(sentence, UserWarning, stacklevel=3)
 
     def _introduce(self, display: Display, first: int) -> None:
         options, ranks = self.options, self.ranks
@@ -254,7 +252,8 @@ class Run:
             self.config.vocab_size,
             self.ranks,
         )
-        metrics.add({"step": step, "heldout_bits_per_byte": bits})
+        if not metrics.has_evaluation(step):  # a run that was killed after its last evaluation has it
+            metrics.add({"step": step, "heldout_bits_per_byte": bits})
         display.say(f"step {step}: {bits:.3f} bits per byte of held-out files")
         return bits
 

@@ -55,7 +55,9 @@ def test_two_ranks_are_one_process(base: dict[str, Any], one: Path, tmp_path: Pa
     assert (tmp_path / "two" / "model" / "model.safetensors").exists()
 
 
-def test_three_ranks_save_and_two_or_one_resume(base: dict[str, Any], one: Path, tmp_path: Path) -> None:
+def test_ranks_resume_what_others_saved(
+    base: dict[str, Any], one: Path, tmp_path: Path
+) -> None:
     options = {**base, "data": [base["data"]]}
     (tmp_path / "options.json").write_text(json.dumps(options), encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
@@ -66,9 +68,9 @@ def test_three_ranks_save_and_two_or_one_resume(base: dict[str, Any], one: Path,
     assert done.returncode == 0, done.stderr[-3000:]
     assert "states are sharded over 3 ranks" in done.stdout
     compare(tmp_path / "three", one)
-    for ranks in (2, 0):
-        folder = tmp_path / f"resumed-{ranks}"
-        shutil.copytree(tmp_path / "three", folder)
+    for source, ranks in ((tmp_path / "three", 2), (tmp_path / "three", 0), (one, 2)):
+        folder = tmp_path / f"{source.name}-resumed-{ranks}"
+        shutil.copytree(source, folder)
         shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
         done = run({"resume": folder}, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -77,6 +79,7 @@ def test_three_ranks_save_and_two_or_one_resume(base: dict[str, Any], one: Path,
 
 def test_the_other_ranks_end_when_one_dies(base: dict[str, Any], tmp_path: Path) -> None:
     options = {**base, "out": tmp_path / "run", "steps": 100_000, "checkpoint_every": 2}
+    options |= {"optimizer": "muon", "precision": "bfloat16"}
     process = subprocess.Popen(
         command(options, 2), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
