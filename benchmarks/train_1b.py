@@ -24,16 +24,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from adjoint.models import HybridLM
 from adjoint.train import machine
-from adjoint.train.data import Batch, Stream
-from adjoint.train.flops import flops_of_token, peak_of
-from adjoint.train.loop import Trainer
-from adjoint.train.objective import Objective, Sums
-from adjoint.train.optimizer import Optimizers
 from adjoint.train.options import Options
 from adjoint.train.presets import PRESETS, Preset
-from adjoint.train.ranks import Ranks
+from adjoint.train.report.flops import flops_of_token, peak_of
 from adjoint.train.run import read_options, train
-from adjoint.train.weights import Weights
+from adjoint.train.step.loop import Trainer
+from adjoint.train.step.objective import Objective, Sums
+from adjoint.train.step.optimizer import Optimizers
+from adjoint.train.step.ranks import Ranks
+from adjoint.train.step.weights import Weights
+from adjoint.train.text.stream import Batch, Stream
 
 APART = 0.02
 """How far the first losses of two models may be from each other in bfloat16, relatively."""

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from adjoint.core.errors import ArgumentError
 from adjoint.models import safetensors
 from adjoint.models.config import HybridConfig
-from adjoint.train.language import Language
-from adjoint.train.ranks import Ranks
+from adjoint.train.step.ranks import Ranks
 from adjoint.train.stops import CannotSave
+from adjoint.train.text.language import Language
 
 _WHOLE = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".unfinished-"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from adjoint.models.packing import IGNORED
-from adjoint.train.data import Batch
-from adjoint.train.objective import Objective
-from adjoint.train.ranks import Ranks
+from adjoint.train.step.objective import Objective
+from adjoint.train.step.ranks import Ranks
+from adjoint.train.text.stream import Batch
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,22 @@ from adjoint.core.errors import ArgumentError
 from adjoint.models.hybrid import HybridLM
 from adjoint.train import machine
 from adjoint.train.checkpoint import Checkpoints, State, write_text_atomically
-from adjoint.train.corpus import Corpus, count_bytes, read_corpus
-from adjoint.train.curve import in_terminal, write_png
-from adjoint.train.data import Stream
-from adjoint.train.display import Display
 from adjoint.train.evaluate import bits_per_byte
-from adjoint.train.flops import flops_of_token, peak_of
-from adjoint.train.language import Language, read_language
-from adjoint.train.loop import Trainer
-from adjoint.train.metrics import Metrics, bits_of
-from adjoint.train.objective import Objective
-from adjoint.train.optimizer import Optimizers
 from adjoint.train.options import RESUMABLE, Options, read_toml
 from adjoint.train.presets import PRESETS
-from adjoint.train.ranks import Ranks, start_ranks
+from adjoint.train.report.curve import in_terminal, write_png
+from adjoint.train.report.display import Display
+from adjoint.train.report.flops import flops_of_token, peak_of
+from adjoint.train.report.metrics import Metrics, bits_of
+from adjoint.train.step.loop import Trainer
+from adjoint.train.step.objective import Objective
+from adjoint.train.step.optimizer import Optimizers
+from adjoint.train.step.ranks import Ranks, start_ranks
+from adjoint.train.step.weights import Weights
 from adjoint.train.stops import CannotSave
-from adjoint.train.weights import Weights
+from adjoint.train.text.corpus import Corpus, count_bytes, read_corpus
+from adjoint.train.text.language import Language, read_language
+from adjoint.train.text.stream import Stream
 
 OPTIONS = "options.toml"
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from adjoint.train import machine
 from adjoint.train.options import Options
-from adjoint.train.ranks import start_ranks
 from adjoint.train.run import Run
+from adjoint.train.step.ranks import start_ranks
 
 
 def main(path: Path, folder: Path) -> None:

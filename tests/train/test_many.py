@@ -55,9 +55,7 @@ def test_two_ranks_are_one_process(base: dict[str, Any], one: Path, tmp_path: Pa
     assert (tmp_path / "two" / "model" / "model.safetensors").exists()
 
 
-def test_ranks_resume_what_others_saved(
-    base: dict[str, Any], one: Path, tmp_path: Path
-) -> None:
+def test_ranks_resume_what_others_saved(base: dict[str, Any], one: Path, tmp_path: Path) -> None:
     options = {**base, "data": [base["data"]]}
     (tmp_path / "options.json").write_text(json.dumps(options), encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]

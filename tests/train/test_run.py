@@ -18,8 +18,8 @@ from adjoint.models import HybridLM
 from adjoint.train import machine
 from adjoint.train.options import Options
 from adjoint.train.presets import PRESETS, Preset
-from adjoint.train.ranks import Ranks
 from adjoint.train.run import Run, read_options, train
+from adjoint.train.step.ranks import Ranks
 from adjoint.train.stops import CannotSave, NotFinite
 from tests.train.small import FAST, flags, loss_bits, metrics, weight_bytes, write_start, write_text
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from adjoint.train.loop import StepResult
+from adjoint.train.step.loop import StepResult
 
 
 class Display:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.models import safetensors
-from adjoint.train.data import Batch
-from adjoint.train.objective import Objective
-from adjoint.train.ranks import Ranks
+from adjoint.train.step.objective import Objective
+from adjoint.train.step.optimizer import local_part
+from adjoint.train.step.ranks import Ranks
+from adjoint.train.step.weights import Weights
 from adjoint.train.stops import NotFinite
-from adjoint.train.weights import Weights
+from adjoint.train.text.stream import Batch
 
 
 def explain(
@@ -65,9 +66,7 @@ def _is_finite(output: object) -> bool:
 
 def _layer_of_gradient(weights: Weights) -> str:
     """The weight nearest to the loss whose gradient is not finite: from there it spread to those before."""
-    from adjoint.train.optimizer import _local
-
     for name, gradient in reversed(weights.gradients().items()):
-        if not _is_finite(_local(gradient)):
+        if not _is_finite(local_part(gradient)):
             return f"the gradient of {name}"
     return ""

@@ -45,7 +45,7 @@ class Optimizers:
         decayed, others = [], []
         for name, weight in self.weights.items():
             if options.optimizer == "muon" and name.endswith(_STACKED):
-                self._slices[name] = [nn.Parameter(part) for part in _local(weight).detach().unbind(0)]
+                self._slices[name] = [nn.Parameter(part) for part in local_part(weight).detach().unbind(0)]
                 by_muon += self._slices[name]
             elif options.optimizer == "muon" and weight.dim() == 2 and not name.endswith(_NOT_BY_MUON):
                 if isinstance(weight, DTensor):
@@ -92,7 +92,7 @@ class Optimizers:
                     self.muon_state(weight, buffer.detach())
         for name, parts in self._slices.items():
             self._buffers[name] = torch.zeros_like(self.weights[name]).detach()
-            for part, buffer in zip(parts, _local(self._buffers[name]).unbind(0), strict=True):
+            for part, buffer in zip(parts, local_part(self._buffers[name]).unbind(0), strict=True):
                 self.muon_state(part, buffer)
 
     def muon_state(self, weight: nn.Parameter, buffer: Tensor) -> None:
@@ -103,7 +103,7 @@ class Optimizers:
         """Moves the weights by their gradients."""
         for name, parts in self._slices.items():
             gradient = self.weights[name].grad
-            for part, slice_ in zip(parts, () if gradient is None else _local(gradient).unbind(0), strict=True):
+            for part, slice_ in zip(parts, () if gradient is None else local_part(gradient).unbind(0), strict=True):
                 part.grad = slice_
         for optimizer in self._all:
             for group in optimizer.param_groups:
@@ -118,10 +118,10 @@ class Optimizers:
         """Muon's step for the rows of a matrix that this rank has: what `torch.optim.Muon` makes of the whole."""
         weight, buffer = self.weights[name], self._buffers[name]
         assert isinstance(weight, DTensor) and isinstance(weight.grad, DTensor)
-        gradient = weight.grad.to_local()
-        buffer_rows = _local(buffer).lerp_(gradient, 1 - self._momentum)
+        gradient = weight.grad.tolocal_part()
+        buffer_rows = local_part(buffer).lerp_(gradient, 1 - self._momentum)
         rows = gradient.lerp(buffer_rows, self._momentum)
-        update = DTensor.from_local(
+        update = DTensor.fromlocal_part(
             rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
         whole = nn.Parameter(torch.zeros(weight.shape, device=rows.device))
@@ -130,7 +130,7 @@ class Optimizers:
             [whole], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
         change = distribute_tensor(whole.detach(), weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.to_local().mul_(1 - rate * self._decay).add_(change.to_local(), alpha=rate)
+        weight.tolocal_part().mul_(1 - rate * self._decay).add_(change.tolocal_part(), alpha=rate)
 
     def zero_gradients(self) -> None:
         for weight in self.weights.values():
@@ -154,7 +154,7 @@ class Optimizers:
         for name, tensor in self.states().items():
             tensor.copy_(read[name])
 
-    def parts_by_muon(self) -> Iterator[str]:
+    def moved_by_muon(self) -> Iterator[str]:
         """The names of the weights that Muon moves."""
         muon = {id(weight) for group in (self.muon.param_groups if self.muon else ()) for weight in group["params"]}
         for name, weight in self.weights.items():
@@ -162,6 +162,6 @@ class Optimizers:
                 yield name
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank has: all of it, where there is but one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor

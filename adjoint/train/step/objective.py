@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adjoint.models.hybrid import HybridLM
 from adjoint.nn.moe import Routing
 from adjoint.ops.loss import linear_cross_entropy
-from adjoint.train.data import Batch
+from adjoint.train.text.stream import Batch
 
 
 class Sums(NamedTuple):

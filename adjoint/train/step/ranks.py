@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from adjoint.core.errors import ArgumentError
-from adjoint.train.objective import Objective
+from adjoint.train.step.objective import Objective
 from adjoint.train.stops import RankLost
 
 
@@ -159,10 +159,3 @@ def _end_when_told(rank: int) -> None:
         os._exit(143)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is shared out over ranks."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor) and all(placement.is_shard() for placement in parameter.placements)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from adjoint.train.objective import Objective
-from adjoint.train.ranks import Ranks
+from adjoint.train.step.objective import Objective
+from adjoint.train.step.ranks import Ranks
 
 
 class Weights:

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from adjoint.core.errors import ArgumentError
-from adjoint.train.data import Batch, Stream
-from adjoint.train.failure import explain
-from adjoint.train.objective import Objective
-from adjoint.train.optimizer import Optimizers, learning_rate
 from adjoint.train.options import Options
-from adjoint.train.ranks import Ranks
-from adjoint.train.weights import Weights
+from adjoint.train.step.failure import explain
+from adjoint.train.step.objective import Objective
+from adjoint.train.step.optimizer import Optimizers, learning_rate
+from adjoint.train.step.ranks import Ranks
+from adjoint.train.step.weights import Weights
+from adjoint.train.text.stream import Batch, Stream
 
 
 @dataclass(frozen=True)
