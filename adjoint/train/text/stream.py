@@ -59,7 +59,7 @@ class Stream:
     >>> documents = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
     >>> batch = Stream(documents, 4, seed=0).batch([0, 1])
     >>> batch.tokens.shape, batch.count
-    (torch.Size([1, 8]), 4)
+    (torch.Size([1, 8]), 5)
     """
 
     def __init__(self, documents: Sequence[Tensor], length: int, *, seed: int, packing: bool = True) -> None:
