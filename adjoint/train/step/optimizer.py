@@ -41,6 +41,7 @@ class Optimizers:
         self._slices: dict[str, list[nn.Parameter]] = {}
         self._buffers: dict[str, Tensor] = {}
         self._decay, self._momentum = options.weight_decay, options.momentum
+        self._is_fused = all(weight.is_cuda for weight in self.weights.values())  # one pass over a GPU's memory
         by_muon: list[nn.Parameter] = []
         decayed, others = [], []
         for name, weight in self.weights.items():
@@ -60,7 +61,8 @@ class Optimizers:
             [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=0.0,
             betas=(options.beta1, options.beta2),
-            foreach=True,
+            fused=self._is_fused,
+            foreach=not self._is_fused,
         )
         self.muon = None
         if by_muon:
@@ -82,7 +84,8 @@ class Optimizers:
         for group in self.adamw.param_groups:
             for weight in group["params"]:
                 zeros = torch.zeros_like(weight, memory_format=torch.preserve_format)
-                state = {"step": torch.zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                count = torch.zeros((), device=zeros.device if self._is_fused else "cpu")
+                state = {"step": count, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
                 self.adamw.state[weight] = {name: x.detach() for name, x in state.items()}
         stacked = {id(part) for parts in self._slices.values() for part in parts}
         for group in self.muon.param_groups if self.muon is not None else ():
@@ -118,7 +121,7 @@ class Optimizers:
         """Muon's step for the rows of a matrix that this rank has: what `torch.optim.Muon` makes of the whole."""
         weight, buffer = self.weights[name], self._buffers[name]
         assert isinstance(weight, DTensor) and isinstance(weight.grad, DTensor)
-        gradient = weight.grad.tolocal_part()
+        gradient = weight.grad.to_local()
         buffer_rows = local_part(buffer).lerp_(gradient, 1 - self._momentum)
         rows = gradient.lerp(buffer_rows, self._momentum)
         update = DTensor.fromlocal_part(
@@ -130,7 +133,7 @@ class Optimizers:
             [whole], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
         change = distribute_tensor(whole.detach(), weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.tolocal_part().mul_(1 - rate * self._decay).add_(change.tolocal_part(), alpha=rate)
+        weight.to_local().mul_(1 - rate * self._decay).add_(change.to_local(), alpha=rate)
 
     def zero_gradients(self) -> None:
         for weight in self.weights.values():
@@ -164,4 +167,4 @@ class Optimizers:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank has: all of it, where there is but one."""
-    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
