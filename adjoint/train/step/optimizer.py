@@ -124,7 +124,7 @@ class Optimizers:
         gradient = weight.grad.to_local()
         buffer_rows = local_part(buffer).lerp_(gradient, 1 - self._momentum)
         rows = gradient.lerp(buffer_rows, self._momentum)
-        update = DTensor.fromlocal_part(
+        update = DTensor.from_local(
             rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
         whole = nn.Parameter(torch.zeros(weight.shape, device=rows.device))
