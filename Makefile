@@ -1,4 +1,5 @@
-# make demo      create .venv, install, run `adjoint verify`
+# make demo      create .venv, install, train a small model for two minutes: `adjoint train`
+# make verify    the same set-up, then check every promise here: `adjoint verify`
 # make test      the same set-up, then lint, types and tests (no GPU needed)
 # make test-all  the long one: every case, every build target
 # make record    measures every op's errors here again, as recorded figures: after a new op, case or revision
@@ -13,10 +14,10 @@ BIN := .venv/bin
 READY := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all docs record mutants lint format bench wheel clean
+.PHONY: help setup demo verify test test-all docs record mutants lint format bench wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,7p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,8p' Makefile
 
 setup: $(READY)
 
@@ -30,6 +31,9 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
+	$(BIN)/adjoint train
+
+verify: $(READY)
 	$(BIN)/adjoint verify
 
 lint: $(READY)

@@ -1,4 +1,4 @@
-"""The `adjoint` command: env, ops, plan, verify, bench, generate.
+"""The `adjoint` command: env, ops, plan, verify, bench, train, generate.
 
 Commands import what they need when they run, so that help is quick. A mistake of the user is one red
 sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
@@ -20,6 +20,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from adjoint.train.command import as_command
 
 if TYPE_CHECKING:
     import torch
@@ -407,6 +409,29 @@ def bench(
     raise typer.Exit(0 if passed else 1)
 
 
+# ----------------------------------------------------------------------------------------------- train
+
+
+@app.command()
+@as_command
+def train(**values: Any) -> None:
+    """Train a hybrid model: by default a small one, on the Python standard library's source, in two CPU minutes."""
+    import adjoint
+    from adjoint.train.command import run
+    from adjoint.train.stops import STOPS
+
+    try:
+        run(_console(), values)
+    except (adjoint.ArgumentError, adjoint.Unsupported) as error:
+        _refuse(error)
+    except STOPS as error:
+        _console(stderr=True).print(Text(str(error), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        _console(stderr=True).print(Text("train: interrupted; --resume FOLDER goes on from the last checkpoint"))
+        raise typer.Exit(130) from None
+
+
 # -------------------------------------------------------------------------------------------- generate
 
 
@@ -430,14 +455,14 @@ def generate(
 
     import adjoint
     from adjoint.models import HybridLM
-    from adjoint.models.text import Text, TokenIds
+    from adjoint.models.text import TokenIds, text_of
 
     target = _present(_device(device))
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         _refuse(f"generate: --dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
     try:
-        language = TokenIds() if tokens else Text(folder)
+        language = TokenIds() if tokens else text_of(folder)
         model = HybridLM.from_pretrained(folder, device=target, dtype=kind).eval()
         steps = model.stream(
             [language.encode(prompt)],

@@ -29,7 +29,7 @@ def test_version_and_help() -> None:
     assert call("--version").output.strip() == f"adjoint {adjoint.__version__}"
     done = call("--help")
     assert done.exit_code == 0
-    for command in ("env", "ops", "plan", "verify", "bench"):
+    for command in ("env", "ops", "plan", "verify", "bench", "train", "generate"):
         assert command in done.output
         assert call(command, "--help").exit_code == 0
 

@@ -129,12 +129,20 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     try:
         with open(unfinished, "wb+") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(start + position)
             file.flush()
+            _reserve(file.fileno(), start + position)
             _write_tensors(file.fileno(), tensors.values(), start)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Makes a file of so many bytes. Without room on the disk this raises, where a mapping would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
 
 
 def _write_tensors(descriptor: int, tensors: Iterable[Tensor], position: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.models.byte_text import ByteText, is_byte_tokenizer
 
 
 class TokenIds:
@@ -57,3 +58,8 @@ class Text:
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield text[len(shown) :]
                 shown = text
+
+
+def text_of(folder: Path) -> ByteText | Text:
+    """Text by the tokenizer of a folder; that of bytes needs no package."""
+    return ByteText() if is_byte_tokenizer(folder / "tokenizer.json") else Text(folder)

@@ -1,0 +1,286 @@
+"""Checkpoints of a run: written whole or not at all, by one process as safetensors, by many as shards.
+
+A checkpoint is written into a folder of another name, every file is flushed to the disk, and only then the folder gets
+its name: so whatever has the name of a checkpoint is whole. The older one is removed afterwards. manifest.json, the
+last file, has the size and the checksum of all others, by which a damaged checkpoint is told from a whole one.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from adjoint.core.errors import ArgumentError
+from adjoint.models import safetensors
+from adjoint.models.config import HybridConfig
+from adjoint.train.step.ranks import Ranks
+from adjoint.train.stops import CannotSave
+from adjoint.train.text.language import Language
+
+_WHOLE = re.compile(r"step-(\d{8})")
+_UNFINISHED = ".unfinished-"
+_WEIGHTS, _OPTIMIZER, _RANDOM, _SHARDS = "model.safetensors", "optimizer.safetensors", "random.safetensors", "shards"
+
+
+@dataclass
+class State:
+    """Everything a run goes on from.
+
+    Attributes:
+        step: how many steps are done, which is also the position in the data.
+        weights: in float32, by the names of the model's parameters.
+        optimizer: tensors by names.
+        facts: numbers and texts: what the bits depend on, the tokens so far.
+    """
+
+    step: int
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    facts: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of a run's folder.
+
+    Args:
+        folder: of the run.
+        keep: how many are kept.
+        ranks: the processes that write them together.
+    """
+
+    def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
+        self.folder, self._keep, self._ranks = folder / "checkpoints", keep, ranks
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of."""
+        names = (path.name for path in self.folder.glob("step-*")) if self.folder.exists() else ()
+        return sorted(int(match[1]) for name in names if (match := _WHOLE.fullmatch(name)))
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def save(self, state: State, config: HybridConfig, language: Language) -> Path:
+        """Writes a checkpoint, and then removes those that are too many.
+
+        Raises:
+            CannotSave: the disk is full or does not let us; all older checkpoints are there still.
+        """
+        target = self.path(state.step)
+        unfinished = self.folder / f"{_UNFINISHED}{target.name}"
+        try:
+            if self._ranks.is_first:
+                self._remove_unfinished()
+                unfinished.mkdir(parents=True)
+            self._ranks.wait()
+            self._write(unfinished, state, config, language)
+            if self._ranks.is_first:
+                if target.exists():
+                    target.rename(self.folder / f"{_UNFINISHED}old-{target.name}")
+                unfinished.rename(target)
+                _flush_folder(self.folder)
+                self._remove_old()
+        except OSError as error:
+            if self._ranks.is_first:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise CannotSave(
+                f"train: step {state.step} could not be saved in {self.folder}: {error.strerror or error}; "
+                f"{self._last()}"
+            ) from error
+        self._ranks.wait()
+        return target
+
+    def _write(self, folder: Path, state: State, config: HybridConfig, language: Language) -> None:
+        if self._ranks.mesh is None:
+            safetensors.write(folder / _WEIGHTS, state.weights, {"format": "pt"})
+            safetensors.write(folder / _OPTIMIZER, state.optimizer)
+        else:
+            _write_shards(folder / _SHARDS, state)
+        own = [path for path in folder.rglob("*") if path.is_file()]
+        if self._ranks.mesh is not None:
+            own = [path for path in own if path.name.startswith(f"__{self._ranks.rank}_")]
+        for path in own:
+            _flush(path)
+        sums = [(path.relative_to(folder).as_posix(), _describe(path)) for path in own]
+        files = dict(item for part in self._ranks.gather(sums) for item in part)
+        if not self._ranks.is_first:
+            return
+        safetensors.write(folder / _RANDOM, _random_states())
+        write_json(folder / "config.json", config.to_dict() | {"dtype": "float32"})
+        write_json(folder / "state.json", {"step": state.step, **state.facts})
+        language.write(folder)
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and name not in files:
+                _flush(path)
+                files[name] = _describe(path)
+        write_json(folder / "manifest.json", dict(sorted(files.items())))
+        _flush(folder / "manifest.json")
+        for part in (folder / _SHARDS, folder):
+            if part.exists():
+                _flush_folder(part)
+
+    def _last(self) -> str:
+        steps = self.steps()
+        if not steps:
+            return "there is no earlier checkpoint"
+        return f"the checkpoint of step {steps[-1]} is whole, and --resume goes on from it"
+
+    def _remove_unfinished(self) -> None:
+        for path in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_old(self) -> None:
+        """Takes the name from a checkpoint before its files go: half of one never has the name."""
+        for step in self.steps()[: -self._keep]:
+            self.path(step).rename(self.folder / f"{_UNFINISHED}old-{step}")
+        self._remove_unfinished()
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def newest(self) -> "tuple[int, dict[str, Any], list[str]]":
+        """The newest whole checkpoint: its step and facts, and sentences about newer ones that are damaged.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        damaged = []
+        for step in reversed(self.steps()):
+            if fault := find_damage(self.path(step)):
+                damaged.append(f"{self.path(step)} is damaged and not used: {fault}")
+                continue
+            return step, json.loads((self.path(step) / "state.json").read_text(encoding="utf-8")), damaged
+        reasons = f": {'; '.join(damaged)}" if damaged else ""
+        raise ArgumentError(f"train: there is no whole checkpoint in {self.folder} to resume from{reasons}")
+
+    def load(self, step: int, state: State, config: HybridConfig) -> None:
+        """Copies a checkpoint into the tensors of a state.
+
+        Raises:
+            ArgumentError: it is of a model of other sizes.
+        """
+        folder = self.path(step)
+        saved = HybridConfig.from_folder(folder)
+        if saved != config:
+            before, now = saved.to_dict(), config.to_dict()
+            name = next(name for name in now if before.get(name) != now[name])
+            raise ArgumentError(
+                f"train: {folder} is a checkpoint of another architecture: its {name} is {before.get(name)}, and that "
+                f"of this run's options is {now[name]}"
+            )
+        if (folder / _SHARDS).exists():
+            _read_shards(folder / _SHARDS, state, self._ranks)
+        else:
+            _read(folder / _WEIGHTS, state.weights)
+            _read(folder / _OPTIMIZER, state.optimizer)
+        randoms = {name: torch.empty(0) for name in safetensors.read_header(folder / _RANDOM)}
+        for name, entry in safetensors.read_header(folder / _RANDOM).items():
+            randoms[name] = torch.empty(entry.shape, dtype=torch.uint8)
+            entry.copy_to(randoms[name])
+        torch.set_rng_state(randoms["cpu"])
+        if "cuda" in randoms and self._ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(randoms["cuda"], self._ranks.device)
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+@torch.no_grad()
+def _read(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    entries = safetensors.read_header(path)
+    for name, tensor in tensors.items():
+        if name not in entries or entries[name].shape != tuple(tensor.shape):
+            raise ArgumentError(f"train: {path} has no tensor {name} of shape {tuple(tensor.shape)}")
+        if isinstance(tensor, DTensor):
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            entries[name].copy_to(whole)
+            tensor.copy_(distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements))
+        else:
+            entries[name].copy_to(tensor)
+
+
+def _shards_of(state: State) -> dict[str, Any]:
+    return {"model": dict(state.weights), "optimizer": dict(state.optimizer)}
+
+
+def _write_shards(folder: Path, state: State) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(_shards_of(state), checkpoint_id=folder)
+    except CheckpointException as error:
+        raise next((x for x in _failures(error) if isinstance(x, OSError)), OSError(str(error))) from error
+
+
+def _failures(error: Any) -> list[BaseException]:
+    return [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
+
+
+@torch.no_grad()
+def _read_shards(folder: Path, state: State, ranks: Ranks) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    load(_shards_of(state), checkpoint_id=folder, no_dist=ranks.mesh is None)
+
+
+def find_damage(folder: Path) -> str:
+    """What is wrong with a checkpoint's files: empty where nothing is."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        for name, expected in files.items():
+            if _describe(folder / name) != expected:
+                return f"{name} is not as it was written"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _describe(path: Path) -> dict[str, int]:
+    """The size of a file, and the CRC-32 of its content."""
+    checksum = size = 0
+    with open(path, "rb") as file:
+        while part := file.read(2**24):
+            checksum, size = zlib.crc32(part, checksum), size + len(part)
+    return {"bytes": size, "crc32": checksum}
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """A file that is replaced as a whole, or stays as it was."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)

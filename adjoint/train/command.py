@@ -1,0 +1,78 @@
+"""The command `adjoint train`: its options are those of `Options`, and a few about where the run is."""
+
+import inspect
+import os
+import time
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, get_origin
+
+import typer
+from rich.console import Console
+
+from adjoint.train.options import TYPES, Options, read_toml
+
+_NAMES = {"start": "--from"}
+
+
+def parameters() -> list[inspect.Parameter]:
+    """A parameter of the command for each option; None where the user says nothing."""
+    own = {
+        "out": (Path | None, "--out", "The run's folder; a new one under runs/ by default."),
+        "resume": (Path | None, "--resume", "Go on with the run in this folder, from its newest checkpoint."),
+        "config": (Path | None, "--config", "A TOML file with options; those of the command line come first."),
+    }
+    result = [_parameter(name, *rest) for name, rest in own.items()]
+    for option in fields(Options):
+        kind = TYPES[option.name]
+        flag = _NAMES.get(option.name, f"--{option.name.replace('_', '-')}")
+        default = option.default if option.default is not MISSING else []
+        shown = "" if default in ("", [], 0, 0.0) and kind is not bool else f" [default: {_shown(default)}]"
+        if kind is bool:
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+        elif get_origin(kind) is list:
+            shown = " May be repeated."
+        result.append(_parameter(option.name, kind | None, flag, option.metadata["help"] + shown))
+    return result
+
+
+def _parameter(name: str, kind: Any, flag: str, text: str) -> inspect.Parameter:
+    annotation = Annotated[kind, typer.Option(flag, help=text, show_default=False)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _shown(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives a function that takes `**values` the parameters of the command."""
+    function.__signature__ = inspect.Signature(parameters())  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters()}
+    return function
+
+
+def run(console: Console, values: dict[str, Any]) -> None:
+    """Starts a run, or goes on with one.
+
+    Raises:
+        ArgumentError, Unsupported: a mistake of the user.
+        CannotSave, NotFinite, RankLost: the run stopped.
+    """
+    from adjoint.core.errors import ArgumentError
+    from adjoint.train.run import read_options, train
+
+    out, resume, config = (values.pop(name) for name in ("out", "resume", "config"))
+    changes = {name: value for name, value in values.items() if value not in (None, [])}
+    if resume is not None:
+        if out is not None or config is not None:
+            raise ArgumentError("train: --resume goes on with the options of its folder: leave out --out and --config")
+        train(read_options(resume, changes), resume, resume=True, console=console)
+        return
+    options = Options(**{**(read_toml(config) if config is not None else {}), **changes})
+    if out is None:
+        if "RANK" in os.environ:
+            raise ArgumentError("train: under torchrun name the run's folder, with --out, for all ranks alike")
+        out = Path("runs") / f"{options.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    train(options, out, console=console)

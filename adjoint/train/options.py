@@ -1,0 +1,174 @@
+"""`Options`: everything that decides what a run computes. The command line and the TOML file are both made from it."""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from adjoint.core.errors import ArgumentError
+from adjoint.train.presets import PRESETS
+
+PRECISIONS = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "constant")
+SWITCHES = ("auto", "on", "off")
+
+
+def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+    text = f"{help} One of {', '.join(choices)}." if choices else help
+    metadata = {"help": text, "choices": choices, "least": least}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run. An integer of 0 stands for what the preset, or the rest, suggests.
+
+    Raises:
+        ArgumentError: a value is of another type, out of range, or none of its choices; the option is named.
+
+    >>> Options(steps=10).steps
+    10
+    """
+
+    preset: str = _option("tiny", "The model's size.", choices=tuple(PRESETS))
+    start: str = _option("", "A Hugging Face folder to fine-tune; then there is no preset.")
+    data: list[str] = _option([], "Files or folders of text; the Python standard library's source by default.")  # noqa: RUF009
+    suffixes: list[str] = _option([], "Which files of a folder are text, such as .py; all text files by default.")  # noqa: RUF009
+    tokenizer: str = _option("", "A tokenizer.json, or a folder with one; bytes by default.")
+    heldout_bytes: int = _option(0, "Whole files of about so many bytes are held out.", least=0)
+    sequence_length: int = _option(0, "Tokens of a row.", least=0)
+    batch_rows: int = _option(0, "Rows of a step, over all ranks and accumulation steps.", least=0)
+    accumulation: int = _option(1, "Parts that a rank's rows of a step go through the model in.", least=1)
+    packing: bool = _option(True, "Documents in a row do not see each other.")
+    steps: int = _option(0, "Steps of the whole run.", least=0)
+    learning_rate: float = _option(0.0, "The highest learning rate.", least=0)
+    warmup_steps: int = _option(0, "Steps until the learning rate is at its highest.", least=0)
+    schedule: str = _option("cosine", "How the learning rate falls afterwards.", choices=SCHEDULES)
+    final_rate: float = _option(0.1, "The last learning rate, as a part of the highest.", least=0)
+    optimizer: str = _option("adamw", "muon moves matrices by Muon, and the rest by AdamW.", choices=OPTIMIZERS)
+    weight_decay: float = _option(0.1, "Of matrices; vectors have none.", least=0)
+    beta1: float = _option(0.9, "Of AdamW.", least=0)
+    beta2: float = _option(0.95, "Of AdamW.", least=0)
+    momentum: float = _option(0.95, "Of Muon.", least=0)
+    clip: float = _option(1.0, "The largest norm of a step's gradient; 0 for none.", least=0)
+    precision: str = _option("auto", "Of the model's arithmetic; weights are float32.", choices=("auto", *PRECISIONS))
+    compile: bool = _option(False, "Compile each layer with torch.compile.")
+    activation_checkpointing: bool = _option(False, "Keep only what is between layers, and compute the rest again.")
+    deterministic: bool = _option(True, "The same bits from the same options on the same machine.")
+    router_loss: float = _option(0.001, "The factor of the routers' load-balancing loss.", least=0)
+    seed: int = _option(0, "Of the weights, the order of documents, and the sample.", least=0)
+    threads: int = _option(0, "Threads on the CPU; 0 for as many as torch takes.", least=0)
+    device: str = _option("auto", "cpu or cuda; auto takes the GPU if there is one.")
+    evaluate_every: int = _option(0, "Steps between evaluations; 0 for one at the end.", least=0)
+    checkpoint_every: int = _option(0, "Steps between checkpoints; 0 for about five in a run.", least=0)
+    keep: int = _option(2, "How many checkpoints are kept.", least=1)
+    log_every: int = _option(1, "Steps between lines of metrics.jsonl.", least=1)
+    tensorboard: str = _option("auto", "Write metrics for TensorBoard; auto where it is installed.", choices=SWITCHES)
+    sample_tokens: int = _option(240, "Tokens of the text that is generated at the end.", least=0)
+    prompt: str = _option("def ", "What the sample begins with.")
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            object.__setattr__(self, option.name, _checked(option, TYPES[option.name], value))
+        if not self.start and self.preset not in PRESETS:
+            raise ArgumentError(_unknown("preset", self.preset, PRESETS))
+
+    def replace(self, **changes: Any) -> "Options":
+        """The same with some options changed."""
+        return dataclasses.replace(self, **changes)
+
+    def complete(self) -> "Options":
+        """The same with the preset's numbers where the user gave none."""
+        defaults: dict[str, Any] = dict(PRESETS[self.preset].training)
+        steps = self.steps or defaults["steps"]
+        defaults |= {"warmup_steps": max(1, min(steps // 10, 1000)), "checkpoint_every": max(1, -(-steps // 5))}
+        return self.replace(**{name: value for name, value in defaults.items() if not getattr(self, name)})
+
+    def differences(self, other: "Options", names: Iterable[str] | None = None) -> list[str]:
+        """Which of two runs' options differ."""
+        named = [option.name for option in fields(self)] if names is None else names
+        return [name for name in named if getattr(self, name) != getattr(other, name)]
+
+    def to_toml(self) -> str:
+        """The text of a file that `read_toml` reads; every option is in it, with what it means."""
+        lines = ["# The options of an `adjoint train` run: adjoint train --config THIS_FILE starts it again.", ""]
+        for option in fields(self):
+            lines += [f"# {option.metadata['help']}", f"{option.name} = {_toml(getattr(self, option.name))}", ""]
+        return "\n".join(lines)
+
+
+TYPES: dict[str, Any] = get_type_hints(Options)
+"""The type of each option."""
+
+RESUMABLE = ("evaluate_every", "checkpoint_every", "keep", "log_every", "tensorboard", "sample_tokens", "prompt")
+"""Options that a resumed run may change: its numbers do not depend on them."""
+
+
+def _checked(option: "dataclasses.Field[Any]", kind: Any, value: Any) -> Any:
+    """A value of its option, converted where nothing is lost."""
+    if kind is float and type(value) is int:
+        value = float(value)
+    is_list = get_origin(kind) is list
+    right = isinstance(value, list) and all(type(item) is get_args(kind)[0] for item in value) if is_list else None
+    if not (type(value) is kind if right is None else right):
+        names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+        raise ArgumentError(
+            f"train: {option.name} must be {'a list of texts' if is_list else names[kind]}, got {value!r}"
+        )
+    least, choices = option.metadata["least"], option.metadata["choices"]
+    if least is not None and not value >= least:
+        raise ArgumentError(f"train: {option.name} must be at least {least}, got {value}")
+    if kind is float and value == float("inf"):
+        raise ArgumentError(f"train: {option.name} must be finite, got {value}")
+    if choices and value not in choices:
+        raise ArgumentError(_unknown(option.name, value, choices))
+    return value
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """A sentence about a name that is none of some others, with the nearest."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"train: there is no {what} {name!r}; {hint}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, int | float) else json.dumps(value, ensure_ascii=False)
+
+
+def parse_options(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Names and values as options.
+
+    Raises:
+        ArgumentError: there is no option of a name; the nearest is named.
+    """
+    for name in values:
+        if name not in TYPES:
+            raise ArgumentError(f"{_unknown('option', name, TYPES)} (in {origin})")
+    return dict(values)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options that a TOML file names.
+
+    Raises:
+        ArgumentError: there is no such file, it is no TOML, or an option is unknown.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"train: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"train: {path} is no TOML file: {error}") from None
+    return parse_options(values, str(path))

@@ -1,0 +1,35 @@
+"""How many operations a token takes, and how many a device does: the share of the peak in a run's display."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from adjoint.models.config import HybridConfig
+from adjoint.models.hybrid import HybridLM
+
+
+def flops_of_token(config: HybridConfig, length: int) -> float | None:
+    """Of forward and backward, by torch's counter, in a row of one sequence; None where it cannot be counted.
+
+    The model is on the meta device: nothing is computed. What is computed again under activation checkpointing does not
+    count.
+    """
+    model = HybridLM(config, device="meta")
+    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            loss = model(ids, labels=ids).loss
+            assert loss is not None
+            loss.backward()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return counter.get_total_flops() / length
+
+
+def peak_of(device: torch.device) -> float | None:
+    """TF/s of one large product of bfloat16 matrices, measured here; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    from adjoint.bench.timing import matrix_ceiling
+
+    return matrix_ceiling(device)

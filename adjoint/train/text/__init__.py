@@ -1,0 +1,1 @@
+"""The text of a run: files, tokens, and the order in which steps read them."""

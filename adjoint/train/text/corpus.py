@@ -1,0 +1,146 @@
+"""The text of a run: whole files, of which some are held out, and their hash."""
+
+import hashlib
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adjoint.core.errors import ArgumentError
+
+_NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file: the name it has in the corpus, and its bytes."""
+
+    name: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to train on and held-out ones, which are whole files.
+
+    Attributes:
+        origin: what the text is, in words.
+        hash: SHA-256 of all names and contents.
+    """
+
+    origin: str
+    hash: str
+    training: tuple[Document, ...]
+    heldout: tuple[Document, ...]
+
+
+def read_corpus(paths: Sequence[str], suffixes: Sequence[str], heldout_bytes: int) -> Corpus:
+    """The documents of files and folders, or of the Python standard library's source.
+
+    Raises:
+        ArgumentError: a path is missing or cannot be read, a file is empty or not text, or a folder has no text.
+    """
+    if paths:
+        documents = [document for path in paths for document in _documents(Path(path), suffixes)]
+        origin = ", ".join(paths)
+    else:
+        documents = list(_standard_library())
+        origin = f"the source of Python {platform.python_version()}'s standard library"
+    return _split(origin, sorted(documents, key=lambda document: document.name), heldout_bytes)
+
+
+def _standard_library() -> Iterator[Document]:
+    """Python files without their tests, which repeat themselves, and without what was installed beside them."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if _NOT_SOURCE.isdisjoint(name.parts) and (content := path.read_bytes()):
+            yield Document(name.as_posix(), content)
+
+
+def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[Document]:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        texts = [
+            Document(file.relative_to(path).as_posix(), content)
+            for file in files
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and (not suffixes or file.suffix in suffixes)
+            and (content := _read(file))
+            and is_text(content)
+        ]
+        if not texts:
+            kind = f" of {', '.join(suffixes)}" if suffixes else ""
+            raise ArgumentError(f"train: the folder {path} has no text{kind} among its {len(files)} files")
+        yield from texts
+        return
+    content = _read(path)
+    if not content:
+        raise ArgumentError(f"train: the file {path} is empty; give text to train on")
+    if not is_text(content):
+        raise ArgumentError(f"train: the file {path} is binary, not UTF-8 text")
+    yield Document(path.name, content)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"train: cannot read {path}: {error.strerror}") from None
+
+
+def is_text(content: bytes) -> bool:
+    """Whether bytes are UTF-8 without a zero.
+
+    >>> is_text("é".encode()), is_text(bytes([0xFF])), is_text(bytes(1))
+    (True, False, False)
+    """
+    if b"\0" in content:
+        return False
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _split(origin: str, documents: Sequence[Document], heldout_bytes: int) -> Corpus:
+    """Holds out whole files, in the order of their names' hashes, so that other files do not change which.
+
+    A file longer than a quarter of what is held out is not, where there are shorter ones: a few long files would say
+    little about the rest. A corpus of one file is cut in two, at the end of a line.
+    """
+    total = hashlib.sha256()
+    for document in documents:
+        total.update(hashlib.sha256(document.name.encode()).digest() + hashlib.sha256(document.content).digest())
+    if len(documents) == 1:
+        training, heldout = _cut(documents[0], heldout_bytes)
+        return Corpus(origin, total.hexdigest(), (training,), (heldout,))
+    order = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+    short = [document for document in order if len(document.content) <= heldout_bytes // 4] or order
+    heldout_documents: list[Document] = []
+    size = 0
+    for document in short[: len(documents) // 2]:
+        if size >= heldout_bytes:
+            break
+        heldout_documents.append(document)
+        size += len(document.content)
+    chosen = {id(document) for document in heldout_documents}
+    rest = tuple(document for document in documents if id(document) not in chosen)
+    return Corpus(origin, total.hexdigest(), rest, tuple(heldout_documents))
+
+
+def _cut(document: Document, heldout_bytes: int) -> tuple[Document, Document]:
+    content = document.content
+    at = len(content) - min(heldout_bytes, max(1, len(content) // 10))
+    at = content.find(b"\n", at, len(content) - 1) + 1 or at
+    if not 0 < at < len(content):
+        raise ArgumentError(
+            f"train: {document.name} has {len(content)} bytes, too few to train on and to hold some out"
+        )
+    return Document(document.name, content[:at]), Document(f"{document.name} (its end)", content[at:])
+
+
+def count_bytes(documents: Iterable[Document]) -> int:
+    return sum(len(document.content) for document in documents)
