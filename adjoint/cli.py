@@ -279,12 +279,22 @@ def _styled(explanation: str) -> Text:
 @app.command()
 def verify(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check, all by default; files with --merge.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="Families, ops or modes to check, all by default; files with --merge."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every check on every dtype.")] = False,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Every check on every case, not each plan and promise once.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Thorough, and every check on every dtype.")] = False,
     jobs: Annotated[
         int | None, typer.Option(metavar="N", help="Check in N processes; by default one for each core.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every check, and the SKUs that ran.")] = False,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a certificate: FILE.json and FILE.html.")
     ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Run every N-th check, from the I-th on, such as 2/4.")
@@ -299,39 +309,44 @@ def verify(
     merge: Annotated[
         bool, typer.Option("--merge", help="Show the shards in files of --save as one run; check nothing.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Check every promise on this machine; exit status 1 when one does not hold."""
+    """Check every promise on this machine, in a minute or two; exit status 1 when one does not hold."""
     import adjoint
     from adjoint.verify import command
     from adjoint.verify.shards import read_shard
 
-    options = {"--all": everything, "--jobs": jobs if merge else None, "--shard": shard, "--save": save}
-    if merge:
-        options |= {"--device": device, "--record": record}
+    options: dict[str, Any] = {"--thorough": thorough, "--all": everything, "--jobs": jobs if merge else None}
+    options |= {"--shard": shard, "--save": save, "--certificate": certificate}
+    options |= {"--device": device, "--record": record} if merge else {"--json": as_json if record else None}
     alone = "--merge" if merge else "--record" if record else ""
     meaningless = [name for name, value in options.items() if value]
     if alone and meaningless:
         _refuse(f"verify: {alone} runs no check: leave out {', '.join(meaningless)}")
+    console = _console(stderr=as_json)
     try:
         if record is not None:
             from adjoint.verify.record import record as record_errors
 
-            status = record_errors(_console(), arguments or [], _present(_device(device)), record, processes=jobs)
-        elif merge:
-            status = command.merge(_console(), [Path(argument) for argument in arguments or []])
+            raise typer.Exit(record_errors(console, arguments or [], _present(_device(device)), record, processes=jobs))
+        if merge:
+            outcome = command.merge(console, [Path(argument) for argument in arguments or []], verbose)
         else:
-            status = command.check(
-                _console(),
+            outcome = command.check(
+                console,
                 arguments or [],
                 _present(_device(device)),
-                thorough=everything,
+                deep=command.EVERYTHING if everything else command.THOROUGH if thorough else command.QUICK,
                 processes=jobs,
                 shard=read_shard("1/1" if shard is None else shard),
                 path=save,
+                verbose=verbose,
             )
     except adjoint.ArgumentError as error:
         _refuse(error)
-    raise typer.Exit(status)
+    if as_json:
+        _print_json(outcome.data)
+    raise typer.Exit(outcome.status)
 
 
 # ----------------------------------------------------------------------------------------------- bench
