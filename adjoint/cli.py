@@ -1,4 +1,4 @@
-"""The `adjoint` command: env, ops, plan, verify, bench, generate.
+"""The `adjoint` command: env, ops, plan, verify, certificate, bench, generate.
 
 Commands import what they need when they run, so that help is quick. A mistake of the user is one red
 sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
@@ -325,6 +325,10 @@ def verify(
         _refuse(f"verify: {alone} runs no check: leave out {', '.join(meaningless)}")
     console = _console(stderr=as_json)
     try:
+        if certificate is not None:
+            from adjoint.verify.certificate import require_writable
+
+            require_writable(certificate)
         if record is not None:
             from adjoint.verify.record import record as record_errors
 
@@ -344,9 +348,50 @@ def verify(
             )
     except adjoint.ArgumentError as error:
         _refuse(error)
+    if certificate is not None:
+        from adjoint.verify.certificate import describe
+        from adjoint.verify.certificate import save as save_certificate
+
+        for file in save_certificate(describe(outcome.rows, outcome.facts), certificate):
+            console.print(f"{file}", highlight=False)
     if as_json:
         _print_json(outcome.data)
     raise typer.Exit(outcome.status)
+
+
+# ----------------------------------------------------------------------------------------- certificate
+
+certificates = typer.Typer(help="Read certificates that `verify --certificate` wrote.", no_args_is_help=True)
+app.add_typer(certificates, name="certificate")
+
+
+@certificates.callback()
+def _certificates() -> None:
+    pass
+
+
+@certificates.command("compare")
+def compare_certificates(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A certificate.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show everything that differs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what differs between two machines, versions or dates; exit status 1 when that breaks a promise."""
+    from dataclasses import asdict
+
+    import adjoint
+    from adjoint.verify.certificate import comparison, load
+
+    try:
+        found = comparison.compare(load(first), load(second))
+    except adjoint.ArgumentError as error:
+        _refuse(error)
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        comparison.show(_console(), found, verbose=verbose)
+    raise typer.Exit(1 if found.broken else 0)
 
 
 # ----------------------------------------------------------------------------------------------- bench

@@ -29,11 +29,11 @@ def verdicts(rows: Sequence[Row], title: str) -> Table:
         previous = key[0]
         failed = sum(not row.passed for row in group)
         verdict = f"[red]{failed} of {len(group)} FAILED[/red]" if failed else "[green]passed[/green]"
-        table.add_row(*map(escape, (*key, *_worst(group))), verdict)
+        table.add_row(*map(escape, (*key, *worst(group))), verdict)
     return table
 
 
-def _worst(group: Sequence[Row]) -> tuple[str, str]:
+def worst(group: Sequence[Row]) -> tuple[str, str]:
     """The guarantee and the measurement of the row that comes closest to its limit, or goes past it.
 
     Rows that measured no error beside a limit are counted instead.
