@@ -1,4 +1,4 @@
-"""The `adjoint` command: env, ops, plan, verify, certificate, bench, generate.
+"""The `adjoint` command: env, ops, plan, verify, certificate, audit, bench, generate.
 
 Commands import what they need when they run, so that help is quick. A mistake of the user is one red
 sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
@@ -88,6 +88,16 @@ def _present(device: "torch.device") -> "torch.device":
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         _refuse(f"torch sees {torch.cuda.device_count()} GPUs here, and {device} is none of them; use --device cpu")
     return device
+
+
+def _dtype(command: str, name: str | None) -> "torch.dtype | None":
+    """The named dtype of weights; None where none is named."""
+    import torch
+
+    kind = None if name is None else getattr(torch, name, None)
+    if name is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        _refuse(f"{command}: --dtype must be float64, float32, bfloat16 or float16, got {name!r}")
+    return kind
 
 
 def _version(wanted: bool) -> None:
@@ -394,6 +404,41 @@ def compare_certificates(
     raise typer.Exit(1 if found.broken else 0)
 
 
+# ----------------------------------------------------------------------------------------------- audit
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder: config.json, safetensors.")],
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The text that the model reads; by default one that is shipped.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Read at most so many tokens of it.")] = 512,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; by default as the checkpoint says.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write FILE.json and FILE.html.")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every output of every layer.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare every op of a model, on a text, with float64 and its bound; exit status 1 when one is past it."""
+    import adjoint
+    from adjoint.verify.audit.checkpoint import audit_checkpoint
+
+    console = _console(stderr=as_json)
+    try:
+        found = audit_checkpoint(folder, text, max_tokens, _dtype("audit", dtype), _present(_device(device)))
+        files = found.save(save) if save is not None else ()
+    except (adjoint.ArgumentError, adjoint.Unsupported) as error:
+        _refuse(error)
+    if as_json:
+        _print_json(found.as_data())
+    else:
+        found.show(console, verbose=verbose)
+    for file in files:
+        console.print(f"{file}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if found.is_sound else 1)
+
+
 # ----------------------------------------------------------------------------------------------- bench
 
 
@@ -493,9 +538,7 @@ def generate(
     from adjoint.models.text import Text, TokenIds
 
     target = _present(_device(device))
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        _refuse(f"generate: --dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
+    kind = _dtype("generate", dtype)
     try:
         language = TokenIds() if tokens else Text(folder)
         model = HybridLM.from_pretrained(folder, device=target, dtype=kind).eval()

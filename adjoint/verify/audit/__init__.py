@@ -24,8 +24,8 @@ def audit(
 ) -> Report:
     """Runs a model forward and backward on a batch, and compares every adjoint op in it with float64.
 
-    Each call is compared when it happens, on its own tensors: the outputs after the forward, the gradients when autograd
-    has computed them. What is kept is numbers. Parameters and their gradients stay as they are.
+    Each call is compared when it happens, on its own tensors: the outputs after the forward, the gradients when
+    autograd has computed them. What is kept is numbers. Parameters and their gradients stay as they are.
 
     Args:
         model: any module that calls ops of adjoint, `models.HybridLM` and patched models of transformers among them.

@@ -127,23 +127,24 @@ class _Call:
         named = dict(zip(self.op.inputs, self.inputs, strict=True))
         names = [option.split("=")[0].split()[-1] for option in self.op.options.split(",") if option.strip()]
         remarks = list(outside(self.op.name, named, dict(zip(names, self.options, strict=False))))
-        entries = [
-            Entry(self.layer, self.op.label, "forward", name, "")
-            for name, result in zip(self.op.outputs, results, strict=False)
-            if _is_measured(result)
-        ]
-        shown = {name: x.detach() for name, x in zip(self.op.outputs, results, strict=False) if _is_measured(x)}
+        shown = {
+            name: x.detach()
+            for name, x in zip(self.op.outputs, results, strict=False)
+            if _is_measured(x) and name not in self.op.constant
+        }
+        entries = [Entry(self.layer, self.op.label, "forward", name, "") for name in shown]
         try:
             exact_inputs = widened(self.inputs)
             operator = self.op.forward
             keep = torch.is_grad_enabled()
             plan = select(operator, operator.describe(*self._complete(self.inputs, keep)), self.preference)
-            subject = _subject(self.op, self.options)
+            subject = _subject(self.op, self.inputs, self.options)
+            ordered = _ordered(self.op, exact_inputs)
             if subject is not None:
-                truth = _floating(self.op.outputs, subject.reference(*exact_inputs))
+                truth = dict(zip(self.op.outputs, subject.reference(*ordered), strict=False))
             else:
                 truth = dict(zip(operator.outputs, self._in_float64(exact_inputs), strict=False))
-            self._measure(entries, shown, truth, plan, exact_inputs, subject)
+            self._measure(entries, shown, truth, plan, ordered, subject)
         except Exception as error:  # an audit says what it could not compare, and goes on
             remarks.append(f"not compared: {type(error).__name__}: {error}")
         return self._finish(entries, shown, remarks, bool(remarks))
@@ -175,7 +176,7 @@ class _Call:
             exact_inputs = widened(self.inputs)
             outputs = self._in_float64(exact_inputs)
             exact_upstream = widened(given)
-            subject = _subject(op, self.options)
+            subject, ordered = _subject(op, self.inputs, self.options), _ordered(op, exact_inputs)
             complete = [
                 torch.zeros_like(output) if gradient is None else gradient
                 for gradient, output in zip(exact_upstream, outputs, strict=False)
@@ -183,15 +184,15 @@ class _Call:
             absent = op.absent(*self.arguments) if op.absent else ()
             complete = [x for x, name in zip(complete, op.upstream, strict=True) if name[1:] not in absent]
             if subject is not None:
-                slopes = subject.reference_backward(*complete, *exact_inputs)
-                truth = dict(zip(subject.gradients(exact_inputs), slopes, strict=True))
+                slopes = subject.reference_backward(*complete, *ordered)
+                truth = dict(zip(subject.gradients(ordered), slopes, strict=True))
             else:
                 needed = plain.arguments(exact_upstream, (*exact_inputs, *self.options), outputs, ())
                 chosen = select(plain.operator, plain.operator.describe(*needed), "backend=eager")
                 truth = Bound(chosen, needed).gradients(chosen.execute(needed))
             about = subject or _any_subject(op)
-            choices = about.choices(*exact_inputs) if about is not None else ()
-            self._measure(entries, shown, truth, plan, (*complete, *exact_inputs, *choices), subject)
+            choices = about.choices(*ordered) if about is not None else ()
+            self._measure(entries, shown, truth, plan, (*complete, *ordered, *choices), subject)
         except Exception as error:
             remarks.append(f"not compared: {type(error).__name__}: {error}")
         return self._finish(entries, shown, remarks, bool(remarks))
@@ -229,11 +230,6 @@ def _is_measured(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
-def _floating(names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Results of a reference by the names of public outputs; whole numbers it may leave out."""
-    return dict(zip(names, values, strict=False))
-
-
 # ---------------------------------------------------------------------------------------------- subjects
 
 
@@ -245,7 +241,7 @@ def _subjects() -> dict[str, list[tuple[Subject, tuple[Any, ...]]]]:
         inputs = subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), torch.Generator().manual_seed(0))
         call = subject.bind(inputs)
         count = len(call.operator.tensors)
-        if subject.inputs == call.operator.tensors:
+        if {*subject.inputs} <= {*call.operator.tensors}:
             found.setdefault(call.operator.name, []).append((subject, call.arguments[count:]))
     return found
 
@@ -255,10 +251,20 @@ def _candidates(op: Op) -> Iterator[tuple[Subject, tuple[Any, ...]]]:
         yield subject, options[: len(options) - 1] if op.kept else options
 
 
-def _subject(op: Op, options: tuple[Any, ...]) -> Subject | None:
-    """The subject whose definition is that of a call with these options; None where there is none."""
-    return next((subject for subject, own in _candidates(op) if own == options), None)
+def _subject(op: Op, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Subject | None:
+    """The subject whose definition is that of a call with these options and inputs; None where there is none."""
+    present = {name for name, x in zip(op.inputs, inputs, strict=True) if x is not None}
+    return next((s for s, own in _candidates(op) if own == options and present <= {*s.inputs}), None)
 
 
 def _any_subject(op: Op) -> Subject | None:
     return next((subject for subject, _ in _candidates(op)), None)
+
+
+def _ordered(op: Op, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs as references and bounds take them: in the order of the public function."""
+    about = _any_subject(op)
+    if about is None:
+        return inputs
+    named = dict(zip(op.inputs, inputs, strict=True))
+    return tuple(named[name] for name in about.inputs)

@@ -85,8 +85,8 @@ class Report:
         layers = len({entry.layer for entry in self.entries})
         compared = sum(entry.measured is not None for entry in self.entries)
         return (
-            f"{compared} of {len(self.entries)} results of {layers} layers compared: {len(self.broken)} past the bound, "
-            f"{len(self.suspect)} with remarks"
+            f"{compared} of {len(self.entries)} results of {layers} layers compared: "
+            f"{len(self.broken)} past the bound, {len(self.suspect)} with remarks"
         )
 
     # ------------------------------------------------------------------------------------------- files

@@ -13,8 +13,8 @@ MOST_TOKENS = 4096
 def sample(batch: Any, max_tokens: int = MOST_TOKENS) -> Any:
     """A batch of no more tokens, spread over the whole of it; a single item is never cut.
 
-    Items are the rows of `input_ids`, or of the first tensor with two axes or more, and of all tensors with as many rows;
-    with `cu_seqlens` they are the sequences of the only row.
+    Items are the rows of `input_ids`, or of the first tensor with two axes or more, and of all tensors with as many
+    rows; with `cu_seqlens` they are the sequences of the only row.
     """
     named = dict(batch) if isinstance(batch, Mapping) else None
     if named is None:
