@@ -463,9 +463,16 @@ def bench(
     results: Annotated[Path, typer.Option(help="The folder of saved results.")] = Path("benchmarks/results"),
     readme: Annotated[
         bool,
-        typer.Option("--readme", help="Write the saved GPU results into the documents; times nothing without --save."),
+        typer.Option(
+            "--readme", help="Write the saved GPU results into docs/benchmarks.md; times nothing without --save."
+        ),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times; needs matplotlib.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the times, with matplotlib; with --readme, the saved ones and their errors."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time ours beside torch eager, torch.compile and peers; no time is shown for a wrong result."""
@@ -486,7 +493,7 @@ def bench(
                 )
             if readme:
                 command.errors_page(console, Path("docs/errors.md"), folder)
-        elif save or plot is not None or not readme:
+        elif save or not readme:
             if save:
                 try:
                     results.mkdir(parents=True, exist_ok=True)
@@ -504,7 +511,9 @@ def bench(
                 as_data=as_json,
             )
         if readme and not errors:
-            command.readme(console, [Path("README.md"), Path("docs/performance.md")], results)
+            command.readme(console, [Path("docs/benchmarks.md")], results)
+            if plot is not None and not save:
+                command.pictures(console, plot, results)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)
     if as_json:
