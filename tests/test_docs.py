@@ -78,7 +78,7 @@ def outputs(text: str) -> list[tuple[Block, Block | None]]:
     found = list(blocks(text))
     lines = text.splitlines()
     pairs: list[tuple[Block, Block | None]] = []
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    for block, after in zip(found, [*found[1:], None][: len(found)], strict=True):
         if block.language == "python":
             shown = after is not None and after.language == "text" and not any(lines[block.end + 1 : after.start])
             pairs.append((block, after if shown else None))

@@ -51,8 +51,8 @@ def worst(group: Sequence[Row]) -> tuple[str, str]:
 
 def share_of_limit(measured: str) -> float | None:
     """The share of its limit an error like "dup: 0.5 ulp (limit 0.51)" takes up; None for other words."""
-    number = r"(\d[\d.e+-]*|inf|nan)"
-    match = re.search(rf"{number} [^()]*\(limit {number}\)", measured)
+    number = r"(\d[\d.e+-]*|inf|nan)"  # a word of its own: an output may be named y_0
+    match = re.search(rf"(?<!\S){number} [^()]*\(limit {number}\)", measured)
     if match is None:
         return None
     value, limit = float(match[1]), float(match[2])
