@@ -14,6 +14,7 @@ import torch
 
 from adjoint.contract.cases import Subject
 from adjoint.contract.inputs import Inputs
+from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
@@ -27,6 +28,9 @@ from adjoint.verify.run import Row, generator
 ENOUGH = 2**14
 """Elements of a case that are enough for several tiles, and few enough for every check: of those with no more, the
 largest comes first."""
+
+LARGE = 4 * ENOUGH
+"""Elements of a case that is tried in one dtype alone."""
 
 CPU = torch.device("cpu")
 
@@ -130,15 +134,18 @@ def _options(subject: Subject, device: torch.device) -> list[_Option]:
     wanted = [(Preference(backend=backend), served.dtypes) for backend, served in served_backends(subject, device)]
     wanted += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
     default = torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
-    options = []
+    options, large = [], {case.name for case in subject.cases if case.heavy}
     for dtype in sorted(subject.dtypes, key=lambda dtype: dtype != default):
         for case in subject.cases:
-            if case.heavy and dtype != default:  # what large cases have of their own, one dtype shows
+            if case.name in large and dtype != default:  # what large cases have of their own, one dtype shows
                 continue
-            inputs = case.make(dtype, CPU, generator())
+            with Undrawn():
+                inputs = case.make(dtype, CPU, generator())
             sizes = [tensor.numel() for tensor in inputs if tensor is not None]
             if not all(sizes):
                 continue
+            if sum(sizes) > LARGE:
+                large.add(case.name)
             for preference, dtypes in wanted:
                 facts = _facts(subject, inputs, dtype, preference, device) if dtype in dtypes else frozenset[Any]()
                 if facts:

@@ -9,6 +9,7 @@ import torch
 
 from adjoint.contract.bad_calls import shared
 from adjoint.contract.cases import BadCall, Case, Subject
+from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import select
@@ -178,7 +179,8 @@ def _taken(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
     """The subject with the cases that a plan takes in a dtype."""
 
     def takes(case: Case) -> bool:
-        call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+        with Undrawn():
+            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
         try:
             return all(select(operator, problem, resolve(preference)) for operator, problem in call.problems(device))
         except Unsupported:
