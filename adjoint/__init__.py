@@ -1,7 +1,7 @@
 """GPU kernels that come with their gradients and their guarantees, for hybrid language models."""
 
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 from adjoint import nn
 from adjoint.core.errors import ArgumentError, Unsupported, WrongResult, check, checked
@@ -31,6 +31,7 @@ __all__ = [
     "Preference",
     "Unsupported",
     "WrongResult",
+    "audit",
     "causal_conv1d",
     "causal_conv1d_step",
     "check",
@@ -60,10 +61,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     """Imports what few programs need when it is first asked for."""
     if name == "integrations":
         return import_module("adjoint.integrations")
+    if name == "audit":
+        return import_module("adjoint.verify.audit").audit
     raise AttributeError(f"module 'adjoint' has no attribute {name!r}")
 
 

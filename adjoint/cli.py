@@ -1,4 +1,4 @@
-"""The `adjoint` command: env, ops, plan, verify, bench, train, generate.
+"""The `adjoint` command: env, ops, plan, verify, certificate, audit, bench, train, generate.
 
 Commands import what they need when they run, so that help is quick. A mistake of the user is one red
 sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
@@ -90,6 +90,16 @@ def _present(device: "torch.device") -> "torch.device":
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         _refuse(f"torch sees {torch.cuda.device_count()} GPUs here, and {device} is none of them; use --device cpu")
     return device
+
+
+def _dtype(command: str, name: str | None) -> "torch.dtype | None":
+    """The named dtype of weights; None where none is named."""
+    import torch
+
+    kind = None if name is None else getattr(torch, name, None)
+    if name is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        _refuse(f"{command}: --dtype must be float64, float32, bfloat16 or float16, got {name!r}")
+    return kind
 
 
 def _version(wanted: bool) -> None:
@@ -281,12 +291,22 @@ def _styled(explanation: str) -> Text:
 @app.command()
 def verify(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check, all by default; files with --merge.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="Families, ops or modes to check, all by default; files with --merge."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every check on every dtype.")] = False,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Every check on every case, not each plan and promise once.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Thorough, and every check on every dtype.")] = False,
     jobs: Annotated[
         int | None, typer.Option(metavar="N", help="Check in N processes; by default one for each core.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every check, and the SKUs that ran.")] = False,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a certificate: FILE.json and FILE.html.")
     ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Run every N-th check, from the I-th on, such as 2/4.")
@@ -301,39 +321,124 @@ def verify(
     merge: Annotated[
         bool, typer.Option("--merge", help="Show the shards in files of --save as one run; check nothing.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Check every promise on this machine; exit status 1 when one does not hold."""
+    """Check every promise on this machine, in a minute or two; exit status 1 when one does not hold."""
     import adjoint
     from adjoint.verify import command
     from adjoint.verify.shards import read_shard
 
-    options = {"--all": everything, "--jobs": jobs if merge else None, "--shard": shard, "--save": save}
-    if merge:
-        options |= {"--device": device, "--record": record}
+    options: dict[str, Any] = {"--thorough": thorough, "--all": everything, "--jobs": jobs if merge else None}
+    options |= {"--shard": shard, "--save": save, "--certificate": certificate}
+    options |= {"--device": device, "--record": record} if merge else {"--json": as_json if record else None}
     alone = "--merge" if merge else "--record" if record else ""
     meaningless = [name for name, value in options.items() if value]
     if alone and meaningless:
         _refuse(f"verify: {alone} runs no check: leave out {', '.join(meaningless)}")
+    console = _console(stderr=as_json)
     try:
+        if certificate is not None:
+            from adjoint.verify.certificate import require_writable
+
+            require_writable(certificate)
         if record is not None:
             from adjoint.verify.record import record as record_errors
 
-            status = record_errors(_console(), arguments or [], _present(_device(device)), record, processes=jobs)
-        elif merge:
-            status = command.merge(_console(), [Path(argument) for argument in arguments or []])
+            raise typer.Exit(record_errors(console, arguments or [], _present(_device(device)), record, processes=jobs))
+        if merge:
+            outcome = command.merge(console, [Path(argument) for argument in arguments or []], verbose)
         else:
-            status = command.check(
-                _console(),
+            outcome = command.check(
+                console,
                 arguments or [],
                 _present(_device(device)),
-                thorough=everything,
+                deep=command.EVERYTHING if everything else command.THOROUGH if thorough else command.QUICK,
                 processes=jobs,
                 shard=read_shard("1/1" if shard is None else shard),
                 path=save,
+                verbose=verbose,
             )
     except adjoint.ArgumentError as error:
         _refuse(error)
-    raise typer.Exit(status)
+    if certificate is not None:
+        from adjoint.verify.certificate import describe
+        from adjoint.verify.certificate import save as save_certificate
+
+        for file in save_certificate(describe(outcome.rows, outcome.facts), certificate):
+            console.print(f"{file}", highlight=False)
+    if as_json:
+        _print_json(outcome.data)
+    raise typer.Exit(outcome.status)
+
+
+# ----------------------------------------------------------------------------------------- certificate
+
+certificates = typer.Typer(help="Read certificates that `verify --certificate` wrote.", no_args_is_help=True)
+app.add_typer(certificates, name="certificate")
+
+
+@certificates.callback()
+def _certificates() -> None:
+    pass
+
+
+@certificates.command("compare")
+def compare_certificates(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A certificate.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show everything that differs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what differs between two machines, versions or dates; exit status 1 when that breaks a promise."""
+    from dataclasses import asdict
+
+    import adjoint
+    from adjoint.verify.certificate import comparison, load
+
+    try:
+        found = comparison.compare(load(first), load(second))
+    except adjoint.ArgumentError as error:
+        _refuse(error)
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        comparison.show(_console(), found, verbose=verbose)
+    raise typer.Exit(1 if found.broken else 0)
+
+
+# ----------------------------------------------------------------------------------------------- audit
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder: config.json, safetensors.")],
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The text that the model reads; by default one that is shipped.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Read at most so many tokens of it.")] = 512,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; by default as the checkpoint says.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write FILE.json and FILE.html.")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every output of every layer.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare every op of a model, on a text, with float64 and its bound; exit status 1 when one is past it."""
+    import adjoint
+    from adjoint.verify.audit.checkpoint import audit_checkpoint
+
+    console = _console(stderr=as_json)
+    try:
+        found = audit_checkpoint(folder, text, max_tokens, _dtype("audit", dtype), _present(_device(device)))
+        files = found.save(save) if save is not None else ()
+    except (adjoint.ArgumentError, adjoint.Unsupported) as error:
+        _refuse(error)
+    if as_json:
+        _print_json(found.as_data())
+    else:
+        found.show(console, verbose=verbose)
+    for file in files:
+        console.print(f"{file}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if found.is_sound else 1)
 
 
 # ----------------------------------------------------------------------------------------------- bench
@@ -360,9 +465,16 @@ def bench(
     results: Annotated[Path, typer.Option(help="The folder of saved results.")] = Path("benchmarks/results"),
     readme: Annotated[
         bool,
-        typer.Option("--readme", help="Write the saved GPU results into the documents; times nothing without --save."),
+        typer.Option(
+            "--readme", help="Write the saved GPU results into docs/benchmarks.md; times nothing without --save."
+        ),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times; needs matplotlib.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the times, with matplotlib; with --readme, the saved ones and their errors."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time ours beside torch eager, torch.compile and peers; no time is shown for a wrong result."""
@@ -383,7 +495,7 @@ def bench(
                 )
             if readme:
                 command.errors_page(console, Path("docs/errors.md"), folder)
-        elif save or plot is not None or not readme:
+        elif save or not readme:
             if save:
                 try:
                     results.mkdir(parents=True, exist_ok=True)
@@ -401,7 +513,9 @@ def bench(
                 as_data=as_json,
             )
         if readme and not errors:
-            command.readme(console, [Path("README.md"), Path("docs/performance.md")], results)
+            command.readme(console, [Path("docs/benchmarks.md")], results)
+            if plot is not None and not save:
+                command.pictures(console, plot, results)
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)
     if as_json:
@@ -458,9 +572,7 @@ def generate(
     from adjoint.models.text import TokenIds, text_of
 
     target = _present(_device(device))
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        _refuse(f"generate: --dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
+    kind = _dtype("generate", dtype)
     try:
         language = TokenIds() if tokens else text_of(folder)
         model = HybridLM.from_pretrained(folder, device=target, dtype=kind).eval()

@@ -78,7 +78,7 @@ def outputs(text: str) -> list[tuple[Block, Block | None]]:
     found = list(blocks(text))
     lines = text.splitlines()
     pairs: list[tuple[Block, Block | None]] = []
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    for block, after in zip(found, [*found[1:], None][: len(found)], strict=True):
         if block.language == "python":
             shown = after is not None and after.language == "text" and not any(lines[block.end + 1 : after.start])
             pairs.append((block, after if shown else None))
@@ -221,10 +221,20 @@ def test_tables_show_the_stated_guarantees(document: Path) -> None:
     assert text == with_tables(text), "run: python -m tests.test_docs"
 
 
-def test_the_readme_has_the_tables() -> None:
-    readme = DOCUMENTS[0].read_text(encoding="utf-8")
-    for name in (*TABLES, "bench:activation"):
-        assert readme.count(f"<!-- {name}:begin -->") == readme.count(f"<!-- {name}:end -->") == 1
+def test_the_tables_have_their_places() -> None:
+    start, benchmarks = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("start.md", "benchmarks.md"))
+    for text, name in (*((start, name) for name in TABLES), (benchmarks, "bench:activation")):
+        assert text.count(f"<!-- {name}:begin -->") == text.count(f"<!-- {name}:end -->") == 1
+
+
+def test_the_readme_is_short_and_its_sketch_is_right() -> None:
+    text = DOCUMENTS[0].read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150 and "Qwen3-Next" in text.splitlines()[0]
+    (sketch,) = (block for block in blocks(text) if block.language == "py")  # it needs weights that are not here
+    compile(sketch.text, "README.md", "exec")
+    assert len([line for line in sketch.lines if line]) <= 5
+    for module, name in re.findall(r"(?m)^from (adjoint[.\w]*) import (\w+)", sketch.text):
+        assert hasattr(importlib.import_module(module), name)
 
 
 # --------------------------------------------------------------------------------------- the rest

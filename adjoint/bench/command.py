@@ -11,6 +11,7 @@ from rich.text import Text
 
 from adjoint.bench import chart, environment, errors, results, run, tables
 from adjoint.bench import overhead as host
+from adjoint.bench import pictures as drawn
 from adjoint.bench.omissions import omissions
 
 
@@ -115,6 +116,14 @@ def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
     for path in (paths[0], *filter(Path.exists, paths[1:])):
         written = results.update_readme(path, folder)
         console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)
+
+
+def pictures(console: Console, path: Path, folder: Path) -> None:
+    """Draws the saved results of a GPU beside peers: speed into a file, and errors into one beside it."""
+    drawn.draw("speed", results.saved(folder), path)
+    beside = path.with_name(f"{path.stem}-errors{path.suffix}")
+    drawn.draw("errors", results.saved(folder), beside)
+    console.print(f"drawn in {path} and {beside}", highlight=False, soft_wrap=True)
 
 
 def errors_page(console: Console, path: Path, folder: Path) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from adjoint.core.backward import Backward, check_reusable
 from adjoint.core.flops import Flops, no_products
+from adjoint.core.observation import watch
 from adjoint.core.operator import Operator, register
 from adjoint.core.plan import Call, Candidate, publish
 from adjoint.core.preference import Preference, resolve
@@ -238,6 +239,11 @@ def _make_call(op: Op) -> Callable[..., Any]:
         if preference is BINDING:
             raise Bound(op.bind(arguments, form, buffers))
         text = resolve(preference)
+        if watch.observer is not None and not torch.compiler.is_compiling():
+            return watch.observer(op, arguments, form, text, lambda: run(arguments, text, form, buffers))
+        return run(arguments, text, form, buffers)
+
+    def run(arguments: tuple[Any, ...], text: str, form: str, buffers: tuple[Tensor, ...]) -> Any:
         if grad_enabled():
             for place in differentiable:
                 tensor = arguments[place]

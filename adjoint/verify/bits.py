@@ -31,6 +31,7 @@ class BitComparison:
         self.count = 0
         self.wrong: list[str] = []
         self.plan = ""
+        self.skus: dict[str, None] = {}
 
     def evaluations(
         self, applies: Callable[[Evaluation], bool] = lambda found: True, most: int | None = None
@@ -40,6 +41,7 @@ class BitComparison:
             found = evaluate(self.subject, case, self.dtype, self.device, self.preference)
             if applies(found):
                 self.plan = found.plan_names
+                self.skus |= dict.fromkeys(found.skus)
                 yield case.name, found
 
     def equal(self, what: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -54,7 +56,7 @@ class BitComparison:
     def row(self) -> Row:
         detail = "; ".join(self.wrong[:4]) if self.count else "nothing was compared"
         where = self.subject.name, self.check, short(self.dtype), self.plan
-        return Row(*where, self.promise, f"{self.count} bit comparisons", not detail, detail)
+        return Row(*where, self.promise, f"{self.count} bit comparisons", not detail, detail, tuple(self.skus))
 
     def rows(self) -> list[Row]:
         """None where nothing was compared, because nothing is promised."""

@@ -9,12 +9,13 @@ import torch
 
 from adjoint.contract.bad_calls import shared
 from adjoint.contract.cases import BadCall, Case, Subject
+from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import select
 from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
-from adjoint.ops import cases
+from adjoint.ops import FAMILIES, OPS, cases
 from adjoint.verify import bits, framework, numerics
 from adjoint.verify.forms import forms
 from adjoint.verify.run import Row, generator
@@ -43,15 +44,20 @@ class Job:
 
 
 def subjects(ops: Sequence[str] | None = None) -> list[Subject]:
-    """The subjects of the named ops, or of all; a mode may be named too ("swiglu[gate_up]")."""
-    every = [subject for module in cases() for subject in module.SUBJECTS]
-    if not ops:
-        return every
-    known = {subject.name for subject in every} | {subject.function.__name__ for subject in every}
-    unknown = sorted(set(ops) - known)
+    """The subjects of the named families, ops or modes ("moe", "swiglu", "swiglu[gate_up]"), or of all."""
+    every = [
+        ({folder.partition(".")[0], subject.name.partition("[")[0], subject.name, subject.function.__name__}, subject)
+        for folder, module in zip(OPS, cases(), strict=True)
+        for subject in module.SUBJECTS
+    ]
+    unknown = sorted(set(ops or ()) - set[str]().union(*(names for names, _ in every)))
     if unknown:
-        raise ArgumentError(f"verify: unknown op {', '.join(unknown)}; ops are {', '.join(sorted(known))}")
-    return [subject for subject in every if {subject.name, subject.function.__name__} & set(ops)]
+        known = ", ".join(sorted({subject.name.partition("[")[0] for _, subject in every}))
+        raise ArgumentError(
+            f"verify: unknown op {', '.join(unknown)}; families are {', '.join(FAMILIES)}; ops are {known}; "
+            f"a mode of an op is named as in swiglu[gate_up]"
+        )
+    return [subject for names, subject in every if not ops or names & set(ops)]
 
 
 def available_backends(device: torch.device) -> list[str]:
@@ -108,7 +114,7 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
         for backend, served in served_backends(subject, device):
             listed += _backend_jobs(served, backend, device, thorough)
         listed += [job for plan in named_plans(subject, device) for job in _named_plan(subject, plan, device)]
-    return listed + _bad_calls({subject.function for subject in chosen}, device)
+    return listed + bad_calls({subject.function for subject in chosen}, device)
 
 
 Check = Callable[[Subject, torch.dtype, torch.device, Preference], list[Row]]
@@ -173,7 +179,8 @@ def _taken(subject: Subject, dtype: torch.dtype, device: torch.device, preferenc
     """The subject with the cases that a plan takes in a dtype."""
 
     def takes(case: Case) -> bool:
-        call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+        with Undrawn():
+            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
         try:
             return all(select(operator, problem, resolve(preference)) for operator, problem in call.problems(device))
         except Unsupported:
@@ -207,7 +214,7 @@ def job_of(
     return Job(label, subject.name, name, short(dtype), backend, partial(check, subject, dtype, device, preference))
 
 
-def _bad_calls(functions: set[Any], device: torch.device) -> list[Job]:
+def bad_calls(functions: set[Any], device: torch.device) -> list[Job]:
     """The calls that ops must refuse: those that every op shares, and its own."""
     listed = []
     for module in cases():

@@ -46,7 +46,7 @@ def measure(
     chosen = {place: due[place] for place in list(due)[part]}
     errors = figures.errors_of(chosen, figures.drawing(subject, dtype, device, preference))
     count = sum(map(len, errors.values()))
-    return [Measured(subject.name, "record", short(dtype), "", "", f"{count} figures", True, "", errors)]
+    return [Measured(subject.name, "record", short(dtype), "", "", f"{count} figures", True, errors=errors)]
 
 
 def jobs(ops: Sequence[str] | None, device: torch.device) -> list[Job]:

@@ -1,7 +1,7 @@
 """Running a subject: one evaluation with its gradients, its comparison with the reference, and a verdict."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from adjoint.contract import directions
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.directions import Bound
 from adjoint.contract.inputs import Inputs, widened
-from adjoint.core.guarantee import Empirical, Guarantee, Measurement
+from adjoint.core.guarantee import Derived, Empirical, Guarantee, Measurement
 from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
@@ -26,6 +26,7 @@ class Row:
         guarantee: the promise that was checked, in words.
         measured: what was found: an error beside its limit, or a count of comparisons.
         detail: what went wrong, when something did.
+        skus: of the plans that ran.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Row:
     measured: str
     passed: bool
     detail: str = ""
+    skus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Evaluation:
         names = (self.plan.name, self.plan.adjoint.name) if self.plan.adjoint is not None else (self.plan.name,)
         return " + ".join(dict.fromkeys(names))
 
+    @property
+    def skus(self) -> tuple[str, ...]:
+        """Of the plan and of its adjoint."""
+        return tuple(str(side.sku) for side in (self.plan, self.plan.adjoint) if side is not None)
+
     @cached_property
     def guarantees(self) -> tuple[dict[str, Guarantee], dict[str, Guarantee]]:
         """What the public outputs promise, and what the gradients do, by name and in order."""
@@ -89,7 +96,7 @@ class Evaluation:
     ) -> Row:
         """The verdict of a check: it passed if nothing is wrong; what was found is, by default, what is promised."""
         where = self.subject.name, check, short(dtype), self.plan_names
-        return Row(*where, guarantee, measured or guarantee, not wrong, "; ".join(wrong))
+        return Row(*where, guarantee, measured or guarantee, not wrong, "; ".join(wrong), self.skus)
 
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:
@@ -171,6 +178,14 @@ class Comparison(NamedTuple):
     def promise(self) -> Measurement:
         """The error beside the limit that is promised."""
         return self.guarantee.error.measure(self.result, self.exact, *self.arguments)
+
+    def with_bound(self) -> "Comparison":
+        """The same, its bound evaluated: for results that are measured one after the other."""
+        error = self.guarantee.error
+        if not isinstance(error, Derived):
+            return self
+        bound = error.bound(*self.arguments)
+        return self._replace(guarantee=replace(self.guarantee, error=replace(error, bound=lambda *inputs: bound)))
 
     @property
     def relative_error(self) -> float:

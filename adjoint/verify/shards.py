@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import adjoint
 from adjoint.core.errors import ArgumentError
@@ -122,12 +123,16 @@ def load(path: Path) -> Part:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']}, and this version reads {SCHEMA}")
-        rows = {job["position"]: [Row(**row) for row in job["rows"]] for job in content["jobs"]}
+        rows = {job["position"]: [_row(row) for row in job["rows"]] for job in content["jobs"]}
         return Part(Suite(**content["suite"]), Shard(**content["shard"]), rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
             f"verify: {path} cannot be read as a file of --save: {type(error).__name__}: {error}"
         ) from error
+
+
+def _row(values: dict[str, Any]) -> Row:
+    return Row(**(values | {"skus": tuple(values.get("skus", ()))}))
 
 
 def merge(parts: Sequence[tuple[Path, Part]]) -> Part:

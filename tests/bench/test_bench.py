@@ -559,7 +559,8 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(
     only: Callable[[Workload], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     only(small())
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.backend_bases", "matplotlib.figure"):  # whether they were imported or not
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(run, "run", lambda *arguments, **options: pytest.fail("the run has started"))
     done = bench("--plot", str(tmp_path / "times.svg"))
     assert done.exit_code == 2 and "--plot needs matplotlib; pip install matplotlib" in done.stderr
@@ -619,10 +620,12 @@ def test_readme_alone_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(run, "run", None)
     monkeypatch.chdir(tmp_path)
     results.save(measured(row(run.OURS, 100.0, 1.0)), "c", tmp_path / "kept")
-    Path("README.md").write_text("<!-- bench:activation:begin --><!-- bench:activation:end -->")
+    Path("docs").mkdir()
+    page = Path("docs/benchmarks.md")
+    page.write_text("<!-- bench:activation:begin --><!-- bench:activation:end -->")
     done = bench("--readme", "--results", "kept")
     assert done.exit_code == 0, done.output
-    assert "| swiglu 8×8 | forward | **100.0** |" in Path("README.md").read_text()
+    assert "| swiglu 8×8 | forward | **100.0** |" in page.read_text()
 
 
 def test_overhead_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

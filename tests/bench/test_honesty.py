@@ -1,6 +1,7 @@
 """What stands beside a time: its spread, what it was compared with, the state of the source, and who takes part."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import ops
-from adjoint.bench import contenders, environment, peers, results, run, tables, timing
+from adjoint.bench import contenders, environment, peers, pictures, results, run, tables, timing
 from adjoint.bench.contenders import Task
 from adjoint.contract.cases import Workload, normal
 from adjoint.ops.activation.swiglu import cases as activations
@@ -214,7 +215,7 @@ def test_a_row_that_is_looked_up_twice_is_read_once() -> None:
 
 # -------------------------------------------------------------------------------------- saved tables
 
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("docs/benchmarks.md",)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -224,6 +225,49 @@ def test_tables_are_those_of_the_saved_results(document: str, tmp_path: Path) ->
     shutil.copy(ROOT / document, copy)
     results.update_readme(copy, ROOT / "benchmarks" / "results")
     assert copy.read_text() == (ROOT / document).read_text(), "run: adjoint bench --readme"
+
+
+@pytest.mark.parametrize(("kind", "file"), [("speed", "speed.svg"), ("errors", "speed-errors.svg")])
+def test_pictures_are_those_of_the_saved_results(kind: str, file: str) -> None:
+    """As `adjoint bench --readme --plot docs/speed.svg` draws them."""
+    (content,) = results.saved(ROOT / results.FOLDER)
+    assert pictures.PICTURES[kind](content) == (ROOT / "docs" / file).read_text(encoding="utf-8")
+
+
+def test_pictures_show_every_op_that_has_a_peer_and_every_right_result() -> None:
+    (content,) = results.saved(ROOT / results.FOLDER)
+    libraries = {peer.label for peer in peers.PEERS.values()}
+    shown = [row for rows in pictures.rows_beside_peers(content) for row in rows]
+    beside = {row["workload"].split()[0] for row in content["rows"] if row["contender"] in libraries}
+    assert {row["workload"].split()[0] for row in shown} == beside and len(beside) >= 7
+    for rows in pictures.rows_beside_peers(content):
+        key = rows[0]["workload"], rows[0]["direction"]
+        right = [row for row in content["rows"] if (row["workload"], row["direction"]) == key and row["status"] == "ok"]
+        assert len(rows) == len(right)
+
+
+def test_the_readme_names_everyone_who_is_ahead_in_its_picture() -> None:
+    (content,) = results.saved(ROOT / results.FOLDER)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = readme[readme.index("Where another is ahead") : readme.index("[docs/benchmarks.md]")]
+    ahead = [row for rows in pictures.rows_beside_peers(content) for row in rows if row["ratio"] < 1]
+    assert {(row["contender"], f"{row['ratio']:.2f}") for row in ahead}
+    for row in ahead:
+        assert row["contender"] in listed and f"{row['ratio']:.2f}" in listed, row
+    assert len(ahead) == len(re.findall(r"0\.\d\d", listed))
+
+
+def test_saved_results_are_drawn_as_svg_or_refused(tmp_path: Path) -> None:
+    (content,) = results.saved(ROOT / results.FOLDER)
+    pictures.draw("speed", [content], tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").read_text().startswith("<svg ")
+    for contents, path, words in (
+        ([content], tmp_path / "x.png", "svg"),
+        ([], tmp_path / "x.svg", "no saved results"),
+        ([content], tmp_path / "no" / "x.svg", "cannot write"),
+    ):
+        with pytest.raises(adjoint.ArgumentError, match=words):
+            pictures.draw("speed", contents, path)
 
 
 def test_every_family_with_saved_results_has_a_table() -> None:

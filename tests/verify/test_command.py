@@ -21,15 +21,15 @@ def call(*arguments: object) -> Any:
 
 
 def call_on(listing: Callable[..., list[Job]], *arguments: object) -> Any:
-    """The command on other jobs."""
+    """The command on other jobs, as the thorough ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "jobs", listing)
-        return call("--device", "cpu", *arguments)
+        return call("--device", "cpu", "--thorough", *arguments)
 
 
 def table(output: str) -> str:
-    """Without the lines before it, which show jobs as they end."""
-    return output[output.index("Checks on") :].partition("\n")[2]
+    """Without the lines before it, which show jobs as they end, and the last lines, which have the time."""
+    return output[output.index("Checks on") : output.rindex("Checks on")].partition("\n")[2]
 
 
 def test_the_arguments_choose_the_jobs() -> None:
@@ -46,7 +46,7 @@ def test_the_arguments_choose_the_jobs() -> None:
 
 
 def test_jobs_are_shown_as_they_end_and_then_their_rows() -> None:
-    done = call_on(lambda *_: listings.list_sound(), "--jobs", 1)
+    done = call_on(lambda *_: listings.list_sound(), "--jobs", 1, "-v")
     assert done.exit_code == 0, done.output
     assert done.output.startswith("1/7 toy: modes: 1 passed\n2/7 toy: poison: 1 passed\n")
     assert done.output.rstrip().endswith("7 passed, 0 failed")
@@ -58,15 +58,58 @@ def test_failures_are_shown_in_full() -> None:
     rows = [Row("silu", "modes", "", "eager", "stated", f"{n}", n < 2, long * (n == 2)) for n in range(3)]
     done = call_on(lambda *_: [Job("silu: modes", "silu", "modes", "", "eager", lambda: rows)], "--jobs", 1)
     assert done.exit_code == 1
-    assert "1/1 silu: modes: 1 of 3 FAILED\n" in done.output
+    assert "3 checks" in done.output and "1 FAILED\n" in done.output
     assert f"FAILED silu eager: modes: 2: {long}\n" in done.output
     assert done.output.rstrip().endswith("2 passed, 1 failed")
+
+
+def test_a_line_for_each_op_a_count_and_no_more() -> None:
+    done = call("silu", "norm", "--device", "cpu", "--jobs", 1)
+    assert done.exit_code == 0, done.output
+    lines = list(filter(None, done.output.splitlines()))
+    ops = ("silu", "rms_norm", "gated_rms_norm", "l2_norm")
+    assert {line.split()[0] for line in lines[:4]} == set(ops)
+    assert all(line.endswith("passed") and "of bound" in line for line in lines[:4])
+    assert lines[4].startswith("Checks on cpu: 4 ops, ") and "SKUs" in lines[4]
+    assert lines[5].endswith(" passed, 0 failed") and len(lines) == 6
+    assert max(map(len, lines)) < 80
+
+
+def test_details_fit_a_terminal_and_name_the_skus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = call("normalize", "--device", "cpu", "--jobs", 1, "-v")
+    assert done.exit_code == 0, done.output
+    details = done.output[done.output.index("Checks on cpu") :]
+    assert max(map(len, details.splitlines())) <= 80
+    for words in ("accuracy: ", "repeats: ", "SKUs that ran: ", "normalize_backward/eager/", "passed"):
+        assert words in details
+    assert "digest" not in details
+
+
+def test_data_alone_goes_to_the_standard_output() -> None:
+    done = call("l2_norm", "--device", "cpu", "--jobs", 1, "--json")
+    data = json.loads(done.stdout)
+    assert done.exit_code == 0 and data["depth"] == "quick" and data["complete"] and data["failed"] == 0
+    (op,) = data["ops"]
+    assert op["op"] == "l2_norm" and op["checks"] == data["passed"] > 20
+    assert data["skus"] and all(sku.startswith("l2_norm") for sku in data["skus"])
+    assert {"op", "check", "dtype", "plan", "guarantee", "measured", "passed", "detail", "skus"} == {*data["rows"][0]}
+    assert "passed" in done.stderr
+
+
+def test_families_ops_and_modes_are_names_and_internal_ones_are_not_listed() -> None:
+    done = call("relu", "--device", "cpu")
+    assert done.exit_code == 2
+    listed = done.stderr.split(";")
+    assert "moe" in listed[1] and "gated_delta_rule" in listed[2] and "moe.route" in listed[2]
+    assert "[" not in listed[1] + listed[2] and "stages" not in done.stderr
+    assert call("swiglu[gate_up]", "--device", "cpu", "--jobs", 1).exit_code == 0
 
 
 def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     """On a real op, whose inputs do not travel between processes."""
     alone, together = tmp_path / "alone.json", tmp_path / "together.json"
-    options = ("normalize", "--device", "cpu", "--shard", "2/3")
+    options = ("normalize", "--device", "cpu", "--thorough", "-v", "--shard", "2/3")
     one = call(*options, "--jobs", 1, "--save", alone)
     two = call(*options, "--jobs", 2, "--save", together)
     assert one.exit_code == two.exit_code == 0, two.output
@@ -129,15 +172,15 @@ def files(tmp_path: Path) -> list[Path]:
     """Three shards of sound jobs."""
     paths = [tmp_path / f"{index}.json" for index in (1, 2, 3)]
     for index, path in enumerate(paths, 1):
-        done = call_on(lambda *_: listings.list_sound(), "--jobs", 1, "--shard", f"{index}/3", "--save", path)
+        done = call_on(lambda *_: listings.list_sound(), "--jobs", 1, "-v", "--shard", f"{index}/3", "--save", path)
         assert done.exit_code == 0, done.output
         assert f"Checks on cpu, shard {index}/3" in done.output
     return paths
 
 
 def test_merged_shards_show_the_whole(files: list[Path]) -> None:
-    whole = call_on(lambda *_: listings.list_sound(), "--jobs", 1)
-    merged = call("--merge", *files)
+    whole = call_on(lambda *_: listings.list_sound(), "--jobs", 1, "-v")
+    merged = call("--merge", "-v", *files)
     assert merged.exit_code == 0, merged.output
     assert table(merged.output) == table(whole.output)
 
@@ -169,6 +212,8 @@ def test_a_missing_shard_is_refused(files: list[Path]) -> None:
         (("--merge", "nowhere.json"), ("nowhere.json", "No such file")),
         (("--merge", "nowhere.json", "--jobs", "2", "--shard", "1/2"), ("--merge", "leave out --jobs, --shard")),
         (("--merge", "nowhere.json", "--all", "--save", "x"), ("--merge", "leave out --all, --save")),
+        (("--merge", "nowhere.json", "--thorough"), ("--merge", "leave out --thorough")),
+        (("--record", "nowhere", "--json"), ("--record", "leave out --json")),
         (("--merge", "nowhere.json", "--device", "cpu"), ("--merge", "leave out --device")),
     ],
 )

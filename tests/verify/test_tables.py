@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from adjoint.verify import Row, command
+from adjoint.verify import Row, tables
 
 
 def result(measured: str, passed: bool = True, **changes: str) -> Row:
@@ -15,7 +15,7 @@ def result(measured: str, passed: bool = True, **changes: str) -> Row:
 
 def show(*rows: Row) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=160).print(command.verdicts(rows, "Checks on [cpu]"))
+    Console(file=stream, width=160).print(tables.verdicts(rows, "Checks on [cpu]"))
     return stream.getvalue()
 
 
@@ -53,4 +53,4 @@ def test_a_line_counts_its_failures() -> None:
     ],
 )
 def test_share_of_the_limit(measured: str, share: float | None) -> None:
-    assert command.share_of_limit(measured) == (share if share is None else pytest.approx(share))
+    assert tables.share_of_limit(measured) == (share if share is None else pytest.approx(share))

@@ -1,0 +1,23 @@
+"""Inputs whose sizes and dtypes matter and whose values do not: for choosing plans, where drawing them takes longest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Undrawn(TorchFunctionMode):
+    """In a block, `torch.randn` gives a constant."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.randn:
+            return function(*args, **kwargs)
+        sizes = args[0] if args and not isinstance(args[0], int) else args
+        return _constant(sizes, **{name: value for name, value in kwargs.items() if name in ("dtype", "device")})
+
+
+def _constant(sizes: Any, **kind: Any) -> Tensor:
+    return torch.full(tuple(sizes), 0.5, **kind)

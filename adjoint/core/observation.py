@@ -1,0 +1,34 @@
+"""Who watches the calls of ops: nobody, but while a model is audited."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adjoint.core.op import Op
+
+Observer = Callable[["Op", tuple[Any, ...], str, str, Callable[[], Any]], Any]
+"""`observer(op, arguments, form, preference, run)` calls `run()` once, and returns what that returns."""
+
+
+class _Watch:
+    """Attributes:
+    observer: what every call of an op in this process goes through, unless it is None.
+    """
+
+    observer: Observer | None = None
+
+
+watch = _Watch()
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Every call of an op in this block goes through an observer."""
+    if watch.observer is not None:
+        raise RuntimeError("an audit is running already: one at a time")
+    watch.observer = observer
+    try:
+        yield
+    finally:
+        watch.observer = None

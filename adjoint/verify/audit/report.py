@@ -1,0 +1,194 @@
+"""What an audit found: a table by layer, the worst with the reason, and both as JSON and as a page."""
+
+import io
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from adjoint.core.errors import ArgumentError
+from adjoint.verify.audit.observer import Entry
+from adjoint.verify.html import details, page, table
+
+WORST = 10
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of every op that a model called, in the order in which they were computed.
+
+    Attributes:
+        parameters: those that are not finite, in words.
+        has_backward: whether gradients were seen: nothing of a frozen model has any.
+        loss: the number that was differentiated.
+    """
+
+    entries: list[Entry]
+    parameters: list[str]
+    has_backward: bool
+    loss: float | None
+
+    @property
+    def broken(self) -> list[Entry]:
+        """What is past its bound."""
+        return [entry for entry in self.entries if entry.is_broken]
+
+    @property
+    def suspect(self) -> list[Entry]:
+        """What has inputs outside the domain, or results that are not finite."""
+        return [entry for entry in self.entries if entry.remarks]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether everything that could be compared is within its bound, inside the domain and finite."""
+        return not (self.broken or self.suspect or self.parameters)
+
+    @property
+    def worst(self) -> list[Entry]:
+        """Ten: what is past its bound, then the first that is outside the domain, then by their share of the bound."""
+        place = {id(entry): number for number, entry in enumerate(self.entries)}
+
+        def rank(entry: Entry) -> tuple[float, float]:
+            if entry.is_broken:
+                return 0, -entry.share
+            return (1, place[id(entry)]) if entry.remarks else (2, -entry.share)
+
+        return sorted(self.entries, key=rank)[:WORST]
+
+    def __str__(self) -> str:
+        stream = io.StringIO()
+        self.show(Console(file=stream, width=100))
+        return stream.getvalue().rstrip()
+
+    def show(self, console: Console, *, verbose: bool = False) -> None:
+        """A line for each layer, op and direction; all outputs with `verbose`; the worst, with the reason."""
+        for lines in [[entry] for entry in self.entries] if verbose else _groups(self.entries):
+            console.print(_line(lines))
+        console.print(Text("The worst", "bold"))
+        for entry in self.worst:
+            style = "red" if entry.is_broken else "yellow" if entry.remarks else ""
+            console.print(Padding(Text(f"{_where(entry)}: {_reason(entry)}", style), (0, 0, 0, 2)))
+        for words in self.parameters:
+            console.print(Text(f"The parameter {words}", "red"))
+        if not self.has_backward:
+            console.print("No gradient was seen: no parameter that an op depends on requires one.", highlight=False)
+        console.print(self.summary, highlight=False)
+
+    @property
+    def summary(self) -> str:
+        layers = len({entry.layer for entry in self.entries})
+        compared = sum(entry.measured is not None for entry in self.entries)
+        return (
+            f"{compared} of {len(self.entries)} results of {layers} layers compared: "
+            f"{len(self.broken)} past the bound, {len(self.suspect)} with remarks"
+        )
+
+    # ------------------------------------------------------------------------------------------- files
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything, as JSON has it."""
+        return {
+            "summary": self.summary,
+            "sound": self.is_sound,
+            "loss": self.loss,
+            "parameters": self.parameters,
+            "worst": [_data(entry) for entry in self.worst],
+            "entries": [_data(entry) for entry in self.entries],
+        }
+
+    def save(self, path: Path | str) -> tuple[Path, Path]:
+        """Writes the report as JSON and as a page beside it, and returns where they are."""
+        stem = Path(path).with_suffix("") if Path(path).suffix in (".json", ".html") else Path(path)
+        data, html = Path(f"{stem}.json"), Path(f"{stem}.html")
+        try:
+            data.write_text(json.dumps(self.as_data(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            html.write_text(self.as_page(), encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(f"audit: cannot write a report to {path}: {error}") from error
+        return data, html
+
+    def as_page(self) -> str:
+        """One page of HTML that needs nothing else."""
+        verdict = "passed" if self.is_sound else "failed"
+        words = "Every result is within its bound" if self.is_sound else "Some results need a look"
+        rows = [
+            (_name(lines[0]), lines[0].direction, ", ".join(dict.fromkeys(e.plan for e in lines)), _headroom(lines))
+            for lines in _groups(self.entries)
+        ]
+        every = [
+            (e.layer, e.op, e.direction, e.output, e.plan, _measured(e), e.promise, e.reference, "; ".join(e.remarks))
+            for e in self.entries
+        ]
+        heads = ("layer", "op", "direction", "output", "plan", "measured", "promise", "beside", "remarks")
+        parts = [
+            f'<p class="verdict {verdict}">{words}</p><p>{self.summary}.</p>',
+            "<h2>The worst</h2>",
+            table(("where", "reason"), [(_where(entry), _reason(entry)) for entry in self.worst]),
+            table(("parameter",), [(words,) for words in self.parameters]) if self.parameters else "",
+            "<h2>Layers</h2>",
+            "<p>The largest error of all outputs, as a share of the bound that the plan states.</p>",
+            table(("layer and op", "direction", "plan", "error"), rows),
+            details(f"Every output: {len(every)} lines", table(heads, every)),
+        ]
+        return page("An audit by adjoint", "".join(parts))
+
+
+def _data(entry: Entry) -> dict[str, Any]:
+    numbers = {"share": entry.share, "measured": entry.measured, "limit": entry.limit}
+    return asdict(entry) | {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in numbers.items()
+    }
+
+
+def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """The outputs of a layer, op and direction."""
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.layer, entry.op, entry.direction), []).append(entry)
+    return list(groups.values())
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.layer} {entry.op}"
+
+
+def _where(entry: Entry) -> str:
+    return f"{entry.layer}: {entry.op}, {entry.direction}, {entry.output}"
+
+
+def _measured(entry: Entry) -> str:
+    if entry.measured is None:
+        return "not compared"
+    return f"{entry.measured:.3g} {entry.unit} (limit {entry.limit:.3g})"
+
+
+def _headroom(lines: list[Entry]) -> str:
+    """The largest share of a bound, and how many times smaller than the bound the error is."""
+    if all(entry.measured is None for entry in lines):
+        return "not compared"
+    share = max(entry.share for entry in lines)
+    times = "" if share > 1 else ", exact" if not share else f", headroom {1 / share:.2g}×"
+    percent = f"{100 * share:.3g}%" if share < 10 else "over 999%"
+    return f"{'FAILED ' if share > 1 else ''}{percent} of the bound{times}"
+
+
+def _line(lines: list[Entry]) -> Text:
+    entry = lines[0]
+    output = f" {entry.output}" if len(lines) == 1 and entry.direction else ""
+    style = "red" if any(x.is_broken for x in lines) else "yellow" if any(x.remarks for x in lines) else ""
+    remark = next((f"; {x.remarks[0]}" for x in lines if x.remarks), "")
+    return Text(f"{_name(entry)} {entry.direction}{output}: {_headroom(lines)}{remark}", style)
+
+
+def _reason(entry: Entry) -> str:
+    parts = [*entry.remarks]
+    if entry.measured is not None:
+        parts.append(f"{_measured(entry)} by {entry.plan}, beside the {entry.reference}: {entry.promise}")
+    return "; ".join(parts)

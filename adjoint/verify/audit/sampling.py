@@ -1,0 +1,62 @@
+"""Long batches cut down to whole items: rows of a batch, or sequences of a packed row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 4096
+"""Tokens of a batch that are compared in float64 in seconds."""
+
+
+def sample(batch: Any, max_tokens: int = MOST_TOKENS) -> Any:
+    """A batch of no more tokens, spread over the whole of it; a single item is never cut.
+
+    Items are the rows of `input_ids`, or of the first tensor with two axes or more, and of all tensors with as many
+    rows; with `cu_seqlens` they are the sequences of the only row.
+    """
+    named = dict(batch) if isinstance(batch, Mapping) else None
+    if named is None:
+        values = list(batch) if isinstance(batch, list | tuple) else [batch]
+        first = next((x for x in values if isinstance(x, Tensor) and x.dim() > 1), None)
+        kept = None if first is None else _rows(first, max_tokens)
+        if first is None or kept is None:
+            return batch
+        cut = [_cut(x, len(first), kept) for x in values]
+        return type(batch)(cut) if isinstance(batch, list | tuple) else cut[0]
+    first = named.get("input_ids", next((x for x in named.values() if isinstance(x, Tensor) and x.dim() > 1), None))
+    if not isinstance(first, Tensor):
+        return batch
+    if isinstance(named.get("cu_seqlens"), Tensor) and len(first) == 1:
+        return _packed(named, first, max_tokens)
+    kept = _rows(first, max_tokens)
+    return batch if kept is None else {name: _cut(x, len(first), kept) for name, x in named.items()}
+
+
+def _rows(first: Tensor, max_tokens: int) -> Tensor | None:
+    """Which rows are kept; None for all."""
+    rows, time = first.shape[:2] if not first.is_floating_point() or first.dim() > 2 else (len(first), 1)
+    count = max(1, max_tokens // max(1, time))
+    if rows <= count:
+        return None
+    return torch.linspace(0, rows - 1, count, device=first.device).round().long()
+
+
+def _cut(value: Any, rows: int, kept: Tensor) -> Any:
+    return value[kept.to(value.device)] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+
+
+def _packed(named: dict[str, Any], first: Tensor, max_tokens: int) -> dict[str, Any]:
+    """The first sequences that fit, and one at least."""
+    bounds = named["cu_seqlens"]
+    time = first.shape[1]
+    if int(bounds[-1]) <= max_tokens:
+        return named
+    count = max(1, int((bounds[1:] <= max_tokens).sum()))
+    end = int(bounds[count])
+    cut = {
+        name: x[:, :end] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == (1, time) else x
+        for name, x in named.items()
+    }
+    return cut | {"cu_seqlens": bounds[: count + 1]}

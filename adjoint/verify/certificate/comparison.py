@@ -1,0 +1,138 @@
+"""What differs between two certificates: the machines, the errors, the bits, and what only one of them has."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+NOTICEABLE = 1.01
+"""The ratio of two errors from which they are shown."""
+
+SHOWN = 12
+"""Lines of a kind that are shown unless all are asked for."""
+
+
+@dataclass
+class Comparison:
+    """What differs, in sentences. What a promise forbids is in `broken`, and nothing of it anywhere else."""
+
+    broken: list[str] = field(default_factory=list)
+    machine: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    bits: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    same_bits: int = 0
+
+
+def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> Comparison:
+    """What differs between two certificates."""
+    found = Comparison(machine=list(_machine(one, other)))
+    _compare_verdicts(found, one, other)
+    _compare_errors(found, one, other)
+    _compare_bits(found, one, other)
+    return found
+
+
+def _machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("date", "device", "depth", "verdict"):
+        if one.get(name) != other.get(name):
+            yield f"{name}: {one.get(name)} | {other.get(name)}"
+    for name, ours, theirs in _pairs(one["versions"], other["versions"]):
+        if ours != theirs:
+            yield f"{name}: {ours or 'none'} | {theirs or 'none'}"
+    for family, ours, theirs in _pairs(one["kernel_code"], other["kernel_code"]):
+        if ours != theirs:
+            yield f"code of the kernels in {family}: {_short(ours)} | {_short(theirs)}"
+
+
+def _pairs(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    for key in dict.fromkeys((*one, *other)):
+        yield key, one.get(key), other.get(key)
+
+
+def _short(digest: str | None) -> str:
+    return digest[:8] if digest else "none"
+
+
+def _compare_verdicts(found: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    for label, certificate in (("first", one), ("second", other)):
+        for row in certificate["failures"]:
+            where = " ".join(filter(None, (row["op"], row["dtype"], row["plan"])))
+            found.broken.append(f"the {label} failed: {where}: {row['check']}: {row['measured']}: {row['detail']}")
+    for sku, ours, theirs in _pairs(dict.fromkeys(one["skus"], True), dict.fromkeys(other["skus"], True)):
+        if ours is not theirs:
+            found.missing.append(f"{sku} ran on the {'first' if ours else 'second'} only")
+
+
+def _compare_errors(found: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    def shares(certificate: Mapping[str, Any]) -> dict[tuple[str, ...], float]:
+        return {(e["op"], e["dtype"], e["plan"], e["output"]): float(e["share"]) for e in certificate["errors"]}
+
+    changed = []
+    for key, ours, theirs in _pairs(shares(one), shares(other)):
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        ratio = max(ours, theirs) / min(ours, theirs) if min(ours, theirs) > 0 else float("inf")
+        if ratio >= NOTICEABLE:
+            changed.append((ratio, f"{' '.join(key)}: {ours:.3g} | {theirs:.3g} of the bound"))
+    found.errors = [words for _, words in sorted(changed, reverse=True)]
+
+
+def _compare_bits(found: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Equal plans on both; and plans in PyTorch and on kernels that promise the same bits on every device."""
+    ours, theirs = ({_key(d): d for d in certificate["digests"]} for certificate in (one, other))
+    is_same_machine = all(one.get(name) == other.get(name) for name in ("device", "versions", "kernel_code"))
+    twins = {_stem(key): d for key, d in theirs.items() if "device_invariant" in d["bits"]}
+    for key, mine in ours.items():
+        yours = theirs.get(key)
+        if yours is None and "device_invariant" in mine["bits"]:
+            yours = twins.get(_stem(key))
+        if yours is None or mine["output"] == "inputs":
+            continue
+        where = f"{mine['op']} {mine['dtype']} {mine['plan']}: {mine['output']} of {mine['case']!r}"
+        drawn = (*key[:4], "inputs")
+        if drawn in ours and drawn in theirs and ours[drawn]["digest"] != theirs[drawn]["digest"]:
+            found.bits.append(f"{where}: computed from other inputs, and not comparable")
+        elif mine["digest"] == yours["digest"]:
+            found.same_bits += 1
+        elif "device_invariant" in mine["bits"] and "device_invariant" in yours["bits"]:
+            found.broken.append(f"{where}: other bits, where every device is promised the same")
+        elif is_same_machine and "repeatable" in mine["bits"]:
+            found.broken.append(f"{where}: other bits on the same machine, where repetition is promised")
+        else:
+            found.bits.append(f"{where}: {_short(mine['digest'])} | {_short(yours['digest'])}")
+
+
+def _key(digest: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(digest[name] for name in ("op", "dtype", "plan", "case", "output"))
+
+
+def _stem(key: tuple[str, ...]) -> tuple[str, ...]:
+    """A key without the backends of its plans."""
+    op, dtype, plan, case, output = key
+    return op, dtype, " + ".join(name.partition(".")[2] for name in plan.split(" + ")), case, output
+
+
+def show(console: Console, found: Comparison, *, verbose: bool) -> None:
+    """What differs, the first on the left and the second on the right of each bar."""
+    titles = {
+        "machine": "The machines",
+        "errors": "Errors",
+        "bits": "Bits that differ, as they may",
+        "missing": "Plans of one machine only",
+        "broken": "PROMISES BROKEN",
+    }
+    for name, title in titles.items():
+        lines: list[str] = getattr(found, name)
+        if not lines:
+            continue
+        console.print(Text(f"{title}: {len(lines)}", "bold red" if name == "broken" else "bold"))
+        shown = lines if verbose or name in ("broken", "machine") else lines[:SHOWN]
+        for line in shown:
+            console.print(Padding(Text(line), (0, 0, 0, 2)))
+        if len(shown) < len(lines):
+            console.print(Padding(Text(f"and {len(lines) - len(shown)} more: -v shows them", "dim"), (0, 0, 0, 2)))
+    console.print(f"{found.same_bits} results have the same bits on both", highlight=False)
