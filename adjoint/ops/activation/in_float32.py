@@ -41,15 +41,11 @@ def backward(
     outputs = [x for x in (dgate, dup) if x is not None]
     if gate.numel() == 0 or not outputs:
         return
-    in_rows = not gate.is_contiguous() and all(map(_has_rows, (gate, gate if up is None else up)))
-    in_rows = in_rows and gate.stride(-2) > gate.shape[-1]
-    if in_rows:
-        dy = dy if _has_rows(dy) else dy.contiguous()
-    elif not _lie_alike(*(x for x in (dy, gate, up) if x is not None)):
+    if not _lie_alike(*(x for x in (dy, gate, up) if x is not None)):
         dy, gate, up = dy.contiguous(), gate.contiguous(), None if up is None else up.contiguous()
     storages = {x.untyped_storage().data_ptr() for x in (dy, gate, up) if x is not None}
     overlap = any(x.untyped_storage().data_ptr() in storages for x in outputs)
-    if not overlap and (all(map(_has_rows, outputs)) if in_rows else _lie_alike(gate, *outputs)):
+    if not overlap and _lie_alike(gate, *outputs):
         differentiate(dy, gate, up, dgate, dup)
         return
     results = [None if x is None else torch.empty_like(gate) for x in (dgate, dup)]
@@ -69,8 +65,10 @@ def _differentiate(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | 
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether rows of adjacent elements follow each other in memory, so that torch's loops run along the last axis."""
-    return x.dim() > 1 and x.stride(-1) == 1 and all(x.stride(i) >= x.stride(i + 1) for i in range(x.dim() - 1))
+    """Whether rows of adjacent elements follow each other, of a length that leaves torch's vector loops no remainder:
+    bits are then those of contiguous memory."""
+    in_order = x.dim() > 1 and x.stride(-1) == 1 and all(x.stride(i) >= x.stride(i + 1) for i in range(x.dim() - 1))
+    return in_order and x.shape[-1] % 64 == 0
 
 
 def _lie_alike(*tensors: Tensor) -> bool:
