@@ -127,7 +127,7 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> N
     sources = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "adjoint").rglob("*")
-        if path.suffix in (".py", ".json") or path.name == "py.typed"
+        if path.suffix in (".py", ".json", ".txt") or path.name == "py.typed"
     }
     assert "adjoint/py.typed" in shipped
     assert "adjoint/ops/activation/schedules.json" in shipped

@@ -1,4 +1,4 @@
-"""Inputs whose sizes and dtypes matter and whose values do not: to choose plans, where drawing them takes longest."""
+"""Inputs whose sizes and dtypes matter and whose values do not: for choosing plans, where drawing takes longest."""
 
 from collections.abc import Callable
 from typing import Any

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from adjoint.contract.undrawn import Undrawn
 from adjoint.core import kernels
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import resolve
@@ -90,3 +91,18 @@ def test_a_digest_tells_bits_shapes_and_dtypes_apart() -> None:
     payload = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert digest(payload) == digest(x[2:])
     assert digest(x[::2]) == digest(x[::2].contiguous())
+
+
+def test_inputs_that_are_not_drawn_have_the_sizes_of_those_that_are() -> None:
+    for subject in subjects(["gated_delta_rule", "moe.route", "take_along_axis"]):
+        for case in (case for case in subject.cases if not case.heavy):
+            drawn = case.make(torch.bfloat16, CPU, generator())
+            with Undrawn():
+                constant = case.make(torch.bfloat16, CPU, generator())
+            facts = [
+                [None if x is None else (x.shape, x.dtype, x.stride()) for x in both] for both in (drawn, constant)
+            ]
+            assert facts[0] == facts[1], case.name
+    with Undrawn():
+        assert torch.equal(torch.randn(2, 3), torch.full((2, 3), 0.5))
+    assert torch.randn(2, 3).unique().numel() > 1
