@@ -38,7 +38,10 @@ def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
         return out
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     for e, segment in segments:
-        out[segment] = rows[segment].to(kind) @ matrices[e].to(kind)
+        if kind == out.dtype == matrices.dtype == rows.dtype:
+            torch.mm(rows[segment], matrices[e], out=out[segment])
+        else:
+            out[segment] = rows[segment].to(kind) @ matrices[e].to(kind)
     out[segments[-1][1].stop :].zero_()  # type: ignore[union-attr]
     return out
 
@@ -83,7 +86,8 @@ def forward(
     both = products.product(x[token], gate_up.transpose(1, 2), layout.offsets)
     if gu is not None:
         gu.copy_(both)
-    h, _, _ = _hidden(both, down.shape[2])
+    kind, inner = wide_dtype(both.dtype), down.shape[2]
+    h = F.silu(both[:, :inner].to(kind)).mul_(both[:, inner:])
     rows = products.product(h.to(x.dtype), down.transpose(1, 2), layout.offsets)
     sum_rows(rows, weights, layout.inverse, layout.offsets, y)
 
