@@ -183,7 +183,7 @@ class Checkpoints:
         else:
             _read(folder / _WEIGHTS, state.weights)
             _read(folder / _OPTIMIZER, state.optimizer)
-        randoms = {name: torch.empty(0) for name in safetensors.read_header(folder / _RANDOM)}
+        randoms = {}
         for name, entry in safetensors.read_header(folder / _RANDOM).items():
             randoms[name] = torch.empty(entry.shape, dtype=torch.uint8)
             entry.copy_to(randoms[name])

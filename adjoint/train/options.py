@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from adjoint.core.errors import ArgumentError
-from adjoint.train.presets import PRESETS
+from adjoint.train.presets import FINE_TUNING, PRESETS
 
 PRECISIONS = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
@@ -86,8 +86,8 @@ class Options:
         return dataclasses.replace(self, **changes)
 
     def complete(self) -> "Options":
-        """The same with the preset's numbers where the user gave none."""
-        defaults: dict[str, Any] = dict(PRESETS[self.preset].training)
+        """The same with the preset's numbers, or those of fine-tuning, where the user gave none."""
+        defaults: dict[str, Any] = dict(FINE_TUNING if self.start else PRESETS[self.preset].training)
         steps = self.steps or defaults["steps"]
         defaults |= {"warmup_steps": max(1, min(steps // 10, 1000)), "checkpoint_every": max(1, -(-steps // 5))}
         return self.replace(**{name: value for name, value in defaults.items() if not getattr(self, name)})

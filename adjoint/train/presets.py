@@ -78,3 +78,6 @@ PRESETS: dict[str, Preset] = {
     "large": Preset(_dense(1280, 24, 10, 128, 10, 3584), _training(128, 4096, 50000, 5e-4, 8 * 2**20)),
     "1b": Preset(_dense(2048, 16, 8, 256, 16, 5632), _training(128, 4096, 100000, 3e-4, 16 * 2**20)),
 }  # fmt: skip
+
+FINE_TUNING: dict[str, Any] = _training(8, 1024, 1000, 2e-5, 64 * 2**10)
+"""How a model from a folder is trained, whatever its size."""

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from adjoint.core.errors import ArgumentError
+from adjoint.core.problem import short
 from adjoint.models.hybrid import HybridLM
 from adjoint.train import machine
 from adjoint.train.checkpoint import Checkpoints, State, write_text_atomically
@@ -231,7 +232,7 @@ class Run:
         options, ranks = self.options, self.ranks
         name = f"the model in {options.start}" if options.start else f"the {options.preset} preset"
         display.say(
-            f"{name}, {self.parameters:,} parameters, {self.precision}, on {ranks.size} × {ranks.device.type}"
+            f"{name}, {self.parameters:,} parameters, {short(self.precision)}, on {ranks.size} × {ranks.device.type}"
             f"{f' with {torch.get_num_threads()} threads' if ranks.device.type == 'cpu' else ''}"
         )
         display.say(

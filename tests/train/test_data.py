@@ -187,6 +187,8 @@ def test_a_preset_fills_in_what_is_not_said() -> None:
     assert (options.steps, options.warmup_steps, options.checkpoint_every) == (100, 10, 20)
     assert options.sequence_length == PRESETS["small"].training["sequence_length"]
     assert options.complete() == options
+    tuning = Options(start="folder").complete()
+    assert tuning.learning_rate < 1e-4 and tuning.sequence_length >= 1024, "a trained model is moved with care"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -113,6 +113,24 @@ def test_transformers_opens_a_run_too(whole: Path) -> None:
         assert torch.allclose(model.eval()(ids).logits, ours(ids).logits, atol=1e-4)
 
 
+def test_a_hugging_face_tokenizer(tmp_path: Path, base: dict[str, Any]) -> None:
+    """Bits are to a byte of the text, whatever its tokens are, and the tokenizer comes with the model."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["?", "def", "return", "x", "(", ")", ":", "+", "function"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = {name: value for name, value in base.items() if name != "start"}
+    go(options, tmp_path / "run", tokenizer=str(tmp_path / "tokenizer.json"), steps=2, preset="tiny", prompt="def")
+    assert HybridLM.from_pretrained(tmp_path / "run" / "model").config.vocab_size == 9
+    assert metrics(tmp_path / "run")[-1]["heldout_bits_per_byte"] < 2, "far fewer tokens than bytes"
+    done = CliRunner().invoke(app, ["generate", str(tmp_path / "run" / "model"), "def x", "--max-new-tokens", "2"])
+    assert done.exit_code == 0, done.output
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "tokenizer.json").write_text("{}")
+    assert "is no tokenizer.json" in call("--tokenizer", str(tmp_path / "wrong"), "--out", str(tmp_path / "out"))
+
+
 # ------------------------------------------------------------------------------------------- bit-exactness
 
 

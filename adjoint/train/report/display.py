@@ -29,7 +29,6 @@ class Display:
         self._live = enabled and console.is_terminal
         self._last = last
         self._mean: float | None = None
-        self._begin, self._tokens = time.perf_counter(), 0
         self._lines_at = 0.0
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[facts]}"),
