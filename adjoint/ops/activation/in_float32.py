@@ -41,11 +41,14 @@ def backward(
     outputs = [x for x in (dgate, dup) if x is not None]
     if gate.numel() == 0 or not outputs:
         return
-    if not _lie_alike(*(x for x in (dy, gate, up) if x is not None)):
+    in_rows = not gate.is_contiguous() and _has_rows(gate) and (up is None or _has_rows(up))
+    if in_rows:
+        dy = dy if _has_rows(dy) else dy.contiguous()
+    elif not _lie_alike(*(x for x in (dy, gate, up) if x is not None)):
         dy, gate, up = dy.contiguous(), gate.contiguous(), None if up is None else up.contiguous()
     storages = {x.untyped_storage().data_ptr() for x in (dy, gate, up) if x is not None}
     overlap = any(x.untyped_storage().data_ptr() in storages for x in outputs)
-    if not overlap and _lie_alike(gate, *outputs):
+    if not overlap and (all(map(_has_rows, outputs)) if in_rows else _lie_alike(gate, *outputs)):
         differentiate(dy, gate, up, dgate, dup)
         return
     results = [None if x is None else torch.empty_like(gate) for x in (dgate, dup)]

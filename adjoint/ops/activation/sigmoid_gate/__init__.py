@@ -67,7 +67,8 @@ def sigmoid_gate(
         Unsupported: no plan meets the preference.
 
     >>> import torch
-    >>> sigmoid_gate(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([-90.0, 0.0, 1.0]))
+    >>> accurate = Preference(plan="eager")
+    >>> sigmoid_gate(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([-90.0, 0.0, 1.0]), preference=accurate)
     tensor([1.6388e-39, 1.0000e+00, 1.4621e+00])
     """
     return _sigmoid_gate.call(x, gate, preference=preference, form="reuse" * reuse_inputs)  # type: ignore[no-any-return]

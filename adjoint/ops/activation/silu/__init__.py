@@ -55,7 +55,7 @@ def silu(
         Unsupported: no plan meets the preference.
 
     >>> import torch
-    >>> silu(torch.tensor([-90.0, 0.0, 1.0]))
+    >>> silu(torch.tensor([-90.0, 0.0, 1.0]), preference=Preference(plan="eager"))
     tensor([-7.3746e-38,  0.0000e+00,  7.3106e-01])
     """
     return _silu.call(x, preference=preference, form="reuse" * reuse_inputs)  # type: ignore[no-any-return]
