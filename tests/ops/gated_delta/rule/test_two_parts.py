@@ -97,7 +97,7 @@ def test_the_carried_state_keeps_its_bits(plan: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_state_of_the_backward_keeps_its_bits(dtype: torch.dtype) -> None:
-    """The scan that the backward on Hopper begins with: of eight additions, 16 bits could hold none, and all together."""
+    """The scan that the backward on Hopper begins with: of eight additions 16 bits hold none, and all together."""
     small = torch.finfo(dtype).eps / 4
     beta = torch.tensor([1.0, *[small] * 8, 0.0]).repeat_interleave(TIME)[:, None].expand(-1, 2)
     v = torch.tensor([1.0, *[2.0] * 9]).repeat_interleave(TIME)[:, None, None].expand(-1, 2, 64)
