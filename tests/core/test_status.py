@@ -197,3 +197,13 @@ def test_no_fault_is_lost_or_raised_twice_among_threads_streams_and_graphs(devic
     adjoint.check()
     assert not late
     assert raised == {fault.template: rounds for fault in faults.values()}
+
+
+def test_a_block_does_not_begin_on_what_was_recorded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find() -> None:
+        raise adjoint.ArgumentError("recorded before")
+
+    monkeypatch.setattr(errors, "check", find)
+    with pytest.raises(adjoint.ArgumentError, match="recorded before"), adjoint.checked():
+        raise AssertionError("the block began")
+    assert not errors.is_checking()

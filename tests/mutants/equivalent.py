@@ -70,6 +70,10 @@ EQUIVALENT = {
         "at + PLACE_SEQUENCE * rows -> at - PLACE_SEQUENCE * rows",
     ): "the sequences are the first row of places: plus or minus 0",
     (
+        "conv_places",
+        "tl.where(sequences > 0, low, -1) -> tl.where(sequences > 0, low, -2)",
+    ): "any sequence below 0 is none",
+    (
         "conv_forward",
         "tl.cdiv(tokens, ROWS) - stretch * BLOCKS -> tl.cdiv(tokens, ROWS) + stretch * BLOCKS",
     ): "blocks past the last token, of which nothing is written",
