@@ -22,6 +22,7 @@ from adjoint.train.run import Run, read_options, train
 from adjoint.train.step.ranks import Ranks
 from adjoint.train.stops import CannotSave, NotFinite
 from tests.train.small import FAST, flags, loss_bits, metrics, weight_bytes, write_start, write_text
+from tests.without_fla import import_models
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,7 @@ def test_what_a_run_leaves_opens(whole: Path, base: dict[str, Any]) -> None:
 
 def test_transformers_opens_a_run_too(whole: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    import_models()
     model = transformers.AutoModelForCausalLM.from_pretrained(whole / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
     ids = tokenizer("def f(x):", return_tensors="pt").input_ids

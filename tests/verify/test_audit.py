@@ -17,6 +17,7 @@ from adjoint.models import HybridLM, pack
 from adjoint.verify.audit import sample
 from adjoint.verify.audit.checkpoint import TEXT
 from tests.models.small import CONFIGS, small_model
+from tests.without_fla import import_models
 
 
 @pytest.fixture
@@ -127,6 +128,7 @@ def test_a_patched_model_of_transformers(ids: Tensor, monkeypatch: pytest.Monkey
     from tests.integrations import test_patch
 
     transformers = pytest.importorskip("transformers")
+    import_models()
     if not (5, 17) <= tuple(map(int, transformers.__version__.split(".")[:2])) <= (5, 22):
         pytest.skip("needs transformers 5.17 to 5.22")
     model = test_patch.patched("qwen3_5")
