@@ -4,6 +4,7 @@ They show no selection: of every op that was timed beside another library it is 
 direction that was, with every contender whose result was right.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -33,8 +34,14 @@ def rows_beside_peers(content: dict[str, Any]) -> list[list[Row]]:
     beside = {key: rows for key, rows in groups.items() if libraries & {row["contender"] for row in rows}}
     first: dict[str, str] = {}
     for workload, _ in beside:
-        first.setdefault(workload.split()[0], workload)
+        first.setdefault(op_of(workload), workload)
     return [rows for (workload, _), rows in beside.items() if workload in first.values()]
+
+
+def op_of(workload: str) -> str:
+    """An op with its mode, which may have blanks: `rotary[in place]` of "rotary[in place] 32768×(16 + 2)×256"."""
+    found = re.match(r"[^\s\[]+(\[[^]]*\])?", workload)
+    return found[0] if found else workload
 
 
 def speed(content: dict[str, Any]) -> str:
@@ -44,7 +51,7 @@ def speed(content: dict[str, Any]) -> str:
         ratio = float(row["ratio"])
         return min(ratio, LONGEST) / LONGEST, f"{ratio:.2f}× · {row['microseconds']:,.0f} µs"
 
-    return _picture(content, "Time over ours: shorter is faster", bar, 1 / LONGEST)
+    return _picture(content, "Time over ours: shorter is faster, bars end at 4", bar, 1 / LONGEST)
 
 
 def errors(content: dict[str, Any]) -> str:
@@ -82,7 +89,8 @@ def _picture(content: dict[str, Any], title: str, bar: Callable[[Row], tuple[flo
     for rows in groups:
         height = BAR * len(rows)
         workload, direction = rows[0]["workload"], rows[0]["direction"]
-        op, _, rest = workload.partition(" ")
+        op = op_of(workload)
+        rest = workload.removeprefix(op).strip()
         parts.append(_text(12, y + 10, f"{op}, {direction}", "font-weight='600'"))
         parts.append(_text(12, y + 24, rest if len(rest) < 42 else f"{rest[:40]}…", _SMALL))
         for number, row in enumerate(sorted(rows, key=lambda row: _order(row["contender"]))):

@@ -449,3 +449,11 @@ def test_quack_chooses_experts_and_is_compared_for_its_own(monkeypatch: pytest.M
     rows = rows_of(replace(routing(), peers=("quack_top_8",)))
     assert rows["QuACK", "forward"].status == rows["QuACK", "backward"].status == run.OK, rows["QuACK", "backward"]
     assert rows["QuACK", "backward"].ties == 64
+
+
+@pytest.mark.parametrize(
+    ("workload", "op"),
+    (("rotary[in place] 32768×(16 + 2)×256", "rotary[in place]"), ("decode 1 × 32 heads", "decode"), ("silu", "silu")),
+)
+def test_a_mode_with_blanks_is_part_of_an_op(workload: str, op: str) -> None:
+    assert pictures.op_of(workload) == op
