@@ -15,7 +15,7 @@ from adjoint.core.kernels import why_not_triton
 from adjoint.core.plan import select
 from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
-from adjoint.ops import FAMILIES, OPS, cases
+from adjoint.ops import FAMILIES, cases
 from adjoint.verify import bits, framework, numerics
 from adjoint.verify.forms import forms
 from adjoint.verify.run import Row, generator
@@ -43,11 +43,16 @@ class Job:
         return Row(self.op, self.check, self.dtype, self.backend, "", measured, False, detail)
 
 
+def family_of(module: Any) -> str:
+    """The family of a module of cases: "moe" of `adjoint.ops.moe.route.cases`."""
+    return str(module.__name__).removeprefix("adjoint.ops.").partition(".")[0]
+
+
 def subjects(ops: Sequence[str] | None = None) -> list[Subject]:
     """The subjects of the named families, ops or modes ("moe", "swiglu", "swiglu[gate_up]"), or of all."""
     every = [
-        ({folder.partition(".")[0], subject.name.partition("[")[0], subject.name, subject.function.__name__}, subject)
-        for folder, module in zip(OPS, cases(), strict=True)
+        ({family_of(module), subject.name.partition("[")[0], subject.name, subject.function.__name__}, subject)
+        for module in cases()
         for subject in module.SUBJECTS
     ]
     unknown = sorted(set(ops or ()) - set[str]().union(*(names for names, _ in every)))

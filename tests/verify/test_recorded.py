@@ -1,6 +1,7 @@
 """Recorded errors: written by a command, read by `verify`, and passed by no error that doubles."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -62,9 +63,9 @@ def test_every_output_has_a_figure_on_a_gpu(machine: str) -> None:
 
 def test_another_revision_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan whose bits change is to be measured again."""
-    assert any("float32 r1" in place.plans for place, _ in counts.recorded("cpu") if place.subject == "silu")
+    assert coverage.due("cpu", CPU, [SILU]) & counts.recorded("cpu").keys()
     revised = figures.revised
-    monkeypatch.setattr(figures, "revised", lambda candidates: revised(candidates).replace(" r1", " r99"))
+    monkeypatch.setattr(figures, "revised", lambda candidates: re.sub(r" r\d+", " r99", revised(candidates)))
     assert not coverage.due("cpu", CPU, [SILU]) & counts.recorded("cpu").keys()
 
 
@@ -153,7 +154,7 @@ def test_where_nothing_was_recorded_rows_say_so(folder: Path) -> None:
 
 
 def test_the_report_counts_what_has_no_figure(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["verify", "l2_norm", "--device", "cpu", "--jobs", "1"])
+    done = CliRunner().invoke(app, ["verify", "l2_norm", "--thorough", "--device", "cpu", "--jobs", "1"])
     assert done.exit_code == 0 and "results have no figure of this machine" in done.output
     figures.read.cache_clear()
 

@@ -383,10 +383,12 @@ class RowLosses:
     def __init__(self, setup: Setup, classes: int, has_bias: bool, gradient: bool = False, mean: bool = False) -> None:
         element, self._loss = facts(setup)
         self._classes = classes
+        is_capped = self._loss.softcap > 0
+        warps = setup.schedule["row_warps"] * (2 if is_capped and gradient else 1)  # caps take more registers
         self._rows = setup.either(
-            loss_rows, element=element, HAS_BIAS=has_bias, SOFTCAP=self._loss.softcap > 0,
+            loss_rows, element=element, HAS_BIAS=has_bias, SOFTCAP=is_capped,
             SMOOTHING=self._loss.label_smoothing > 0, GRADIENT=gradient, MEAN=mean, LANE_LEVELS=lane_levels(classes),
-            UNROLL=UNROLL, num_warps=setup.schedule["row_warps"],
+            UNROLL=UNROLL, num_warps=warps,
         )  # fmt: skip
 
     def launch(

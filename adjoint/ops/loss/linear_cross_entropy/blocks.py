@@ -175,8 +175,10 @@ class Tiles:
             mean = loss.reduction == "mean" and not divides_later(element, loss)
             kind = upstream_kind(setup) if known else {"LOSS": "unit", "HAS_LOG": False, "MEAN": mean}
             stepped = kernels.settings(setup, tile, STEP=step, GROUP=group, **sizes)
+            self._slope_tile = kernels.tile_of_slopes(tile, loss.softcap > 0)
+            of_slopes = kernels.settings(setup, self._slope_tile, STEP=step, GROUP=group, **of_logits)
             self._slopes = setup.kernel(
-                kernels.loss_tile_slopes, SCALED=known and element == torch.float16, **kind, **{**stepped, **of_logits}
+                kernels.loss_tile_slopes, SCALED=known and element == torch.float16, **kind, **of_slopes
             )
             self._of_hidden = setup.either(kernels.loss_hidden_product, out=out, **stepped)
             self._of_weight = setup.either(kernels.loss_weight_product, **stepped)
@@ -210,7 +212,7 @@ class Tiles:
     def slopes(self, layer: Layer, block: Block) -> None:
         loss, upstream = self._loss, block.upstream
         self._slopes.launch(
-            self._grid(block.rows, self._classes), hidden=block.hidden, weight=layer.weight,
+            self._grid(block.rows, self._classes, self._slope_tile), hidden=block.hidden, weight=layer.weight,
             bias=block.hidden if layer.bias is None else layer.bias, targets=block.targets,
             dloss=layer.number if upstream.dloss is None else upstream.dloss,
             dlog_probabilities=layer.number if upstream.dlog_probabilities is None else upstream.dlog_probabilities,
@@ -229,8 +231,9 @@ class Tiles:
             rows=block.rows, is_first=int(is_first),
         )  # fmt: skip
 
-    def _grid(self, rows: int, columns: int) -> tuple[int]:
-        return (-(-rows // self._tile.rows) * -(-columns // self._tile.columns),)
+    def _grid(self, rows: int, columns: int, tile: kernels.Tile | None = None) -> tuple[int]:
+        tile = tile or self._tile
+        return (-(-rows // tile.rows) * -(-columns // tile.columns),)
 
 
 # ------------------------------------------------------------------------------------------------ the plans

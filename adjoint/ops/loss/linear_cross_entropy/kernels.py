@@ -323,6 +323,11 @@ def tile_of(setup: Setup) -> Tile:
     return Tile(rows, columns, depth, 8, max(1, min(setup.schedule["tile_stages"], most)))
 
 
+def tile_of_slopes(tile: Tile, is_capped: bool) -> Tile:
+    """That of dx: 64 columns where each logit has the slope of a cap beside it, so that both stay in registers."""
+    return tile._replace(columns=64) if is_capped else tile
+
+
 def settings(setup: Setup, tile: Tile, **others: Any) -> dict[str, Any]:
     """What binds a product of our own."""
     return {
