@@ -48,7 +48,7 @@ def times(
         """One line a workload, so that a long run shows where it is; what it saves survives an interruption."""
         last = result.rows[-1].workload
         own = ", ".join(
-            f"{row.direction} {row.status if row.microseconds is None else f'{row.microseconds:.1f} µs'}"
+            f"{row.direction} {_outcome(row)}"
             for row in result.rows
             if row.workload == last and row.contender == run.OURS
         )
@@ -68,6 +68,13 @@ def times(
         chart.plot(result, name, plot)
         console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)
     return result.ok, results.as_data(result, command) | {"left_out": left_out}
+
+
+def _outcome(row: run.Row) -> str:
+    """The time of a row, or in its place what became of it, and why."""
+    if row.microseconds is not None:
+        return f"{row.microseconds:.1f} µs"
+    return f"{row.status}: {row.note}" if row.note else row.status
 
 
 def accuracy(

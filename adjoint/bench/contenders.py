@@ -6,6 +6,7 @@ timed: choosing the plan, compiling, recording the graph.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,15 +115,17 @@ def kept_bytes(function: Callable[..., Any], inputs: Inputs, subject: Subject | 
 
 def ours(task: Task) -> Contender:
     """The plan a call would use, writing into memory that is there already; a step goes through the public function."""
-    subject, text = task.workload.subject, resolve(None)
+    subject, preference = task.workload.subject, task.workload.preference
+    text = resolve(preference)
+    function = subject if preference is None else partial(subject, preference=preference)
     if task.direction == STEP:
         positional, named = subject.arguments(task.inputs)
-        chosen = plan(subject.function, *positional, **named)
+        chosen = plan(subject.function, *positional, preference=preference, **named)
         adjoint = chosen.adjoint
         if adjoint is None:
             raise Unsupported(f"{subject.name} has no adjoint")
         promised = tuple(adjoint.guarantee[name] for name in subject.gradients(task.inputs))
-        return replace(through_autograd(subject, task), guarantee=promised, sku=f"{chosen.sku}; {adjoint.sku}")
+        return replace(through_autograd(function, task), guarantee=promised, sku=f"{chosen.sku}; {adjoint.sku}")
     call = subject.bind(task.inputs)
     if set(call.operator.outputs) <= set(call.operator.tensors):
         return _in_place(task)
@@ -150,7 +153,7 @@ def ours(task: Task) -> Contender:
         run,
         outputs=outputs or (),
         guarantee=promised,
-        kept=lambda: kept_bytes(subject, task.inputs, subject),
+        kept=lambda: kept_bytes(function, task.inputs, subject),
         sku=str(chosen.sku),
     )
 
@@ -159,7 +162,7 @@ def _in_place(task: Task) -> Contender:
     """An operator that gives nothing and overwrites inputs: those are its results, in memory of their own."""
     subject = task.workload.subject
     call = subject.bind(tuple(None if x is None else x.clone() for x in task.inputs))
-    timed = directions.forward(call, resolve(None))
+    timed = directions.forward(call, resolve(task.workload.preference))
     chosen, names = timed.plan.prepare(), call.operator.tensors
     places = [names.index(name) for name in call.operator.outputs]
 

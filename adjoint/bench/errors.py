@@ -83,7 +83,11 @@ def measure(family: str, workload: Workload, device: torch.device, peers: Sequen
     """The rows of a workload."""
     if device.type not in workload.devices:
         return
-    name, _, tasks = tasks_of(workload, device)
+    try:
+        name, _, tasks = tasks_of(workload, device)
+    except Exception as error:  # such as memory for its inputs: other workloads go on
+        yield Row(family, workload.name, "", "", OURS, None, holds=False, note=first_line(error))
+        return
     for task in tasks:
         done: dict[str, tuple[Contender, tuple[Tensor, ...]]] = {}
         notes: dict[str, str] = {}

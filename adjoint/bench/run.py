@@ -201,7 +201,12 @@ def measure(
         for direction in workload.directions:
             yield Row(family, workload.name, direction, OURS, LEFT_OUT, 0, note=note)
         return
-    name, share, tasks = tasks_of(workload, device)
+    try:
+        name, share, tasks = tasks_of(workload, device)
+    except Exception as error:  # such as memory for its inputs: other workloads go on
+        for direction in workload.directions:
+            yield Row(family, workload.name, direction, OURS, ERROR, 0, note=first_line(error))
+        return
     for task in tasks:
         direction = task.direction
         blank = Row(family, name, direction, "", OK, _bytes(workload, direction, task.inputs, share))

@@ -19,6 +19,7 @@ from adjoint.contract.forms import Form
 from adjoint.contract.inputs import Inputs, each, is_differentiable
 from adjoint.core.errors import ArgumentError
 from adjoint.core.plan import Call, bind
+from adjoint.core.preference import Preference
 
 __all__ = [
     "Answers",
@@ -245,6 +246,7 @@ class Workload:
         chosen: where equal values leave a choice open, the reference of the backward for the choices a contender made:
             `chosen(arguments, choices) -> (gradients, ties)`, with the number of items in which equal values were
             chosen in another order than the reference's. A choice that is worse counts as the error it is.
+        preference: what is asked of our plan; the name of the workload says so.
     """
 
     name: str
@@ -264,3 +266,4 @@ class Workload:
     recorded: bool = False
     others: Mapping[str, Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]] = field(default_factory=dict)
     chosen: Callable[[Inputs, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], int]] | None = None
+    preference: Preference | None = None

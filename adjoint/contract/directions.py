@@ -28,10 +28,15 @@ class Bound:
         return results if isinstance(results, tuple) else (results,)
 
     def gradients(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """The gradients that a backward's results stand for, by the names of its outputs."""
+        """The gradients that a backward's results stand for, by the names of its outputs.
+
+        Results with a name each keep it: those of a row-sparse gradient are its rows and their values, not the sparse
+        tensor that autograd gets.
+        """
         operator = self.plan.operator
-        assembled = results if operator.assemble is None else operator.assemble(results, self.arguments)
-        return dict(zip(operator.outputs, assembled, strict=True))
+        if operator.assemble is not None and len(results) < len(operator.outputs):
+            results = operator.assemble(results, self.arguments)
+        return dict(zip(operator.outputs, results, strict=True))
 
     def workspace(self) -> Tensor | None:
         """Memory for the plan to work in; None where it needs none, or allocates its own."""

@@ -526,6 +526,23 @@ def test_the_command_prints_and_saves(only: Callable[[Workload], None], tmp_path
     assert [r["contender"] for r in content["rows"][:2]] == [run.OURS, run.EAGER]
 
 
+def test_the_command_says_at_once_why_ours_has_no_time(
+    only: Callable[[Workload], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the line of the workload, however narrow the terminal is: a table cuts it off."""
+    text = "CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total capacity of 139.80 GiB"
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(run, "check", fail)
+    monkeypatch.setenv("COLUMNS", "60")
+    only(small(directions=("forward",)))
+    done = bench()
+    assert done.exit_code == 1
+    assert f"1/1 swiglu 12×32: ours forward error: RuntimeError: {text}" in done.output.splitlines()
+
+
 def test_the_command_says_first_what_it_leaves_out(
     only: Callable[[Workload], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

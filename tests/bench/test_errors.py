@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from adjoint.contract.cases import Inputs, Workload
 from adjoint.core.guarantee import Derived, Empirical
 from adjoint.core.plan import Plan
 from adjoint.ops import FAMILIES, cases
+from adjoint.ops.embedding.values import device_lookup
 from adjoint.ops.gated_delta.rule.cases import ERROR_WORKLOADS, WORKLOADS
 from adjoint.ops.gated_delta.rule.layers import layer
 from tests.bench.test_bench import small
@@ -172,6 +174,31 @@ def test_errors_of_a_loss_are_compared_whole() -> None:
     rows = [row for row in errors.measure("loss", workload, torch.device("cpu")) if row.contender == run.OURS]
     assert {row.output for row in rows} == {"loss", "dlogits"}
     assert all(row.error is not None and row.holds for row in rows)
+
+
+def test_the_rows_of_a_sparse_gradient_are_compared() -> None:
+    """On a table of which most rows do not occur: what is compared are the values of those that do."""
+    (workload,) = (x for _, x in errors.chosen((), ("embedding[sparse] 100000×",)))
+    few = replace(workload, make=partial(device_lookup, "uniform", 1000, 16, 300), devices=("cpu",))
+    rows = rows_of(few)
+    assert set(rows) == {(who, "dweight") for who in (run.OURS, "torch, coalesced")}
+    assert all(row.error is not None and row.error < 2.0**-8 and row.holds for row in rows.values())
+    assert rows[run.OURS, "dweight"].promise.endswith("of its bound")
+    (ours, *_) = run.measure("embedding", few, CPU, rounds=1)
+    assert ours.status == run.OK, ours.note
+
+
+def test_inputs_that_cannot_be_made_are_a_row_and_fail() -> None:
+    def fail(*arguments: object) -> Inputs:
+        raise RuntimeError("no memory")
+
+    (row,) = errors.measure("activation", small(make=fail), CPU)
+    assert not row.holds and row.contender == run.OURS and row.note == "RuntimeError: no memory"
+    timed = [*run.measure("activation", small(make=fail), CPU)]
+    assert [(row.direction, row.status, row.note) for row in timed] == [
+        (direction, run.ERROR, "RuntimeError: no memory") for direction in ("forward", "backward")
+    ]
+    assert not any(row.ok for row in timed)
 
 
 def test_a_comparison_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

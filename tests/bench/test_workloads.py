@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint import Preference, ops
 from adjoint.bench import contenders, run, tables, timing
 from adjoint.bench.contenders import Task
 from adjoint.contract.inputs import Inputs
@@ -117,3 +118,39 @@ def test_ours_takes_the_plan_that_is_preferred() -> None:
     plain = rows_of()[run.OURS, "backward"].error
     with adjoint.prefer(plan="eager.other_bits+eager"):
         assert rows_of()[run.OURS, "backward"].error != plain
+
+
+@pytest.mark.parametrize("direction", [contenders.FORWARD, contenders.BACKWARD, contenders.STEP])
+def test_a_workload_may_ask_for_a_plan(direction: str) -> None:
+    """Both of these plans have other bits than the first, and so another error."""
+    changes: dict[str, Any] = {"directions": (direction,), "kept": True}
+    plain = rows_of(**changes)[run.OURS, direction]
+    asked = rows_of(**changes, preference=Preference(plan="eager.batch+eager.other_bits"))[run.OURS, direction]
+    assert plain.error is not None and asked.error is not None, (plain.note, asked.note)
+    assert plain.error != asked.error
+
+
+def test_every_workload_can_be_planned_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its contender of ours binds it, and with what it asks for; without its numbers."""
+    plain = torch.Generator
+
+    class OfTheHost(plain):
+        """Tensors without memory are drawn by no device's generator."""
+
+        def __new__(cls, device: Any = "cpu") -> torch.Generator:
+            return plain()
+
+    monkeypatch.setattr(torch, "Generator", OfTheHost)
+    meta, chosen = torch.device("meta"), {}
+    for module in ops.cases():
+        for workload in (*module.WORKLOADS, *getattr(module, "ERROR_WORKLOADS", ())):
+            subject = workload.subject
+            inputs = workload.make(workload.dtype, meta, plain().manual_seed(0))
+            assert "preference" not in subject.keywords, workload.name
+            subject.bind(inputs)
+            positional, named = subject.arguments(inputs)
+            found = adjoint.plan(subject.function, *positional, preference=workload.preference, target="sm_90", **named)
+            assert found.adjoint is not None or set(workload.directions) == {contenders.FORWARD}, workload.name
+            chosen[workload.name] = found.name
+    assert chosen["linear_cross_entropy 8192×2048×151936"] == "triton.vendor"
+    assert chosen["linear_cross_entropy 8192×2048×151936, repeatable"] == "triton.tiles"

@@ -50,10 +50,11 @@ class Rows(NamedTuple):
     counted: Tensor
 
 
-def rows_of(x: Tensor, x_error: Tensor | float, labels: Tensor, loss: Loss, arithmetic: Arithmetic) -> Rows:
-    """Rows of logits x that a plan has with some error."""
+def rows_of(
+    x: Tensor, x_error: Tensor | float, target: Tensor, counted: Tensor, loss: Loss, arithmetic: Arithmetic
+) -> Rows:
+    """Rows of logits x that a plan has with some error, with their classes, as `reference.targets` has them."""
     u = arithmetic.u
-    target, counted = reference.targets(labels, loss.ignore_index, loss.shift)
     x = torch.where(counted[..., None], x, 0.0)
     x_error = torch.as_tensor(x_error, dtype=x.dtype, device=x.device).expand_as(x)
     x_error = torch.where(counted[..., None], x_error, 0.0)
@@ -93,15 +94,13 @@ def losses_error(rows: Rows, loss: Loss, arithmetic: Arithmetic) -> tuple[Tensor
     return torch.where(rows.counted, SECOND_ORDER * of_loss, zero), torch.where(rows.counted, of_log, zero)
 
 
-def loss_error(rows: Rows, loss: Loss, arithmetic: Arithmetic) -> Tensor:
-    """Of the loss after its reduction."""
-    of_tokens, _ = losses_error(rows, loss, arithmetic)
+def reduced_error(of_tokens: Tensor, losses: Tensor, counted: Tensor, loss: Loss, arithmetic: Arithmetic) -> Tensor:
+    """Of the loss after its reduction, from the errors and losses of all tokens."""
     if loss.reduction == "none":
         return of_tokens
-    none = loss._replace(reduction="none")
-    values = losses_of(rows, none).abs().sum()
+    values = losses.abs().sum()
     total = of_tokens.sum() + arithmetic.u * arithmetic.tokens * (values + of_tokens.sum())
-    number = int(rows.counted.sum()) if loss.reduction == "mean" else 1
+    number = int(counted.sum()) if loss.reduction == "mean" else 1
     return (total + 4 * arithmetic.u * (values + of_tokens.sum())) / max(1, number) + arithmetic.smallest
 
 
@@ -113,19 +112,17 @@ def losses_of(rows: Rows, loss: Loss) -> Tensor:
     return torch.where(rows.counted, value, 0.0)
 
 
-def upstream_of(upstream: tuple[Tensor, ...], rows: Rows, loss: Loss) -> tuple[Tensor, Tensor]:
-    """g of the loss and h of the log-probability of each token."""
-    g = upstream[0].expand(rows.size.shape)
-    g = g / max(1, int(rows.counted.sum())) if loss.reduction == "mean" else g
+def upstream_of(upstream: tuple[Tensor, ...], counted: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """g of the loss and h of the log-probability of each token, from which of all tokens count."""
+    g = upstream[0].expand(counted.shape)
+    g = g / max(1, int(counted.sum())) if loss.reduction == "mean" else g
     return g, upstream[1] if loss.log_probabilities else torch.zeros_like(g)
 
 
-def slopes_and_error(
-    upstream: tuple[Tensor, ...], rows: Rows, loss: Loss, arithmetic: Arithmetic
-) -> tuple[Tensor, Tensor]:
-    """dx of each logit, and its error before it is rounded to anything."""
+def slopes_and_error(g: Tensor, h: Tensor, rows: Rows, loss: Loss, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """dx of each logit, and its error before it is rounded to anything; g and h are those of `upstream_of`."""
     u, classes = arithmetic.u, rows.z.shape[-1]
-    g, h = (each[..., None] for each in upstream_of(upstream, rows, loss))
+    g, h = g[..., None], h[..., None]
     size, of_size = rows.size[..., None], rows.size_error[..., None]
     p = torch.exp(rows.z - size)
     far = (size - rows.z).abs().nan_to_num(nan=0.0, posinf=0.0)
@@ -160,13 +157,17 @@ def cross_entropy_bound(loss: Loss, arithmetic: Arithmetic, output: str) -> Boun
     """Of one output of `cross_entropy` or of its backward, from the inputs of the reference."""
 
     def forward(logits: Tensor, labels: Tensor) -> Tensor:
-        rows = rows_of(logits, 0.0, labels, loss, arithmetic)
-        return loss_error(rows, loss, arithmetic) if output == "loss" else losses_error(rows, loss, arithmetic)[1]
+        rows = rows_of(logits, 0.0, *reference.targets(labels, loss.ignore_index, loss.shift), loss, arithmetic)
+        of_losses, of_logs = losses_error(rows, loss, arithmetic)
+        if output == "log_probabilities":
+            return of_logs
+        return reduced_error(of_losses, losses_of(rows, loss), rows.counted, loss, arithmetic)
 
     def backward(*inputs: Tensor) -> Tensor:
         *upstream, logits, labels = inputs
-        rows = rows_of(logits, 0.0, labels, loss, arithmetic)
-        value, error = slopes_and_error(tuple(upstream), rows, loss, arithmetic)
+        rows = rows_of(logits, 0.0, *reference.targets(labels, loss.ignore_index, loss.shift), loss, arithmetic)
+        g, h = upstream_of(tuple(upstream), rows.counted, loss)
+        value, error = slopes_and_error(g, h, rows, loss, arithmetic)
         return rounded(value, error, arithmetic.element, wide_dtype(arithmetic.element))
 
     return backward if output == "dlogits" else forward

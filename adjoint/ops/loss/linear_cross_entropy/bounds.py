@@ -1,6 +1,6 @@
 """How far `linear_cross_entropy` may be from the exact one, evaluated in float64: docs/loss.md has the proofs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -8,9 +8,12 @@ from torch import Tensor
 
 from adjoint.core.guarantee import spacing
 from adjoint.core.problem import wide_dtype
-from adjoint.ops.loss import bounds
+from adjoint.ops.loss import bounds, reference
 from adjoint.ops.loss.arguments import Loss
 from adjoint.ops.loss.bounds import Arithmetic
+
+BLOCK_ELEMENTS = 2**27
+"""Logits that a bound holds at once: 1 GiB in float64, of which it has some twenty at its peak."""
 
 
 class Rounding(NamedTuple):
@@ -38,11 +41,44 @@ def of_sum(terms: int, u: float) -> float:
     return bounds.SECOND_ORDER * 2 * (terms + 4) * u
 
 
-def _rows(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, loss: Loss, linear: Linear
-) -> bounds.Rows:
+class Tokens(NamedTuple):
+    """Rows of hidden and what is known of each without its logits: its class, if it counts, and g and h.
+
+    g and h, the upstream gradients of a token's loss and log-probability, are those of all tokens' reduction.
+    """
+
+    hidden: Tensor
+    target: Tensor
+    counted: Tensor
+    g: Tensor
+    h: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, labels: Tensor, loss: Loss, upstream: tuple[Tensor, ...] = ()) -> "Tokens":
+        target, counted = reference.targets(labels, loss.ignore_index, loss.shift)
+        g = h = hidden.new_zeros(labels.shape)
+        if upstream:
+            g, h = bounds.upstream_of(upstream, counted, loss)
+        flat = hidden.reshape(labels.numel(), hidden.shape[-1])
+        return cls(flat, *(x.reshape(-1) for x in (target, counted, g, h)))
+
+    def blocks(self, classes: int) -> Iterator["Tokens"]:
+        """The same tokens, as many at a time as have BLOCK_ELEMENTS logits; one block, without any, where there are
+        none."""
+        step = max(1, BLOCK_ELEMENTS // classes)
+        for start in range(0, max(1, len(self.target)), step):
+            yield Tokens(*(x[start : start + step] for x in self))
+
+    def scale(self, linear: Linear) -> float:
+        """What dx is divided by before it is rounded to float16."""
+        if linear.arithmetic.element != torch.float16 or not len(self.g):
+            return 1.0
+        return float((self.g.abs() + self.h.abs()).amax()) or 1.0
+
+
+def _rows(tokens: Tokens, weight: Tensor, bias: Tensor | None, loss: Loss, linear: Linear) -> bounds.Rows:
     """The logits, as a plan has them."""
-    u, element = linear.arithmetic.u, linear.arithmetic.element
+    u, element, hidden = linear.arithmetic.u, linear.arithmetic.element, tokens.hidden
     product = hidden @ weight.T
     error = of_sum(weight.shape[1], u) * (hidden.abs() @ weight.abs().T) + linear.arithmetic.smallest
     if linear.rounding.logits and element.itemsize == 2:
@@ -50,16 +86,7 @@ def _rows(
     x = product if bias is None else product + bias
     if bias is not None:
         error = error + 2 * u * (x.abs() + error)
-    return bounds.rows_of(x, error, labels, loss, linear.arithmetic)
-
-
-def _scale(upstream: tuple[Tensor, ...], rows: bounds.Rows, loss: Loss, linear: Linear) -> float:
-    """What dx is divided by before it is rounded to float16."""
-    if linear.arithmetic.element != torch.float16:
-        return 1.0
-    g, h = bounds.upstream_of(upstream, rows, loss)
-    largest = (g.abs() + h.abs()).amax() if g.numel() else g.new_ones(())
-    return float(largest) or 1.0
+    return bounds.rows_of(x, error, tokens.target, tokens.counted, loss, linear.arithmetic)
 
 
 def _rounding(size: Tensor, scale: float, linear: Linear) -> Tensor:
@@ -74,40 +101,60 @@ def _rounding(size: Tensor, scale: float, linear: Linear) -> Tensor:
 
 
 def linear_bound(loss: Loss, linear_of: Callable[[int, int], Linear], output: str) -> Callable[..., Tensor]:
-    """Of one output, from the inputs of the reference; `linear_of(tokens, classes)` says how the plan computes."""
+    """Of one output, from the inputs of the reference; `linear_of(tokens, classes)` says how the plan computes.
+
+    Tokens go through in blocks: a vocabulary's logits, in float64 and several times over, have room nowhere.
+    """
 
     def forward(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
         linear = linear_of(labels.numel(), weight.shape[0])
-        rows = _rows(hidden, weight, labels, bias, loss, linear)
-        if output == "loss":
-            return bounds.loss_error(rows, loss, linear.arithmetic)
-        return bounds.losses_error(rows, loss, linear.arithmetic)[1]
+        tokens = Tokens.of(hidden, labels, loss)
+
+        def of_block(block: Tokens) -> tuple[Tensor, ...]:
+            rows = _rows(block, weight, bias, loss, linear)
+            return *bounds.losses_error(rows, loss, linear.arithmetic), bounds.losses_of(rows, loss)
+
+        found = [of_block(block) for block in tokens.blocks(weight.shape[0])]
+        of_losses, of_logs, losses = (torch.cat(each) for each in zip(*found, strict=True))
+        if output == "log_probabilities":
+            return of_logs.view(labels.shape)
+        error = bounds.reduced_error(of_losses, losses, tokens.counted, loss, linear.arithmetic)
+        return error.view(labels.shape) if loss.reduction == "none" else error
 
     def backward(*inputs: Tensor) -> Tensor:
         number = 2 if loss.log_probabilities else 1
         upstream, (hidden, weight, labels) = inputs[:number], inputs[number : number + 3]
         bias = inputs[number + 3] if len(inputs) > number + 3 else None
         linear = linear_of(labels.numel(), weight.shape[0])
-        rows = _rows(hidden, weight, labels, bias, loss, linear)
         arithmetic, wide = linear.arithmetic, wide_dtype(linear.arithmetic.element)
-        value, error = bounds.slopes_and_error(upstream, rows, loss, arithmetic)
-        if linear.rounding.slopes and arithmetic.element.itemsize == 2:
-            scale = _scale(upstream, rows, loss, linear)
-            error = error + torch.where(rows.counted[..., None], _rounding(value.abs() + error, scale, linear), 0.0)
-        value, error = value.reshape(-1, weight.shape[0]), error.reshape(-1, weight.shape[0])
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        tokens = Tokens.of(hidden, labels, loss, upstream)
+        scale, terms = tokens.scale(linear), weight.shape[0] if output == "dhidden" else labels.numel()
+
+        def of_block(block: Tokens) -> tuple[Tensor, Tensor]:
+            """What a block gives of the gradient, and the errors of the slopes and of their sum."""
+            rows = _rows(block, weight, bias, loss, linear)
+            value, error = bounds.slopes_and_error(block.g, block.h, rows, loss, arithmetic)
+            if linear.rounding.slopes and arithmetic.element.itemsize == 2:
+                of_slopes = _rounding(value.abs() + error, scale, linear)
+                error = error + torch.where(block.counted[:, None], of_slopes, 0.0)
+            error = error + of_sum(terms, arithmetic.u) * (value.abs() + error)
+            if output == "dhidden":
+                return value @ weight, error @ weight.abs()
+            if output == "dweight":
+                return value.T @ block.hidden, error.T @ block.hidden.abs()
+            return value.sum(0), error.sum(0)
+
+        found = (of_block(block) for block in tokens.blocks(weight.shape[0]))
         if output == "dhidden":
-            exact, shape, terms = value @ weight, hidden.shape, weight.shape[0]
-            limit = error @ weight.abs() + of_sum(terms, arithmetic.u) * ((value.abs() + error) @ weight.abs())
-        elif output == "dweight":
-            exact, shape, terms = value.T @ flat, weight.shape, len(flat)
-            limit = error.T @ flat.abs() + of_sum(terms, arithmetic.u) * ((value.abs() + error).T @ flat.abs())
+            exact, limit = (torch.cat(each).view(hidden.shape) for each in zip(*found, strict=True))
         else:
-            exact, shape, terms = value.sum(0), weight.shape[:1], len(flat)
-            limit = error.sum(0) + of_sum(terms, arithmetic.u) * (value.abs() + error).sum(0)
+            exact, limit = next(found)
+            for more, error in found:
+                exact += more
+                limit += error
         limit = limit + 6 * arithmetic.u * exact.abs() + 4 * arithmetic.smallest
         if output == "dhidden" and linear.is_kept and arithmetic.element == torch.bfloat16:
             limit = limit + _rounding(exact.abs() + limit, 1.0, linear)
-        return bounds.rounded(exact, limit, arithmetic.element, wide).view(shape)
+        return bounds.rounded(exact, limit, arithmetic.element, wide)
 
     return backward if output.startswith("d") else forward
