@@ -96,7 +96,8 @@ class TokenGradients:
         self.N_terms = D.tril(-1) * outer(self.Y_size, self.new_size)
         share, tiny = self.products + self.decays, 2 * a.tiny * bool(a.storage)
         self.lost_M = (a.u * abs(c.scale) * D * M + share * self.M_terms + tiny).tril()
-        self.lost_E = (c.beta.unsqueeze(-1) * (a.u * D * N + share * self.N_terms + tiny)).tril(-1)
+        self.lost_E = (c.beta.unsqueeze(-1) * (a.u * D * N + share * self.N_terms) + tiny).tril(-1)
+        self.row_tiny = a.tiny * bool(a.row_product)  # what rounding a number of a row may cost below normal numbers
         self.largest_M = (abs(c.scale) * D * M + share * self.M_terms).tril()
         self.largest_E = (c.beta.unsqueeze(-1) * (D * N + share * self.N_terms)).tril(-1)
 
@@ -160,6 +161,7 @@ class TokenGradients:
         error = error + self.Y_size * (self.products * (self.v.norm(dim=-1) + c.start * along) + c.start_error * along)
         error = error + (self.N_terms * (self.products + self.decays) * c.kk_abs).sum(-1)
         error = error + self.a.row_product * c.start * (c.k.abs() * self._rows_of_Y_S()).sum(-1)
+        error = error + self.row_tiny * c.k.abs().sum(-1)
         shift = self.Y_shift * (forward.residual + self.residual_shift) + self.Y_norm * self.residual_shift
         return error + shift + NOISE * self.all_Y * (forward.residual + self.all_new)
 
@@ -170,15 +172,17 @@ class TokenGradients:
         error = error + self.dS_before_shift * (forward.S_norm + forward.shift) + self.dS_before * forward.shift
         # Kernels for Hopper add rows and columns of all pairs of tokens, and those that no decay passes cancel.
         pairs = self.M_terms * c.qk_abs + c.beta.unsqueeze(-1) * self.N_terms * c.kk_abs
-        pairs = ((self.products + self.decays + a.u**2) * pairs).tril(-1)
+        pairs = ((self.products + self.decays + a.u**2) * pairs + self.row_tiny).tril(-1)
         error = error + 2 * pairs.sum((-1, -2)).unsqueeze(-1)
         k_abs, q_abs = c.k.abs(), c.q.abs()
         since = abs(c.scale) * self.upstream * times(q_abs, self.S_rows)
         since = (since + c.beta * self.Y_size * times(k_abs, self.S_rows)) * (self.products * c.start + c.start_error)
         rows = abs(c.scale) * (q_abs * self._rows_of_do_S()).sum(-1) + c.beta * (k_abs * self._rows_of_Y_S()).sum(-1)
         since = since + a.row_product * c.start * rows
+        since = since + self.row_tiny * (q_abs.sum(-1) + c.beta * k_abs.sum(-1))
         until = times(k_abs, self.dS_rows) * self.new_size * (self.products * c.end + c.end_error)
         until = until + a.row_product * c.end * (k_abs * self._rows_of_new_dS()).sum(-1)
+        until = until + self.row_tiny * k_abs.sum(-1)
         error = error + since.flip(-1).cumsum(-1).flip(-1) + until.cumsum(-1)
         over_state = a.sum_of(self.v.shape[-1] + c.k.shape[-1]) + a.gradient_product
         lost = over_state * c.over.unsqueeze(-1) + c.start_error[..., -1:]
