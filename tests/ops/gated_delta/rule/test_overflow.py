@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import overflow_threshold
-from tests.ops.gated_delta.rule.climbing import RESULTS, Problems
+from tests.ops.gated_delta.rule.climbing import RESULTS, Problems, drawn
 from tests.ops.gated_delta.rule.promised import bounds_of, shares
 from tests.ops.gated_delta.rule.test_bound import HOPPER, PORTABLE, by_kernels, by_simulation, problem_of
 
@@ -105,6 +105,38 @@ def test_a_result_past_the_largest_number_is_infinite(plan: str) -> None:
     wrong = {**results, "dq": torch.full_like(results["dq"], LARGEST)}
     over_bounds = shares(plan, problems.inputs, problems.upstream, wrong, exact, problems.scale)
     assert float(over_bounds["dq"].min()) > 1.0, "a finite number in its place is wrong"
+
+
+def large_problems(number: int, time: int) -> Problems:
+    """Of every size up to the largest number of float16, each a head."""
+    generator = torch.Generator().manual_seed(time)
+    problems, sizes = drawn(generator, number, time, 16, 16, torch.float16), {}
+    for name in ("v", "state", "do", "dfinal"):
+        x = getattr(problems, name)
+        one = (number, 1, 1) if name in ("state", "dfinal") else (number, 1)
+        factor = 10 ** (4 * torch.rand(one, generator=generator))
+        sizes[name] = (x * factor).clamp(-LARGEST, LARGEST).to(x.dtype)
+    return problems._replace(**sizes)
+
+
+@PLANS
+@pytest.mark.parametrize("time", (20, 130))
+def test_what_is_infinite_was_not_promised(plan: str, time: int) -> None:
+    """dq and dk are infinite somewhere, and promised elsewhere."""
+    problems = large_problems(30, time)
+    results = results_of(plan, problems)
+    lost = lost_results(plan, problems, results)
+    for name in ("dq", "dk"):
+        assert 0.0 < float(lost[name].double().mean()) < 0.9, name
+        assert not_finite(results[name], lost[name]).any(), name
+
+
+@pytest.mark.kernels
+def test_what_is_infinite_on_kernels_was_not_promised(device: torch.device) -> None:
+    problems = Problems(*(x.to(device) for x in large_problems(12, 70)))
+    results = by_kernels(PORTABLE, problems)
+    lost = lost_results(PORTABLE, problems, results)
+    assert not_finite(results["dk"], lost["dk"]).any() and not lost["dk"].all()
 
 
 @pytest.mark.parametrize("dtype, threshold", ((torch.float16, 65520.0), (torch.bfloat16, 2.0**128 - 2.0**119)))
