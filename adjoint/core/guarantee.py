@@ -94,7 +94,7 @@ class Derived:
 
     def measure(self, output: Tensor, exact: Tensor, *inputs: Tensor) -> Measurement:
         bound = self.bound(*inputs)
-        error = _rounding_error(output, exact)
+        error = rounding_error(output, exact)
         if self.axes:
             error = error.flatten(-self.axes).norm(dim=-1)
         share = torch.where((error == 0) | bound.isposinf(), 0.0, error / bound)
@@ -208,21 +208,24 @@ def spacing(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)
 
 
+def overflow_threshold(dtype: torch.dtype) -> float:
+    """The smallest magnitude that is rounded to infinity: the largest number and half its unit in the last place."""
+    info = torch.finfo(dtype)
+    return info.max + math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
+
+
 def absolute_error(output: Tensor, exact: Tensor) -> Tensor:
     """|output − exact| in float64, where agreement on NaN and on infinity counts as no error.
 
     A finite exact value past the overflow threshold of the output's type is right as infinity.
     """
-    info = torch.finfo(output.dtype)
     got, exact = output.double(), exact.double()
-    half_ulp = math.ldexp(info.eps, math.frexp(info.max)[1] - 2)  # of the largest value
-    threshold = info.max + half_ulp
-    expected = torch.where(exact.abs() >= threshold, exact.sign() * float("inf"), exact)
+    expected = torch.where(exact.abs() >= overflow_threshold(output.dtype), exact.sign() * float("inf"), exact)
     agree = (got == expected) | (got.isnan() & expected.isnan())
     return torch.where(agree, 0.0, (got - exact).abs())
 
 
-def _rounding_error(output: Tensor, exact: Tensor) -> Tensor:
+def rounding_error(output: Tensor, exact: Tensor) -> Tensor:
     """As `absolute_error`, where an infinite output for a finite result counts as the number after the largest."""
     _, exponent = math.frexp(torch.finfo(output.dtype).max)
     error = absolute_error(output, exact)

@@ -103,6 +103,17 @@ def drawn(generator: torch.Generator, number: int, time: int, K: int, V: int, dt
     )
 
 
+def smaller(problems: Problems, generator: torch.Generator) -> Problems:
+    """The same with values, states and upstream gradients of each times 1 to 10⁻⁶: float16 has few digits of these."""
+    number, draw = problems.q.shape[2], {}
+    for name in ("v", "state", "do", "dfinal"):
+        x = getattr(problems, name)
+        one = [1] * x.dim()
+        one[1 if name in ("state", "dfinal") else 2] = number
+        draw[name] = (x * _spread(generator, *one)(-6, 0)).to(x.dtype)
+    return problems._replace(**draw)
+
+
 def changed(problems: Problems, generator: torch.Generator) -> Problems:
     """Each problem with some of its tensors changed, inside the domain."""
     device, number = generator.device, problems.q.shape[2]

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from adjoint.contract.inputs import Inputs, widened
-from adjoint.core.guarantee import Guarantee
+from adjoint.core.guarantee import Guarantee, rounding_error
 from adjoint.core.operator import Operator
 from adjoint.ops.gated_delta.rule import _rule
 
@@ -38,8 +38,11 @@ def bounds_of(
 
 
 def error_norms(got: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
-    """Norms of errors, as the bound has them: along the axes that it does not have."""
-    error = (got.double() - exact).abs()
+    """Norms of errors, as the bound has them: along the axes that it does not have.
+
+    A result that overflows counts as the number after the largest, as in `Derived`.
+    """
+    error = rounding_error(got, exact)
     axes = error.dim() - bound.dim()
     return error.flatten(-axes).norm(dim=-1) if axes else error
 
@@ -53,12 +56,13 @@ def shares(
     scale: float,
     normalize: bool = False,
 ) -> dict[str, Tensor]:
-    """Errors over their bounds, of every result; NaN counts as endless."""
+    """Errors over their bounds, of every result; NaN counts as endless, but nothing where nothing is promised."""
     bounds = bounds_of(plan, inputs, upstream, scale, normalize)
     over_bounds = {}
     for name, got in results.items():
         error = error_norms(got, exact[name], bounds[name])
-        over_bounds[name] = (error / bounds[name]).masked_fill(error == 0, 0.0).nan_to_num(nan=float("inf"))
+        free = (error == 0) | bounds[name].isposinf()
+        over_bounds[name] = (error / bounds[name]).masked_fill(free, 0.0).nan_to_num(nan=float("inf"))
     return over_bounds
 
 

@@ -171,6 +171,8 @@ class Rule:
         of_keys = row_products(Y_S, c.k)
         dbeta = (Y * v).sum(-1) + (N * c.kk).sum(-1) - of_keys
         Z = beta * N * c.kk + (M * c.qk).tril(-1)
+        if not self.hopper:
+            Z = sum(parts(Z, kind))  # type: ignore[assignment]
         passing = Z.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)
         since = row_products(do_S, c.q) - c.beta * of_keys
         until = row_products(new_dS, c.k)

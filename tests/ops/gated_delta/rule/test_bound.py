@@ -15,7 +15,7 @@ from adjoint.ops.gated_delta.promises import BACKWARD as BACKWARD_CEILING
 from adjoint.ops.gated_delta.promises import FORWARD as FORWARD_CEILING
 from adjoint.ops.gated_delta.rule import bound, guarantee
 from adjoint.ops.gated_delta.values import gradients, nearly_equal, tokens, unit_vectors
-from tests.ops.gated_delta.rule.climbing import RESULTS, Problems, climb, drawn
+from tests.ops.gated_delta.rule.climbing import RESULTS, Problems, climb, drawn, smaller
 from tests.ops.gated_delta.rule.promised import (
     BACKWARD,
     FORWARD,
@@ -77,6 +77,26 @@ def test_no_climbed_problem_breaks_a_bound(name: str) -> None:
         assert max(largest.values()) <= 1.0, (time, largest)
         if dtype not in (torch.float32, torch.float64):
             assert largest["o"] > 0.1, "a bound that nothing comes near says nothing"
+
+
+@pytest.mark.parametrize("hopper", (False, True), ids=("portable", "hopper"))
+@pytest.mark.parametrize("target", ("dv", "dbeta"))
+def test_no_climbed_problem_of_small_numbers_breaks_a_bound(target: str, hopper: bool) -> None:
+    """Below 2⁻¹⁴ float16 loses digits: what that costs counts wherever a plan rounds to it."""
+    for time, K, V in ((1, 2, 1), (20, 16, 8)):
+        generator = torch.Generator().manual_seed(time)
+        problems = smaller(drawn(generator, 20, time, K, V, torch.float16), generator)
+        run = partial(by_simulation, hopper=hopper)
+        largest = climb(HOPPER if hopper else PORTABLE, run, problems, target, 6, generator)
+        assert max(largest.values()) <= 1.0, (time, largest)
+
+
+@pytest.mark.kernels
+def test_small_numbers_on_kernels(device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(3)
+    problems = smaller(drawn(generator, 12, 5, 16, 16, torch.float16), generator)
+    largest = largest_shares(PORTABLE, problems, by_kernels(PORTABLE, problems), problems.exact())
+    assert max(largest.values()) <= 1.0 and largest["dbeta"] > 0.01, largest
 
 
 # ------------------------------------------------------------------------------------------ named problems
@@ -339,6 +359,8 @@ def test_no_problem_climbed_on_a_gpu_breaks_a_bound(plan: str, dtype: torch.dtyp
     for index, time in enumerate(lengths):
         generator = torch.Generator(device).manual_seed(time)
         problems = drawn(generator, CLIMBERS, time, 64, 64, dtype)
+        if dtype == torch.float16 and index % 2:
+            problems = smaller(problems, generator)
         target = RESULTS[(index + len(lengths) * (dtype == torch.float16)) % len(RESULTS)]
         largest = climb(plan, partial(by_kernels, plan), problems, target, 5, generator)
         assert max(largest.values()) <= 1.0, (time, dtype, largest)

@@ -16,7 +16,8 @@ def backward(
     a: Arithmetic, scale: float, lanes: Lanes, do: Tensor, S: Tensor, dS: Tensor, length: int
 ) -> tuple[list[Gradients], Tensor, Tensor]:
     """Every chunk, last to first: the gradients of each, in order, that of the initial state, and its error's bound."""
-    errors = forward(a, scale, lanes, S, length, gradients=True).errors
+    left = forward(a, scale, lanes, S, length, gradients=True)
+    errors, overflow = left.errors, torch.zeros(len(S), dtype=torch.bool, device=S.device)
     E, shift = Ellipsoids.none(len(S), S.shape[-2], S), S.new_zeros(len(S))
     every = a.reverse_segment // CHUNK if a.unsplit_reverse and length > a.unsplit_reverse else 0
     last = (lanes.chunks - 1) // every if every else 0
@@ -26,16 +27,18 @@ def backward(
         c = lanes.chunk(a, scale, at)
         step, before, before_error = reverse_step(a, c, do[at], dS, E)
         gradients = TokenGradients(a, c, lanes.v[at], do[at], errors[at], step, E.norm(), shift)
-        results.append(gradients.all())
+        overflow = overflow | step.overflow
+        results.append(gradients.all(left.overflow[at], overflow))
         shift = gradients.shift
         dS, E = before, before_error
         if every:
-            _, B, B_error = reverse_step(a, c, do[at], B, B_error)
+            alone, B, B_error = reverse_step(a, c, do[at], B, B_error)
+            overflow = overflow | alone.overflow
             if at and at % every == 0:
                 if at // every < last:
                     E = _compose_reverse(a, scale, lanes, range(at, at + every), *end, B, B_error)
                 end, B, B_error = (dS, E), torch.zeros_like(dS), Ellipsoids.none(len(S), S.shape[-2], S)
-    return results[::-1], dS, E.norm() + shift
+    return results[::-1], dS, (E.norm() + shift).masked_fill(overflow, torch.inf)
 
 
 def _compose_reverse(

@@ -153,8 +153,9 @@ class Call:
 
 
 def _rounded(kind: torch.dtype, wide: torch.dtype, error: Tensor, norm: Tensor, size: int) -> Tensor:
-    """The bound of a result that is rounded to its type."""
-    return SLACK * (error + rounding(kind, wide) * (norm + error)) + _below(kind, size)
+    """The bound of a result that is rounded to its type; infinite where the error is."""
+    unit = rounding(kind, wide)
+    return SLACK * (error + unit * norm + (unit * error if unit else 0.0)) + _below(kind, size)
 
 
 def _below(kind: torch.dtype, size: int) -> float:

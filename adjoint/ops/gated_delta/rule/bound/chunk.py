@@ -31,6 +31,7 @@ class Chunk:
         T_error: of T before it is rounded.
         stored_error: of T° as the forward stores it.
         P_error: of P before it is rounded.
+        largest_score: what P may be as it is computed, with its scale or without.
     """
 
     def __init__(self, arithmetic: Arithmetic, scale: float, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> None:
@@ -77,7 +78,9 @@ class Chunk:
             off = self.T0.to(a.storage).double() - self.T0
             rounded = a.u * self.T0.abs() + (1 + a.u) * self.T_error + a.tiny
             self.stored_error = torch.minimum(rounded, off.abs() + 2 * self.T_error).tril(-1)
-        self.P_error = abs(self.scale) * self.qk_abs * (self.over_keys * self.D + self.decay_error)
+        score_error = self.qk_abs * (self.over_keys * self.D + self.decay_error)
+        self.P_error = abs(self.scale) * score_error
+        self.largest_score = max(1.0, abs(self.scale)) * ((self.qk * self.D).abs() + score_error)
 
 
 def inverse_error(a: Arithmetic, T: Tensor, A: Tensor, A_error: Tensor, sums: float) -> Tensor:

@@ -11,6 +11,7 @@ from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, NOISE, TF32_PRODUCT, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, norms_of_sums, times
 from adjoint.ops.gated_delta.rule.bound.ellipsoids import Ellipsoids
+from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow
 
 
 class ForwardStep(NamedTuple):
@@ -23,6 +24,7 @@ class ForwardStep(NamedTuple):
         error: of v'; size: the norm of each token's v' as it is computed.
         residual_rounding, residual_error: of r, what rounding it costs, and what it lost before.
         through_T: of the product with T.
+        overflow: whether a number of S, r, v' or P may have no place in storage, [lanes].
     """
 
     S: Tensor
@@ -35,6 +37,7 @@ class ForwardStep(NamedTuple):
     residual_rounding: Tensor
     residual_error: Tensor
     through_T: Tensor
+    overflow: Tensor
 
 
 def forward_step(
@@ -64,7 +67,9 @@ def forward_step(
     columns = torch.cat([c.kt @ c.w, c.kt @ c.T0, c.kt @ c.T, c.kt, c.eye], -1)
     sizes = torch.cat([dS, dr, residual_error, carried, sums], -1)
     after = c.over[:, None, None] * S + c.kt @ new_values
-    step = ForwardStep(S, new_values, s, dS, local_error, error, size, dr, residual_error, through_T)
+    overflow = matrix_may_overflow(a, S, s) | matrix_may_overflow(a, r, rho) | matrix_may_overflow(a, new_values, size)
+    overflow = overflow | may_overflow(a, c.largest_score).flatten(1).any(-1)
+    step = ForwardStep(S, new_values, s, dS, local_error, error, size, dr, residual_error, through_T, overflow)
     return step, after, E.move(c.M).add(Ellipsoids.around(columns, sizes))
 
 
@@ -133,13 +138,15 @@ class Segment:
         self.a = a
         self.M, self.M_error = torch.eye(K).to(S).expand(lanes, K, K), Ellipsoids.none(lanes, K, S)
         self.B, self.B_error = torch.zeros_like(S), Ellipsoids.none(lanes, K, S)
+        self.overflow = torch.zeros(lanes, dtype=torch.bool, device=S.device)
 
     def advance(self, c: Chunk, v: Tensor | None) -> None:
         """Past a chunk; M alone without values."""
         nothing = c.k.new_zeros(c.k.shape)
         _, self.M, self.M_error = forward_step(self.a, c, nothing, self.M, self.M_error)
         if v is not None:
-            _, self.B, self.B_error = forward_step(self.a, c, v, self.B, self.B_error)
+            step, self.B, self.B_error = forward_step(self.a, c, v, self.B, self.B_error)
+            self.overflow = self.overflow | step.overflow
 
     def compose(self, S: Tensor, E: Ellipsoids) -> Ellipsoids:
         """The error of M̂ Ŝ + B̂, Ŝ = S + E: M E, the error of M times Ŝ, that of B, and of the product itself."""
@@ -161,12 +168,14 @@ class Forward:
         S, error: the final state, and a bound of its error.
         errors: what gradients need of each chunk, where there are to be any.
         states: bounds of the error of the state at the start of each segment but the first.
+        overflow: whether a chunk, or one before, may have rounded to storage what has no place there, [chunks, lanes].
     """
 
     out: list[Tensor] = field(default_factory=list)
     out_error: list[Tensor] = field(default_factory=list)
     errors: list[ForwardErrors] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)
+    overflow: list[Tensor] = field(default_factory=list)
     S: Any = None
     error: Any = None
 
@@ -177,13 +186,15 @@ def forward(a: Arithmetic, scale: float, lanes: Lanes, S: Tensor, length: int, g
     shift = S.new_zeros(len(S))  # by the rounding of normalised keys
     every = a.segment // CHUNK if a.segment and length > a.segment else 0
     segment, start = None, (S, E)
+    overflow = torch.zeros(len(S), dtype=torch.bool, device=S.device)
     for at in range(lanes.chunks):
         if every and at % every == 0:
             if segment is not None:
-                E = segment.compose(*start)
+                E, overflow = segment.compose(*start), overflow | segment.overflow
             segment, start = Segment(a, S), (S, E)
         if at and at % (packing.SEGMENT // CHUNK) == 0:
-            result.states[at // (packing.SEGMENT // CHUNK)] = E.norm() + shift
+            state_error = (E.norm() + shift).masked_fill(overflow, torch.inf)
+            result.states[at // (packing.SEGMENT // CHUNK)] = state_error
         c, v = lanes.chunk(a, scale, at), lanes.v[at]
         step, after, after_error = forward_step(a, c, v, S, E)
         out, error = output_bound(a, c, step, E)
@@ -193,12 +204,14 @@ def forward(a: Arithmetic, scale: float, lanes: Lanes, S: Tensor, length: int, g
             S_after = errors.S_norm + c.beta * c.k_norm * errors.residual
             error = error + abs(scale) * c.q_norm * ((1 + a.normalized) * errors.shift_after + a.normalized * S_after)
             result.errors.append(errors)
+        overflow = overflow | step.overflow
         result.out.append(out)
-        result.out_error.append(error)
+        result.out_error.append(error.masked_fill(overflow.unsqueeze(-1), torch.inf))
+        result.overflow.append(overflow)
         if segment is not None:
             segment.advance(c, v)
         S, E = after, after_error
-    result.S, result.error = S, E.norm() + shift
+    result.S, result.error = S, (E.norm() + shift).masked_fill(overflow, torch.inf)
     return result
 
 

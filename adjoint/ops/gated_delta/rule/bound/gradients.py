@@ -17,6 +17,7 @@ from torch import Tensor
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, NOISE, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, norms_of_sums, times
 from adjoint.ops.gated_delta.rule.bound.forward import ForwardErrors
+from adjoint.ops.gated_delta.rule.bound.overflow import Lost, may_overflow
 from adjoint.ops.gated_delta.rule.bound.reverse_step import ReverseStep
 
 
@@ -95,7 +96,27 @@ class TokenGradients:
         self.N_terms = D.tril(-1) * outer(self.Y_size, self.new_size)
         share, tiny = self.products + self.decays, 2 * a.tiny * bool(a.storage)
         self.lost_M = (a.u * abs(c.scale) * D * M + share * self.M_terms + tiny).tril()
-        self.lost_E = (c.beta.unsqueeze(-1) * (a.u * D * N + share * self.N_terms + tiny)).tril(-1)
+        self.lost_E = (c.beta.unsqueeze(-1) * (a.u * D * N + share * self.N_terms) + tiny).tril(-1)
+        self.row_tiny = a.tiny * bool(a.row_product)  # what rounding a number of a row may cost below normal numbers
+        self.largest_M = (abs(c.scale) * D * M + share * self.M_terms).tril()
+        self.largest_E = (c.beta.unsqueeze(-1) * (D * N + share * self.N_terms)).tril(-1)
+
+    def lost(self, forward_overflow: Tensor, reverse_overflow: Tensor) -> Lost:
+        """What numbers without a place in storage may reach: in M, E and the rows of this chunk, or in either scan."""
+        a, c = self.a, self.c
+        M, E = may_overflow(a, self.largest_M), may_overflow(a, self.largest_E)
+        of_scans = (forward_overflow | reverse_overflow).unsqueeze(-1).expand_as(c.beta)
+        dq, dk = of_scans | M.any(-1), of_scans | M.any(-2) | E.any(-1) | E.any(-2)
+        dg = dbeta = of_scans
+        if a.row_product:
+            products = (1 + self.products) * c.start + c.start_error
+            do_S, Y_S = (products.unsqueeze(-1) * x for x in (self._rows_of_do_S(), self._rows_of_Y_S()))
+            new_dS = ((1 + self.products) * c.end + c.end_error).unsqueeze(-1) * self._rows_of_new_dS()
+            of_keys = may_overflow(a, Y_S).any(-1)
+            pairs = (self.largest_M * c.qk_abs + self.largest_E * c.kk_abs).tril(-1)
+            rows = may_overflow(a, torch.cat([abs(c.scale) * do_S, new_dS, pairs], -1)).any(-1) | of_keys
+            dg, dbeta = dg | rows.any(-1, keepdim=True), dbeta | of_keys
+        return Lost(dq, dk, reverse_overflow.unsqueeze(-1).expand_as(c.beta), dg, dbeta)
 
     def _shift(self, shift: Tensor) -> None:
         """What normalised q and k cost dS_t, Y and v − S_tᵀk; and the dS of the chunk before."""
@@ -140,6 +161,7 @@ class TokenGradients:
         error = error + self.Y_size * (self.products * (self.v.norm(dim=-1) + c.start * along) + c.start_error * along)
         error = error + (self.N_terms * (self.products + self.decays) * c.kk_abs).sum(-1)
         error = error + self.a.row_product * c.start * (c.k.abs() * self._rows_of_Y_S()).sum(-1)
+        error = error + self.row_tiny * c.k.abs().sum(-1)
         shift = self.Y_shift * (forward.residual + self.residual_shift) + self.Y_norm * self.residual_shift
         return error + shift + NOISE * self.all_Y * (forward.residual + self.all_new)
 
@@ -150,15 +172,17 @@ class TokenGradients:
         error = error + self.dS_before_shift * (forward.S_norm + forward.shift) + self.dS_before * forward.shift
         # Kernels for Hopper add rows and columns of all pairs of tokens, and those that no decay passes cancel.
         pairs = self.M_terms * c.qk_abs + c.beta.unsqueeze(-1) * self.N_terms * c.kk_abs
-        pairs = ((self.products + self.decays + a.u**2) * pairs).tril(-1)
+        pairs = ((self.products + self.decays + a.u**2) * pairs + self.row_tiny).tril(-1)
         error = error + 2 * pairs.sum((-1, -2)).unsqueeze(-1)
         k_abs, q_abs = c.k.abs(), c.q.abs()
         since = abs(c.scale) * self.upstream * times(q_abs, self.S_rows)
         since = (since + c.beta * self.Y_size * times(k_abs, self.S_rows)) * (self.products * c.start + c.start_error)
         rows = abs(c.scale) * (q_abs * self._rows_of_do_S()).sum(-1) + c.beta * (k_abs * self._rows_of_Y_S()).sum(-1)
         since = since + a.row_product * c.start * rows
+        since = since + self.row_tiny * (q_abs.sum(-1) + c.beta * k_abs.sum(-1))
         until = times(k_abs, self.dS_rows) * self.new_size * (self.products * c.end + c.end_error)
         until = until + a.row_product * c.end * (k_abs * self._rows_of_new_dS()).sum(-1)
+        until = until + self.row_tiny * k_abs.sum(-1)
         error = error + since.flip(-1).cumsum(-1).flip(-1) + until.cumsum(-1)
         over_state = a.sum_of(self.v.shape[-1] + c.k.shape[-1]) + a.gradient_product
         lost = over_state * c.over.unsqueeze(-1) + c.start_error[..., -1:]
@@ -190,7 +214,8 @@ class TokenGradients:
 
     # ------------------------------------------------------------------------------------------- values
 
-    def all(self) -> Gradients:
+    def all(self, forward_overflow: Tensor, reverse_overflow: Tensor) -> Gradients:
+        """Args: whether what the forward and the reverse scan rounded, up to this chunk, may have overflowed."""
         c, S, dS, new, Y, do = self.c, self.S, self.dS, self.new, self.Y, self.do
         M = c.scale * (do @ new.mT) * c.D
         E = -c.beta.unsqueeze(-1) * (Y @ new.mT) * self.strict
@@ -204,4 +229,6 @@ class TokenGradients:
         dg = dg + (c.over * (S * dS).sum((-1, -2))).unsqueeze(-1)
         dbeta = (Y * self.forward.difference).sum(-1)
         errors = (self.dq_error(), self.dk_error(), self.dv_error(), self.dg_error(), self.dbeta_error())
+        lost = self.lost(forward_overflow, reverse_overflow)
+        errors = tuple(x.masked_fill(where, torch.inf) for x, where in zip(errors, lost, strict=True))  # type: ignore
         return Gradients(dq, dk, c.beta * self.Y_norm, dg, dbeta, *errors, self.dq_terms(), self.dk_terms())

@@ -8,6 +8,7 @@ from torch import Tensor
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, times
 from adjoint.ops.gated_delta.rule.bound.ellipsoids import Ellipsoids
+from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow
 
 
 class ReverseStep(NamedTuple):
@@ -18,6 +19,7 @@ class ReverseStep(NamedTuple):
         dS_size, dS_rounding: norms of the rows of it as it is computed, and of what rounding it once costs.
         Y: the adjoint of β ⊙ (v − Sᵀk).
         local_error, error, size: of Y, as of v' in `ForwardStep`, before it is rounded.
+        overflow: whether a number of dS, Y, P, P T, Tᵀ Pᵀ do or scale·e^G do may have no place in storage, [lanes].
     """
 
     dS: Tensor
@@ -27,6 +29,7 @@ class ReverseStep(NamedTuple):
     local_error: Tensor
     error: Tensor
     size: Tensor
+    overflow: Tensor
 
 
 def reverse_step(
@@ -58,6 +61,11 @@ def reverse_step(
     sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2))
     columns = torch.cat([c.old.mT, c.eye], -1)
     sizes = torch.cat([local_error + (a.u + 8 * a.unit) * size + row, sums], -1)
-    step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), local_error, error, size)
+    overflow = matrix_may_overflow(a, dS, s) | matrix_may_overflow(a, Y, size)
+    overflow = overflow | matrix_may_overflow(a, local, local.norm(dim=-1) + local_error)
+    P_T = (c.P @ c.T).abs() + P_error @ T_abs + P_abs @ T_error
+    far = abs(c.scale) * (c.start + c.start_error).unsqueeze(-1) * do.abs()
+    overflow = overflow | may_overflow(a, torch.cat([c.largest_score, P_T, far], -1)).flatten(1).any(-1)
+    step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), local_error, error, size, overflow)
     before = c.over[:, None, None] * dS + c.far.mT @ do - c.old.mT @ Y
     return step, before, E.move(c.M.mT).add(Ellipsoids.around(columns, sizes))

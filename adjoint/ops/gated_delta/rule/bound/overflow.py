@@ -1,0 +1,34 @@
+"""Where a 16-bit type has no number for what a kernel rounds to it: there nothing is promised, and bounds are infinite.
+
+float16 ends at 65504, and what is rounded may be larger than results are: E, the products of Y and v' for dk, has terms
+that cancel. What counts is the exact number with the bound of its error, so that a number below is never infinite.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from adjoint.core.guarantee import overflow_threshold
+from adjoint.ops.gated_delta.rule.bound.arithmetic import Arithmetic
+
+
+def may_overflow(a: Arithmetic, magnitude: Tensor) -> Tensor:
+    """Where numbers of at most these magnitudes may become infinite in storage."""
+    limit = overflow_threshold(a.storage) if a.storage else float("inf")
+    return magnitude >= limit
+
+
+def matrix_may_overflow(a: Arithmetic, x: Tensor, row_sizes: Tensor) -> Tensor:
+    """Whether one of a lane's rows may, where `row_sizes` are at least their norms with those of their errors."""
+    errors = row_sizes - x.norm(dim=-1)
+    return may_overflow(a, x.abs().amax(-1) + errors.clamp_min(0)).any(-1)
+
+
+class Lost(NamedTuple):
+    """The gradients of a chunk's tokens, [lanes, 64], that a number without a place in storage may reach."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
