@@ -122,7 +122,7 @@ def loss_combine(
     tl.store(sizes + row, tl.where(counted, size, 0.0), inside)
 
 
-@kernel(budget=PRODUCT, numeric=("ROWS", "COLUMNS", "DEPTH"), schedule=("GROUP",))
+@kernel(budget=PRODUCT, numeric={"rows": "ROWS", "slope_columns": "COLUMNS", "depth": "DEPTH"}, schedule=("GROUP",))
 @triton.jit
 def loss_tile_slopes(
     hidden: Pointer16.element, weight: Pointer16.element, bias: Pointer.element, targets: Pointer.int32,
