@@ -30,12 +30,12 @@ class Bound:
     def gradients(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """The gradients that a backward's results stand for, by the names of its outputs.
 
-        Results with a name each keep it: those of a row-sparse gradient are its rows and their values, not the sparse
-        tensor that autograd gets.
+        Those of a row-sparse gradient are its rows and their values, not the one tensor that autograd gets.
         """
         operator = self.plan.operator
-        if operator.assemble is not None and len(results) < len(operator.outputs):
-            results = operator.assemble(results, self.arguments)
+        if operator.assemble is not None:
+            assembled = operator.assemble(results, self.arguments)
+            results = assembled if len(assembled) == len(operator.outputs) else results
         return dict(zip(operator.outputs, results, strict=True))
 
     def workspace(self) -> Tensor | None:

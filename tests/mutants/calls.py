@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 import adjoint
 from adjoint.contract.directions import Bound
 from adjoint.contract.inputs import poison
+from adjoint.core.kernels import Variant
 from adjoint.core.plan import Plan, select
 from adjoint.core.schedules import Schedules
 from adjoint.core.workspace import Regions
@@ -57,10 +58,16 @@ class _Edges:
 _edges = _Edges()
 
 
+def _launch_anywhere(self: Variant, function: Any, constants: dict[str, Any]) -> Callable[..., None]:
+    """A launcher that takes addresses as they are: at an edge, memory that torch would align is not aligned."""
+    return lambda grid, *arguments: function[grid](*arguments, **constants)
+
+
 def guard() -> None:
     """From now on, every region of a workspace and every output lies at an edge, programs run in either order, and
     those that race are noticed."""
     races.watch()
+    Variant._interpreted = _launch_anywhere  # type: ignore[method-assign]
     allocate_regions, allocate_outputs = Regions.allocate, Plan.allocate
 
     def allocate(self: Regions, device: torch.device) -> Tensor:

@@ -37,6 +37,9 @@ def test_every_check_passes_on_an_op_that_is_right(lookup_jobs: list[Job]) -> No
     }
 
 
+INVARIANCES = ("batch invariance", "device invariance")
+
+
 def test_named_plans_have_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = replace(LOOKUP, plans=("eager.other_bits+eager", "cuda.fast+eager"))
     family = SimpleNamespace(__name__="tests.lookup.cases", SUBJECTS=(subject,), BAD_CALLS=())
@@ -44,7 +47,7 @@ def test_named_plans_have_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     listed = {job.label: job for job in jobs(None, CPU)}
     assert {label for label in listed if "float32 eager.other_bits" in label} == {
         f"lookup float32 eager.other_bits+eager: {check}"
-        for check in ("accuracy", "special values", "repeats", "batch invariance", "device invariance", "poison")
+        for check in ("accuracy", "special values", "repeats", "poison", "arithmetic", *INVARIANCES)
     }
     assert not [label for label in listed if "cuda.fast" in label], "its backend is not here"
     (row,) = listed["lookup float32 eager.other_bits+eager: repeats"].run()
