@@ -122,7 +122,8 @@ def _in_modes(base: Evaluation, dtype: torch.dtype, device: torch.device) -> Row
     with torch.no_grad():
         compare("no_grad", as_tuple(subject(*base.inputs, preference=preference)), base.outputs)
     low = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    compare("autocast", *_autocast(base, device, low))
+    if _can_be_cast(base, low):
+        compare("autocast", *_autocast(base, device, low))
     with torch.autograd.graph.save_on_cpu():
         compare("save_on_cpu", base.again().results, base.results)
 
@@ -144,6 +145,16 @@ def _in_modes(base: Evaluation, dtype: torch.dtype, device: torch.device) -> Row
     for evaluation in found:
         compare("another thread", evaluation.results, base.results)
     return base.row("modes and threads", dtype, "changes nothing", wrong=wrong)
+
+
+def _can_be_cast(base: Evaluation, low: torch.dtype) -> bool:
+    """Whether inputs that autocast leaves alone, such as gates, go with those it casts: no other 16-bit type does."""
+    alone = [
+        x.dtype
+        for name, x in zip(base.subject.inputs, base.inputs, strict=True)
+        if x is not None and x.is_floating_point() and base.subject.autocast and name not in base.subject.autocast
+    ]
+    return all(kind.itemsize > 2 or kind == low for kind in alone)
 
 
 def _autocast(
