@@ -55,6 +55,10 @@ def sequences(lengths: tuple[int, ...] = (9, 1, 0, 14, 5)) -> list[Tensor]:
     return [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator) for length in lengths]
 
 
+LOGITS = 1e-5
+"""How far logits in float32 may be from the exact ones, of their norm, as docs/models.md states."""
+
+
 def distance(result: Tensor, exact: Tensor) -> float:
     """‖result − exact‖ / ‖exact‖."""
     return float((result.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
