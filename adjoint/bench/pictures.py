@@ -40,8 +40,8 @@ def rows_beside_peers(content: dict[str, Any]) -> list[list[Row]]:
 
 def op_of(workload: str) -> str:
     """An op with its mode, which may have blanks: `rotary[in place]` of "rotary[in place] 32768×(16 + 2)×256"."""
-    found = re.match(r"[^\s\[]+(\[[^]]*\])?", workload)
-    return found[0] if found else workload
+    beginning = re.match(r"[^\s\[]+(\[[^]]*\])?", workload)
+    return beginning[0] if beginning else workload
 
 
 def speed(content: dict[str, Any]) -> str:
