@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import adjoint
 from adjoint import gated_delta, moe
-from adjoint.core.operator import operators
+from tests.package import package_operators
 
 WITH_PRODUCTS = {
     "moe_experts", "moe_experts_backward",
@@ -48,11 +48,6 @@ WITHOUT_PRODUCTS = {
     "solve",
 }  # fmt: skip
 """Elementwise work, sums, look-ups, sorts and triangular systems, for which torch counts nothing either."""
-
-
-def package_operators() -> dict[str, Any]:
-    """Those of the package: tests declare operators of their own."""
-    return {x.name: x for x in operators() if x.candidates.__module__.startswith("adjoint.ops.")}
 
 
 def counted(function: Callable[[], Any]) -> dict[str, int]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from adjoint.core import kernels
-from adjoint.core.operator import operators
 from adjoint.core.preference import Preference
 from adjoint.verify import framework, jobs
 from adjoint.verify.coverage import Promise, checked, implied, made
 from adjoint.verify.jobs import subjects
+from tests.package import package_operators
 
 in_the_interpreter = pytest.mark.skipif(not kernels.interpreting(), reason="where plans of both backends are there")
 
@@ -182,7 +182,7 @@ ON_HOPPER = {("gated_delta_rule", "gluon.fused"), ("gated_delta_rule_backward", 
 def test_every_plan_has_a_case() -> None:
     """An operator, or a plan, that no subject's cases reach would promise what nothing checks."""
     made_by = {(promise.operator, promise.plan) for promise in made("cpu")}
-    every = {(operator.name, plan.name) for operator in operators() for plan in operator.candidates()}
+    every = {(operator.name, plan.name) for operator in package_operators().values() for plan in operator.candidates()}
     assert every - made_by == ON_HOPPER
 
 
