@@ -14,7 +14,7 @@ import adjoint
 from adjoint.integrations.transformers import forwards, patch, unpatch
 from adjoint.ops import moe
 from tests.models import oracle
-from tests.models.small import CONFIGS, distance, small_model
+from tests.models.small import CONFIGS, GRADIENTS, LOGITS, distance, small_model
 from tests.models.test_hybrid import with_gradient_of, wrong_gradients
 
 FOLDERS = {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
@@ -123,11 +123,11 @@ def test_a_wrong_gradient_of_any_op_is_noticed(
     monkeypatch.setattr(owner, op, changed)
     gradients = results(patched("qwen3_5_moe"), input_ids=row)[1]
     monkeypatch.undo()
-    wrong = wrong_gradients(gradients, gradients_of_the_mixture, 1e-2)
+    wrong = wrong_gradients(gradients, gradients_of_the_mixture, 100 * GRADIENTS)
     assert wrong, "no parameter's gradient shows it"
     if (op, argument, factor) == ("embedding", "weight", 0.0):
         right = results(patched("qwen3_5_moe"), input_ids=row)[1]
-        assert wrong_gradients(right, gradients_of_the_mixture, 1e-3) == [], "without it nothing is wrong"
+        assert wrong_gradients(right, gradients_of_the_mixture, GRADIENTS) == [], "without it nothing is wrong"
 
 
 @families
@@ -198,7 +198,7 @@ def test_packed_sequences_do_not_see_each_other(name: str, packing: str, ids: Te
     output = model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=False)
     weights = {key: p.detach().double() for key, p in small_model(name).named_parameters()}
     right = torch.cat([oracle.logits_of(row, weights, CONFIGS[name])[0] for row in sequences])
-    assert distance(output.logits[0], right) <= 1e-5
+    assert distance(output.logits[0], right) <= LOGITS
     with pytest.raises(adjoint.Unsupported, match="use_cache=False"):
         model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=True)
 
@@ -215,8 +215,8 @@ def test_positions_of_a_picture_are_no_bounds(name: str, ids: Tensor) -> None:
     with torch.no_grad():
         theirs = model(input_ids=row, position_ids=three, use_cache=False).logits
         patch(model, verbose=False)
-        assert distance(model(input_ids=row, position_ids=three, use_cache=False).logits, theirs) <= 1e-5
-        assert distance(model(input_ids=row, position_ids=four, use_cache=False).logits, theirs) <= 1e-5
+        assert distance(model(input_ids=row, position_ids=three, use_cache=False).logits, theirs) <= 2 * LOGITS
+        assert distance(model(input_ids=row, position_ids=four, use_cache=False).logits, theirs) <= 2 * LOGITS
 
 
 @families
@@ -229,7 +229,7 @@ def test_padding_of_the_only_row(name: str, side: str, ids: Tensor) -> None:
     with torch.no_grad():
         padded = model(input_ids=ids[:1], attention_mask=mask, position_ids=positions, use_cache=False).logits
         alone = model(input_ids=ids[:1, mask[0] == 1], use_cache=False).logits
-    assert distance(padded[:, mask[0] == 1], alone) <= 1e-5
+    assert distance(padded[:, mask[0] == 1], alone) <= 2 * LOGITS
 
 
 @families
@@ -244,7 +244,7 @@ def test_padding_changes_nothing(name: str, side: str, ids: Tensor) -> None:
             1, mask[1] == 1
         ]
         alone = model(input_ids=ids[1:, mask[1] == 1], use_cache=False).logits[0]
-    assert distance(padded, alone) <= 1e-5
+    assert distance(padded, alone) <= 2 * LOGITS
 
 
 @families
@@ -270,7 +270,7 @@ def test_decoding_in_pieces_is_the_whole_forward(name: str, ids: Tensor) -> None
         pieces, cache = [first.logits], first.past_key_values
         for begin, end in ((5, 6), (6, 9), (9, 30), (30, 40)):
             pieces.append(model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True).logits)
-    assert distance(torch.cat(pieces, 1), whole) <= 1e-5
+    assert distance(torch.cat(pieces, 1), whole) <= 2 * LOGITS
 
 
 @families
@@ -297,11 +297,11 @@ def test_the_loss_without_logits(name: str, count: int | None, ids: Tensor) -> N
     report = patch(ours, loss=True, verbose=False)
     assert any(line.operations == "linear_cross_entropy" and line.count == 1 for line in report.replacements)
     expected, output = theirs(**inputs), ours(**inputs)
-    assert output.logits is None and distance(output.loss, expected.loss) <= 1e-5
+    assert output.logits is None and distance(output.loss, expected.loss) <= 2 * LOGITS
     expected.loss.backward()
     output.loss.backward()
     for (key, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert distance(mine.grad, other.grad) <= 1e-3, key
+        assert distance(mine.grad, other.grad) <= 2 * GRADIENTS, key
     assert ours.eval()(**inputs).logits is not None, "an evaluation needs them"
     unpatch(ours)
     assert ours.train()(**inputs).logits is not None
@@ -312,7 +312,10 @@ def test_the_auxiliary_loss_is_kept(ids: Tensor) -> None:
     inputs = {"input_ids": ids, "labels": ids, "output_router_logits": True}
     expected, output = theirs(**inputs), ours(**inputs)
     assert len(output.router_logits) == 4
-    assert distance(output.aux_loss, expected.aux_loss) <= 1e-5 and distance(output.loss, expected.loss) <= 1e-5
+    assert (
+        distance(output.aux_loss, expected.aux_loss) <= 2 * LOGITS
+        and distance(output.loss, expected.loss) <= 2 * LOGITS
+    )
 
 
 @families
@@ -340,7 +343,7 @@ def test_adapters(name: str, ids: Tensor) -> None:
     for patch_first in (True, False):
         ours = gradients(patch_first)
         assert ours.keys() == theirs.keys() and all("lora" in key for key in ours)
-        assert all(distance(ours[key], theirs[key]) <= 1e-3 for key in theirs)
+        assert all(distance(ours[key], theirs[key]) <= 2 * GRADIENTS for key in theirs)
 
 
 def test_a_trainer_trains_it(ids: Tensor, tmp_path: Any) -> None:

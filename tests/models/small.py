@@ -57,6 +57,8 @@ def sequences(lengths: tuple[int, ...] = (9, 1, 0, 14, 5)) -> list[Tensor]:
 
 LOGITS = 1e-5
 """How far logits in float32 may be from the exact ones, of their norm, as docs/models.md states."""
+GRADIENTS = 1e-4
+"""The same of each parameter's gradient."""
 
 
 def distance(result: Tensor, exact: Tensor) -> float:

@@ -24,9 +24,9 @@ class Inputs(NamedTuple):
 
     x: Tensor
     weight: Tensor
-    bias: Tensor | None
-    state: Tensor | None
-    cu_seqlens: Tensor | None
+    bias: Tensor | None = None
+    state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
 class Bounds:

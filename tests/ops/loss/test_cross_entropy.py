@@ -73,9 +73,13 @@ def test_packed_sequences_are_silent_where_they_meet(backend: str) -> None:
     bounds = [0, 4, 5, 11]
     packed = labels.clone()
     packed[0, bounds[:-1]] = -100
-    options: dict[str, Any] = {"shift": True, "reduction": "sum", "preference": Preference(backend=backend)}
-    parts = [adjoint.cross_entropy(logits[:, a:b], labels[:, a:b], **options) for a, b in pairwise(bounds)]
-    assert torch.allclose(adjoint.cross_entropy(logits, packed, **options), torch.stack(parts).sum(), rtol=1e-6)
+    options: dict[str, Any] = {"shift": True, "reduction": "sum"}
+    preference = Preference(backend=backend)
+    loss = adjoint.cross_entropy(logits, packed, preference=preference, **options)
+    wide = logits.double()
+    parts = [F.cross_entropy(wide[0, a : b - 1], labels[0, a + 1 : b], reduction="sum") for a, b in pairwise(bounds)]
+    pairs = {"loss": (loss, torch.stack(parts).sum())}
+    assert not broken(adjoint.cross_entropy, (logits, packed), pairs, preference=preference, **options)
 
 
 @every_backend
@@ -114,8 +118,11 @@ def test_what_is_no_number_stays_with_its_token(backend: str, dtype: torch.dtype
     assert loss[2:5].isnan().all() and logs[2:5].isnan().all() and slopes[2:5].isnan().any(1).all()
     assert torch.equal(loss[0], plain_loss[0]) and torch.equal(logs[0], plain_logs[0])
     assert torch.equal(slopes[0], plain_slopes[0])
-    expected = F.cross_entropy(special[5:, 1:].double(), labels[5:] - 1)
-    assert abs(loss[5].double() - expected) < 1e-5 and slopes[5, 0] == 0 and slopes[5].isfinite().all()
+    inputs = (special[5:, 1:].contiguous(), labels[5:] - 1)
+    exact = F.cross_entropy(inputs[0].double(), inputs[1], reduction="none")
+    of_none: dict[str, Any] = {"reduction": "none", "preference": Preference(backend=backend)}
+    assert not broken(adjoint.cross_entropy, inputs, {"loss": (loss[5:], exact)}, **of_none)
+    assert slopes[5, 0] == 0 and slopes[5].isfinite().all()
 
 
 @every_backend
@@ -139,12 +146,16 @@ def test_a_label_out_of_range_counts_for_nothing(backend: str, wrong: int) -> No
 @every_backend
 def test_log_probabilities_alone_have_gradients(backend: str) -> None:
     logits, labels = _logits(5, 12).float().requires_grad_(), _labels(5, classes=12)
-    _, logs = adjoint.cross_entropy(
-        logits, labels, return_log_probabilities=True, preference=Preference(backend=backend)
-    )
-    (got,) = torch.autograd.grad(logs.sum(), logits)
-    expected = F.log_softmax(logits, -1)[labels >= 0].gather(1, labels[labels >= 0][:, None]).sum()
-    assert torch.allclose(got, torch.autograd.grad(expected, logits)[0], atol=1e-6)
+    options: dict[str, Any] = {"return_log_probabilities": True}
+    preference = Preference(backend=backend)
+    loss, logs = adjoint.cross_entropy(logits, labels, preference=preference, **options)
+    (dlogits,) = torch.autograd.grad(logs.sum(), logits)
+    wide = logits.detach().double().requires_grad_()
+    chosen = F.log_softmax(wide, -1)[labels >= 0].gather(1, labels[labels >= 0][:, None])
+    (exact,) = torch.autograd.grad(chosen.sum(), wide)
+    upstream = (torch.zeros_like(loss), torch.ones_like(logs))
+    pairs = {"dlogits": (dlogits, exact)}
+    assert not broken(adjoint.cross_entropy, (logits, labels), pairs, upstream, preference, **options)
 
 
 @every_backend
