@@ -71,10 +71,14 @@ class Bounds:
         return value._replace(error=value.error + spacing(value.size, kind) / 2)
 
     def product(self, left: Value, right: Tensor) -> Value:
-        """left · right, [m, n] · [n, p], right exact: a sum in any order, which matrix instructions cut off."""
+        """left · right, [m, n] · [n, p], right exact: a sum in any order, which matrix instructions cut off.
+
+        They may also take what is below the smallest normal number for 0.
+        """
         share = SECOND_ORDER * 2 * (right.shape[0] + 4) * self.u
         size = right.abs()
-        error = left.error @ size + share * (left.size @ size) + self.tiny * (1 + size.sum(0))
+        underflow = self.tiny * (1 + size.sum(0) + left.size.sum(1, keepdim=True))
+        error = left.error @ size + share * (left.size @ size) + underflow
         return Value(left.exact @ right, error)
 
     def times(self, *factors: Value, roundings: int = 1) -> Value:

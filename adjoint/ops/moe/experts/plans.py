@@ -175,6 +175,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             "eager.grouped",
             lambda problem: guarantee(problem, ours=False, repeats_on_cpu=True),
             allocating_outputs(in_torch(PER_EXPERT)),
+            revision=2,
         ),
         # After the one that serves everything: only a preference that names it gets it.
         replace(
@@ -182,6 +183,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
                 "eager.grouped_mm",
                 lambda problem: guarantee(problem, ours=False, rounds_dh=True),
                 allocating_outputs(in_torch(grouped_mm.GROUPED_MM)),
+                revision=2,
             ),
             refuse=grouped_mm.refuse,
         ),

@@ -428,3 +428,16 @@ def test_layouts_are_those_of_dispatch(device: torch.device) -> None:
     _, _, *layout = torch.ops.adjoint.moe_experts(*inputs, True, "")
     _, expected = moe.dispatch(inputs[0], inputs[3], 4)
     assert all(torch.equal(a, b) for a, b in zip(Layout(*layout), expected, strict=True))
+
+
+def test_a_product_that_adds_in_bfloat16_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_in_bfloat16(left: Tensor, right: Tensor) -> Tensor:
+        total = torch.zeros(left.shape[0], right.shape[1], dtype=left.dtype)
+        for k in range(left.shape[1]):
+            total = total + left[:, k, None] * right[k]
+        return total
+
+    is_direct = eager.multiplies_directly.__wrapped__
+    assert is_direct(torch.float32) and is_direct(torch.float64) and not is_direct(torch.float16)
+    monkeypatch.setattr(Tensor, "__matmul__", add_in_bfloat16)
+    assert not is_direct(torch.bfloat16)
