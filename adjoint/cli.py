@@ -326,7 +326,7 @@ def verify(
     """Check every promise on this machine, in a minute or two; exit status 1 when one does not hold."""
     import adjoint
     from adjoint.verify import command
-    from adjoint.verify.shards import read_shard
+    from adjoint.verify.parallel.shards import read_shard
 
     options: dict[str, Any] = {"--thorough": thorough, "--all": everything, "--jobs": jobs if merge else None}
     options |= {"--shard": shard, "--save": save, "--certificate": certificate}

@@ -13,7 +13,7 @@ from adjoint.core.operator import forget, operators
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify import Job, available_backends, jobs
-from adjoint.verify.jobs import subjects
+from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import Evaluation, evaluate
 from tests.conftest import device_under_test
 

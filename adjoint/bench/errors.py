@@ -24,7 +24,7 @@ from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import widened
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
 from adjoint.ops import FAMILIES, cases
-from adjoint.verify.shards import digest_source
+from adjoint.verify.parallel.shards import digest_source
 
 FOLDER = Path("benchmarks") / "errors"
 

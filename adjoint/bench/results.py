@@ -18,7 +18,7 @@ from adjoint.bench.run import ABSENT, EAGER, FAILED, INACCURATE, LEFT_OUT, OK, O
 from adjoint.contract.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
-from adjoint.verify.shards import digest_source
+from adjoint.verify.parallel.shards import digest_source
 
 FOLDER = Path("benchmarks") / "results"
 SCHEMA = 1

@@ -17,9 +17,10 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
-from adjoint.verify import figures, workers
+from adjoint.verify import figures
 from adjoint.verify.figures import Errors, Figures
-from adjoint.verify.jobs import Job, job_of, named_plans, on_device, served_backends, subjects
+from adjoint.verify.listing.jobs import Job, job_of, named_plans, on_device, served_backends, subjects
+from adjoint.verify.parallel import workers
 from adjoint.verify.run import Row
 
 RECORDED, FAILED, INTERRUPTED = 0, 1, 130

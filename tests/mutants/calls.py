@@ -25,7 +25,7 @@ from adjoint.core.schedules import Schedules
 from adjoint.core.workspace import Regions
 from adjoint.device import grouping
 from adjoint.verify import races
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 
 # ---------------------------------------------------------------------------------- the edge of memory
 

@@ -23,7 +23,8 @@ from adjoint import ops
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import each
 from adjoint.core.preference import Preference
-from adjoint.verify import Row, bits, numerics
+from adjoint.verify import Row
+from adjoint.verify.checks import bits, numerics
 from adjoint.verify.run import differentiate, evaluate
 from tests.gluon.programs import SCHEDULES
 from tests.mutants import calls as edges

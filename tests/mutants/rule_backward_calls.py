@@ -22,7 +22,7 @@ from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.values import gradients, tokens
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.mutants.calls import at_the_edge, differs_alone
 from tests.mutants.rule_calls import fall
 

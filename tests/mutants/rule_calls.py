@@ -24,7 +24,7 @@ from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.rule.shape import token_rows
 from adjoint.ops.gated_delta.values import nearly_equal, tokens
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.mutants.calls import at_the_edge
 from tests.ops.gated_delta.rule.kernels import Kernels
 

@@ -1,6 +1,5 @@
 """The shared checks on an op with integer, shared and optional inputs; and that each notices what it is for."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +11,8 @@ from adjoint.core.operator import operators
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.verify import Job, Row, jobs
-from adjoint.verify import bits as checks
+from adjoint.verify.checks import bits as checks
+from adjoint.verify.listing import jobs as listing
 from tests.lookup import LOOKUP
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ EAGER = Preference(backend="eager")
 @pytest.fixture
 def lookup_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     family = SimpleNamespace(__name__="tests.lookup.cases", SUBJECTS=(LOOKUP,), BAD_CALLS=())
-    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "cases", lambda: [family])
+    monkeypatch.setattr(listing, "cases", lambda: [family])
     return [job for job in jobs(None, CPU) if job.backend == "eager"]
 
 
@@ -43,7 +43,7 @@ INVARIANCES = ("batch invariance", "device invariance")
 def test_named_plans_have_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = replace(LOOKUP, plans=("eager.other_bits+eager", "cuda.fast+eager"))
     family = SimpleNamespace(__name__="tests.lookup.cases", SUBJECTS=(subject,), BAD_CALLS=())
-    monkeypatch.setattr(sys.modules["adjoint.verify.jobs"], "cases", lambda: [family])
+    monkeypatch.setattr(listing, "cases", lambda: [family])
     listed = {job.label: job for job in jobs(None, CPU)}
     assert {label for label in listed if "float32 eager.other_bits" in label} == {
         f"lookup float32 eager.other_bits+eager: {check}"
@@ -88,7 +88,6 @@ def test_bits_of_every_type_are_compared(dtype: torch.dtype) -> None:
 
 
 def test_a_backend_without_a_plan_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    listing = sys.modules["adjoint.verify.jobs"]  # the package has a function of that name
     monkeypatch.setattr(listing, "available_backends", lambda device: ["triton", "eager", "nonsense"])
     backends = {job.backend for job in listing.jobs(["swiglu"])}
     assert backends == {"triton", "eager", ""}
@@ -96,7 +95,6 @@ def test_a_backend_without_a_plan_has_no_job(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_dtype_without_a_kernel_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that refuses float64 is not asked for it; the other dtypes are checked as ever."""
-    listing = sys.modules["adjoint.verify.jobs"]
     monkeypatch.setattr(listing, "available_backends", lambda device: ["triton"])
     (operator,) = (o for o in operators() if o.name == "silu")
     narrow = replace(operator.candidates()[0], refuse=lambda problem: "no" * (problem.dtypes[0] == torch.float64))

@@ -10,9 +10,10 @@ import torch
 
 from adjoint.core import kernels
 from adjoint.core.preference import Preference
-from adjoint.verify import framework, jobs
-from adjoint.verify.coverage import Promise, checked, implied, made
-from adjoint.verify.jobs import subjects
+from adjoint.verify import jobs
+from adjoint.verify.checks import framework
+from adjoint.verify.listing.coverage import Promise, checked, implied, made
+from adjoint.verify.listing.jobs import subjects
 from tests.package import package_operators
 
 in_the_interpreter = pytest.mark.skipif(not kernels.interpreting(), reason="where plans of both backends are there")

@@ -9,10 +9,11 @@ from adjoint.contract.undrawn import Undrawn
 from adjoint.core import kernels
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import resolve
-from adjoint.verify import depth, jobs
-from adjoint.verify.coverage import checked
-from adjoint.verify.digests import digest
-from adjoint.verify.jobs import Job, subjects
+from adjoint.verify import jobs
+from adjoint.verify.checks.digests import digest
+from adjoint.verify.listing import depth
+from adjoint.verify.listing.coverage import checked
+from adjoint.verify.listing.jobs import Job, subjects
 from adjoint.verify.run import generator
 from tests.verify.test_coverage import RULE, hopper  # noqa: F401
 

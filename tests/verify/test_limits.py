@@ -9,7 +9,7 @@ import torch
 
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, ErrorStatement, Guarantee
 from adjoint.core.operator import operators
-from adjoint.verify.jobs import subjects
+from adjoint.verify.listing.jobs import subjects
 from tests.verify import limits
 
 

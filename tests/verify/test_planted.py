@@ -23,9 +23,10 @@ from adjoint.core.operator import forget
 from adjoint.core.plan import Plan
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
-from adjoint.verify import Job, Row, bits, framework, numerics
-from adjoint.verify.forms import forms
-from adjoint.verify.jobs import _bad_call
+from adjoint.verify import Job, Row
+from adjoint.verify.checks import bits, framework, numerics
+from adjoint.verify.checks.forms import forms
+from adjoint.verify.listing.jobs import _bad_call
 from tests.lookup import FORWARD, LOOKUP, lookup_op, reference, reference_backward
 
 CPU, EAGER = torch.device("cpu"), Preference(backend="eager")
@@ -294,7 +295,7 @@ def test_every_check_has_a_planted_failure() -> None:
 
     every = {
         function
-        for module in (numerics, bits, framework, import_module("adjoint.verify.forms"))
+        for module in (numerics, bits, framework, import_module("adjoint.verify.checks.forms"))
         for _, function in inspect.getmembers(module, inspect.isfunction)
         if is_check(module, function)
     }

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adjoint.core.errors import ArgumentError
-from adjoint.verify import shards
-from adjoint.verify.shards import Part, Shard, read_shard
+from adjoint.verify.parallel import shards
+from adjoint.verify.parallel.shards import Part, Shard, read_shard
 from tests.verify import listings
 
 LISTED = listings.list_sound()

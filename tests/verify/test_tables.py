@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from adjoint.verify import Row, tables
+from adjoint.verify import Row
+from adjoint.verify.report import tables
 
 
 def result(measured: str, passed: bool = True, **changes: str) -> Row:

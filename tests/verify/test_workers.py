@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from adjoint.core import kernels
-from adjoint.verify import Job, Row, interpreter, jobs, workers
+from adjoint.verify import Job, Row, interpreter, jobs
+from adjoint.verify.parallel import workers
 from tests.verify import listings
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from adjoint import Preference
 from adjoint.device.row_tiles import LEVELS, order
 from adjoint.ops.norm import plans
 from adjoint.ops.norm.rms_norm.cases import RESIDUAL
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from adjoint.verify.run import differentiate, measure
 from tests.promises import broken
 

@@ -17,7 +17,7 @@ from adjoint.core.errors import Unsupported
 from adjoint.core.operator import forget
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, generator, gradients_of
 
 SIZES = tuple(range(1, 51))

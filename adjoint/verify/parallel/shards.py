@@ -14,7 +14,7 @@ from typing import Any
 
 import adjoint
 from adjoint.core.errors import ArgumentError
-from adjoint.verify.jobs import Job
+from adjoint.verify.listing.jobs import Job
 from adjoint.verify.run import Row
 
 SCHEMA = 1

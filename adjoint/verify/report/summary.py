@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from adjoint.ops import FAMILIES, OPS, cases
-from adjoint.verify.digests import CHECK as DIGEST
-from adjoint.verify.numerics import NO_FIGURE
+from adjoint.verify.checks.digests import CHECK as DIGEST
+from adjoint.verify.checks.numerics import NO_FIGURE
+from adjoint.verify.report.tables import share_of_limit, verdicts
 from adjoint.verify.run import Row
-from adjoint.verify.tables import share_of_limit, verdicts
 
 WIDE = 120
 """Columns from which details are a table; with fewer they are lines, which fold."""

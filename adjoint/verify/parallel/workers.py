@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 
 from adjoint.verify import interpreter
-from adjoint.verify.jobs import Job
+from adjoint.verify.listing.jobs import Job
 from adjoint.verify.run import Row
 
 Listing: TypeAlias = Callable[[], Sequence[Job]]

@@ -16,8 +16,8 @@ from adjoint.core.plan import select
 from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
 from adjoint.ops import FAMILIES, cases
-from adjoint.verify import bits, framework, numerics
-from adjoint.verify.forms import forms
+from adjoint.verify.checks import bits, framework, numerics
+from adjoint.verify.checks.forms import forms
 from adjoint.verify.run import Row, generator
 
 

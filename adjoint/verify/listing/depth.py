@@ -18,11 +18,11 @@ from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
-from adjoint.verify import bits, framework, numerics
-from adjoint.verify.coverage import PROMISES, Promise
-from adjoint.verify.digests import digests
-from adjoint.verify.forms import call_of, forms
-from adjoint.verify.jobs import Job, bad_calls, job_of, named_plans, on_device, served_backends, subjects
+from adjoint.verify.checks import bits, framework, numerics
+from adjoint.verify.checks.digests import digests
+from adjoint.verify.checks.forms import call_of, forms
+from adjoint.verify.listing.coverage import PROMISES, Promise
+from adjoint.verify.listing.jobs import Job, bad_calls, job_of, named_plans, on_device, served_backends, subjects
 from adjoint.verify.run import Row, generator
 
 ENOUGH = 2**14

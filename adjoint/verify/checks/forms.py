@@ -12,9 +12,9 @@ from adjoint.contract.inputs import Inputs, differentiable, each, leaves, widene
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.plan import Call, bind, select
 from adjoint.core.preference import Preference, resolve
-from adjoint.verify.bits import BitComparison, eager_twin
-from adjoint.verify.guarded import Guarded
-from adjoint.verify.numerics import case_of
+from adjoint.verify.checks.bits import BitComparison, eager_twin
+from adjoint.verify.checks.guarded import Guarded
+from adjoint.verify.checks.numerics import case_of
 from adjoint.verify.run import Evaluation, Row, as_tuple, evaluate
 
 OFFSETS = (64, 65)

@@ -16,10 +16,10 @@ from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import to_meta
 from adjoint.core.plan import Call, select
 from adjoint.core.preference import Preference, resolve
-from adjoint.verify.bits import eager_twin
+from adjoint.verify.checks.bits import eager_twin
+from adjoint.verify.checks.forms import call_of
 from adjoint.verify.figures import Place, due_of, is_on_kernels
-from adjoint.verify.forms import call_of
-from adjoint.verify.jobs import Job, available_backends, named_plans, served_backends, subjects
+from adjoint.verify.listing.jobs import Job, available_backends, named_plans, served_backends, subjects
 from adjoint.verify.run import generator
 
 PROMISES = (

@@ -10,7 +10,7 @@ from adjoint.contract.inputs import each
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
-from adjoint.verify.guarded import Guarded
+from adjoint.verify.checks.guarded import Guarded
 from adjoint.verify.run import Evaluation, Row, as_tuple, differentiate, directions_of, evaluate, gradients_of
 
 
