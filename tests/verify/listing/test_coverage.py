@@ -234,7 +234,7 @@ def test_a_check_that_disappears_is_missed() -> None:
 
 
 def test_named_tests_exist() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     for place in HELD_BY.values():
         file, _, name = place.partition("::")
         assert f"def {name}(" in (root / file).read_text(encoding="utf-8"), place

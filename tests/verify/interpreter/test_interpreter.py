@@ -38,7 +38,7 @@ def test_widen_is_exact_for_every_value() -> None:
 
 @pytest.mark.kernels
 def test_kernels_convert_bfloat16_like_torch(device: torch.device) -> None:
-    from tests.verify.conversion_kernels import convert, product
+    from tests.verify.interpreter.conversion_kernels import convert, product
 
     values = _floats().to(device)
     narrow = torch.empty_like(values, dtype=torch.bfloat16)
@@ -72,7 +72,7 @@ def test_correction_is_applied_once_and_only_where_needed() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_kernels_sort_integers_like_torch(dtype: torch.dtype, device: torch.device) -> None:
-    from tests.verify.conversion_kernels import order
+    from tests.verify.interpreter.conversion_kernels import order
 
     values = torch.randint(-50, 50, (64,), dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
     ascending, descending = torch.empty_like(values), torch.empty_like(values)
@@ -90,7 +90,7 @@ def test_names_are_those_of_the_language_again_after_a_launch(device: torch.devi
         pytest.skip("the interpreter is off")
     import triton.language as tl
 
-    from tests.verify.conversion_kernels import convert
+    from tests.verify.interpreter.conversion_kernels import convert
 
     values = torch.randn(8)
     for _ in range(2):

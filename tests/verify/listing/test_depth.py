@@ -15,7 +15,7 @@ from adjoint.verify.listing import depth
 from adjoint.verify.listing.coverage import checked
 from adjoint.verify.listing.jobs import Job, subjects
 from adjoint.verify.run import generator
-from tests.verify.test_coverage import RULE, hopper  # noqa: F401
+from tests.verify.listing.test_coverage import RULE, hopper  # noqa: F401
 
 CPU = torch.device("cpu")
 

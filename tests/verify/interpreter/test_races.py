@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core import kernels
-from adjoint.verify.races import Race, watched
+from adjoint.verify.interpreter.races import Race, watched
 
 pytestmark = [
     pytest.mark.kernels,
@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def _run(name: str) -> Tensor:
-    from tests.verify import racing_kernels
+    from tests.verify.interpreter import racing_kernels
 
     out = torch.zeros(16)
     getattr(racing_kernels, name)[(3,)](out, torch.arange(16.0))
