@@ -9,7 +9,7 @@ from adjoint.contract.cases import Case, Subject
 from adjoint.core.errors import ArgumentError
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import NVIDIA, TARGETS
-from adjoint.core.operator import Operator
+from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, short
 from adjoint.ops import cases

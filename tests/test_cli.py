@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import adjoint
 from adjoint import cli
 from adjoint.cli import app
-from adjoint.core.operator import operators
+from adjoint.core.op.operator import operators
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 import adjoint
 from adjoint.contract.cases import Subject
 from adjoint.core import kernels
-from adjoint.core.operator import forget, operators
+from adjoint.core.op.operator import forget, operators
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify import Job, available_backends, jobs

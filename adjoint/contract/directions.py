@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.operator import Operator
+from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Call, Plan, select
 
 

@@ -9,7 +9,7 @@ from adjoint.core.layout import share_memory, to_meta
 from adjoint.core.problem import short
 
 if TYPE_CHECKING:
-    from adjoint.core.operator import Operator
+    from adjoint.core.op.operator import Operator
     from adjoint.core.plan import Plan
 
 FLOATING: tuple[dtype, ...] = (float64, float32, bfloat16, float16)

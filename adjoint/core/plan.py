@@ -31,7 +31,7 @@ from adjoint.core.problem import Problem, Sku, short
 from adjoint.core.schedules import Schedules
 
 if TYPE_CHECKING:
-    from adjoint.core.operator import Operator
+    from adjoint.core.op.operator import Operator
 
 Run = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
 """What a candidate in plain PyTorch runs: `(plan, arguments, outputs or None, workspace or None) -> outputs`."""

@@ -18,7 +18,7 @@ from adjoint.contract.directions import backward, forward
 from adjoint.core import first_use
 from adjoint.core.kernels import interpreting
 from adjoint.core.launch import Execute, Setup
-from adjoint.core.operator import forget, operators
+from adjoint.core.op.operator import forget, operators
 from adjoint.core.plan import Candidate, Plan
 from adjoint.ops import cases
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import adjoint
-from adjoint.core.operator import operators
+from adjoint.core.op.operator import operators
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: adjoint.silu(x),

@@ -10,7 +10,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.core import plan as plans
 from adjoint.core.guarantee import Empirical, Guarantee
-from adjoint.core.operator import Operator, register
+from adjoint.core.op.operator import Operator, register
 from adjoint.core.plan import Call, Candidate, Plan, bind, publish, select
 from adjoint.core.problem import Problem
 from adjoint.ops import cases

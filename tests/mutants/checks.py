@@ -17,7 +17,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-import adjoint.core.operator
+import adjoint.core.op.operator
 import adjoint.core.plan
 from adjoint import ops
 from adjoint.contract.cases import Case, Subject
@@ -109,7 +109,7 @@ def load(name: str, source: str) -> None:
     exec(compile(source, file, "exec"), vars(module))
     parent, _, leaf = name.rpartition(".")
     vars(import_module(parent))[leaf] = module
-    for operator in adjoint.core.operator.operators():
+    for operator in adjoint.core.op.operator.operators():
         operator.plans.clear()
 
 

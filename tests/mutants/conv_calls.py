@@ -14,7 +14,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.core.kernels import interpreting
-from adjoint.core.operator import forget
+from adjoint.core.op.operator import forget
 from adjoint.core.schedules import Schedules
 from adjoint.ops.conv import plans
 from adjoint.verify.checks.bits import same_bits

@@ -144,12 +144,12 @@ def _two_parts() -> Iterator[None]:
         return launch
 
     vars(backward).update(bind_chunk_inverse=bind_second_part_alone, parts_of=lambda shape: 2)
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     try:
         yield
     finally:
         vars(backward).update(bind_chunk_inverse=bind, parts_of=parts_of)
-        adjoint.core.operator.forget()
+        adjoint.core.op.operator.forget()
 
 
 def calls() -> Iterator[Sequences]:
@@ -182,12 +182,12 @@ def small() -> Iterator[None]:
     before = packing.SEGMENT, rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE
     packing.SEGMENT = 64
     rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = 2, 128, 128
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     try:
         yield
     finally:
         packing.SEGMENT, rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = before
-        adjoint.core.operator.forget()
+        adjoint.core.op.operator.forget()
 
 
 def warm() -> None:

@@ -105,12 +105,12 @@ def small() -> Iterator[None]:
     """Segments of two chunks, so that few tokens have several; sequences of one and two heads are split."""
     before = packing.SEGMENT, rule_shape.FEW_HEADS
     packing.SEGMENT, rule_shape.FEW_HEADS = 128, 2
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     try:
         yield
     finally:
         packing.SEGMENT, rule_shape.FEW_HEADS = before
-        adjoint.core.operator.forget()
+        adjoint.core.op.operator.forget()
 
 
 def calls() -> Iterator[Sequences]:

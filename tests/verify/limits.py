@@ -16,7 +16,7 @@ from adjoint.contract.cases import Case, Inputs, Subject
 from adjoint.contract.inputs import widened
 from adjoint.core import kernels
 from adjoint.core.guarantee import Derived, Empirical, ErrorStatement, Guarantee
-from adjoint.core.operator import forget
+from adjoint.core.op.operator import forget
 from adjoint.core.problem import short
 from adjoint.ops.gated_delta.values import tokens
 from adjoint.verify import figures

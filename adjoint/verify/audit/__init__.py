@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError
-from adjoint.core.observation import observed
+from adjoint.core.op.observation import observed
 from adjoint.verify.audit.observer import Entry, Observer
 from adjoint.verify.audit.report import Report
 from adjoint.verify.audit.sampling import MOST_TOKENS, sample

@@ -14,7 +14,7 @@ from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import Inputs, each
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
-from adjoint.core.operator import forget
+from adjoint.core.op.operator import forget
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.checks.bits import same_bits

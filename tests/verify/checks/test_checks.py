@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adjoint.core.operator import operators
+from adjoint.core.op.operator import operators
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.verify import Job, Row, jobs

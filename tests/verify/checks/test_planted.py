@@ -19,7 +19,7 @@ from adjoint.contract.directions import Bound
 from adjoint.contract.forms import Outcome, reuse_inputs
 from adjoint.core import kernels
 from adjoint.core.errors import ArgumentError, Unsupported
-from adjoint.core.operator import forget
+from adjoint.core.op.operator import forget
 from adjoint.core.plan import Plan
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU

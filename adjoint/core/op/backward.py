@@ -8,7 +8,7 @@ from torch import Tensor
 from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import ArgumentError, Unsupported, second_derivative
 from adjoint.core.layout import overlaps_itself, share_memory, to_meta
-from adjoint.core.operator import Operator, register
+from adjoint.core.op.operator import Operator, register
 from adjoint.core.problem import Problem
 
 if TYPE_CHECKING:

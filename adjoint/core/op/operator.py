@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from adjoint.core import first_use, kernels
 from adjoint.core.errors import Unsupported
-from adjoint.core.flops import Flops, count, no_products
+from adjoint.core.op.flops import Flops, count, no_products
 from adjoint.core.plan import Candidate, Plan, forget_plans, select
 from adjoint.core.problem import Problem
 

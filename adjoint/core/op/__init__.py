@@ -29,10 +29,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from adjoint.core.backward import Backward, check_reusable
-from adjoint.core.flops import Flops, no_products
-from adjoint.core.observation import watch
-from adjoint.core.operator import Operator, register
+from adjoint.core.op.backward import Backward, check_reusable
+from adjoint.core.op.flops import Flops, no_products
+from adjoint.core.op.observation import watch
+from adjoint.core.op.operator import Operator, register
 from adjoint.core.plan import Call, Candidate, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem
