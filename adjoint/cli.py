@@ -242,7 +242,7 @@ def plan(
     """Explain which plan a call would use, what it guarantees, and why no other was taken."""
     import adjoint
     from adjoint.cli_call import read_call
-    from adjoint.core import explanation
+    from adjoint.core.plan import explanation
 
     keywords = [*(settings or ()), *(f"order={value}" for value in [order] if value)]
     try:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
-from adjoint.core import first_use, kernels
+from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.op.flops import Flops, count, no_products
-from adjoint.core.plan import Candidate, Plan, forget_plans, select
+from adjoint.core.plan import Candidate, Plan, first_use, forget_plans, select
 from adjoint.core.problem import Problem
 
 DEVICES = ("cpu", "cuda")

@@ -8,10 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint import Preference
-from adjoint.core import plan as plans
 from adjoint.core.guarantee import Empirical, Guarantee
 from adjoint.core.op.operator import Operator, register
-from adjoint.core.plan import Call, Candidate, Plan, bind, publish, select
+from adjoint.core.plan import Call, Candidate, Plan, bind, publish, select, selection
 from adjoint.core.problem import Problem
 from adjoint.ops import cases
 from tests.lookup import BACKWARD, FORWARD, lookup
@@ -196,9 +195,9 @@ def test_what_is_not_an_op_is_named() -> None:
 def test_selection_is_cached_and_the_cache_is_bounded() -> None:
     problem = TOY.describe(X)
     assert select(TOY, problem, "") is select(TOY, problem, "")
-    for size in range(plans._CACHED_PLANS + 10):
+    for size in range(selection._CACHED_PLANS + 10):
         select(TOY, problem._replace(sizes=(size,)), "")
-    assert len(TOY.plans) <= plans._CACHED_PLANS
+    assert len(TOY.plans) <= selection._CACHED_PLANS
 
 
 # ------------------------------------------------------------------- optional tensors, hidden outputs

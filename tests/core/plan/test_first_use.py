@@ -15,11 +15,10 @@ import adjoint
 from adjoint import known_answers
 from adjoint.contract.cases import Subject
 from adjoint.contract.directions import backward, forward
-from adjoint.core import first_use
 from adjoint.core.kernels import interpreting
 from adjoint.core.launch import Execute, Setup
 from adjoint.core.op.operator import forget, operators
-from adjoint.core.plan import Candidate, Plan
+from adjoint.core.plan import Candidate, Plan, first_use
 from adjoint.ops import cases
 
 CPU = torch.device("cpu")
