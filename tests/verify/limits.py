@@ -14,8 +14,8 @@ import torch
 
 from adjoint.contract.cases import Case, Inputs, Subject
 from adjoint.contract.inputs import widened
-from adjoint.core import kernels
 from adjoint.core.guarantee import Derived, Empirical, ErrorStatement, Guarantee
+from adjoint.core.kernels import targets
 from adjoint.core.op.operator import forget
 from adjoint.core.problem import short
 from adjoint.ops.gated_delta.values import tokens
@@ -24,7 +24,7 @@ from adjoint.verify.listing import jobs
 from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import generator
 
-_CHOOSING = (kernels, jobs)
+_CHOOSING = (targets, jobs)
 PATH = Path(__file__).with_name("limits.json")
 
 Limits = dict[str, dict[str, dict[str, dict[str, float]]]]
