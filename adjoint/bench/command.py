@@ -9,10 +9,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from adjoint.bench import chart, environment, errors, results, run, tables
-from adjoint.bench import overhead as host
-from adjoint.bench import pictures as drawn
+from adjoint.bench import environment
+from adjoint.bench.measurement import errors, run
+from adjoint.bench.measurement import overhead as host
 from adjoint.bench.omissions import omissions
+from adjoint.bench.report import chart, results, tables
+from adjoint.bench.report import pictures as drawn
 
 
 def times(

@@ -19,10 +19,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from adjoint import ops
-from adjoint.bench import chart, contenders, overhead, peers, results, run, tables, timing
-from adjoint.bench import check as checking
+from adjoint.bench import contenders, peers
 from adjoint.bench.contenders import Contender, Task, kept_bytes
+from adjoint.bench.measurement import check as checking
+from adjoint.bench.measurement import overhead, run, timing
 from adjoint.bench.omissions import omissions
+from adjoint.bench.report import chart, results, tables
 from adjoint.cli import app
 from adjoint.contract import batching
 from adjoint.contract.cases import Workload

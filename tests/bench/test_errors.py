@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from adjoint.bench import errors, run
+from adjoint.bench.measurement import errors, run
 from adjoint.cli import app
 from adjoint.contract.cases import Inputs, Workload
 from adjoint.core.guarantee import Derived, Empirical

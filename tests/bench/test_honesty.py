@@ -18,8 +18,10 @@ from torch import Tensor
 
 import adjoint
 from adjoint import ops
-from adjoint.bench import contenders, environment, peers, pictures, results, run, tables, timing
+from adjoint.bench import contenders, environment, peers
 from adjoint.bench.contenders import Task
+from adjoint.bench.measurement import run, timing
+from adjoint.bench.report import pictures, results, tables
 from adjoint.contract.cases import Workload, normal
 from adjoint.ops.activation.swiglu import cases as activations
 from adjoint.ops.embedding.bag import cases as bags

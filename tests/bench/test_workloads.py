@@ -9,8 +9,10 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference, ops
-from adjoint.bench import contenders, run, tables, timing
+from adjoint.bench import contenders
 from adjoint.bench.contenders import Task
+from adjoint.bench.measurement import run, timing
+from adjoint.bench.report import tables
 from adjoint.contract.inputs import Inputs
 from tests.lookup import WORKLOAD
 

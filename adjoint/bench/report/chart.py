@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adjoint.bench.measurement.run import COMPILED, DETERMINISTIC, EAGER, OURS, Result
 from adjoint.bench.peers import PEERS
-from adjoint.bench.run import COMPILED, DETERMINISTIC, EAGER, OURS, Result
 from adjoint.core.errors import Unsupported
 
 _OWN = {OURS: "#0072b2", EAGER: "#555555", COMPILED: "#a0a0a0", DETERMINISTIC: "#d0d0d0"}

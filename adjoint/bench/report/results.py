@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.bench import environment
-from adjoint.bench.check import OTHERS_LIMIT
-from adjoint.bench.run import ABSENT, EAGER, FAILED, INACCURATE, LEFT_OUT, OK, OURS, TIMED, Result, Row
+from adjoint.bench.measurement.check import OTHERS_LIMIT
+from adjoint.bench.measurement.run import ABSENT, EAGER, FAILED, INACCURATE, LEFT_OUT, OK, OURS, TIMED, Result, Row
 from adjoint.contract.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short

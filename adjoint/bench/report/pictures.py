@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from adjoint.bench.chart import colours
+from adjoint.bench.measurement.run import COMPILED, DETERMINISTIC, EAGER, OK, OURS
 from adjoint.bench.peers import PEERS
-from adjoint.bench.run import COMPILED, DETERMINISTIC, EAGER, OK, OURS
+from adjoint.bench.report.chart import colours
 from adjoint.core.errors import ArgumentError
 
 WIDTH, LABEL, BAR, GAP, HEAD = 760, 250, 13, 11, 62

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adjoint.bench.check import Verdict, check, poison
 from adjoint.bench.contenders import (
     BACKWARD,
     FORWARD,
@@ -24,8 +23,17 @@ from adjoint.bench.contenders import (
     gradients_by,
     ours,
 )
+from adjoint.bench.measurement.check import Verdict, check, poison
+from adjoint.bench.measurement.timing import (
+    Action,
+    copy_ceiling,
+    matrix_ceiling,
+    own_stream,
+    recorded,
+    synchronize,
+    times_on,
+)
 from adjoint.bench.peers import PEERS
-from adjoint.bench.timing import Action, copy_ceiling, matrix_ceiling, own_stream, recorded, synchronize, times_on
 from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import Inputs
 from adjoint.core.errors import ArgumentError

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from adjoint.bench import environment
-from adjoint.bench.check import poison
 from adjoint.bench.contenders import FORWARD, Contender, NotInstalled, Task
-from adjoint.bench.results import write_tables
-from adjoint.bench.run import EAGER, OURS, builders_of, first_line, select, tasks_of
+from adjoint.bench.measurement.check import poison
+from adjoint.bench.measurement.run import EAGER, OURS, builders_of, first_line, select, tasks_of
+from adjoint.bench.report.results import write_tables
 from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import widened
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement

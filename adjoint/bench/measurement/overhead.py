@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import adjoint
-from adjoint.bench.timing import synchronize
+from adjoint.bench.measurement.timing import synchronize
 from adjoint.core.problem import short
 
 TARGET = 12.0

@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from adjoint.bench.overhead import TARGET, Overhead
-from adjoint.bench.run import ABSENT, FAILED, INACCURATE, LEFT_OUT, OURS, TIMED, Result, Row
+from adjoint.bench.measurement.overhead import TARGET, Overhead
+from adjoint.bench.measurement.run import ABSENT, FAILED, INACCURATE, LEFT_OUT, OURS, TIMED, Result, Row
 from adjoint.contract.cases import Workload
 from adjoint.core.problem import short
 
