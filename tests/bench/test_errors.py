@@ -20,10 +20,9 @@ from adjoint.ops import FAMILIES, cases
 from adjoint.ops.embedding.values import device_lookup
 from adjoint.ops.gated_delta.rule.cases import ERROR_WORKLOADS, WORKLOADS
 from adjoint.ops.gated_delta.rule.layers import layer
-from tests.bench.test_bench import small
+from tests.bench.small import CPU, small
 from tests.bench.test_workloads import WORKLOAD
 
-CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 
