@@ -102,8 +102,8 @@ def _dtype(command: str, name: str | None) -> "torch.dtype | None":
     return kind
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_asked: bool) -> None:
+    if is_asked:
         import adjoint
 
         print(f"adjoint {adjoint.__version__}")
@@ -185,16 +185,16 @@ def ops(
     from adjoint.matrix import entries
 
     try:
-        listed = entries(names or ())
+        rows = entries(names or ())
     except adjoint.ArgumentError as error:
         _refuse(error)
     if as_json:
-        _print_json([asdict(entry) for entry in listed])
+        _print_json([asdict(entry) for entry in rows])
         return
     console = _console()
-    for op in dict.fromkeys(entry.op for entry in listed):
+    for op in dict.fromkeys(entry.op for entry in rows):
         console.print(Text(op, style="bold cyan"))
-        for entry in listed:
+        for entry in rows:
             if entry.op == op:
                 facts = f"{entry.plan}, {entry.direction}: {', '.join(entry.dtypes)}; {entry.where}"
                 console.print(
@@ -396,14 +396,14 @@ def compare_certificates(
     from adjoint.verify.certificate import comparison, load
 
     try:
-        found = comparison.compare(load(first), load(second))
+        differences = comparison.compare(load(first), load(second))
     except adjoint.ArgumentError as error:
         _refuse(error)
     if as_json:
-        _print_json(asdict(found))
+        _print_json(asdict(differences))
     else:
-        comparison.show(_console(), found, verbose=verbose)
-    raise typer.Exit(1 if found.broken else 0)
+        comparison.show(_console(), differences, verbose=verbose)
+    raise typer.Exit(1 if differences.broken else 0)
 
 
 # ----------------------------------------------------------------------------------------------- audit
@@ -428,17 +428,17 @@ def audit(
 
     console = _console(stderr=as_json)
     try:
-        found = audit_checkpoint(folder, text, max_tokens, _dtype("audit", dtype), _present(_device(device)))
-        files = found.save(save) if save is not None else ()
+        report = audit_checkpoint(folder, text, max_tokens, _dtype("audit", dtype), _present(_device(device)))
+        files = report.save(save) if save is not None else ()
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         _refuse(error)
     if as_json:
-        _print_json(found.as_data())
+        _print_json(report.as_data())
     else:
-        found.show(console, verbose=verbose)
+        report.show(console, verbose=verbose)
     for file in files:
         console.print(f"{file}", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if found.is_sound else 1)
+    raise typer.Exit(0 if report.is_sound else 1)
 
 
 # ----------------------------------------------------------------------------------------------- bench

@@ -57,7 +57,7 @@ def read_call(
     arguments = _arguments(function)
     alone = len(shapes) == 1 and "=" not in shapes[0]
     if alone and not any(argument.integer for argument in arguments.values()):
-        shapes = list(shapes) * _taken(function, keywords, arguments)
+        shapes = list(shapes) * _count_tensors(function, keywords, arguments)
     return function, _tensors(op, arguments, shapes, dtype) | keywords
 
 
@@ -110,20 +110,22 @@ def _value(text: str) -> Any:
 
 def _arguments(function: Callable[..., Any]) -> dict[str, _Argument]:
     """The tensor arguments of a function, by its annotations."""
-    found = {}
+    arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         for kind in get_args(parameter.annotation) or (parameter.annotation,):
             dtypes = getattr(kind, "dtypes", None)
             if dtypes is not None:
-                found[name] = _Argument(
+                arguments[name] = _Argument(
                     integer="int64" in dtypes,
                     required=parameter.default is parameter.empty,
                     by_name=parameter.kind is parameter.KEYWORD_ONLY,
                 )
-    return found
+    return arguments
 
 
-def _taken(function: Callable[..., Any], keywords: Mapping[str, Any], arguments: Mapping[str, _Argument]) -> int:
+def _count_tensors(
+    function: Callable[..., Any], keywords: Mapping[str, Any], arguments: Mapping[str, _Argument]
+) -> int:
     """How many tensors a call with these keywords takes: as the mode that shares most of them does."""
     from adjoint.verify import subjects
 
@@ -135,24 +137,24 @@ def _taken(function: Callable[..., Any], keywords: Mapping[str, Any], arguments:
 
 def _tensors(op: str, arguments: Mapping[str, _Argument], shapes: Sequence[str], dtype: str) -> dict[str, Tensor]:
     """A meta tensor for each shape, by the name of its argument."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for text in shapes:
         name, sizes, own = _shape(text)
         if name is None:
-            unnamed = (name for name, argument in arguments.items() if name not in found and not argument.by_name)
+            unnamed = (name for name, argument in arguments.items() if name not in tensors and not argument.by_name)
             name = next(unnamed, None)
         if name is None:
             raise ArgumentError(f"{op} takes {_in_words(arguments)}, got {len(shapes)} shapes")
         if name not in arguments:
             raise ArgumentError(f"{op} has no tensor {name!r}; it takes {_in_words(arguments)}")
-        if name in found:
+        if name in tensors:
             raise ArgumentError(f"{op}: the shape of {name} is given twice")
         kind = _dtype(own or (INTEGER[0] if arguments[name].integer else dtype))
-        found[name] = torch.empty(sizes, dtype=kind, device="meta")
+        tensors[name] = torch.empty(sizes, dtype=kind, device="meta")
     for name, argument in arguments.items():
-        if argument.required and name not in found:
+        if argument.required and name not in tensors:
             raise ArgumentError(f"{op} takes {_in_words(arguments)}; {name} has no shape")
-    return {name: found[name] for name in arguments if name in found}
+    return {name: tensors[name] for name in arguments if name in tensors}
 
 
 def _in_words(arguments: Mapping[str, _Argument]) -> str:

@@ -40,8 +40,8 @@ class Bound:
 
     def workspace(self) -> Tensor | None:
         """Memory for the plan to work in; None where it needs none, or allocates its own."""
-        needed = self.plan.workspace_bytes
-        return torch.empty(needed, dtype=torch.uint8, device=self.plan.problem.device) if needed else None
+        size = self.plan.workspace_bytes
+        return torch.empty(size, dtype=torch.uint8, device=self.plan.problem.device) if size else None
 
 
 def forward(call: Call, preference: str) -> Bound:

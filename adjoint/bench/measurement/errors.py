@@ -50,13 +50,13 @@ class Row:
     note: str = ""
 
 
-def chosen(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
+def workloads_of(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
     """Workloads with their families: the rows that are named, or of every subject and dtype of the ops, or of all ops,
     the first that is timed, or in its place those that the op lists for their errors."""
     named = select(ops, rows)
     if rows:
         return named
-    listed = []
+    candidates = []
     for family in FAMILIES:
         for module in cases(family):
             first: dict[Any, list[Workload]] = {}
@@ -64,9 +64,9 @@ def chosen(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Work
                 first.setdefault(_kind(workload), []).append(workload)
             for workload in module.WORKLOADS:
                 first.setdefault(_kind(workload), [workload])
-            listed += [(family, workload) for workloads in first.values() for workload in workloads]
-    wanted = {workload.subject.function for _, workload in named if ops}
-    return [(family, workload) for family, workload in listed if not ops or _is_meant(workload, ops, wanted)]
+            candidates += [(family, workload) for workloads in first.values() for workload in workloads]
+    functions = {workload.subject.function for _, workload in named if ops}
+    return [(family, workload) for family, workload in candidates if not ops or _is_meant(workload, ops, functions)]
 
 
 def _is_meant(workload: Workload, ops: Sequence[str], functions: set[Any]) -> bool:
@@ -209,13 +209,13 @@ def content_of(
     runs = [*earlier["runs"], conditions]
     fresh = [asdict(row) | {"error": _rounded(row.error), "run": len(runs) - 1} for row in rows]
     replaced = {row["workload"] for row in fresh}
-    kept = [row for row in earlier["rows"] if row["workload"] not in replaced] + fresh
-    used = sorted({row["run"] for row in kept})
+    merged_rows = [row for row in earlier["rows"] if row["workload"] not in replaced] + fresh
+    used = sorted({row["run"] for row in merged_rows})
     return {
         "device": environment.device_name(device),
         "device_type": device.type,
         "runs": [runs[index] for index in used],
-        "rows": [row | {"run": used.index(row["run"])} for row in kept],
+        "rows": [row | {"run": used.index(row["run"])} for row in merged_rows],
     }
 
 

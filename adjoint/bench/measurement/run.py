@@ -271,13 +271,13 @@ def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inpu
     axis, items = subject.batch_axis, subject.items(inputs)
     named = list(zip(subject.inputs, inputs, strict=True))
     largest = max(t.numel() for name, t in named if t is not None and subject.has_items(name))
-    kept = max(1, CPU_ELEMENTS * items // max(1, largest))
-    if device.type == "cuda" or kept >= items:
+    count = max(1, CPU_ELEMENTS * items // max(1, largest))
+    if device.type == "cuda" or count >= items:
         return inputs, 1.0, workload.name
-    cut = tuple(
-        t.narrow(axis, 0, kept).clone() if t is not None and subject.has_items(name) else t for name, t in named
+    first_items = tuple(
+        t.narrow(axis, 0, count).clone() if t is not None and subject.has_items(name) else t for name, t in named
     )
-    return cut, kept / items, f"{workload.name}, first {kept}"
+    return first_items, count / items, f"{workload.name}, first {count}"
 
 
 def _normal_like(output: Tensor, source: torch.Generator) -> Tensor:

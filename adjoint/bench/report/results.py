@@ -209,17 +209,17 @@ def _cell(row: dict[str, Any] | None, is_fastest: bool, graphs: bool) -> str:
         return "FAILED" if row["status"] == FAILED else row["status"]
     accurate = row["status"] == OK
     time = f"{row['microseconds']:.1f}"
-    shown = f"**{time}**" if is_fastest else time
+    cell = f"**{time}**" if is_fastest else time
     ratio = "" if row["contender"] == OURS or row["ratio"] is None else f" ({row['ratio']:.2f}×)"
     peak = row.get("peak_bytes")
     details = f", {peak / 2**30:.2f} GiB" if peak else ""
-    if (kept := row.get("kept_bytes")) is not None:
-        details += f", keeps {kept / 2**20:.0f} MiB"
+    if (memory := row.get("kept_bytes")) is not None:
+        details += f", keeps {memory / 2**20:.0f} MiB"
     if graphs and not row.get("recorded"):
         details += ", no graph"
     if row.get("ties"):
         details += f", {row['ties']} ties"
-    return shown + ratio + details + ("" if accurate else f", error {row['error']:.2g}")
+    return cell + ratio + details + ("" if accurate else f", error {row['error']:.2g}")
 
 
 def _rates(row: dict[str, Any] | None, runs: list[dict[str, Any]]) -> tuple[str, str]:
@@ -290,7 +290,7 @@ def write_tables(path: Path, kind: str, tables_of: Callable[[str], list[str]]) -
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"bench: {path} cannot be read: {error}") from error
-    written = []
+    families = []
     for family in FAMILIES:
         begin, end = f"<!-- {kind}:{family}:begin -->", f"<!-- {kind}:{family}:end -->"
         tables = [table for table in tables_of(family) if table]
@@ -299,11 +299,11 @@ def write_tables(path: Path, kind: str, tables_of: Callable[[str], list[str]]) -
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
         text = "\n\n".join([f"{head}{begin}", *tables, f"{end}{tail}"])
-        written.append(family)
-    if not written:
+        families.append(family)
+    if not families:
         raise ArgumentError(
             f"bench: {path} has no place for a table; mark it with <!-- {kind}:{FAMILIES[0]}:begin --> and "
             f"<!-- {kind}:{FAMILIES[0]}:end -->"
         )
     path.write_text(text, encoding="utf-8")
-    return written
+    return families

@@ -113,11 +113,11 @@ def kernel(
     labels = numeric if isinstance(numeric, Mapping) else {name.lower(): name for name in numeric}
 
     def decorate(function: Any) -> Kernel:
-        made = Kernel(function, budget, targets, labels, schedule)
-        if made.name in _kernels and _kernels[made.name].function.__module__ != function.__module__:
-            raise ValueError(f"two kernels are named {made.name}")
-        _kernels[made.name] = made
-        return made
+        entry = Kernel(function, budget, targets, labels, schedule)
+        if entry.name in _kernels and _kernels[entry.name].function.__module__ != function.__module__:
+            raise ValueError(f"two kernels are named {entry.name}")
+        _kernels[entry.name] = entry
+        return entry
 
     return decorate
 

@@ -182,9 +182,9 @@ class Plan:
             if workspace is not None:
                 check_workspace(self, workspace)
             results = self.execute(arguments, outputs, workspace)
-            for written in outputs or ():
-                if not written.is_inference():
-                    torch.autograd.graph.increment_version(written)
+            for output in outputs or ():
+                if not output.is_inference():
+                    torch.autograd.graph.increment_version(output)
         return results[0] if len(results) == 1 else results
 
     def errors(self, *tensors: Tensor | None) -> dict[str, Figures]:

@@ -20,13 +20,13 @@ def in_a_line(plan: "Plan") -> str:
 
 def in_words(plan: "Plan") -> str:
     """Why this plan, what it promises, why no other, and the same of its adjoint; a statement a line."""
-    needed = plan.workspace_bytes
+    workspace = plan.workspace_bytes
     statements = [
         ("problem", str(plan.problem)),
         ("preference", plan.preference or "none"),
         ("plan", f"{plan.name}: the first of {len(plan.others) + 1} candidates, best first, that fits"),
         ("sku", str(plan.sku)),
-        ("workspace", "the library allocates its own" if needed is None else f"{needed} bytes"),
+        ("workspace", "the library allocates its own" if workspace is None else f"{workspace} bytes"),
         ("waits", "for the device: no CUDA graph can record it" if plan.waits else ""),
         ("schedule", ", ".join(f"{name}={value}" for name, value in plan.schedule.items())),
         *(("guarantee", f"{output}: {guarantee}") for output, guarantee in plan.guarantee.items()),

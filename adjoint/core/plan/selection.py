@@ -102,9 +102,9 @@ def _objection(candidate: Candidate, problem: Problem, request: Preference, name
                 return f"{output} is not {flag}"
     limit = request.max_workspace_bytes
     if limit is not None:
-        needed = candidate.scratch_bytes(problem)
-        if needed is None:
+        scratch = candidate.scratch_bytes(problem)
+        if scratch is None:
             return f"its workspace is the library's affair, the preference allows {limit} bytes"
-        if needed > limit:
-            return f"needs a workspace of {needed} bytes, the preference allows {limit}"
+        if scratch > limit:
+            return f"needs a workspace of {scratch} bytes, the preference allows {limit}"
     return ""

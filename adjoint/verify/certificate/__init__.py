@@ -62,13 +62,13 @@ def _checks(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         if row.check != DIGEST:
             groups.setdefault((row.op, row.dtype, row.plan, row.check), []).append(row)
-    found = []
+    entries = []
     for (op, dtype, plan, check), group in groups.items():
         guarantee, measured = worst(group)
         counts = {"checks": len(group), "failed": sum(not row.passed for row in group)}
         where = {"op": op, "dtype": dtype, "plan": plan, "check": check}
-        found.append(where | {"promise": guarantee, "measured": measured} | counts)
-    return found
+        entries.append(where | {"promise": guarantee, "measured": measured} | counts)
+    return entries
 
 
 def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -87,13 +87,13 @@ def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _digests(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for row in rows:
         if row.check == DIGEST and row.passed:
             case, output, digest = row.measured.rsplit(": ", 2)
             where = {"op": row.op, "dtype": row.dtype, "plan": row.plan, "case": case, "output": output}
-            found.append(where | {"bits": row.guarantee, "digest": digest})
-    return found
+            entries.append(where | {"bits": row.guarantee, "digest": digest})
+    return entries
 
 
 # ------------------------------------------------------------------------------------------------- files

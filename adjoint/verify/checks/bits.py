@@ -34,15 +34,15 @@ class BitComparison:
         self.skus: dict[str, None] = {}
 
     def evaluations(
-        self, applies: Callable[[Evaluation], bool] = lambda found: True, most: int | None = None
+        self, applies: Callable[[Evaluation], bool] = lambda evaluation: True, most: int | None = None
     ) -> Iterator[tuple[str, Evaluation]]:
         """The names and evaluations of the first cases, all by default, to which the check applies."""
         for case in self.subject.cases[:most]:
-            found = evaluate(self.subject, case, self.dtype, self.device, self.preference)
-            if applies(found):
-                self.plan = found.plan_names
-                self.skus |= dict.fromkeys(found.skus)
-                yield case.name, found
+            evaluation = evaluate(self.subject, case, self.dtype, self.device, self.preference)
+            if applies(evaluation):
+                self.plan = evaluation.plan_names
+                self.skus |= dict.fromkeys(evaluation.skus)
+                yield case.name, evaluation
 
     def equal(self, what: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         for index, (a, b) in enumerate(zip(results, expected, strict=True)):
@@ -85,7 +85,7 @@ def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     if is_gpu:
         side_stream = torch.cuda.Stream(device)
         matrix = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
-    for name, first in comparison.evaluations(lambda found: all(found.promises("repeatable"))):
+    for name, first in comparison.evaluations(lambda evaluation: all(evaluation.promises("repeatable"))):
         for _ in range(100 if is_gpu and first.outputs[0].numel() > 2000 else 2):
             if is_gpu:
                 with torch.cuda.stream(side_stream):
@@ -101,18 +101,18 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
     """
     comparison = BitComparison(subject, dtype, device, preference, "batch invariance", "batch_invariant")
 
-    def is_promised(found: Evaluation) -> bool:
-        return any(promise.batch_invariant for side in found.guarantees for promise in side.values())
+    def is_promised(evaluation: Evaluation) -> bool:
+        return any(promise.batch_invariant for side in evaluation.guarantees for promise in side.values())
 
     for name, whole in comparison.evaluations(is_promised):
         forward, backward = ([bool(p.batch_invariant) for p in side.values()] for side in whole.guarantees)
         has_items = any(x.dim() for x in whole.inputs if x is not None)
-        for place, (result, kept) in enumerate(zip(whole.results, (*forward, *backward), strict=True)):
-            if kept and has_items and not result.dim():
+        for place, (result, has_promise) in enumerate(zip(whole.results, (*forward, *backward), strict=True)):
+            if has_promise and has_items and not result.dim():
                 comparison.hold(False, f"{name}: result {place}, one number of all items, is no item's")
 
-        def promised(found: Evaluation, forward: list[bool] = forward, backward: list[bool] = backward) -> Answers:
-            return _kept(found.outputs, forward), _kept(found.gradients, backward)
+        def promised(evaluation: Evaluation, forward: list[bool] = forward, backward: list[bool] = backward) -> Answers:
+            return _with_promise(evaluation.outputs, forward), _with_promise(evaluation.gradients, backward)
 
         def equal(what: str, results: Answers, expected: Answers) -> None:
             comparison.equal(what, (*results[0], *results[1]), (*expected[0], *expected[1]))
@@ -129,11 +129,11 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
     return comparison.rows()
 
 
-def _kept(results: tuple[Tensor, ...], promised: list[bool]) -> tuple[Tensor, ...]:
+def _with_promise(results: tuple[Tensor, ...], promised: list[bool]) -> tuple[Tensor, ...]:
     """The results of a direction, without those that promise nothing: zeros in their place; none where none does."""
     if not any(promised):
         return ()
-    return tuple(t if kept else torch.zeros_like(t) for t, kept in zip(results, promised, strict=True))
+    return tuple(t if has_promise else torch.zeros_like(t) for t, has_promise in zip(results, promised, strict=True))
 
 
 def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
@@ -144,7 +144,7 @@ def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     """
     comparison = BitComparison(subject, dtype, device, preference, "device invariance", "device_invariant")
     eager = eager_twin(preference)
-    for name, here in comparison.evaluations(lambda found: all(found.promises("device_invariant"))):
+    for name, here in comparison.evaluations(lambda evaluation: all(evaluation.promises("device_invariant"))):
         there = differentiate(subject, each(Tensor.cpu, here.inputs), tuple(t.cpu() for t in here.upstream), eager)
         comparison.equal(name, tuple(t.cpu() for t in here.results), there.results)
     return comparison.rows()

@@ -32,10 +32,10 @@ def digests(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
     """A row for every result of every case, and one for the inputs that they were computed from."""
     rows = []
     for case in subject.cases:
-        found = evaluate(subject, case, dtype, device, preference)
-        forward, backward = found.guarantees
-        drawn = digest(*found.inputs, *found.upstream)
-        rows.append(found.row(CHECK, dtype, "inputs", f"{case.name}: inputs: {drawn}"))
-        for (name, promise), result in zip((forward | backward).items(), found.results, strict=True):
-            rows.append(found.row(CHECK, dtype, promise.flags, f"{case.name}: {name}: {digest(result)}"))
+        evaluation = evaluate(subject, case, dtype, device, preference)
+        forward, backward = evaluation.guarantees
+        digest_of_inputs = digest(*evaluation.inputs, *evaluation.upstream)
+        rows.append(evaluation.row(CHECK, dtype, "inputs", f"{case.name}: inputs: {digest_of_inputs}"))
+        for (name, promise), result in zip((forward | backward).items(), evaluation.results, strict=True):
+            rows.append(evaluation.row(CHECK, dtype, promise.flags, f"{case.name}: {name}: {digest(result)}"))
     return rows

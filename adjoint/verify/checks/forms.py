@@ -32,10 +32,10 @@ def forms(subject: Subject, dtype: torch.dtype, device: torch.device, preference
         promise = "within its bound" if form.exact else "the bits of the plain form"
         comparison = BitComparison(subject, dtype, device, preference, "forms", f"{form.name}: {promise}")
         for case in cases_of(subject, dtype):
-            found = evaluate(subject, case, dtype, device, preference)
-            if form.takes(found.inputs):
-                comparison.plan = found.plan_names
-                _compare(comparison, form, case, found)
+            evaluation = evaluate(subject, case, dtype, device, preference)
+            if form.takes(evaluation.inputs):
+                comparison.plan = evaluation.plan_names
+                _compare(comparison, form, case, evaluation)
         rows.append(comparison.row())
     return rows
 
@@ -46,35 +46,37 @@ def cases_of(subject: Subject, dtype: torch.dtype) -> Iterator[Case]:
     yield from (case_of(special) for special in subject.specials if not special.dtypes or dtype in special.dtypes)
 
 
-def _compare(comparison: BitComparison, form: Form, case: Case, found: Evaluation) -> None:
+def _compare(comparison: BitComparison, form: Form, case: Case, evaluation: Evaluation) -> None:
     first: tuple[Tensor, ...] | None = None
     for offset in OFFSETS:
-        results, guarded = _run(form, found, found.preference, offset)
+        results, guarded = _run(form, evaluation, evaluation.preference, offset)
         comparison.hold(all(each.is_intact() for each in guarded), f"{case.name}: wrote outside its memory")
         if form.exact is None:
-            comparison.equal(case.name, results, found.results[: len(results)])
+            comparison.equal(case.name, results, evaluation.results[: len(results)])
         elif first is None:
             first = results
-            _compare_sums(comparison, form, case, found, results)
+            _compare_sums(comparison, form, case, evaluation, results)
         else:
             comparison.equal(f"{case.name}: again", results, first)
 
 
 def _compare_sums(
-    comparison: BitComparison, form: Form, case: Case, found: Evaluation, results: tuple[Tensor, ...]
+    comparison: BitComparison, form: Form, case: Case, evaluation: Evaluation, results: tuple[Tensor, ...]
 ) -> None:
     """Results that were added to what was there, beside their error statements and beside PyTorch on the CPU."""
     assert form.exact is not None
-    promises = promises_of(form, found.subject, found.inputs, found.preference)
-    keywords = _widened(form.keywords(found.inputs))
-    exact = form.exact(widened(found.upstream), widened(found.inputs), keywords)
+    promises = promises_of(form, evaluation.subject, evaluation.inputs, evaluation.preference)
+    keywords = _widened(form.keywords(evaluation.inputs))
+    exact = form.exact(widened(evaluation.upstream), widened(evaluation.inputs), keywords)
     for (name, promise), result, (truth, arguments) in zip(promises.items(), results, exact, strict=True):
         error = promise.error.measure(result, truth, *arguments)
         comparison.hold(error.holds, f"{case.name}: {name} is {error} off")
     if all(promise.device_invariant for promise in promises.values()):
-        inputs, upstream = each(Tensor.cpu, found.inputs), tuple(x.cpu() for x in found.upstream)
-        there = Evaluation(found.subject, found.preference, inputs, upstream, found.outputs, found.gradients)
-        on_cpu, _ = _run(form, there, eager_twin(found.preference), OFFSETS[0])
+        inputs, upstream = each(Tensor.cpu, evaluation.inputs), tuple(x.cpu() for x in evaluation.upstream)
+        there = Evaluation(
+            evaluation.subject, evaluation.preference, inputs, upstream, evaluation.outputs, evaluation.gradients
+        )
+        on_cpu, _ = _run(form, there, eager_twin(evaluation.preference), OFFSETS[0])
         comparison.equal(f"{case.name}: on the CPU", tuple(x.cpu() for x in results), on_cpu)
 
 
@@ -83,10 +85,10 @@ def _widened(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(
-    form: Form, found: Evaluation, preference: Preference, offset: int
+    form: Form, evaluation: Evaluation, preference: Preference, offset: int
 ) -> tuple[tuple[Tensor, ...], list[Guarded]]:
     """The results of a form, and the memory that it writes to, which is its own."""
-    subject, guarded = found.subject, []
+    subject, guarded = evaluation.subject, []
 
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -94,19 +96,19 @@ def _run(
         guarded.append(Guarded.copy(value, offset))
         return guarded[-1].tensor
 
-    named = zip(subject.inputs, found.inputs, strict=True)
+    named = zip(subject.inputs, evaluation.inputs, strict=True)
     inputs = tuple(own(x) if name in form.overwrites else x for name, x in named)
-    keywords = {name: own(value) for name, value in form.keywords(found.inputs).items()}
+    keywords = {name: own(value) for name, value in form.keywords(evaluation.inputs).items()}
     gradients: tuple[Tensor | None, ...] = ()
     if form.is_differentiable:
         inputs = leaves(inputs)
         outputs = as_tuple(subject(*inputs, **keywords, preference=preference))
-        gradients = torch.autograd.grad(outputs, differentiable(inputs), found.upstream, allow_unused=True)
+        gradients = torch.autograd.grad(outputs, differentiable(inputs), evaluation.upstream, allow_unused=True)
     else:
         with torch.no_grad():
             outputs = as_tuple(subject(*inputs, **keywords, preference=preference))
-    kept = tuple(output.detach() for output in outputs)
-    results = form.results(Outcome(kept, gradients, each(Tensor.detach, inputs), keywords, found.inputs))
+    values = tuple(output.detach() for output in outputs)
+    results = form.results(Outcome(values, gradients, each(Tensor.detach, inputs), keywords, evaluation.inputs))
     if any(result is None for result in results):
         raise ValueError(f"{form.name}: a gradient is not there")
     return tuple(result for result in results if result is not None), guarded

@@ -134,15 +134,15 @@ def _in_modes(base: Evaluation, dtype: torch.dtype, device: torch.device) -> Row
 
     if kernels.interpreting():  # Triton's interpreter is not made for threads
         return base.row("modes", dtype, "changes nothing", wrong=wrong)
-    found: list[Evaluation] = []
-    workers = [threading.Thread(target=lambda: found.append(base.again())) for _ in range(4)]
+    evaluations: list[Evaluation] = []
+    workers = [threading.Thread(target=lambda: evaluations.append(base.again())) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    if len(found) != len(workers):
+    if len(evaluations) != len(workers):
         wrong.append("a thread raised")
-    for evaluation in found:
+    for evaluation in evaluations:
         compare("another thread", evaluation.results, base.results)
     return base.row("modes and threads", dtype, "changes nothing", wrong=wrong)
 
@@ -169,9 +169,9 @@ def _autocast(
     upstream = tuple(t.to(output.dtype) for t, output in zip(base.upstream, outputs, strict=True))
     expected = base.again(inputs, upstream)
     with torch.autocast(device.type, dtype=low):
-        found = base.again(upstream=upstream)
+        evaluation = base.again(upstream=upstream)
     as_given = zip(expected.gradients, subject.differentiable(base.inputs), strict=True)
-    return found.results, (*expected.outputs, *(gradient.to(own.dtype) for gradient, own in as_given))
+    return evaluation.results, (*expected.outputs, *(gradient.to(own.dtype) for gradient, own in as_given))
 
 
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:

@@ -32,16 +32,16 @@ def accuracy(
     samples: dict[figures.Place, dict[str, figures.Sample]] = {}
     row_of: dict[figures.Place, Callable[..., Row]] = {}
     for case in subject.cases if cases is None else cases:
-        found = evaluate(subject, case, dtype, device, preference)
-        comparisons = compare(found)
+        evaluation = evaluate(subject, case, dtype, device, preference)
+        comparisons = compare(evaluation)
         measured = [(check, str(x.guarantee.error), x.name, x.promise) for x in comparisons]
         if cases is None:
             measured += [(RECORDED, CEILING, name, error) for name, error in _ceilings(comparisons)]
-            place = figures.place_of(found, dtype, case)
-            samples[place], row_of[place] = figures.samples(comparisons), found.row
+            place = figures.place_of(evaluation, dtype, case)
+            samples[place], row_of[place] = figures.samples(comparisons), evaluation.row
         for about, guarantee, name, error in measured:
             wrong = [] if error.holds else [f"case {case.name!r}, output {name}"]
-            rows.append(found.row(about, dtype, guarantee, f"{name}: {error}", wrong))
+            rows.append(evaluation.row(about, dtype, guarantee, f"{name}: {error}", wrong))
     if dtype == torch.float64:  # whose reference rounds as much as it does
         return rows
     again = figures.drawing(subject, dtype, device, preference)
@@ -89,15 +89,15 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
     for special in subject.specials:
         if special.dtypes and dtype not in special.dtypes:
             continue
-        found = evaluate(subject, case_of(special), dtype, device, preference)
-        outputs, gradients = special.of_plans.get(found.plan_names, (special.outputs, special.gradients))
-        names = (*(f"output {i}" for i in range(len(found.outputs))), *subject.inputs)
+        evaluation = evaluate(subject, case_of(special), dtype, device, preference)
+        outputs, gradients = special.of_plans.get(evaluation.plan_names, (special.outputs, special.gradients))
+        names = (*(f"output {i}" for i in range(len(evaluation.outputs))), *subject.inputs)
         wrong = [
             f"{name} is {result[0].item()}, stated {expected}"
-            for name, result, expected in zip(names, found.results, (*outputs, *gradients), strict=True)
+            for name, result, expected in zip(names, evaluation.results, (*outputs, *gradients), strict=True)
             if expected is not None and not all(_same(value, expected) for value in result.tolist())
         ]
-        rows.append(found.row("special values", dtype, "as stated", special.name, wrong))
+        rows.append(evaluation.row("special values", dtype, "as stated", special.name, wrong))
     return rows
 
 
@@ -138,14 +138,16 @@ def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
     for case in subject.cases:
         if dtype.itemsize == 4 and not _promises_float64(subject, case, device, preference):
             continue
-        found = evaluate(subject, case, dtype, device, preference)
-        forward, backward = found.guarantees
-        stated = zip((forward | backward).items(), found.results, strict=True)
+        evaluation = evaluate(subject, case, dtype, device, preference)
+        forward, backward = evaluation.guarantees
+        stated = zip((forward | backward).items(), evaluation.results, strict=True)
         is_compared = [is_stated(promise) and result.dtype in (dtype, wider) for (_, promise), result in stated]
         if not any(is_compared):
             continue
-        wide = found.again(*(each(_widened(dtype), tensors) for tensors in (found.inputs, found.upstream)))
-        every = zip((forward | backward).items(), found.results, wide.results, strict=True)
+        wide = evaluation.again(
+            *(each(_widened(dtype), tensors) for tensors in (evaluation.inputs, evaluation.upstream))
+        )
+        every = zip((forward | backward).items(), evaluation.results, wide.results, strict=True)
         wrong, compared = [], []
         for (name, promise), narrow, exact in compress(every, is_compared):
             compared.append(name)
@@ -156,7 +158,7 @@ def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
                     limit += 0.5 * spacing(exact, narrow.dtype)
             if not bool((absolute_error(narrow, exact) <= limit).all()):
                 wrong.append(f"case {case.name!r}: {name} is not rounded {promise.roundings} times")
-        rows.append(found.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
+        rows.append(evaluation.row("arithmetic", dtype, "rounded once", ", ".join(compared), wrong))
     return rows
 
 
@@ -176,14 +178,14 @@ def _widened(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Plausible wrong answers fail the accuracy check: a check that cannot fail proves nothing."""
     case = max(subject.cases, key=lambda c: _elements(c.make(dtype, torch.device("cpu"), generator())))
-    found = evaluate(subject, case, dtype, device, preference)
-    right = [comparison.with_bound() for comparison in compare(found)] if subject.mistakes else []
+    evaluation = evaluate(subject, case, dtype, device, preference)
+    right = [comparison.with_bound() for comparison in compare(evaluation)] if subject.mistakes else []
     rows = []
     for name, mistake in subject.mistakes.items():
-        outputs, gradients = mistake(found.upstream, found.inputs)
+        outputs, gradients = mistake(evaluation.upstream, evaluation.inputs)
         comparisons = [x._replace(result=result) for x, result in zip(right, (*outputs, *gradients), strict=True)]
         errors = [(x.name, x.promise) for x in comparisons] + list(_ceilings(comparisons))
-        figure_of = figures.recorded(figures.place_of(found, dtype, case)) or {}
+        figure_of = figures.recorded(figures.place_of(evaluation, dtype, case)) or {}
         errors += [
             (x.name, Measurement(x.relative_error, figure_of[x.name], "relative"))
             for x in comparisons
@@ -191,19 +193,19 @@ def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
         ]
         caught = dict.fromkeys(output for output, measured in errors if not measured.holds)
         wrong = [] if caught else [f"the mistake {name!r} passes the accuracy check"]
-        shown = f"{name}: {', '.join(caught) or 'nothing'} rejected"
-        rows.append(found.row("mistakes are caught", dtype, "rejected", shown, wrong))
+        words = f"{name}: {', '.join(caught) or 'nothing'} rejected"
+        rows.append(evaluation.row("mistakes are caught", dtype, "rejected", words, wrong))
     return rows
 
 
 def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """Finite differences, for which the dtype is float64, agree with the op's gradient and with no mistaken one."""
     case = next(c for c in subject.cases if 0 < _elements(c.make(dtype, device, generator())) <= 1000)
-    found = evaluate(subject, case, dtype, device, preference)
+    evaluation = evaluate(subject, case, dtype, device, preference)
     plain = each(lambda t: t * 0.1 if t.is_floating_point() else t, case.make(dtype, device, generator()))
 
     def row(name: str, passed: bool, detail: str) -> Row:
-        return found.row("gradients", dtype, "finite differences", name, [] if passed else [detail])
+        return evaluation.row("gradients", dtype, "finite differences", name, [] if passed else [detail])
 
     agrees_with_op = torch.autograd.gradcheck(
         lambda *x: as_tuple(subject(*x, preference=preference)),

@@ -180,10 +180,10 @@ def remember_lookups() -> None:
 
     def numpy_type(kind: Any) -> Any:
         name = kind.scalar.name  # of an element, where it is a block
-        found = types.get(name)
-        if found is None:
-            found = types[name] = look_up(kind)
-        return found
+        numpy_kind = types.get(name)
+        if numpy_kind is None:
+            numpy_kind = types[name] = look_up(kind)
+        return numpy_kind
 
     interpreter._get_np_dtype = numpy_type
 
@@ -207,15 +207,15 @@ def remember_shapes() -> None:
 
     def remembering_block(self: Any, element: Any, shape: Any) -> None:
         sizes = tuple([size if type(size) is int else plain(size) for size in shape])
-        found = shapes.get(sizes)
-        if found is None:
+        entry = shapes.get(sizes)
+        if entry is None:
             make_block(self, element, shape)
-            shown: Any = value.__new__(value)
-            make_value(shown, None, self)
-            found = shapes[sizes] = self.shape, self.numel, str(self.shape), shown.shape, shown.numel
-        self.element_ty, self.shape, self.numel = element, found[0], found[1]
-        self.name = f"<{found[2]}, {element}>"
-        self.shown = found[3:]
+            example: Any = value.__new__(value)
+            make_value(example, None, self)
+            entry = shapes[sizes] = self.shape, self.numel, str(self.shape), example.shape, example.numel
+        self.element_ty, self.shape, self.numel = element, entry[0], entry[1]
+        self.name = f"<{entry[2]}, {element}>"
+        self.shown = entry[3:]
 
     def remembering_value(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar

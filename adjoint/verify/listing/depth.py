@@ -68,12 +68,12 @@ def stops(ops: Sequence[str] | None, device: torch.device) -> list[Stop]:
 def jobs_at(chosen: Sequence[Stop], ops: Sequence[str] | None, device: torch.device) -> list[Job]:
     """A job for each stop, and one for the calls that each op must refuse."""
     by_name = {subject.name: subject for subject in subjects(ops)}
-    listed = []
+    listing = []
     for stop in chosen:
         own = checks_at(stop, by_name[stop.subject], device)
         label = own[0].label.rpartition(":")[0] + f", {stop.case}"
-        listed.append(replace(own[0], label=label, check="every promise", body=partial(_run_all, own)))
-    return listed + _refusals({subject.function for subject in by_name.values()}, device)
+        listing.append(replace(own[0], label=label, check="every promise", body=partial(_run_all, own)))
+    return listing + _refusals({subject.function for subject in by_name.values()}, device)
 
 
 def checks_at(stop: Stop, subject: Subject, device: torch.device) -> list[Job]:
@@ -131,8 +131,8 @@ class _Option(NamedTuple):
 
 def _options(subject: Subject, device: torch.device) -> list[_Option]:
     """Every case, dtype and preference of a subject, the ones to be taken first first."""
-    wanted = [(Preference(backend=backend), served.dtypes) for backend, served in served_backends(subject, device)]
-    wanted += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
+    requests = [(Preference(backend=backend), served.dtypes) for backend, served in served_backends(subject, device)]
+    requests += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
     default = torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
     options, large = [], {case.name for case in subject.cases if case.heavy}
     for dtype in sorted(subject.dtypes, key=lambda dtype: dtype != default):
@@ -146,7 +146,7 @@ def _options(subject: Subject, device: torch.device) -> list[_Option]:
                 continue
             if sum(sizes) > LARGE:
                 large.add(case.name)
-            for preference, dtypes in wanted:
+            for preference, dtypes in requests:
                 facts = _facts(subject, inputs, dtype, preference, device) if dtype in dtypes else frozenset[Any]()
                 if facts:
                     options.append(_Option(sum(sizes), dtype, preference, case.name, facts))
@@ -164,19 +164,19 @@ def _facts(
     """The plans with the kernels they launch, and the promises of those results that checks see; none where a plan that
     is asked for does not take the case."""
     call, text = subject.bind(inputs), resolve(preference)
-    found: set[Any] = set()
+    facts: set[Any] = set()
     visible = {*call.operator.outputs[: call.public_outputs], *subject.gradients(inputs)}
     try:
         for plan in (select(operator, problem, text) for operator, problem in call.problems(device)):
-            found.update(_of_plan(plan, visible))
+            facts.update(_of_plan(plan, visible))
             if plan.backend == "eager":  # where a dtype more is no compilation more
-                found.add((plan.operator.name, plan.name, dtype))
+                facts.add((plan.operator.name, plan.name, dtype))
         for form in subject.forms:
             for operator, problem in call_of(form, subject, inputs).problems(device):
-                found.update(_of_plan(select(operator, problem, text), set()))
+                facts.update(_of_plan(select(operator, problem, text), set()))
     except Unsupported:
         return frozenset()
-    return frozenset(found)
+    return frozenset(facts)
 
 
 def _of_plan(plan: Plan, visible: set[str]) -> Iterator[Any]:

@@ -114,12 +114,12 @@ def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", t
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     chosen = subjects(ops)
-    listed = []
+    listing = []
     for subject in (on_device(subject, device) for subject in chosen):
         for backend, served in served_backends(subject, device):
-            listed += _backend_jobs(served, backend, device, thorough)
-        listed += [job for plan in named_plans(subject, device) for job in _named_plan(subject, plan, device)]
-    return listed + bad_calls({subject.function for subject in chosen}, device)
+            listing += _backend_jobs(served, backend, device, thorough)
+        listing += [job for plan in named_plans(subject, device) for job in _named_plan(subject, plan, device)]
+    return listing + bad_calls({subject.function for subject in chosen}, device)
 
 
 Check = Callable[[Subject, torch.dtype, torch.device, Preference], list[Row]]
@@ -148,7 +148,7 @@ _OF_A_BACKEND: dict[str, Check] = {
 
 def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough: bool) -> list[Job]:
     preference, default = Preference(backend=backend), _default_dtype(subject)
-    listed = []
+    listing = []
     for dtype in subject.dtypes:
         checks = dict(_OF_A_BACKEND)
         if thorough or dtype == default:  # each schedule is another compilation
@@ -157,14 +157,14 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
         if exhaustive:
             checks["exhaustive"] = partial(numerics.accuracy, cases=exhaustive, check="exhaustive")
-        listed += [job_of(subject, name, dtype, device, preference, check) for name, check in checks.items()]
+        listing += [job_of(subject, name, dtype, device, preference, check) for name, check in checks.items()]
     if torch.float64 in subject.dtypes:
-        listed.append(job_of(subject, "gradients", torch.float64, device, preference, numerics.gradients))
+        listing.append(job_of(subject, "gradients", torch.float64, device, preference, numerics.gradients))
     in_torch = [framework.registration, framework.compilation, framework.modes, framework.recompilation]
     if device.type == "cuda":
         in_torch += [framework.streams, framework.capture]
     dtypes = subject.dtypes if thorough else (default,)
-    return listed + [
+    return listing + [
         job_of(subject, check.__name__, dtype, device, preference, check) for check in in_torch for dtype in dtypes
     ]
 
@@ -173,14 +173,14 @@ def _named_plan(subject: Subject, plan: str, device: torch.device) -> list[Job]:
     """The checks of a plan that is not its backend's first, on the cases that it takes."""
     preference = Preference(plan=plan)
     return [
-        job_of(taken, name, dtype, device, preference, check)
+        job_of(served, name, dtype, device, preference, check)
         for dtype in subject.dtypes
-        if (taken := _taken(subject, dtype, device, preference)).cases
+        if (served := _with_cases_of(subject, dtype, device, preference)).cases
         for name, check in (_OF_A_PLAN | _of_arithmetic(dtype) | _of_forms(subject)).items()
     ]
 
 
-def _taken(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Subject:
+def _with_cases_of(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Subject:
     """The subject with the cases that a plan takes in a dtype."""
 
     def takes(case: Case) -> bool:
@@ -221,14 +221,14 @@ def job_of(
 
 def bad_calls(functions: set[Any], device: torch.device) -> list[Job]:
     """The calls that ops must refuse: those that every op shares, and its own."""
-    listed = []
+    listing = []
     for module in cases():
         own = {subject.function: subject for subject in reversed(module.SUBJECTS)}  # the first mode of each
         if functions & own.keys():
             op = module.__name__.removeprefix("adjoint.ops.").removesuffix(".cases")
             calls = [bad for subject in reversed(own.values()) for bad in shared(subject)]
-            listed += [_bad_call(bad, op, device) for bad in (*calls, *module.BAD_CALLS)]
-    return listed
+            listing += [_bad_call(bad, op, device) for bad in (*calls, *module.BAD_CALLS)]
+    return listing
 
 
 def _bad_call(bad: BadCall, family: str, device: torch.device) -> Job:

@@ -102,10 +102,10 @@ def show_details(console: Console, rows: Sequence[Row], title: str) -> None:
         console.print(verdicts(shown, title))
     else:
         _show_lines(console, shown, title)
-    listed = skus(rows)
-    if listed:
-        console.print(Text(f"SKUs that ran: {len(listed)}", "bold"))
-        for sku in listed:
+    names = skus(rows)
+    if names:
+        console.print(Text(f"SKUs that ran: {len(names)}", "bold"))
+        for sku in names:
             console.print(Padding(Text(sku), (0, 0, 0, 2)))
 
 
