@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import widened
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
 from adjoint.ops import FAMILIES, cases
-from adjoint.verify.parallel.shards import digest_source
 
 FOLDER = Path("benchmarks") / "errors"
 
@@ -199,14 +197,7 @@ def content_of(
 ) -> dict[str, Any]:
     """What is saved of rows, and of earlier ones of other workloads."""
     earlier = earlier or {"runs": [], "rows": []}
-    conditions = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": command,
-        "commit": environment.commit(),
-        "source": digest_source()[:16],
-        "versions": environment.versions(),
-    }
-    runs = [*earlier["runs"], conditions]
+    runs = [*earlier["runs"], environment.conditions(command)]
     fresh = [asdict(row) | {"error": _rounded(row.error), "run": len(runs) - 1} for row in rows]
     replaced = {row["workload"] for row in fresh}
     merged_rows = [row for row in earlier["rows"] if row["workload"] not in replaced] + fresh

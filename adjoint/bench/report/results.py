@@ -8,7 +8,6 @@ what is there.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from adjoint.bench.measurement.run import ABSENT, EAGER, FAILED, INACCURATE, LEF
 from adjoint.contract.cases import Workload
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
-from adjoint.verify.parallel.shards import digest_source
 
 FOLDER = Path("benchmarks") / "results"
 SCHEMA = 1
@@ -64,12 +62,7 @@ def _content(result: Result, runs: list[dict[str, Any]], rows: list[dict[str, An
 
 def _describe_run(result: Result, command: str) -> dict[str, Any]:
     """Of a run."""
-    conditions = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": command,
-        "commit": environment.commit(),
-        "source": digest_source()[:16],
-        "versions": environment.versions(),
+    conditions = environment.conditions(command) | {
         "copy_ceiling_gb_per_s": round(result.ceiling, 1),
         "l2_bytes": environment.cache_bytes(result.device),
     }

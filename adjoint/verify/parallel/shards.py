@@ -4,15 +4,14 @@ Parts make up a whole if they are parts of the same suite, every shard is there 
 jobs. Anything else is refused: a table of fewer checks would look like one of all.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import adjoint
+from adjoint.bench.environment import digest, digest_source
 from adjoint.core.errors import ArgumentError
 from adjoint.verify.listing.jobs import Job
 from adjoint.verify.run import Row
@@ -65,20 +64,7 @@ class Suite:
 
 def describe(jobs: Sequence[Job], device: str, versions: Mapping[str, str | None]) -> Suite:
     """The suite of all these jobs, here."""
-    return Suite(device, versions, digest_source(), _digest(job.label.encode() for job in jobs), len(jobs))
-
-
-def digest_source() -> str:
-    """Of the files of this package."""
-    folder = Path(adjoint.__file__).parent
-    return _digest(path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".json"))
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(hashlib.sha256(part).digest())
-    return whole.hexdigest()
+    return Suite(device, versions, digest_source(), digest(job.label.encode() for job in jobs), len(jobs))
 
 
 @dataclass(frozen=True)
