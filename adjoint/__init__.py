@@ -5,9 +5,9 @@ from typing import Any
 
 from adjoint import nn
 from adjoint.core.errors import ArgumentError, Unsupported, WrongResult, check, checked
-from adjoint.core.first_use import first_use_check, set_first_use_check
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee
 from adjoint.core.plan import Plan, plan
+from adjoint.core.plan.first_use import first_use_check, set_first_use_check
 from adjoint.core.preference import Preference, prefer
 from adjoint.ops import gated_delta, moe
 from adjoint.ops.activation import sigmoid_gate, silu, swiglu

@@ -9,7 +9,7 @@ from adjoint.contract.cases import Case, Subject
 from adjoint.core.errors import ArgumentError
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import NVIDIA, TARGETS
-from adjoint.core.operator import Operator
+from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, short
 from adjoint.ops import cases
@@ -67,15 +67,15 @@ def entries(ops: Sequence[str] = ()) -> list[Entry]:
         places = merged.setdefault((op, direction, candidate.name, candidate.backend, promises), {})
         if dtype not in places.setdefault(place, []):
             places[place].append(dtype)
-    found = []
+    rows = []
     for (op, direction, plan, backend, promises), places in merged.items():
         by_dtypes: dict[tuple[str, ...], list[str]] = {}
         for place, dtypes in places.items():
             by_dtypes.setdefault(tuple(dtypes), []).append(place)
-        found += [
+        rows += [
             Entry(op, direction, plan, backend, dtypes, tuple(alike), promises) for dtypes, alike in by_dtypes.items()
         ]
-    return found
+    return rows
 
 
 Promises = tuple[tuple[str, str], ...]

@@ -12,13 +12,14 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from fla_functions import fla_functions
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -84,12 +85,13 @@ def contestants(shape: str, layers: int, device: str, dtype: torch.dtype, names:
     torch_functions = {
         name: original(getattr(modeling, name)) for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
     }
-    made = {"patched": torch_functions, "torch": torch_functions}
-    if device == "cuda" and (fla := fla_functions()):
-        made |= {"FLA": fla, "FLA and Liger": fla}
+    functions_of = {"patched": torch_functions, "torch": torch_functions}
+    if device == "cuda":
+        with suppress(ImportError):
+            functions_of |= dict.fromkeys(("FLA", "FLA and Liger"), fla_functions())
     entries = []
     for name in names:
-        if name not in made:
+        if name not in functions_of:
             print(f"{name}: not here")
             continue
         model = text_model(shape, layers, device, dtype)
@@ -97,28 +99,8 @@ def contestants(shape: str, layers: int, device: str, dtype: torch.dtype, names:
             patch(model)
         if name == "FLA and Liger" and not apply_liger(shape, model):
             continue
-        entries.append(Contestant(name, model, made[name]))
+        entries.append(Contestant(name, model, functions_of[name]))
     return entries
-
-
-def fla_functions() -> dict[str, Callable[..., Any]]:
-    """FLA's rule and convolution with the arguments that transformers gives; empty where it is not installed."""
-    try:
-        from fla.modules.causal_conv1d import causal_conv1d
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
-        return {}
-
-    def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        known = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
-        return chunk_gated_delta_rule(query, key, value, g, beta, **{k: v for k, v in options.items() if k in known})
-
-    def conv(x: Tensor, weight: Tensor, bias: Any = None, activation: str = "silu", **_: Any) -> Tensor:
-        y, _ = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)
-        return y.transpose(1, 2)
-
-    rule.__qualname__, conv.__qualname__ = "fla.chunk_gated_delta_rule", "fla.causal_conv1d"
-    return {"torch_chunk_gated_delta_rule": rule, "causal_conv1d_fn": conv}
 
 
 def apply_liger(shape: str, model: Any) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fla_functions import fla_functions
 from rich.console import Console
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -59,9 +60,6 @@ class TheirObjective(nn.Module):
 
 def their_model(ours: HybridLM) -> Any:
     """The same weights in transformers, with the peers' functions in the places of its own."""
-    from fla.modules.causal_conv1d import causal_conv1d
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
     modeling = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     model = modeling.Qwen3_5ForCausalLM(modeling.Qwen3_5ForCausalLM.config_class(**ours.config.to_dict()))
     model.load_state_dict(ours.state_dict(), strict=False)
@@ -72,18 +70,11 @@ def their_model(ours: HybridLM) -> Any:
     except (AttributeError, TypeError) as error:
         print(f"theirs: Liger's norms and feed-forward layers do not reach this model: {error!r}; its loss does")
 
-    def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        known = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
-        return chunk_gated_delta_rule(query, key, value, g, beta, **{k: v for k, v in options.items() if k in known})
-
-    def conv(x: Tensor, weight: Tensor, bias: Any = None, activation: str = "silu", **_: Any) -> Tensor:
-        y, _ = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)
-        return y.transpose(1, 2)
-
-    replaced = {"torch_chunk_gated_delta_rule": rule, "chunk_gated_delta_rule": rule, "causal_conv1d_fn": conv}
-    used = [name for name in replaced if hasattr(modeling, name)]
+    functions = fla_functions()
+    functions["chunk_gated_delta_rule"] = functions["torch_chunk_gated_delta_rule"]  # as other versions name it
+    used = [name for name in functions if hasattr(modeling, name)]
     for name in used:
-        setattr(modeling, name, replaced[name])
+        setattr(modeling, name, functions[name])
     print(f"theirs: FLA's functions stand for {', '.join(used)}")
     return model
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adjoint.core.kernels import Variant
-from adjoint.core.operator import operators
+from adjoint.core.op.operator import operators
 
 
 def record_launches(patch: pytest.MonkeyPatch) -> list[tuple[Variant, tuple[int, ...]]]:

@@ -1,6 +1,6 @@
 """The operators of the package, for tests that look at every one."""
 
-from adjoint.core.operator import Operator, operators
+from adjoint.core.op.operator import Operator, operators
 
 
 def package_operators() -> dict[str, Operator]:

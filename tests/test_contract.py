@@ -9,11 +9,11 @@ from torch import Tensor
 import adjoint
 from adjoint.contract.cases import Subject
 from adjoint.core import kernels
-from adjoint.core.operator import forget, operators
+from adjoint.core.op.operator import forget, operators
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify import Job, available_backends, jobs
-from adjoint.verify.jobs import subjects
+from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import Evaluation, evaluate
 from tests.conftest import device_under_test
 

@@ -9,10 +9,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from adjoint.bench import chart, environment, errors, results, run, tables
-from adjoint.bench import overhead as host
-from adjoint.bench import pictures as drawn
+from adjoint.bench import environment
+from adjoint.bench.measurement import errors, run
+from adjoint.bench.measurement import overhead as host
 from adjoint.bench.omissions import omissions
+from adjoint.bench.report import chart, results, tables
+from adjoint.bench.report.pictures import draw
 
 
 def times(
@@ -87,21 +89,21 @@ def accuracy(
     folder: Path | None = None,
 ) -> bool:
     """Measures errors and prints them by family; saves where a folder is given. Whether every promise was kept."""
-    selected = errors.chosen(ops, rows)
+    selected = errors.workloads_of(ops, rows)
     options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
     command = " ".join(["adjoint bench", *ops, "--errors", *options, *["--save"] * (folder is not None)])
 
-    def progress(found: list[errors.Row]) -> None:
+    def progress(entries: list[errors.Row]) -> None:
         """What is saved survives an interruption."""
-        console.print(Text(f"{found[-1].workload}: measured", style="dim"), soft_wrap=True)
+        console.print(Text(f"{entries[-1].workload}: measured", style="dim"), soft_wrap=True)
         if folder is not None:
-            errors.save(found, command, device, folder)
+            errors.save(entries, command, device, folder)
 
-    found = errors.run(selected, device, peers=peers, report=progress)
-    content = errors.content_of(found, command, device)
-    for family in dict.fromkeys(row.family for row in found):
+    entries = errors.run(selected, device, peers=peers, report=progress)
+    content = errors.content_of(entries, command, device)
+    for family in dict.fromkeys(row.family for row in entries):
         console.print(Text(errors.markdown(content, family)), soft_wrap=True)
-    broken = [row for row in found if not row.holds]
+    broken = [row for row in entries if not row.holds]
     for row in broken:
         where = f"{row.workload}, {row.direction}, {row.output}"
         console.print(Text(f"FAILED {where}: {row.promise or row.note}", style="red"), soft_wrap=True)
@@ -121,19 +123,19 @@ def overhead(console: Console, device: torch.device, as_data: bool = False) -> l
 def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
     """Writes the saved GPU results into documents, of which all but the first may be missing."""
     for path in (paths[0], *filter(Path.exists, paths[1:])):
-        written = results.update_readme(path, folder)
-        console.print(f"{path}: wrote the results of {', '.join(written)}", highlight=False, soft_wrap=True)
+        families = results.update_readme(path, folder)
+        console.print(f"{path}: wrote the results of {', '.join(families)}", highlight=False, soft_wrap=True)
 
 
 def pictures(console: Console, path: Path, folder: Path) -> None:
     """Draws the saved results of a GPU beside peers: speed into a file, and errors into one beside it."""
-    drawn.draw("speed", results.saved(folder), path)
+    draw("speed", results.saved(folder), path)
     beside = path.with_name(f"{path.stem}-errors{path.suffix}")
-    drawn.draw("errors", results.saved(folder), beside)
+    draw("errors", results.saved(folder), beside)
     console.print(f"drawn in {path} and {beside}", highlight=False, soft_wrap=True)
 
 
 def errors_page(console: Console, path: Path, folder: Path) -> None:
     """Writes the saved errors of GPUs into their page."""
-    written = errors.update_page(path, folder)
-    console.print(f"{path}: wrote the errors of {', '.join(written)}", highlight=False, soft_wrap=True)
+    families = errors.update_page(path, folder)
+    console.print(f"{path}: wrote the errors of {', '.join(families)}", highlight=False, soft_wrap=True)

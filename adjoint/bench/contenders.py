@@ -98,19 +98,19 @@ def _without_graph(function: Callable[..., Any], *arguments: Any) -> tuple[Tenso
 def kept_bytes(function: Callable[..., Any], inputs: Inputs, subject: Subject | None = None) -> int:
     """What autograd keeps of a call, in bytes that are not the inputs'; a subject knows which have gradients."""
     own = leaves(inputs) if subject is None else subject.leaves(inputs)
-    held: dict[int, int] = {}
+    bytes_of_storage: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
+        bytes_of_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         function(*own)
     for tensor in own:
         if tensor is not None:
-            held.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(held.values())
+            bytes_of_storage.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(bytes_of_storage.values())
 
 
 def ours(task: Task) -> Contender:

@@ -1,8 +1,11 @@
-"""The conditions of a measurement: machine and versions."""
+"""The conditions of a measurement: machine, versions, and the state of the source."""
 
+import hashlib
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,9 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     information = Path("/proc/cpuinfo")
     if information.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1].strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
+        if match:
+            return match[1].strip()
     return platform.processor() or platform.machine() or "CPU"
 
 
@@ -58,6 +61,33 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "."))
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def digest_source() -> str:
+    """A digest of the files of this package."""
+    import adjoint
+
+    folder = Path(adjoint.__file__).parent
+    return digest(path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".json"))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Of parts, in their order."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(hashlib.sha256(part).digest())
+    return whole.hexdigest()
+
+
+def conditions(command: str) -> dict[str, Any]:
+    """Of a run of a command, now: the date, the state of the source, and the versions of all that takes part."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "commit": commit(),
+        "source": digest_source()[:16],
+        "versions": versions(),
+    }
 
 
 def cache_bytes(device: torch.device) -> int | None:

@@ -23,11 +23,11 @@ def omissions(
     if not compile and any(workload.baseline is not None and workload.compile for workload in timed):
         yield "Left out: torch.compile, as --no-compile asks."
     entries = {PEERS[name].label: PEERS[name] for workload in timed for name in workload.peers}
-    if unwanted := sorted(label for label in entries if peers is not None and label not in peers):
-        yield f"Left out: {', '.join(unwanted)}, which --peer does not name."
-    wanted = {label: peer for label, peer in sorted(entries.items()) if label not in unwanted}
-    if need_gpu := [label for label, peer in wanted.items() if not peer.runs_on(device)]:
+    if others := sorted(label for label in entries if peers is not None and label not in peers):
+        yield f"Left out: {', '.join(others)}, which --peer does not name."
+    participants = {label: peer for label, peer in sorted(entries.items()) if label not in others}
+    if need_gpu := [label for label, peer in participants.items() if not peer.runs_on(device)]:
         yield f"Left out: {', '.join(need_gpu)}, whose kernels need a GPU."
-    for label, peer in wanted.items():
+    for label, peer in participants.items():
         if label not in need_gpu and version(peer.distribution) is None:
             yield f"Left out: {label}, which is not installed (pip install {peer.package})."

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.operator import Operator
+from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Call, Plan, select
 
 
@@ -40,8 +40,8 @@ class Bound:
 
     def workspace(self) -> Tensor | None:
         """Memory for the plan to work in; None where it needs none, or allocates its own."""
-        needed = self.plan.workspace_bytes
-        return torch.empty(needed, dtype=torch.uint8, device=self.plan.problem.device) if needed else None
+        size = self.plan.workspace_bytes
+        return torch.empty(size, dtype=torch.uint8, device=self.plan.problem.device) if size else None
 
 
 def forward(call: Call, preference: str) -> Bound:

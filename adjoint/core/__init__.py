@@ -1,1 +1,14 @@
-"""The spine every operation stands on: operators, plans, guarantees, errors and kernels."""
+"""The spine every operation stands on; it knows no op.
+
+A call of `adjoint.silu(x)` passes through it in this order:
+
+    op/__init__.py      `Op.call` checks the arguments and resolves the preference
+    op/operator.py      `Operator` describes the problem and looks for its plan
+    plan/selection.py   `select` takes the first candidate that fits, when a problem is new
+    plan/execution.py   `Plan.execute` allocates the outputs and runs the candidate
+    launch.py           `Setup` binds the kernels that it launches; the op's own `kernels.py` says which
+    kernels/            `Variant` is compiled once for a device, and started
+
+The files beside these folders are what ops are written with: problems and preferences, guarantees and errors, layouts,
+workspaces and schedules.
+"""

@@ -9,7 +9,7 @@ from adjoint.core.layout import share_memory, to_meta
 from adjoint.core.problem import short
 
 if TYPE_CHECKING:
-    from adjoint.core.operator import Operator
+    from adjoint.core.op.operator import Operator
     from adjoint.core.plan import Plan
 
 FLOATING: tuple[dtype, ...] = (float64, float32, bfloat16, float16)
@@ -131,12 +131,12 @@ def check_outputs(operator: "Operator", arguments: tuple[Any, ...], outputs: tup
 
 def check_workspace(plan: "Plan", workspace: Tensor) -> None:
     """Raises unless `workspace=` is contiguous memory on the plan's device, and enough of it."""
-    op, needed = plan.operator.name, plan.workspace_bytes
+    op, least = plan.operator.name, plan.workspace_bytes
     _require_tensor(op, "workspace=", workspace)
-    if needed is None:
+    if least is None:
         raise ArgumentError(f"{op}: plan {plan.name} takes no workspace=; the library behind it allocates its own")
     if workspace.device != plan.problem.device or not workspace.is_contiguous():
         raise ArgumentError(f"{op}: workspace= must be contiguous and on {plan.problem.device}, got {workspace.device}")
     size = workspace.numel() * workspace.element_size()
-    if size < needed:
-        raise ArgumentError(f"{op}: workspace= is too small: {needed} bytes are needed, got {size}")
+    if size < least:
+        raise ArgumentError(f"{op}: workspace= is too small: {least} bytes are needed, got {size}")

@@ -26,8 +26,8 @@ class Cache:
         model(ids, cache=cache, slots=[3, 0])       # of two of them
         cache.clear([3])                            # another sequence may begin there
         other = cache.copy()                        # go on in two ways
-        kept = cache.snapshot()                     # recurrent states, and how long sequences are
-        cache.rollback(kept)                        # forget what came after
+        snapshot = cache.snapshot()                 # recurrent states, and how long sequences are
+        cache.rollback(snapshot)                    # forget what came after
 
     Attributes:
         lengths: how many tokens of each sequence have passed.

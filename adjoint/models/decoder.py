@@ -154,11 +154,11 @@ class HybridModel(nn.Module):
         angles = self._angles(_positions(input_ids, cu_seqlens) if places is None else places.positions, x.dtype)
         stream, routings = Stream(x, None), []
         for index, layer in enumerate(self.layers):
-            kept = None if cache is None else cache.layers[index]
+            layer_cache = None if cache is None else cache.layers[index]
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 stream, routing = checkpoint(layer, stream, angles, cu_seqlens, use_reentrant=False)
             else:
-                stream, routing = layer(stream, angles, cu_seqlens, kept, places)
+                stream, routing = layer(stream, angles, cu_seqlens, layer_cache, places)
             if routing is not None:
                 routings.append(routing)
         _, hidden = normalize(self.norm, stream)

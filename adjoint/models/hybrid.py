@@ -146,8 +146,8 @@ class HybridLM(nn.Module):
             logits = self.lm_head(hidden)
         if labels is not None:
             loss = self._loss(hidden, next_labels(labels, cu_seqlens), logits)
-        wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
-        if not wanted or not routings:
+        with_routing = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        if not with_routing or not routings:
             return HybridOutput(logits, loss)
         router_loss = self._router_loss(routings)
         return HybridOutput(logits, None if loss is None else loss + router_loss, router_loss, tuple(routings))

@@ -98,5 +98,5 @@ class SigmoidGate(nn.Module):
 
 def _options(reuse_inputs: bool, preference: Preference | None) -> str:
     """The options that were given, as they are written in a call."""
-    given = ["reuse_inputs=True"] * reuse_inputs + [f"preference={preference!r}"] * (preference is not None)
-    return ", ".join(given)
+    options = ["reuse_inputs=True"] * reuse_inputs + [f"preference={preference!r}"] * (preference is not None)
+    return ", ".join(options)

@@ -79,8 +79,8 @@ class Embedding(nn.Embedding):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        given = [f"out_of_range={self.out_of_range!r}"] * (self.out_of_range != "raise")
-        return ", ".join((super().extra_repr(), *given, *_preferred(self.preference)))
+        options = [f"out_of_range={self.out_of_range!r}"] * (self.out_of_range != "raise")
+        return ", ".join((super().extra_repr(), *options, *_preferred(self.preference)))
 
     @classmethod
     def from_pretrained(

@@ -148,11 +148,11 @@ class SparseMoE(nn.Module):
         return y.view(x.shape), Routing(logits, weights.view(slots), indices.view(slots))
 
     def extra_repr(self) -> str:
-        given = [f"num_experts={self.num_experts}", f"experts_per_token={self.experts_per_token}"]
-        given += [f"renormalize={self.renormalize}"] * (not self.renormalize)
-        given += [f"score={self.score!r}"] * (self.score != "softmax")
-        given += [f"preference={self.preference!r}"] * (self.preference is not None)
-        return ", ".join(given)
+        options = [f"num_experts={self.num_experts}", f"experts_per_token={self.experts_per_token}"]
+        options += [f"renormalize={self.renormalize}"] * (not self.renormalize)
+        options += [f"score={self.score!r}"] * (self.score != "softmax")
+        options += [f"preference={self.preference!r}"] * (self.preference is not None)
+        return ", ".join(options)
 
 
 class _Experts(nn.Module):
@@ -194,15 +194,15 @@ def fuse_experts(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     >>> {name: tuple(tensor.shape) for name, tensor in fuse_experts(state).items()}
     {'mlp.experts.gate_up_proj': (2, 4, 2), 'mlp.experts.down_proj': (2, 2, 2)}
     """
-    found: dict[str, dict[int, dict[str, Tensor]]] = {}
+    by_prefix: dict[str, dict[int, dict[str, Tensor]]] = {}
     fused = {}
     for name, tensor in state_dict.items():
         if match := _ONE_EXPERT.fullmatch(name):
-            experts = found.setdefault(match["prefix"], {})
+            experts = by_prefix.setdefault(match["prefix"], {})
             experts.setdefault(int(match["expert"]), {})[match["matrix"]] = tensor
         else:
             fused[name] = tensor
-    for prefix, experts in found.items():
+    for prefix, experts in by_prefix.items():
         for expert in range(max(experts) + 1):
             missing = [matrix for matrix in ("gate", "up", "down") if matrix not in experts.get(expert, {})]
             if missing:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import adjoint
-from adjoint.core.operator import operators
+from adjoint.core.op.operator import operators
 
 
 @contextmanager

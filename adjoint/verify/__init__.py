@@ -4,7 +4,7 @@
 rows. What an op needs to be covered is its `cases.py`, and nothing more.
 """
 
-from adjoint.verify.jobs import Job, available_backends, jobs, subjects
+from adjoint.verify.listing.jobs import Job, available_backends, jobs, subjects
 from adjoint.verify.run import Row
 
 __all__ = ["Job", "Row", "available_backends", "jobs", "subjects"]

@@ -16,11 +16,13 @@ from rich.text import Text
 
 from adjoint.bench import environment
 from adjoint.core.errors import ArgumentError
-from adjoint.verify import depth, report, shards, workers
-from adjoint.verify.jobs import Job, jobs
-from adjoint.verify.report import op_of
+from adjoint.verify.listing import depth
+from adjoint.verify.listing.jobs import Job, jobs
+from adjoint.verify.parallel import shards, workers
+from adjoint.verify.parallel.shards import Part, Shard
+from adjoint.verify.report import summary
+from adjoint.verify.report.summary import op_of
 from adjoint.verify.run import Row
-from adjoint.verify.shards import Part, Shard
 
 PASSED, FAILED, INTERRUPTED = 0, 1, 130
 """Exit statuses; the last is what shells give for Ctrl-C."""
@@ -39,7 +41,7 @@ class Outcome:
 
     @property
     def data(self) -> dict[str, Any]:
-        return report.as_data(self.rows, self.facts)
+        return summary.as_data(self.rows, self.facts)
 
 
 def check(
@@ -93,7 +95,7 @@ def check(
                     console.print(Text(words, style="dim"), soft_wrap=True)
                 elif op not in waiting:
                     own = [row for place in sorted(rows) for row in rows[place] if op_of(row.op) == op]
-                    console.print(report.line(report.tally(op, own)))
+                    console.print(summary.line(summary.tally(op, own)))
     facts = {
         "device": part.suite.device,
         "depth": deep,
@@ -115,8 +117,8 @@ def merge(console: Console, paths: Sequence[Path], verbose: bool = False) -> Out
     whole = shards.merge([(path, shards.load(path)) for path in paths])
     facts = {"device": whole.suite.device, "versions": dict(whole.suite.versions), "source": whole.suite.source}
     if not verbose:
-        for entry in report.tallies(whole.all_rows):
-            console.print(report.line(entry))
+        for entry in summary.tallies(whole.all_rows):
+            console.print(summary.line(entry))
     status = _report(console, whole, f"Checks on {whole.suite.device}", facts, verbose)
     return Outcome(status, whole.all_rows, facts | {"complete": whole.is_complete})
 
@@ -136,20 +138,20 @@ def _report(console: Console, part: Part, title: str, facts: dict[str, Any], ver
     """Shows details on request, the failures in full, and the counts. Returns the exit status."""
     rows = part.all_rows
     if verbose:
-        report.show_details(console, rows, title)
+        summary.show_details(console, rows, title)
     elif not part.is_complete:  # the ops that some checks of are missing
         complete = {op_of(row.op) for row in rows}
         console.print(Text(f"Of {len(complete)} ops all or some checks ran.", "dim"))
-    report.show_failures(console, rows)
-    report.show_missing_figures(console, rows)
+    summary.show_failures(console, rows)
+    summary.show_missing_figures(console, rows)
     if not part.is_complete:
         console.print(Text(f"Interrupted: {len(part.rows)} of {len(part.positions)} checks ran", style="red"))
-    every = report.tallies(rows)
+    every = summary.tallies(rows)
     failures = sum(entry.failures for entry in every)
     plans = {(entry.op, plan) for entry in every for plan in entry.plans}
     seconds = f", {facts['seconds']:.0f} s" if "seconds" in facts else ""
     console.print(
-        f"{title}: {len(every)} ops, {len(plans)} plans, {len(report.skus(rows))} SKUs{seconds}", highlight=False
+        f"{title}: {len(every)} ops, {len(plans)} plans, {len(summary.skus(rows))} SKUs{seconds}", highlight=False
     )
     console.print(f"{sum(entry.checks for entry in every) - failures} passed, {failures} failed", highlight=False)
     if not part.is_complete:

@@ -86,15 +86,15 @@ def is_on_kernels(preference: Preference) -> bool:
     return preference.backend == "triton" or "triton" in str(preference.plan)
 
 
-def place_of(found: Evaluation, dtype: torch.dtype, case: Case) -> Place:
-    plan = found.plan
+def place_of(evaluation: Evaluation, dtype: torch.dtype, case: Case) -> Place:
+    plan = evaluation.plan
     assert plan.adjoint is not None
-    device = next(x.device for x in found.inputs if x is not None)
+    device = next(x.device for x in evaluation.inputs if x is not None)
     candidates = [plan.candidate, plan.adjoint.candidate]
     return Place(
         machine_of(device, plan.backend),
         short(dtype),
-        found.subject.name,
+        evaluation.subject.name,
         revised(candidates),
         case.name,
     )
@@ -264,18 +264,18 @@ def errors_of(due: Mapping[Place, Mapping[str, int]], draw: Draw) -> Errors:
     """The errors of cases and outputs, each over so many seeds."""
     errors: Errors = {}
     for place, seeds in due.items():
-        drawn = [draw(place.case, seed) for seed in range(max(seeds.values()))]
+        of_seeds = [draw(place.case, seed) for seed in range(max(seeds.values()))]
         errors[place] = {
             output: Error(
-                math.sqrt(sum(one[output].error ** 2 for one in drawn[:count]) / count), drawn[0][output].roundoff
+                math.sqrt(sum(one[output].error ** 2 for one in of_seeds[:count]) / count), of_seeds[0][output].roundoff
             )
             for output, count in seeds.items()
         }
     return errors
 
 
-def _root_mean_square(drawn: Sequence[Sample]) -> Error:
-    return Error(math.sqrt(sum(one.error**2 for one in drawn) / len(drawn)), drawn[0].roundoff)
+def _root_mean_square(samples: Sequence[Sample]) -> Error:
+    return Error(math.sqrt(sum(one.error**2 for one in samples) / len(samples)), samples[0].roundoff)
 
 
 def drawing(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Draw:

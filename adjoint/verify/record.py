@@ -17,9 +17,10 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
-from adjoint.verify import figures, workers
+from adjoint.verify import figures
 from adjoint.verify.figures import Errors, Figures
-from adjoint.verify.jobs import Job, job_of, named_plans, on_device, served_backends, subjects
+from adjoint.verify.listing.jobs import Job, job_of, named_plans, on_device, served_backends, subjects
+from adjoint.verify.parallel import workers
 from adjoint.verify.run import Row
 
 RECORDED, FAILED, INTERRUPTED = 0, 1, 130
@@ -51,19 +52,19 @@ def measure(
 
 def jobs(ops: Sequence[str] | None, device: torch.device) -> list[Job]:
     """What is measured on a device, kernels first: in Triton's interpreter they alone, as nothing else is new there."""
-    listed = []
+    listing = []
     for subject in (on_device(subject, device) for subject in subjects(ops)):
         preferences = [(Preference(backend=name), served.dtypes) for name, served in served_backends(subject, device)]
         preferences += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
         parts = [slice(begin, begin + CASES_OF_A_JOB) for begin in range(0, len(subject.cases), CASES_OF_A_JOB)]
-        listed += [
+        listing += [
             job_of(subject, f"record {number}/{len(parts)}", dtype, device, preference, partial(measure, part=part))
             for preference, dtypes in preferences
             for dtype in dtypes
             if dtype != torch.float64  # whose reference rounds as much as it does
             for number, part in enumerate(parts, 1)
         ]
-    chosen = [job for job in listed if not interpreting() or job.backend == "triton"]
+    chosen = [job for job in listing if not interpreting() or job.backend == "triton"]
     return sorted(chosen, key=lambda job: job.backend != "triton")
 
 
@@ -77,14 +78,14 @@ def record(
     processes = workers.default_processes(device) if processes is None else processes
     if processes < 1:
         raise ArgumentError(f"verify: --jobs must be 1 or more, not {processes}")
-    listing = partial(jobs, ops or None, device)
-    listed = listing()
-    files = _Files(folder, listed, device)
+    list_jobs = partial(jobs, ops or None, device)
+    listing = list_jobs()
+    files = _Files(folder, listing, device)
     if processes == 1:
-        results = workers.run_here(listed, range(len(listed)), lambda job: None)
+        results = workers.run_here(listing, range(len(listing)), lambda job: None)
     else:
         results = workers.run_in_processes(
-            listing, listed, range(len(listed)), lambda job: None, processes=processes, device=device, rank=_rank
+            list_jobs, listing, range(len(listing)), lambda job: None, processes=processes, device=device, rank=_rank
         )
     done = failed = 0
     with suppress(KeyboardInterrupt), closing(results):
@@ -93,13 +94,13 @@ def record(
             for row in rows:
                 failed += not row.passed
                 if isinstance(row, Measured):
-                    files.add(listed[position], row.errors)  # and saves them, for a run that is interrupted
-                line = f"{done}/{len(listed)} {listed[position].label}: {row.measured} {row.detail}"
+                    files.add(listing[position], row.errors)  # and saves them, for a run that is interrupted
+                line = f"{done}/{len(listing)} {listing[position].label}: {row.measured} {row.detail}"
                 console.print(Text(line, style="dim" if row.passed else "red"), soft_wrap=True)
     for path in files.paths:
         console.print(f"{path}", highlight=False)
-    console.print(f"{done} of {len(listed)} measured, {failed} failed", highlight=False)
-    return INTERRUPTED if done < len(listed) else FAILED if failed else RECORDED
+    console.print(f"{done} of {len(listing)} measured, {failed} failed", highlight=False)
+    return INTERRUPTED if done < len(listing) else FAILED if failed else RECORDED
 
 
 def _rank(job: Job) -> tuple[int, ...]:
@@ -111,12 +112,12 @@ def _rank(job: Job) -> tuple[int, ...]:
 class _Files:
     """Files of figures in a folder, which begin as they are there, or else as the package has them."""
 
-    def __init__(self, folder: Path, listed: Sequence[Job], device: torch.device) -> None:
+    def __init__(self, folder: Path, listing: Sequence[Job], device: torch.device) -> None:
         self._folder = folder
         self._machine = {backend: figures.machine_of(device, backend) for backend in ("triton", "eager")}
         self._figures: dict[Path, Figures] = {}
         self._errors: dict[tuple[Path, str], Errors] = {}
-        self._waiting = Counter(map(self._key, listed))
+        self._waiting = Counter(map(self._key, listing))
         try:
             self._save_pending()  # refused before the work
         except OSError as error:

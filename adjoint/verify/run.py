@@ -151,18 +151,18 @@ class Directions:
         return self.forward, self.backward
 
 
-def directions_of(found: Evaluation) -> Directions:
+def directions_of(evaluation: Evaluation) -> Directions:
     """The plans an evaluation takes, whatever the layout of its upstream gradients, and their arguments."""
-    call, text = found.subject.bind(found.inputs), resolve(found.preference)
+    call, text = evaluation.subject.bind(evaluation.inputs), resolve(evaluation.preference)
     forward = directions.forward(call, text)
     outputs = forward.run()
-    return Directions(forward, directions.backward(call, found.upstream, outputs, text), outputs)
+    return Directions(forward, directions.backward(call, evaluation.upstream, outputs, text), outputs)
 
 
-def gradients_of(found: Evaluation, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def gradients_of(evaluation: Evaluation, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Those of the adjoint's outputs that are gradients of an evaluation's inputs, in their order."""
     by_name = backward.gradients(results)
-    return tuple(by_name[name] for name in found.subject.gradients(found.inputs))
+    return tuple(by_name[name] for name in evaluation.subject.gradients(evaluation.inputs))
 
 
 class Comparison(NamedTuple):
@@ -193,21 +193,21 @@ class Comparison(NamedTuple):
         return Empirical(0.0, "").measure(self.result, self.exact).value
 
 
-def compare(found: Evaluation) -> list[Comparison]:
+def compare(evaluation: Evaluation) -> list[Comparison]:
     """Each public output and gradient beside the reference's."""
-    subject, inputs, upstream = found.subject, widened(found.inputs), widened(found.upstream)
-    forward, backward = found.guarantees
+    subject, inputs, upstream = evaluation.subject, widened(evaluation.inputs), widened(evaluation.upstream)
+    forward, backward = evaluation.guarantees
     of_gradients = (*upstream, *inputs, *subject.choices(*inputs))
     return [
         Comparison(name, guarantee, result, exact, arguments)
         for promises, results, truth, arguments in (
-            (forward, found.outputs, subject.reference(*inputs), inputs),
-            (backward, found.gradients, subject.reference_backward(*upstream, *inputs), of_gradients),
+            (forward, evaluation.outputs, subject.reference(*inputs), inputs),
+            (backward, evaluation.gradients, subject.reference_backward(*upstream, *inputs), of_gradients),
         )
         for (name, guarantee), result, exact in zip(promises.items(), results, truth, strict=True)
     ]
 
 
-def measure(found: Evaluation) -> dict[str, Measurement]:
+def measure(evaluation: Evaluation) -> dict[str, Measurement]:
     """The error of each public output and gradient beside the limit its guarantee states, by name."""
-    return {comparison.name: comparison.promise for comparison in compare(found)}
+    return {comparison.name: comparison.promise for comparison in compare(evaluation)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from adjoint.bench import errors, run
+from adjoint.bench.measurement import errors, run
 from adjoint.cli import app
 from adjoint.contract.cases import Inputs, Workload
 from adjoint.core.guarantee import Derived, Empirical
@@ -20,10 +20,9 @@ from adjoint.ops import FAMILIES, cases
 from adjoint.ops.embedding.values import device_lookup
 from adjoint.ops.gated_delta.rule.cases import ERROR_WORKLOADS, WORKLOADS
 from adjoint.ops.gated_delta.rule.layers import layer
-from tests.bench.test_bench import small
+from tests.bench.small import CPU, small
 from tests.bench.test_workloads import WORKLOAD
 
-CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 
@@ -89,14 +88,14 @@ class _Stated:
 
 
 def test_without_names_it_is_the_first_workload_of_every_subject() -> None:
-    chosen = errors.chosen([])
+    chosen = errors.workloads_of([])
     assert {family for family, _ in chosen} == set(FAMILIES)
     timed = {(w.subject.name, w.dtype) for module in cases() for w in module.WORKLOADS}
     assert {(w.subject.name, w.dtype) for _, w in chosen} == timed
     names = [w.name for _, w in chosen]
     assert len(ERROR_WORKLOADS) == 12 and {w.name for w in ERROR_WORKLOADS} <= set(names)
     assert not any("32768 tokens, 16 and 32 heads" in name for name in names if "gated_delta_rule" in name)
-    assert [w.subject.name for _, w in errors.chosen(["l2_norm"])] == ["l2_norm"]
+    assert [w.subject.name for _, w in errors.workloads_of(["l2_norm"])] == ["l2_norm"]
 
 
 def test_nearly_equal_keys_and_a_share_of_the_decays() -> None:
@@ -170,7 +169,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_errors_of_a_loss_are_compared_whole() -> None:
     """A mean over all tokens is no sum of pieces."""
-    (workload,) = (x for _, x in errors.chosen((), ("cross_entropy 256×8000",)))
+    (workload,) = (x for _, x in errors.workloads_of((), ("cross_entropy 256×8000",)))
     rows = [row for row in errors.measure("loss", workload, torch.device("cpu")) if row.contender == run.OURS]
     assert {row.output for row in rows} == {"loss", "dlogits"}
     assert all(row.error is not None and row.holds for row in rows)
@@ -178,7 +177,7 @@ def test_errors_of_a_loss_are_compared_whole() -> None:
 
 def test_the_rows_of_a_sparse_gradient_are_compared() -> None:
     """On a table of which most rows do not occur: what is compared are the values of those that do."""
-    (workload,) = (x for _, x in errors.chosen((), ("embedding[sparse] 100000×",)))
+    (workload,) = (x for _, x in errors.workloads_of((), ("embedding[sparse] 100000×",)))
     few = replace(workload, make=partial(device_lookup, "uniform", 1000, 16, 300), devices=("cpu",))
     rows = rows_of(few)
     assert set(rows) == {(who, "dweight") for who in (run.OURS, "torch, coalesced")}
@@ -202,7 +201,7 @@ def test_inputs_that_cannot_be_made_are_a_row_and_fail() -> None:
 
 
 def test_a_comparison_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    (workload,) = (x for _, x in errors.chosen((), ("cross_entropy 256×8000",)))
+    (workload,) = (x for _, x in errors.workloads_of((), ("cross_entropy 256×8000",)))
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("no memory")

@@ -9,17 +9,13 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference, ops
-from adjoint.bench import contenders, run, tables, timing
+from adjoint.bench import contenders
 from adjoint.bench.contenders import Task
+from adjoint.bench.measurement import run
+from adjoint.bench.report import tables
 from adjoint.contract.inputs import Inputs
+from tests.bench.small import CPU
 from tests.lookup import WORKLOAD
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "REPEAT_MILLISECONDS", 0)
 
 
 def rows_of(**changes: Any) -> dict[tuple[str, str], run.Row]:

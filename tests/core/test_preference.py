@@ -10,7 +10,7 @@ import torch
 import adjoint
 from adjoint import Preference
 from adjoint.core import kernels
-from adjoint.core.operator import forget
+from adjoint.core.op.operator import forget
 from adjoint.core.preference import merge, parse, resolve
 
 EXAMPLES = [

@@ -9,7 +9,7 @@ from torch import Tensor
 from adjoint.contract.inputs import widened
 from adjoint.core.guarantee import Guarantee, Measurement
 from adjoint.core.launch import Setup
-from adjoint.core.operator import Operator
+from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Call, Candidate
 from adjoint.ops.gated_delta.rule.hopper import gradients
 from tests.gluon.examples import Example

@@ -24,8 +24,8 @@ from adjoint.core.plan import Plan, select
 from adjoint.core.schedules import Schedules
 from adjoint.core.workspace import Regions
 from adjoint.device import grouping
-from adjoint.verify import races
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
+from adjoint.verify.interpreter import races
 
 # ---------------------------------------------------------------------------------- the edge of memory
 

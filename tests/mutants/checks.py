@@ -17,13 +17,14 @@ from types import ModuleType
 import numpy as np
 import torch
 
-import adjoint.core.operator
+import adjoint.core.op.operator
 import adjoint.core.plan
 from adjoint import ops
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import each
 from adjoint.core.preference import Preference
-from adjoint.verify import Row, bits, numerics
+from adjoint.verify import Row
+from adjoint.verify.checks import bits, numerics
 from adjoint.verify.run import differentiate, evaluate
 from tests.gluon.programs import SCHEDULES
 from tests.mutants import calls as edges
@@ -108,7 +109,7 @@ def load(name: str, source: str) -> None:
     exec(compile(source, file, "exec"), vars(module))
     parent, _, leaf = name.rpartition(".")
     vars(import_module(parent))[leaf] = module
-    for operator in adjoint.core.operator.operators():
+    for operator in adjoint.core.op.operator.operators():
         operator.plans.clear()
 
 

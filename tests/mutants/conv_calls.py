@@ -14,10 +14,10 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.core.kernels import interpreting
-from adjoint.core.operator import forget
+from adjoint.core.op.operator import forget
 from adjoint.core.schedules import Schedules
 from adjoint.ops.conv import plans
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.mutants import calls as edges
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

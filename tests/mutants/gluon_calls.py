@@ -130,9 +130,9 @@ def small() -> Iterator[None]:
     """Segments of two chunks, so that few tokens have several; sequences of up to eight heads are split."""
     sizes = {"UNSPLIT_REVERSE": 128, "REVERSE_SEGMENT": 128}
     with patch.object(packing, "SEGMENT", 128), patch.multiple(rule_shape, **sizes):
-        adjoint.core.operator.forget()
+        adjoint.core.op.operator.forget()
         yield
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
 
 
 EXAMPLES: tuple[Callable[[], Example], ...] = (

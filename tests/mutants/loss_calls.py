@@ -14,7 +14,7 @@ from adjoint import ArgumentError, Preference
 from adjoint.core.kernels import interpreting
 from adjoint.ops.loss import plans
 from adjoint.ops.loss.linear_cross_entropy import plans as linear_plans
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.mutants import calls as edges
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

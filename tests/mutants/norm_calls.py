@@ -14,7 +14,7 @@ from adjoint.core.launch import Setup
 from adjoint.core.layout import Rows
 from adjoint.core.problem import Problem
 from adjoint.ops.norm import plans
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.mutants import calls as edges
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -22,7 +22,7 @@ from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.values import gradients, tokens
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.mutants.calls import at_the_edge, differs_alone
 from tests.mutants.rule_calls import fall
 
@@ -144,12 +144,12 @@ def _two_parts() -> Iterator[None]:
         return launch
 
     vars(backward).update(bind_chunk_inverse=bind_second_part_alone, parts_of=lambda shape: 2)
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     try:
         yield
     finally:
         vars(backward).update(bind_chunk_inverse=bind, parts_of=parts_of)
-        adjoint.core.operator.forget()
+        adjoint.core.op.operator.forget()
 
 
 def calls() -> Iterator[Sequences]:
@@ -182,12 +182,12 @@ def small() -> Iterator[None]:
     before = packing.SEGMENT, rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE
     packing.SEGMENT = 64
     rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = 2, 128, 128
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     try:
         yield
     finally:
         packing.SEGMENT, rule_shape.FEW_HEADS, rule_shape.REVERSE_SEGMENT, rule_shape.UNSPLIT_REVERSE = before
-        adjoint.core.operator.forget()
+        adjoint.core.op.operator.forget()
 
 
 def warm() -> None:

@@ -24,7 +24,7 @@ from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.rule.shape import token_rows
 from adjoint.ops.gated_delta.values import nearly_equal, tokens
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.mutants.calls import at_the_edge
 from tests.ops.gated_delta.rule.kernels import Kernels
 
@@ -105,12 +105,12 @@ def small() -> Iterator[None]:
     """Segments of two chunks, so that few tokens have several; sequences of one and two heads are split."""
     before = packing.SEGMENT, rule_shape.FEW_HEADS
     packing.SEGMENT, rule_shape.FEW_HEADS = 128, 2
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     try:
         yield
     finally:
         packing.SEGMENT, rule_shape.FEW_HEADS = before
-        adjoint.core.operator.forget()
+        adjoint.core.op.operator.forget()
 
 
 def calls() -> Iterator[Sequences]:

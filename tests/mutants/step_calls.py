@@ -14,7 +14,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.contract.inputs import differentiable, leaves
-from adjoint.core.operator import forget
+from adjoint.core.op.operator import forget
 from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.step import plans

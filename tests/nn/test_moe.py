@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import adjoint
 from adjoint import nn
-from adjoint.bench.check import OTHERS_LIMIT
+from adjoint.bench.measurement.check import OTHERS_LIMIT
 
 HIDDEN, SIZE, SHARED, EXPERTS, SLOTS = 16, 12, 20, 6, 3
 

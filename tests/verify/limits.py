@@ -5,7 +5,6 @@ largest case that the plan takes and a CPU is asked for. No plan has to run for 
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +14,17 @@ import torch
 
 from adjoint.contract.cases import Case, Inputs, Subject
 from adjoint.contract.inputs import widened
-from adjoint.core import kernels
 from adjoint.core.guarantee import Derived, Empirical, ErrorStatement, Guarantee
-from adjoint.core.operator import forget
+from adjoint.core.kernels import targets
+from adjoint.core.op.operator import forget
 from adjoint.core.problem import short
 from adjoint.ops.gated_delta.values import tokens
 from adjoint.verify import figures
-from adjoint.verify.jobs import subjects
+from adjoint.verify.listing import jobs
+from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import generator
 
-_CHOOSING = (kernels, sys.modules["adjoint.verify.jobs"])  # the package has a function of that name
+_CHOOSING = (targets, jobs)
 PATH = Path(__file__).with_name("limits.json")
 
 Limits = dict[str, dict[str, dict[str, dict[str, float]]]]

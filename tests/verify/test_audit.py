@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import adjoint
 from adjoint.cli import app
-from adjoint.core.observation import watch
+from adjoint.core.op.observation import watch
 from adjoint.core.plan import Plan
 from adjoint.models import HybridLM, pack
 from adjoint.verify.audit import sample

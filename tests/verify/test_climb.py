@@ -9,7 +9,7 @@ from adjoint.contract.cases import Subject
 from adjoint.core.guarantee import Derived
 from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
-from adjoint.verify.jobs import named_plans, on_device, served_backends, subjects
+from adjoint.verify.listing.jobs import named_plans, on_device, served_backends, subjects
 from tests.verify.climbing import climb
 
 SLOW = ("gated_delta_rule", "linear_cross_entropy", "causal_conv1d")

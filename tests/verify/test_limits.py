@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from adjoint.core.guarantee import Derived, Empirical, Enumerated, ErrorStatement, Guarantee
-from adjoint.core.operator import operators
-from adjoint.verify.jobs import subjects
+from adjoint.core.op.operator import operators
+from adjoint.verify.listing.jobs import subjects
 from tests.verify import limits
 
 

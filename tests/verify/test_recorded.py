@@ -17,9 +17,11 @@ from adjoint.core.guarantee import Derived, Empirical, Guarantee
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.gated_delta.rule.cases import SUBJECTS as RULES
-from adjoint.verify import coverage, figures, numerics
+from adjoint.verify import figures
 from adjoint.verify import record as recording
-from adjoint.verify.jobs import on_device, served_backends, subjects
+from adjoint.verify.checks import numerics
+from adjoint.verify.listing import coverage
+from adjoint.verify.listing.jobs import on_device, served_backends, subjects
 from adjoint.verify.record import Measured
 from adjoint.verify.run import Comparison, Evaluation, Row, compare
 from tests.lookup import LOOKUP

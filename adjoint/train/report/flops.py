@@ -30,6 +30,6 @@ def peak_of(device: torch.device) -> float | None:
     """TF/s of one large product of bfloat16 matrices, measured here; None on a CPU."""
     if device.type != "cuda":
         return None
-    from adjoint.bench.timing import matrix_ceiling
+    from adjoint.bench.measurement.timing import matrix_ceiling
 
     return matrix_ceiling(device)

@@ -19,7 +19,7 @@ def explain(
 ) -> NotFinite:
     """The error for a step, after its batch was saved: all ranks call this together."""
     layer = _first_layer(objective, batches) or _layer_of_gradient(weights)
-    layers = [found for found in ranks.gather(layer) if found]
+    layers = [name for name in ranks.gather(layer) if name]
     path = folder / f"not-finite-step-{step}{f'-rank-{ranks.rank}' if ranks.mesh is not None else ''}.safetensors"
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):

@@ -83,7 +83,7 @@ class Stream:
         if epoch not in self._orders:
             order = self._permute(len(self.documents), 0, epoch)
             ends = list(accumulate(self.documents[index].numel() for index in order))
-            self._orders = {number: kept for number, kept in self._orders.items() if number == epoch - 1}
+            self._orders = {number: ordering for number, ordering in self._orders.items() if number == epoch - 1}
             self._orders[epoch] = (order, ends)
         return self._orders[epoch]
 

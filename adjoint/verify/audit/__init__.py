@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError
-from adjoint.core.observation import observed
+from adjoint.core.op.observation import observed
 from adjoint.verify.audit.observer import Entry, Observer
 from adjoint.verify.audit.report import Report
 from adjoint.verify.audit.sampling import MOST_TOKENS, sample
@@ -77,8 +77,8 @@ def _number(outputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None
     own = getattr(outputs, "loss", None)
     if isinstance(own, Tensor):
         return own
-    found = [x for x in _tensors(outputs) if x.is_floating_point() and x.requires_grad]
-    return torch.stack([x.float().square().mean() for x in found]).sum() if found else None
+    tensors = [x for x in _tensors(outputs) if x.is_floating_point() and x.requires_grad]
+    return torch.stack([x.float().square().mean() for x in tensors]).sum() if tensors else None
 
 
 def _tensors(value: Any) -> list[Tensor]:

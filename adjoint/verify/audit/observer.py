@@ -168,14 +168,14 @@ class _Call:
         entries = [Entry(self.layer, op.label, "backward", name, "") for name in shown]
         try:
             used, plain = op.forms[self.form], op.forms[""]
-            given = tuple(upstream[: len(op.upstream)])
-            kept = op.forward.allocate(*self._complete(self.inputs, keep=True))
-            arguments = used.arguments(given, (*self.inputs, *self.options), kept, ())
+            upstream_gradients = tuple(upstream[: len(op.upstream)])
+            buffers = op.forward.allocate(*self._complete(self.inputs, keep=True))
+            arguments = used.arguments(upstream_gradients, (*self.inputs, *self.options), buffers, ())
             plan = select(used.operator, used.operator.describe(*arguments), self.preference)
-            del kept, arguments
+            del buffers, arguments
             exact_inputs = widened(self.inputs)
             outputs = self._in_float64(exact_inputs)
-            exact_upstream = widened(given)
+            exact_upstream = widened(upstream_gradients)
             subject, ordered = _subject(op, self.inputs, self.options), _ordered(op, exact_inputs)
             complete = [
                 torch.zeros_like(output) if gradient is None else gradient
@@ -187,9 +187,9 @@ class _Call:
                 slopes = subject.reference_backward(*complete, *ordered)
                 truth = dict(zip(subject.gradients(ordered), slopes, strict=True))
             else:
-                needed = plain.arguments(exact_upstream, (*exact_inputs, *self.options), outputs, ())
-                chosen = select(plain.operator, plain.operator.describe(*needed), "backend=eager")
-                truth = Bound(chosen, needed).gradients(chosen.execute(needed))
+                exact_arguments = plain.arguments(exact_upstream, (*exact_inputs, *self.options), outputs, ())
+                eager = select(plain.operator, plain.operator.describe(*exact_arguments), "backend=eager")
+                truth = Bound(eager, exact_arguments).gradients(eager.execute(exact_arguments))
             about = subject or _any_subject(op)
             choices = about.choices(*ordered) if about is not None else ()
             self._measure(entries, shown, truth, plan, (*complete, *ordered, *choices), subject)
@@ -236,14 +236,14 @@ def _is_measured(value: Any) -> bool:
 @cache
 def _subjects() -> dict[str, list[tuple[Subject, tuple[Any, ...]]]]:
     """The subjects of every operator, each with the options of its call."""
-    found: dict[str, list[tuple[Subject, tuple[Any, ...]]]] = {}
+    by_operator: dict[str, list[tuple[Subject, tuple[Any, ...]]]] = {}
     for subject in (subject for module in cases() for subject in module.SUBJECTS):
         inputs = subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), torch.Generator().manual_seed(0))
         call = subject.bind(inputs)
         count = len(call.operator.tensors)
         if {*subject.inputs} <= {*call.operator.tensors}:
-            found.setdefault(call.operator.name, []).append((subject, call.arguments[count:]))
-    return found
+            by_operator.setdefault(call.operator.name, []).append((subject, call.arguments[count:]))
+    return by_operator
 
 
 def _candidates(op: Op) -> Iterator[tuple[Subject, tuple[Any, ...]]]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from adjoint.core.errors import ArgumentError
 from adjoint.verify.audit.observer import Entry
-from adjoint.verify.html import details, page, table
+from adjoint.verify.report.html import details, page, table
 
 WORST = 10
 

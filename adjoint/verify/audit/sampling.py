@@ -20,18 +20,18 @@ def sample(batch: Any, max_tokens: int = MOST_TOKENS) -> Any:
     if named is None:
         values = list(batch) if isinstance(batch, list | tuple) else [batch]
         first = next((x for x in values if isinstance(x, Tensor) and x.dim() > 1), None)
-        kept = None if first is None else _rows(first, max_tokens)
-        if first is None or kept is None:
+        indices = None if first is None else _rows(first, max_tokens)
+        if first is None or indices is None:
             return batch
-        cut = [_cut(x, len(first), kept) for x in values]
+        cut = [_cut(x, len(first), indices) for x in values]
         return type(batch)(cut) if isinstance(batch, list | tuple) else cut[0]
     first = named.get("input_ids", next((x for x in named.values() if isinstance(x, Tensor) and x.dim() > 1), None))
     if not isinstance(first, Tensor):
         return batch
     if isinstance(named.get("cu_seqlens"), Tensor) and len(first) == 1:
         return _packed(named, first, max_tokens)
-    kept = _rows(first, max_tokens)
-    return batch if kept is None else {name: _cut(x, len(first), kept) for name, x in named.items()}
+    indices = _rows(first, max_tokens)
+    return batch if indices is None else {name: _cut(x, len(first), indices) for name, x in named.items()}
 
 
 def _rows(first: Tensor, max_tokens: int) -> Tensor | None:
@@ -43,8 +43,10 @@ def _rows(first: Tensor, max_tokens: int) -> Tensor | None:
     return torch.linspace(0, rows - 1, count, device=first.device).round().long()
 
 
-def _cut(value: Any, rows: int, kept: Tensor) -> Any:
-    return value[kept.to(value.device)] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+def _cut(value: Any, rows: int, indices: Tensor) -> Any:
+    return (
+        value[indices.to(value.device)] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+    )
 
 
 def _packed(named: dict[str, Any], first: Tensor, max_tokens: int) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import adjoint
 from adjoint.core.errors import ArgumentError
-from adjoint.verify import report
 from adjoint.verify.certificate.page import certificate_page
-from adjoint.verify.digests import CHECK as DIGEST
+from adjoint.verify.checks.digests import CHECK as DIGEST
+from adjoint.verify.report import summary
+from adjoint.verify.report.tables import share_of_limit, worst
 from adjoint.verify.run import Row
-from adjoint.verify.tables import share_of_limit, worst
 
 SCHEMA = 1
 """Of the files, which is raised when their meaning changes."""
@@ -23,7 +23,7 @@ SCHEMA = 1
 
 def describe(rows: Sequence[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The certificate of a run, from its rows and what is known of it."""
-    tallies = report.tallies(rows)
+    tallies = summary.tallies(rows)
     failed = sum(entry.failures for entry in tallies)
     return {
         "schema": SCHEMA,
@@ -34,7 +34,7 @@ def describe(rows: Sequence[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
         "failed": failed,
         "kernel_code": kernel_code(),
         "ops": [asdict(entry) for entry in tallies],
-        "skus": report.skus(rows),
+        "skus": summary.skus(rows),
         "checks": _checks(rows),
         "errors": _errors(rows),
         "digests": _digests(rows),
@@ -62,13 +62,13 @@ def _checks(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         if row.check != DIGEST:
             groups.setdefault((row.op, row.dtype, row.plan, row.check), []).append(row)
-    found = []
+    entries = []
     for (op, dtype, plan, check), group in groups.items():
         guarantee, measured = worst(group)
         counts = {"checks": len(group), "failed": sum(not row.passed for row in group)}
         where = {"op": op, "dtype": dtype, "plan": plan, "check": check}
-        found.append(where | {"promise": guarantee, "measured": measured} | counts)
-    return found
+        entries.append(where | {"promise": guarantee, "measured": measured} | counts)
+    return entries
 
 
 def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -87,13 +87,13 @@ def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _digests(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for row in rows:
         if row.check == DIGEST and row.passed:
             case, output, digest = row.measured.rsplit(": ", 2)
             where = {"op": row.op, "dtype": row.dtype, "plan": row.plan, "case": case, "output": output}
-            found.append(where | {"bits": row.guarantee, "digest": digest})
-    return found
+            entries.append(where | {"bits": row.guarantee, "digest": digest})
+    return entries
 
 
 # ------------------------------------------------------------------------------------------------- files

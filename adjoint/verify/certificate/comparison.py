@@ -29,11 +29,11 @@ class Comparison:
 
 def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> Comparison:
     """What differs between two certificates."""
-    found = Comparison(machine=list(_machine(one, other)))
-    _compare_verdicts(found, one, other)
-    _compare_errors(found, one, other)
-    _compare_bits(found, one, other)
-    return found
+    comparison = Comparison(machine=list(_machine(one, other)))
+    _compare_verdicts(comparison, one, other)
+    _compare_errors(comparison, one, other)
+    _compare_bits(comparison, one, other)
+    return comparison
 
 
 def _machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -57,17 +57,17 @@ def _short(digest: str | None) -> str:
     return digest[:8] if digest else "none"
 
 
-def _compare_verdicts(found: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _compare_verdicts(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     for label, certificate in (("first", one), ("second", other)):
         for row in certificate["failures"]:
             where = " ".join(filter(None, (row["op"], row["dtype"], row["plan"])))
-            found.broken.append(f"the {label} failed: {where}: {row['check']}: {row['measured']}: {row['detail']}")
+            comparison.broken.append(f"the {label} failed: {where}: {row['check']}: {row['measured']}: {row['detail']}")
     for sku, ours, theirs in _pairs(dict.fromkeys(one["skus"], True), dict.fromkeys(other["skus"], True)):
         if ours is not theirs:
-            found.missing.append(f"{sku} ran on the {'first' if ours else 'second'} only")
+            comparison.missing.append(f"{sku} ran on the {'first' if ours else 'second'} only")
 
 
-def _compare_errors(found: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _compare_errors(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     def shares(certificate: Mapping[str, Any]) -> dict[tuple[str, ...], float]:
         return {(e["op"], e["dtype"], e["plan"], e["output"]): float(e["share"]) for e in certificate["errors"]}
 
@@ -78,10 +78,10 @@ def _compare_errors(found: Comparison, one: Mapping[str, Any], other: Mapping[st
         ratio = max(ours, theirs) / min(ours, theirs) if min(ours, theirs) > 0 else float("inf")
         if ratio >= NOTICEABLE:
             changed.append((ratio, f"{' '.join(key)}: {ours:.3g} | {theirs:.3g} of the bound"))
-    found.errors = [words for _, words in sorted(changed, reverse=True)]
+    comparison.errors = [words for _, words in sorted(changed, reverse=True)]
 
 
-def _compare_bits(found: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _compare_bits(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     """Equal plans on both; and plans in PyTorch and on kernels that promise the same bits on every device."""
     ours, theirs = ({_key(d): d for d in certificate["digests"]} for certificate in (one, other))
     is_same_machine = all(one.get(name) == other.get(name) for name in ("device", "versions", "kernel_code"))
@@ -93,17 +93,17 @@ def _compare_bits(found: Comparison, one: Mapping[str, Any], other: Mapping[str,
         if yours is None or mine["output"] == "inputs":
             continue
         where = f"{mine['op']} {mine['dtype']} {mine['plan']}: {mine['output']} of {mine['case']!r}"
-        drawn = (*key[:4], "inputs")
-        if drawn in ours and drawn in theirs and ours[drawn]["digest"] != theirs[drawn]["digest"]:
-            found.bits.append(f"{where}: computed from other inputs, and not comparable")
+        inputs_key = (*key[:4], "inputs")
+        if inputs_key in ours and inputs_key in theirs and ours[inputs_key]["digest"] != theirs[inputs_key]["digest"]:
+            comparison.bits.append(f"{where}: computed from other inputs, and not comparable")
         elif mine["digest"] == yours["digest"]:
-            found.same_bits += 1
+            comparison.same_bits += 1
         elif "device_invariant" in mine["bits"] and "device_invariant" in yours["bits"]:
-            found.broken.append(f"{where}: other bits, where every device is promised the same")
+            comparison.broken.append(f"{where}: other bits, where every device is promised the same")
         elif is_same_machine and "repeatable" in mine["bits"]:
-            found.broken.append(f"{where}: other bits on the same machine, where repetition is promised")
+            comparison.broken.append(f"{where}: other bits on the same machine, where repetition is promised")
         else:
-            found.bits.append(f"{where}: {_short(mine['digest'])} | {_short(yours['digest'])}")
+            comparison.bits.append(f"{where}: {_short(mine['digest'])} | {_short(yours['digest'])}")
 
 
 def _key(digest: Mapping[str, str]) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def _stem(key: tuple[str, ...]) -> tuple[str, ...]:
     return op, dtype, " + ".join(name.partition(".")[2] for name in plan.split(" + ")), case, output
 
 
-def show(console: Console, found: Comparison, *, verbose: bool) -> None:
+def show(console: Console, comparison: Comparison, *, verbose: bool) -> None:
     """What differs, the first on the left and the second on the right of each bar."""
     titles = {
         "machine": "The machines",
@@ -126,7 +126,7 @@ def show(console: Console, found: Comparison, *, verbose: bool) -> None:
         "broken": "PROMISES BROKEN",
     }
     for name, title in titles.items():
-        lines: list[str] = getattr(found, name)
+        lines: list[str] = getattr(comparison, name)
         if not lines:
             continue
         console.print(Text(f"{title}: {len(lines)}", "bold red" if name == "broken" else "bold"))
@@ -135,4 +135,4 @@ def show(console: Console, found: Comparison, *, verbose: bool) -> None:
             console.print(Padding(Text(line), (0, 0, 0, 2)))
         if len(shown) < len(lines):
             console.print(Padding(Text(f"and {len(lines) - len(shown)} more: -v shows them", "dim"), (0, 0, 0, 2)))
-    console.print(f"{found.same_bits} results have the same bits on both", highlight=False)
+    console.print(f"{comparison.same_bits} results have the same bits on both", highlight=False)

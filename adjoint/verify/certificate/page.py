@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from adjoint.verify.html import details, page, table
+from adjoint.verify.report.html import details, page, table
 
 _WORDS = {"passed": "Every check passed", "failed": "Some checks FAILED", "unfinished": "The run was interrupted"}
 

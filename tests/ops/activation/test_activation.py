@@ -19,7 +19,7 @@ from adjoint.ops.activation.sigmoid_gate.cases import SIGMOID_GATE
 from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.ops.activation.values import every_value
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from adjoint.verify.run import differentiate, measure
 from tests.promises import broken
 

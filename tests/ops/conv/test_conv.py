@@ -464,7 +464,7 @@ def test_a_width_is_checked_before_anything_else_runs(monkeypatch: pytest.Monkey
     def fail(*arguments: Any) -> Any:
         raise AssertionError("something ran")
 
-    monkeypatch.setattr(adjoint.core.operator.Operator, "launch", fail)
+    monkeypatch.setattr(adjoint.core.op.operator.Operator, "launch", fail)
     for width in (0, 9):
         with pytest.raises(adjoint.ArgumentError, match=f"1 to 8, got {width}"):
             adjoint.causal_conv1d(torch.zeros(1, 2, 3), torch.zeros(3, width))

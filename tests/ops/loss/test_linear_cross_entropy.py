@@ -94,7 +94,7 @@ def test_blocks_of_rows_make_one_sum(
     plan: str, dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many blocks, and one: within twice the promise of each other, so no block is lost or added twice."""
-    from adjoint.core.operator import forget
+    from adjoint.core.op.operator import forget
     from adjoint.ops.loss import eager
 
     layer, preference = _layer((37,), 24, 50, dtype), Preference(plan=plan)

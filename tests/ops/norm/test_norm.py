@@ -11,7 +11,7 @@ from adjoint import Preference
 from adjoint.device.row_tiles import LEVELS, order
 from adjoint.ops.norm import plans
 from adjoint.ops.norm.rms_norm.cases import RESIDUAL
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from adjoint.verify.run import differentiate, measure
 from tests.promises import broken
 
@@ -138,13 +138,13 @@ def test_more_blocks_than_one_run_are_added_in_order(device: torch.device, monke
     kernels = pytest.importorskip("adjoint.ops.norm.kernels")
     for module in (plans, kernels):
         monkeypatch.setattr(module, "RUN_LEVELS", 1)
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     x, dy, weight = normal(150, 128).float(), normal(150, 128, seed=1).float(), normal(128, seed=2).float()
     expected = expected_bits(x, weight, dy, torch.float32)
     x, weight = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
     y = adjoint.rms_norm(x, weight, preference=Preference(backend="triton"))
     assert torch.equal(gradients(y, (weight,), dy.to(device))[0].cpu(), expected[2])
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
 
 
 @pytest.mark.kernels

@@ -13,7 +13,7 @@ from adjoint import ArgumentError, Preference
 from adjoint.core.launch import variants
 from adjoint.core.plan import bind
 from adjoint.ops.rotary.rotary import cases, reference
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from adjoint.verify.run import differentiate, measure
 from tests.launches import record_launches
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.ops.embedding.bag import reference
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.ops.embedding.sums import in_tiles
 
 MODES = ["sum", "mean", "max"]

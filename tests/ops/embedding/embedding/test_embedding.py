@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint import ArgumentError, Preference
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.ops.embedding.embedding.lookups import (
     COLUMNS,
     ROWS,

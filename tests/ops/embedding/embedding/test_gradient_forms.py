@@ -8,7 +8,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.ops.embedding.embedding.lookups import (
     COLUMNS,
     ROWS,

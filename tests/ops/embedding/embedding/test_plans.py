@@ -9,7 +9,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import ArgumentError, Plan, Preference, Unsupported
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.ops.embedding.embedding.lookups import (
     COLUMNS,
     ROWS,

@@ -11,7 +11,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference
 from adjoint.core.kernels import interpreting
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.conftest import device_under_test
 from tests.ops.embedding.sums import TILE, in_order, in_tiles, rows_of
 

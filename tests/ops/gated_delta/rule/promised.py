@@ -6,7 +6,7 @@ from torch import Tensor
 
 from adjoint.contract.inputs import Inputs, widened
 from adjoint.core.guarantee import Guarantee, rounding_error
-from adjoint.core.operator import Operator
+from adjoint.core.op.operator import Operator
 from adjoint.ops.gated_delta.rule import _rule
 
 FORWARD, BACKWARD = _rule.forward, _rule.forms[""].operator

@@ -39,9 +39,9 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(packing, "SEGMENT", SHORT // 2)
     monkeypatch.setattr(rule_shape, "REVERSE_SEGMENT", SHORT)
     monkeypatch.setattr(rule_shape, "UNSPLIT_REVERSE", SHORT)
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     yield
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
 
 
 def remembered(device: torch.device, bounds: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Inputs:
@@ -71,7 +71,7 @@ def test_gradients_pass_through_every_segment(
         assert torch.equal(results[5][number], expected)
     assert right[5][2].norm() > 0.1 * right[5][1].norm(), "what passes through five segments counts"
     monkeypatch.setattr(rule_backward, "bind_compose_reverse_transitions", lambda *_: lambda memory: None)
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     with pytest.raises(AssertionError):
         inside_the_ceiling(backward(inputs, *upstream), right, torch.float32)
 
@@ -116,7 +116,7 @@ def test_shorter_sequences_are_scanned_whole(device: torch.device, monkeypatch: 
     do, dfinal = upstream_of(inputs)
     split = backward(inputs, do, dfinal)
     monkeypatch.setattr(rule_shape, "UNSPLIT_REVERSE", 3 * SHORT)
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
     whole = backward(inputs, do, dfinal)
     assert not torch.equal(split[5], whole[5])
     inside_the_ceiling(split, [x.double() for x in whole], torch.float32)

@@ -158,7 +158,7 @@ def test_strides_and_addresses_change_nothing(device: torch.device) -> None:
 def unsplit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are scanned as with many heads, however few there are."""
     monkeypatch.setattr(rule_shape, "FEW_HEADS", 0)
-    adjoint.core.operator.forget()
+    adjoint.core.op.operator.forget()
 
 
 @pytest.mark.kernels

@@ -8,7 +8,7 @@ from adjoint import Plan, Preference, Unsupported
 from adjoint.core import kernels
 from adjoint.ops.indexing.take_along_axis.layout import Axes, lines_of, merged
 from adjoint.ops.indexing.take_along_axis.plans import MAX_COMPARED, MAX_ENTRIES
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.ops.indexing.take_along_axis.lines import expected_gradient, make_indices, normal
 
 

@@ -11,7 +11,7 @@ import adjoint
 from adjoint import ArgumentError, Preference
 from adjoint.core.kernels import interpreting
 from adjoint.ops.indexing.take_along_axis import plans
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.ops.indexing.take_along_axis.lines import (
     every_adjoint,
     every_adjoint_of_many,

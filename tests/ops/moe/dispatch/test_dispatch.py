@@ -11,7 +11,7 @@ from adjoint import Preference, moe
 from adjoint.ops.moe.combine.plans import DOT_WIDTH
 from adjoint.ops.moe.dispatch import reference
 from adjoint.ops.moe.layout.reference import layout as reference_layout
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,7 @@ import adjoint
 from adjoint import Preference, moe
 from adjoint.core.kernels import interpreting
 from adjoint.ops.moe.losses import plans, reference
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
 backends = pytest.mark.parametrize("backend", BACKENDS)

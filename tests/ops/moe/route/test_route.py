@@ -14,7 +14,7 @@ import adjoint
 from adjoint import ArgumentError, Preference, moe
 from adjoint.core.kernels import interpreting
 from adjoint.ops.moe.route import reference
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 from tests.ops.moe.routing import HALF, INFINITY, NAN, SINGLE, adversarial, wrongs
 from tests.promises import broken
 

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.errors import ArgumentError
-from adjoint.core.flops import Flops, no_products
 from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.op.flops import Flops, no_products
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short, wide_dtype
 from adjoint.device.sequences import count_sequences, require_cu_seqlens

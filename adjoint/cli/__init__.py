@@ -1,0 +1,56 @@
+"""The `adjoint` command: env, ops, plan, verify, certificate, audit, bench, train, generate.
+
+Commands import what they need when they run, so that help is quick. A mistake of the user is one red
+sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from adjoint.cli import bench, env, models, plan, verify
+
+app = typer.Typer(
+    help="GPU kernels that come with their gradients and their guarantees.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        import adjoint
+
+        print(f"adjoint {adjoint.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (
+    env.env,
+    plan.ops,
+    plan.plan,
+    verify.verify,
+    verify.audit,
+    bench.bench,
+    models.train,
+    models.generate,
+)
+for command in COMMANDS:
+    app.command()(command)
+app.add_typer(verify.certificates, name="certificate")
+
+
+def main() -> None:
+    """The entry point of the `adjoint` command."""
+    app()

@@ -1,0 +1,42 @@
+"""What a command prints: text as wide as the terminal, data as JSON, and what it refuses."""
+
+import json
+import math
+import os
+import sys
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+_WIDE = 160  # columns where nothing tells: a log is better wide than folded
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, width=None if has_width(stderr=stderr) else _WIDE)
+
+
+def has_width(*, stderr: bool = False) -> bool:
+    """Whether a terminal, or the variable COLUMNS, says how wide lines may be."""
+    return (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(_in_json(data), indent=2, ensure_ascii=False))
+
+
+def _in_json(value: Any) -> Any:
+    """A value as JSON has it: texts for what it has no numbers for."""
+    if isinstance(value, dict):
+        return {name: _in_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def refuse(message: object) -> NoReturn:
+    make_console(stderr=True).print(Text(str(message), style="red"), soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,54 @@
+"""Builds for a GPU that need not be there, and what their machine code uses."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from adjoint.core.errors import Unsupported
+from adjoint.core.kernels.targets import TARGETS
+from adjoint.core.kernels.variants import Variant
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a kernel compiled for a target uses; registers are per thread, None where not reported."""
+
+    registers: int | None
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def build(variant: Variant, target: str) -> Build:
+    """Compiles for a named target and reports what the machine code uses.
+
+    Registers and spills come from the machine code itself: `cuobjdump` for NVIDIA, the code
+    object's own metadata for AMD.
+    """
+    if target not in TARGETS:
+        raise Unsupported(f"build: unknown target {target!r}; known are {', '.join(TARGETS)}")
+    from triton.backends.compiler import GPUTarget
+
+    compiled = variant.compile(GPUTarget(*TARGETS[target]))
+    if "cubin" in compiled.asm:
+        return Build(*_nvidia_usage(compiled.asm["cubin"]), compiled.metadata.shared)
+    text = compiled.asm["amdgcn"]
+    spilled = sum(int(n) for n in re.findall(r"\.private_segment_fixed_size:\s+(\d+)", text))
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
+    return Build(int(registers[1]) if registers else None, spilled, compiled.metadata.shared)
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of local memory (spills and stack) a thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", report)
+    if usage is None:
+        raise RuntimeError(f"cuobjdump reported no resource usage:\n{report}")
+    return int(usage[1]), int(usage[2]) + int(usage[3])

@@ -1,0 +1,102 @@
+"""The types of a kernel's run-time parameters, as its signature states them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+TRITON_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The type of one run-time parameter of a kernel.
+
+    Attributes:
+        type: a type of Triton's ("i64"); of a pointer, a torch dtype by name; of either, a variable that the launch
+            settles.
+        pointer: whether it is the address of numbers of that type.
+        multiple: whether its value is a multiple of 16 (of a pointer, in bytes): "never" says that nothing is known,
+            "always" that every launch sees to it, "aligned" that launches with `aligned=True` do.
+        count: so many of them in a tuple, as `Int64 * 4` makes it; 0 for one that is in none.
+    """
+
+    type: str
+    pointer: bool
+    multiple: str
+    count: int = 0
+    __triton_builtin__ = True  # Triton's compiler evaluates annotations, and admits few globals
+
+    @property
+    def variable(self) -> str | None:
+        """The variable that stands for the type; None where the type itself is named."""
+        return None if self.type in (_DTYPES if self.pointer else _SCALARS) else self.type
+
+    def text(self, dtypes: Mapping[str, torch.dtype]) -> str:
+        """The type as Triton writes it, once variables are settled; of a tuple, with commas between."""
+        if self.pointer:
+            return f"*{TRITON_TYPES[_DTYPES.get(self.type) or dtypes[self.type]]}"
+        text = self.type if self.type in _SCALARS else TRITON_TYPES[dtypes[self.type]]
+        return ",".join([text] * max(1, self.count))
+
+    def __mul__(self, count: int) -> "Parameter":
+        return replace(self, count=count)
+
+
+_SCALARS = frozenset(("i32", "i64", "fp32"))
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRITON_TYPES}
+
+
+class _Named(type):
+    """`Pointer.float32` names a type; any other name is a variable that the launch settles: `Pointer.element`."""
+
+    pointer = True
+    multiple = "never"
+    __triton_builtin__ = True
+
+    def __getattr__(cls, name: str) -> Parameter:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Parameter(name, cls.pointer, cls.multiple)
+
+
+class Pointer(metaclass=_Named):
+    """The address of numbers, about whose alignment nothing is known."""
+
+
+class Pointer16(metaclass=_Named):
+    """An address that is a multiple of 16 bytes in every launch."""
+
+    multiple = "always"
+
+
+class PointerIf16(metaclass=_Named):
+    """An address that is a multiple of 16 bytes in launches with `aligned=True`."""
+
+    multiple = "aligned"
+
+
+class Float(metaclass=_Named):
+    """A number of the type that a variable stands for: `Float.computed`."""
+
+    pointer = False
+
+
+class Int(metaclass=_Named):
+    """A whole number of the type that a variable stands for: `Int.number`."""
+
+    pointer = False
+
+
+Int32, Int64 = Parameter("i32", False, "never"), Parameter("i64", False, "never")
+Int32x16, Int64x16 = Parameter("i32", False, "always"), Parameter("i64", False, "always")
+Int32If16, Int64If16 = Parameter("i32", False, "aligned"), Parameter("i64", False, "aligned")
+Float32 = Parameter("fp32", False, "never")

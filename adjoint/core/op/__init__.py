@@ -1,0 +1,279 @@
+"""`Op`: the one declaration of an op.
+
+    _scale = Op(
+        "scale",
+        inputs=("x",),
+        options="float factor",
+        outputs=("y",),
+        check=lambda x, factor: require_floating("scale", "x", x),
+        allocate=lambda x, factor: (torch.empty_like(x),),
+        describe=lambda x, factor: Facts((x.dtype,)),
+        forward=lambda: plans.SCALE,
+        adjoint=Adjoint(lambda: plans.SCALE_BACKWARD, describe=lambda dy, x, factor: Facts((x.dtype,))),
+    )
+
+    @_scale.public
+    def scale(x, *, factor=2.0, preference=None):
+        return _scale.call(x, factor, preference=preference)
+
+From this come both torch operators with their shape functions, the checks of upstream gradients, the
+`autograd.Function` with its mask of needed gradients, the error for a second derivative, and the binding for
+`adjoint.plan`: `operator.py` and `backward.py` make them.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from adjoint.core.op.backward import Backward, check_reusable
+from adjoint.core.op.flops import Flops, no_products
+from adjoint.core.op.observation import watch
+from adjoint.core.op.operator import Operator, register
+from adjoint.core.plan import Call, Candidate, publish
+from adjoint.core.preference import Preference, resolve
+from adjoint.core.problem import Problem
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Candidates = Callable[[], tuple[Candidate, ...]]
+
+
+class Facts(NamedTuple):
+    """What a choice of plan may depend on, besides the device and the options: see `Problem`."""
+
+    dtypes: tuple[torch.dtype, ...]
+    layout: str = ""
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """One backward of an op. Its operator takes upstream gradients, what was saved, buffers, options and `need`.
+
+    `need` is a mask of the gradients that are needed, and is there where an op has several. The functions below take
+    all of that in this order, but `options_of`, `omits` and `assemble`.
+
+    Attributes:
+        candidates: best first; a function, so that no kernel is imported.
+        describe: the facts of a backward.
+        saves: the names of the inputs and outputs it reads, with a "?" behind those that may be None; by default all
+            inputs, and the outputs that are kept for it.
+        omits: `omits(needs, *arguments of the forward)`: names among `saves` that a call does not need; `needs` says
+            of every differentiable input, by name, whether it needs a gradient.
+        options: what follows the tensors, as a schema writes it; by default the options of the forward.
+        options_of: their values, from the arguments of the forward.
+        check: raises for wrong metadata; by default the op's own check, and that upstream gradients are like outputs.
+        allocate: empty gradients; by default like the inputs.
+        gradients: names of what it returns; by default a gradient for each differentiable input.
+        name: of the operator, behind that of the op.
+        overwrites: it writes the gradients over the differentiable inputs, which must be saved.
+        buffers: tensors of the caller that it adds to instead of returning a gradient.
+        assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
+        at_once: `at_once(*arguments)`: the gradients where they are what was saved, and nothing is left to compute;
+            else None. Not asked while compiling.
+        flops: the operations of its matrix products, 2·m·n·k each, those of gradients that are needed; what the
+            forward has computed before counts once, there.
+    """
+
+    candidates: Candidates
+    describe: Callable[..., Facts]
+    saves: tuple[str, ...] | None = None
+    omits: Callable[..., tuple[str, ...]] | None = None
+    options: str | None = None
+    options_of: Callable[..., tuple[Any, ...]] | None = None
+    check: Callable[..., None] | None = None
+    allocate: Callable[..., tuple[Tensor, ...]] | None = None
+    gradients: tuple[str, ...] | None = None
+    name: str = "backward"
+    overwrites: bool = False
+    buffers: tuple[str, ...] = ()
+    assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
+    at_once: Callable[..., tuple[Tensor, ...] | None] | None = None
+    flops: Flops = no_products
+
+
+class Op:
+    """The one declaration of an op: see the example at the top of this module.
+
+    The forward operator is `<name>(inputs, options, keep)`; `keep` is there where an op has outputs that its backward
+    alone reads, and says whether they are needed. Functions take the operator's arguments, unless they say otherwise.
+
+    Args:
+        name: of the operator.
+        inputs: names of the tensors, with a "?" behind those that may be None; the first never is.
+        outputs: names of what a caller gets; with none, what it promises is about what it overwrites.
+        check: raises `ArgumentError` for wrong metadata; `keep` is not among its arguments.
+        allocate: empty outputs, kept ones last.
+        describe: the facts that a choice of plan depends on.
+        forward: candidates, best first; a function, so that no kernel is imported.
+        adjoint: the backward; None where there is none.
+        alternatives: further forms of the backward, by the name under which `call` asks for them.
+        differentiable: the inputs that have gradients; all by default.
+        constant: outputs that have no gradient, such as indices; the last ones.
+        absent: `absent(*arguments)`: outputs that these arguments do not ask for, which are empty and have no gradient.
+        kept: outputs behind the others that the backward alone reads.
+        options: what follows the tensors, as a schema writes it: "float scale, bool normalize".
+        gradient: an empty gradient for an input.
+        overwrites: inputs that the forward overwrites; such an op has no adjoint.
+        autocast: inputs that are cast to autocast's dtype where it is on, unless they are float64.
+        label: the op as errors name it; by default its name.
+        flops: the operations of its matrix products, 2·m·n·k each, for torch's `FlopCounterMode`; 0 by default.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        check: Callable[..., None],
+        allocate: Callable[..., tuple[Tensor, ...]],
+        describe: Callable[..., Facts],
+        forward: Candidates,
+        adjoint: Adjoint | None = None,
+        alternatives: dict[str, Adjoint] | None = None,
+        differentiable: tuple[str, ...] | None = None,
+        constant: tuple[str, ...] = (),
+        absent: Callable[..., tuple[str, ...]] | None = None,
+        kept: tuple[str, ...] = (),
+        options: str = "",
+        gradient: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
+        overwrites: tuple[str, ...] = (),
+        autocast: tuple[str, ...] = (),
+        label: str | None = None,
+        flops: Flops = no_products,
+    ) -> None:
+        self.name, self.label, self.options = name, label or name, options
+        self.inputs = tuple(x.removesuffix("?") for x in inputs)
+        self.optional = frozenset(x.removesuffix("?") for x in inputs if x.endswith("?"))
+        self.differentiable = self.inputs if differentiable is None else differentiable
+        self.outputs, self.constant, self.kept = outputs, constant, kept
+        self.upstream = tuple(f"d{x}" for x in outputs if x not in constant)
+        self.absent, self.gradient, self.overwrites = absent, gradient, overwrites
+        self.check, self.allocate = check, allocate
+        self.autocast = tuple(self.inputs.index(x) for x in autocast)
+        self.input_count = input_count = len(self.inputs)
+        self.argument_count = argument_count = input_count + (options.count(",") + 1 if options else 0)
+
+        def describe_forward(*arguments: Any) -> Problem:
+            facts = (name, arguments[0].device, *describe(*arguments), arguments[input_count:], "")
+            return tuple.__new__(Problem, facts)  # a third of what the named constructor costs
+
+        self.forward = register(
+            Operator(
+                name,
+                outputs=(*outputs, *kept) or overwrites,
+                tensors=self.inputs,
+                check=(lambda *arguments: check(*arguments[:argument_count])) if kept else check,
+                allocate=allocate,
+                describe=describe_forward,
+                candidates=forward,
+                flops=flops,
+            ),
+            tensors=inputs,
+            overwritten=overwrites,
+            options=", ".join(filter(None, (options, "bool keep" if kept else ""))),
+            results=len(outputs) + len(kept),
+        )
+        forms = {"": adjoint} if adjoint is not None else {}
+        self.forms = {form: Backward(self, declared) for form, declared in (forms | (alternatives or {})).items()}
+        self.call = _make_call(self)
+
+    def bind(self, arguments: tuple[Any, ...], form: str, buffers: tuple[Tensor, ...]) -> Call:
+        """The operators and arguments that a call amounts to."""
+        complete = (*arguments, True) if self.kept else arguments
+        backward = self.forms.get(form)
+        public = len(self.upstream) - len(self.absent(*arguments) if self.absent else ())
+        if backward is None:
+            return Call(self.forward, complete, public_outputs=public)
+
+        def adjoint_arguments(upstream: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            padding = (None,) * (len(self.upstream) - len(upstream))
+            return backward.arguments((*upstream, *padding), arguments, outputs, buffers)
+
+        return Call(self.forward, complete, backward.operator, adjoint_arguments, public)
+
+    def public(self, function: Function) -> Function:
+        """Makes a public function known to `adjoint.plan`, which calls it with `BINDING` as its preference."""
+
+        def bind(*arguments: Any, **keywords: Any) -> Call:
+            try:
+                function(*arguments, **keywords, preference=BINDING)
+            except Bound as bound:
+                return bound.call
+            raise TypeError(f"{self.label}: the public function returned without calling the op")
+
+        signature = inspect.signature(function)
+        parameters = [p for name, p in signature.parameters.items() if name != "preference"]
+        bind.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        publish(function, bind)
+        return function
+
+
+class Bound(Exception):
+    """Ends a call of a public function that was made to learn which operators it would run."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+BINDING: Any = object()
+"""In the place of a preference: nothing is computed, and `Bound` says which operators would run."""
+
+
+def _make_call(op: Op) -> Callable[..., Any]:
+    """`call(*inputs, *options, preference=, form=, buffers=)`; a closure, because attributes cost."""
+    check, forward, autocast, kept = op.check, op.forward, op.autocast, bool(op.kept)
+    forms, inputs, output_count = op.forms, op.inputs, len(op.outputs)
+    differentiable = tuple(map(inputs.index, op.differentiable))
+    overwritten = tuple(map(inputs.index, op.overwrites))
+    grad_enabled = torch.is_grad_enabled
+
+    def call(*arguments: Any, preference: Preference | None, form: str = "", buffers: tuple[Tensor, ...] = ()) -> Any:
+        if autocast:
+            arguments = _cast(arguments, autocast)
+        check(*arguments)
+        if preference is BINDING:
+            raise Bound(op.bind(arguments, form, buffers))
+        text = resolve(preference)
+        if watch.observer is not None and not torch.compiler.is_compiling():
+            return watch.observer(op, arguments, form, text, lambda: run(arguments, text, form, buffers))
+        return run(arguments, text, form, buffers)
+
+    def run(arguments: tuple[Any, ...], text: str, form: str, buffers: tuple[Tensor, ...]) -> Any:
+        if grad_enabled():
+            for place in differentiable:
+                tensor = arguments[place]
+                if tensor is not None and tensor.requires_grad:
+                    backward = forms[form]
+                    if backward.adjoint.overwrites:
+                        check_reusable(op.label, **{inputs[place]: arguments[place] for place in differentiable})
+                    return backward.function.apply(*arguments, *buffers, text)
+        if kept:
+            results = forward(*arguments, False, text)
+            return results[0] if output_count == 1 else results[:output_count]
+        results = forward(*arguments, text)
+        if overwritten and not torch.compiler.is_compiling():
+            for place in overwritten:
+                if arguments[place] is not None and not arguments[place].is_inference():
+                    torch.autograd.graph.increment_version(arguments[place])
+        return results
+
+    return call
+
+
+def _cast(arguments: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments with some tensors in autocast's dtype, where it is on; float64 and whole numbers stay."""
+    first = arguments[places[0]]
+    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return arguments
+    dtype = torch.get_autocast_dtype(first.device.type)
+
+    def cast(x: Any) -> Any:
+        is_narrower = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if is_narrower else x
+
+    return tuple(cast(x) if place in places else x for place, x in enumerate(arguments))

@@ -1,0 +1,260 @@
+"""The machinery behind a declared backward: its operator, the `autograd.Function` that runs it, and its rules."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.arguments import require_floating, require_like
+from adjoint.core.errors import ArgumentError, Unsupported, second_derivative
+from adjoint.core.layout import overlaps_itself, share_memory, to_meta
+from adjoint.core.op.operator import Operator, register
+from adjoint.core.problem import Problem
+
+if TYPE_CHECKING:
+    from adjoint.core.op import Adjoint, Op
+
+
+class Backward:
+    """One form of an op's backward: its operator, and the `autograd.Function` that runs it.
+
+    Attributes:
+        saves: the names of what it reads of the forward's inputs and outputs.
+        has_mask: whether the operator takes `need`: an op with one gradient has no choice.
+    """
+
+    def __init__(self, op: "Op", adjoint: "Adjoint") -> None:
+        self.op, self.adjoint = op, adjoint
+        self.has_mask = len(op.differentiable) > 1
+        upstream = op.upstream if len(op.upstream) == 1 else tuple(f"{x}?" for x in op.upstream)
+        saves = adjoint.saves or (*(f"{x}?" if x in op.optional else x for x in op.inputs), *op.kept)
+        tensors = (*upstream, *saves, *adjoint.buffers)
+        self.saves = tuple(x.removesuffix("?") for x in saves)
+        forward_tensors = (*op.inputs, *op.outputs, *op.kept)
+        self._sources = tuple(map(forward_tensors.index, self.saves))
+        gradients = adjoint.gradients or tuple(f"d{x}" for x in op.differentiable)
+        options = op.options if adjoint.options is None else adjoint.options
+        overwritten = (*(op.differentiable if adjoint.overwrites else ()), *adjoint.buffers)
+        self._places = tuple(map(self.saves.index, op.differentiable)) if adjoint.overwrites else ()
+
+        name, describe_facts = f"{op.name}_{adjoint.name}", adjoint.describe
+        tensor_count, has_lists = len(tensors), "[]" in options
+        present = 0 if len(upstream) == 1 else len(upstream)  # of several upstream gradients any may be None
+
+        def describe(*arguments: Any) -> Problem:
+            values = arguments[tensor_count:]
+            if has_lists:
+                values = _hashable(values)
+            return Problem(name, arguments[present].device, *describe_facts(*arguments), values)
+
+        self.operator = register(
+            Operator(
+                name,
+                outputs=gradients,
+                tensors=tuple(x.removesuffix("?") for x in tensors),
+                check=self._check,
+                allocate=(lambda *arguments: ()) if overwritten else adjoint.allocate or self._allocate,
+                describe=describe,
+                candidates=adjoint.candidates,
+                assemble=adjoint.assemble,
+                flops=adjoint.flops,
+            ),
+            tensors=tensors,
+            overwritten=overwritten,
+            options=", ".join(filter(None, (options, "int need" * self.has_mask))),
+            results=0 if overwritten else len(gradients),
+        )
+        self.function = self._make_function()
+
+    def _check(self, *arguments: Any) -> None:
+        (self.adjoint.check or self._check_upstream)(*arguments)
+        if self.adjoint.overwrites:
+            saved = arguments[len(self.op.upstream) :]
+            check_reusable(self.op.label, **{self.saves[place]: saved[place] for place in self._places})
+
+    def _check_upstream(self, *arguments: Any) -> None:
+        """The op's own check, and that upstream gradients are like the outputs; all inputs must be saved for it."""
+        op, first = self.op, len(self.op.upstream)
+        inputs = arguments[first : first + op.input_count]
+        options = arguments[first + len(self.saves) : len(arguments) - self.has_mask]
+        op.check(*inputs, *options)
+        outputs = op.allocate(*map(to_meta, (*inputs, *options)), *(True,) * bool(op.kept))
+        for label, gradient, output in zip(op.upstream, arguments, outputs, strict=False):
+            if gradient is not None:
+                require_floating(op.label, label, gradient)
+                require_like(op.label, label, to_meta(gradient), label[1:], output)
+                if gradient.device != inputs[0].device:
+                    where = f"{inputs[0].device}, the device of {op.inputs[0]}"
+                    raise ArgumentError(f"{op.label}: {label} must be on {where}, got {gradient.device}")
+
+    def _allocate(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """A gradient like each differentiable input, empty where `need` does not ask for it."""
+        op, first = self.op, len(self.op.upstream)
+        saved = dict(zip(self.saves, arguments[first:], strict=False))
+        need = arguments[-1] if self.has_mask else 1
+        return tuple(
+            op.gradient(saved[x]) if need >> bit & 1 else arguments[first].new_empty(0)
+            for bit, x in enumerate(op.differentiable)
+        )
+
+    def arguments(
+        self,
+        upstream: tuple[Tensor | None, ...],
+        arguments: tuple[Any, ...],
+        outputs: tuple[Tensor, ...],
+        buffers: tuple[Tensor, ...],
+    ) -> tuple[Any, ...]:
+        """The arguments of a backward that computes every gradient, from those of the forward and its outputs."""
+        present = [arguments[self.op.inputs.index(x)] is not None for x in self.op.differentiable]
+        saved = self._saved(present, arguments, outputs)
+        return (*upstream, *saved, *buffers, *self._options(arguments), *self._mask(present))
+
+    def _saved(self, needs: list[bool], arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        tensors = (*arguments[: self.op.input_count], *outputs)
+        if self.adjoint.omits is None:
+            return tuple([tensors[source] for source in self._sources])
+        omitted = self.adjoint.omits(dict(zip(self.op.differentiable, needs, strict=True)), *arguments)
+        named = zip(self.saves, self._sources, strict=True)
+        return tuple(None if x in omitted else tensors[source] for x, source in named)
+
+    def _options(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.adjoint.options_of is None:
+            return arguments[self.op.input_count :]
+        return self.adjoint.options_of(*arguments)
+
+    def _mask(self, needs: list[bool]) -> tuple[int, ...]:
+        """`need`, where the operator takes it, from whether each gradient is needed."""
+        return (sum([1 << bit for bit, needed in enumerate(needs) if needed]),) if self.has_mask else ()
+
+    def _make_function(self) -> Any:
+        """The `autograd.Function`: it takes the arguments of the forward but `keep`, buffers and the preference."""
+        op, adjoint, declared = self.op, self.adjoint, self
+        forward, operator, has_mask = op.forward, self.operator, self.has_mask
+        argument_count = op.argument_count + len(adjoint.buffers) + 1
+        differentiable = tuple(map(op.inputs.index, op.differentiable))
+        saves_inputs_alone = self._sources == tuple(range(op.input_count)) and adjoint.omits is None
+        output_count = len(op.outputs)
+        single = output_count == 1
+
+        class Differentiable(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *values: Any) -> Any:  # type: ignore[override]
+                arguments, preference = values[: op.argument_count], values[-1]
+                if not single and not torch.compiler.is_compiling():
+                    ctx.set_materialize_grads(False)  # an output nobody used, or without a gradient, costs nothing
+                results = forward(*arguments, True, preference) if op.kept else forward(*arguments, preference)
+                outputs = (results,) if single and not op.kept else results
+                if saves_inputs_alone:
+                    ctx.save_for_backward(*arguments[: op.input_count])
+                else:
+                    needs = [ctx.needs_input_grad[place] for place in differentiable]
+                    ctx.save_for_backward(*declared._saved(needs, arguments, outputs))
+                ctx.options, ctx.preference = declared._options(arguments), preference
+                # Not saved: they are written to, by this backward and by those of other calls.
+                ctx.buffers = values[op.argument_count : -1]
+                ctx.absent = op.absent(*arguments) if op.absent else ()
+                constant = [outputs[op.outputs.index(x)] for x in (*op.constant, *ctx.absent)]
+                if constant:
+                    ctx.mark_non_differentiable(*constant)
+                return outputs[0] if single else outputs[:output_count]
+
+            @staticmethod
+            def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+                if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                    raise second_derivative(op.label)
+                upstream = upstream[: len(op.upstream)]
+                if ctx.absent:  # a compiler makes zeros of a gradient that nobody gave
+                    named = zip(op.upstream, upstream, strict=True)
+                    upstream = tuple(None if x[1:] in ctx.absent else gradient for x, gradient in named)
+                gradients: list[Tensor | None] = [None] * argument_count
+                if not single and all(gradient is None for gradient in upstream):
+                    return tuple(gradients)
+                needs_gradient = ctx.needs_input_grad
+                needs = [needs_gradient[place] for place in differentiable]
+                rest = (*ctx.buffers, *ctx.options, *declared._mask(needs), ctx.preference)
+                results: Any
+                if adjoint.overwrites:
+                    saved = _claim_saved(op.label, ctx)
+                    overwritten = tuple([saved[place] for place in declared._places])
+                    operator(*(None if x is None else _separate(x, overwritten) for x in upstream), *saved, *rest)
+                    for tensor, needed in zip(overwritten, needs, strict=True):
+                        if (
+                            needed
+                        ):  # tells autograd: another op that saved the same tensor raises, and reads no gradient
+                            torch.autograd.graph.increment_version(tensor)
+                    results = tuple(x.detach() for x in overwritten)
+                else:
+                    arguments = (*upstream, *ctx.saved_tensors, *rest)  # checkpoints unpack what is saved once
+                    results = None
+                    if adjoint.at_once is not None and not torch.compiler.is_compiling():
+                        results = adjoint.at_once(*arguments[:-1])
+                    if results is None:
+                        results = operator(*arguments)
+                    if adjoint.buffers:
+                        return tuple(gradients)
+                    if adjoint.assemble is not None:
+                        results = adjoint.assemble(results, arguments)
+                    elif not has_mask:
+                        results = (results,)
+                for place, needed, gradient in zip(differentiable, needs, results, strict=True):
+                    if needed:
+                        gradients[place] = gradient
+                return tuple(gradients)
+
+        node = Differentiable._backward_cls  # type: ignore[attr-defined]
+        node.__name__ = node.__qualname__ = f"_{op.name.title().replace('_', '')}Backward"  # as profilers show it
+        return Differentiable
+
+
+_LISTS = (list, torch.Size)
+
+
+def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Values of options, of which a schema's lists ("SymInt[] shape") come as lists or as shapes."""
+    return tuple([tuple(x) if isinstance(x, _LISTS) else x for x in options])
+
+
+# --------------------------------------------------------- gradients that overwrite the inputs the forward saved
+
+
+def check_reusable(op: str, **saved: Tensor) -> None:
+    """Raises unless each saved tensor has one place for each of its gradient's elements."""
+    if torch.compiler.is_compiling():
+        raise Unsupported(
+            f"{op}: reuse_inputs=True is not available under torch.compile, which plans the memory of the "
+            f"backward itself; leave reuse_inputs out there"
+        )
+    for name, tensor in saved.items():
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            raise ArgumentError(
+                f"{op}: reuse_inputs=True would overwrite {name}, a parameter or a view of one, with its gradient; "
+                f"leave it out"
+            )
+        if overlaps_itself(tensor):
+            raise ArgumentError(
+                f"{op}: reuse_inputs=True needs {name} to hold each element once, but its strides "
+                f"{tensor.stride()} for shape {tuple(tensor.shape)} overlap; pass a contiguous copy"
+            )
+    if len(saved) == 2 and share_memory(*saved.values()):
+        raise ArgumentError(
+            f"{op}: reuse_inputs=True needs {' and '.join(saved)} in separate memory, but they overlap; "
+            f"pass copies, or leave reuse_inputs out"
+        )
+
+
+def _separate(upstream: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+    """The upstream gradient, copied if overwriting the saved tensors would change it."""
+    overlaps = overlaps_itself(upstream) or any(share_memory(upstream, tensor) for tensor in saved)
+    return upstream.clone() if overlaps else upstream
+
+
+def _claim_saved(op: str, context: Any) -> tuple[Tensor, ...]:
+    """The saved tensors, for the one backward that may overwrite them."""
+    if getattr(context, "spent", False):
+        raise Unsupported(
+            f"{op}: a second backward, but the first one overwrote the saved inputs with their gradients, as "
+            f"reuse_inputs=True asked; leave reuse_inputs out to run backward more than once"
+        )
+    saved: tuple[Tensor, ...] = context.saved_tensors
+    context.spent = True
+    return saved

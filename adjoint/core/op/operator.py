@@ -1,0 +1,182 @@
+"""Operators, each one direction of an op: what torch registers, and when a call may bypass torch's dispatcher.
+
+They are registered through the low-level interface, and an `autograd.Function` outside joins forward and backward: that
+costs about a third of `custom_op` with `register_autograd` a call, and works with `torch.compile(fullgraph=True)` and
+`opcheck`. No other module touches `torch.library`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+from torch.nn import Parameter
+
+from adjoint.core import kernels
+from adjoint.core.errors import Unsupported
+from adjoint.core.op.flops import Flops, count, no_products
+from adjoint.core.plan import Candidate, Plan, first_use, forget_plans, select
+from adjoint.core.problem import Problem
+
+DEVICES = ("cpu", "cuda")
+"""Device types operators are registered for."""
+
+
+@dataclass
+class Operator:
+    """One direction of an op (`swiglu`, `swiglu_backward`): its arguments, its outputs and its candidates.
+
+    Attributes:
+        name: as registered, `torch.ops.adjoint.<name>`.
+        outputs: the names of what it returns, or of what it overwrites.
+        tensors: the names of its tensor arguments, which come first; an optional one may be None, the first never.
+        check: raises `ArgumentError` for arguments whose metadata is wrong.
+        allocate: empty outputs for given arguments; the shape function is the same code.
+        describe: the `Problem` of given arguments.
+        candidates: best first; a function, so that no kernel module is imported to define an op.
+        assemble: of a backward: `assemble(results, arguments)` gives a gradient for each output, where it is not what
+            the operator returns.
+        flops: the operations of its matrix products, as torch counts them.
+        call: the registered operator.
+        plans: what was chosen so far, by problem and preference.
+        has_warned: whether a call has warned that no plan of it was repeatable.
+    """
+
+    name: str
+    outputs: tuple[str, ...]
+    tensors: tuple[str, ...]
+    check: Callable[..., None]
+    allocate: Callable[..., tuple[Tensor, ...]]
+    describe: Callable[..., Problem]
+    candidates: Callable[[], tuple[Candidate, ...]]
+    assemble: Callable[[Any, tuple[Any, ...]], tuple[Tensor, ...]] | None = None
+    flops: Flops = no_products
+    call: Any = None
+    plans: dict[tuple[Problem, str], Plan] = field(default_factory=dict, repr=False)
+    has_warned: bool = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the operator on its arguments, of which the last is the preference's string.
+
+        Through torch's dispatcher whenever anyone could be listening there (a compiler, a mode, a
+        tensor subclass, a transform, the profiler), and straight to the launch otherwise: entering
+        Python through the dispatcher costs as much as everything else in a call together.
+        """
+        tensors = arguments[: len(self.tensors)]
+        if torch.compiler.is_compiling():
+            return self.call(*arguments)
+        if _is_heard(tensors):
+            _refuse_transforms(self.name, tensors)
+            return self.call(*arguments)
+        results = self.launch(arguments[:-1], arguments[-1])
+        return results[0] if len(self.outputs) == 1 and results else results
+
+    def launch(self, arguments: tuple[Any, ...], preference: str) -> tuple[Tensor, ...]:
+        """Chooses a plan and runs it; what the registered operator does on every device."""
+        problem = self.describe(*arguments)
+        plan = self.plans.get((problem, preference))
+        if plan is None:
+            plan = select(self, problem, preference)
+        return plan.execute(arguments)
+
+
+_library = torch.library.Library("adjoint", "DEF")
+_operators: dict[str, Operator] = {}
+
+
+def register(
+    operator: Operator, *, tensors: tuple[str, ...], options: str, results: int, overwritten: tuple[str, ...] = ()
+) -> Operator:
+    """Registers `torch.ops.adjoint.<name>(<tensors>, <options>, str preference)`.
+
+    A gradient nobody needs is a bit of a mask and an output of size 0, not another schema.
+
+    Args:
+        operator: without `call`, which is made here.
+        tensors: the names of its tensors, with a "?" behind those that may be None.
+        options: what follows the tensors, as a schema writes it.
+        results: how many tensors it returns.
+        overwritten: the names of the tensors that it writes to.
+    """
+    name, check, letters = operator.name, operator.check, iter("abcdefgh")
+    arguments = []
+    for tensor in tensors:
+        label = tensor.removesuffix("?")
+        alias = f"({next(letters)}!)" if label in overwritten else ""
+        arguments.append(f"Tensor{alias}{'?' * tensor.endswith('?')} {label}")
+    arguments += [options] * bool(options) + ["str preference"]
+    returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+    _library.define(f"{name}({', '.join(arguments)}) -> {returns}")
+
+    def unwrap(values: tuple[Tensor, ...]) -> Any:
+        return None if results == 0 else values[0] if len(values) == 1 else values
+
+    def run(*arguments: Any) -> Any:
+        check(*arguments[:-1])
+        with torch.no_grad():  # called directly, on a tensor that requires a gradient, it records none
+            return unwrap(operator.launch(arguments[:-1], arguments[-1]))
+
+    def shape(*arguments: Any) -> Any:
+        if results:  # an operator that overwrites its arguments also checks addresses: real ones only
+            check(*arguments[:-1])
+        return unwrap(operator.allocate(*arguments[:-1]))
+
+    for device in DEVICES:
+        _library.impl(name, run, device.upper())
+    torch.library.register_fake(f"adjoint::{name}", shape, lib=_library)
+    packet = getattr(torch.ops.adjoint, name)
+    operator.call = packet.default
+    count(packet, [argument.name for argument in operator.call._schema.arguments], operator.flops)
+    _operators[name] = operator
+    return operator
+
+
+def operators() -> list[Operator]:
+    """Every operator registered so far."""
+    return list(_operators.values())
+
+
+def forget() -> None:
+    """Forgets every plan chosen so far, and every kernel compiled: the next call is again the first."""
+    forget_plans(operators())
+    kernels.forget()
+    first_use.forget()
+
+
+# ------------------------------------------------------------------------------------------ torch's dispatcher
+
+_PLAIN = frozenset((Tensor, Parameter))
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched=True makes
+
+
+def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether calling these tensors' operator past the dispatcher could be noticed."""
+    for tensor in tensors:
+        if tensor is None:  # an optional argument that is not given
+            continue
+        if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
+            return True
+        if _is_batched(tensor):
+            return True
+    return bool(
+        _dispatch_modes()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    )
+
+
+def _refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
+    """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if _transforms() is not None or any(map(_is_batched, present)):
+        raise Unsupported(
+            f"{op}: torch.func transforms (vmap, grad, jvp) and batched gradients are not supported; "
+            f"use the op outside the transform, with torch.autograd"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in present):
+        raise Unsupported(f"{op}: forward-mode gradients are not implemented; use reverse mode (backward)")

@@ -1,0 +1,31 @@
+"""Problem -> Plan: which kernel serves a call, with which guarantee, and why.
+
+An operator lists `Candidate`s, best first. A `Problem` is what metadata tells about a call and a choice may depend on.
+`select` takes the first candidate that accepts the problem and meets the preference; the result is a `Plan`.
+
+A plan's parameters come in two kinds. Numeric ones change bits: they are part of the SKU and may
+depend on the item's own size and dtype alone. Schedule ones (warps, tiles along independent axes) may
+depend on anything, because they do not change a bit, which `verify` asserts. They are reviewed JSON,
+by GPU name, beside the kernels.
+"""
+
+from adjoint.core.plan.calls import Call, bind, plan, publish, published
+from adjoint.core.plan.candidates import Candidate, Compute, Run, allocating_outputs, in_pytorch
+from adjoint.core.plan.execution import Plan
+from adjoint.core.plan.selection import forget_plans, select
+
+__all__ = [
+    "Call",
+    "Candidate",
+    "Compute",
+    "Plan",
+    "Run",
+    "allocating_outputs",
+    "bind",
+    "forget_plans",
+    "in_pytorch",
+    "plan",
+    "publish",
+    "published",
+    "select",
+]

@@ -1,0 +1,136 @@
+"""Candidates: the ways to compute an operator, as the `plans.py` of a family lists them, best first."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core import kernels
+from adjoint.core.guarantee import Guarantee
+from adjoint.core.launch import Execute, Setup
+from adjoint.core.problem import Problem
+from adjoint.core.schedules import Schedules
+
+if TYPE_CHECKING:
+    from adjoint.core.plan.execution import Plan
+
+
+Run = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
+"""What a candidate in plain PyTorch runs: `(plan, arguments, outputs or None, workspace or None) -> outputs`."""
+
+Compute = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
+"""What writes into outputs that are there: `(plan, arguments, outputs, workspace or None)`."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute an operator. A family's `plans.py` holds these, and nothing else decides.
+
+    Attributes:
+        name: unique within the operator; what `Preference(plan=...)` names.
+        backend: "triton" or "eager".
+        kernel: the function that does the work.
+        revision: goes up when the kernel's bits change.
+        refuse: why it cannot serve a problem; empty when it can.
+        guarantee: what each output promises for a problem, by output name.
+        setup: of a plan on kernels: binds what it launches and the workspace, and gives what runs; see `launch.py`.
+        targets: the architectures that `setup` is for.
+        returns_outputs: what `setup` gives allocates the outputs and returns them, because their sizes are results.
+        run: of a plan in plain PyTorch: computes and returns the outputs; where they are None it allocates them
+            (`plan.allocate`).
+        numeric: the parameters of `run` that change bits; kernels say themselves which of theirs do.
+        schedules: the parameters that do not, by GPU.
+        entry: the name of a problem's parameters among the schedules; by default that of the kernel.
+        workspace_bytes: the scratch memory of `run`; None where a library allocates what it likes.
+        any_layout: serves every layout, so a plan made for one runs the others.
+        waits: whether it waits for the device, because only there it is known how much there is to compute; then no
+            CUDA graph can record it.
+    """
+
+    name: str
+    backend: str
+    kernel: str
+    revision: int
+    refuse: Callable[[Problem], str]
+    guarantee: Callable[[Problem], Mapping[str, Guarantee]]
+    run: Run | None = None
+    setup: Callable[[Setup], Execute] | None = None
+    targets: tuple[str, ...] = tuple(kernels.TARGETS)
+    returns_outputs: bool = False
+    numeric: Callable[[Problem], Mapping[str, Any]] = lambda problem: {}
+    schedules: Schedules | None = None
+    entry: Callable[[Problem], str] | None = None
+    workspace_bytes: Callable[[Problem], int | None] = lambda problem: 0
+    any_layout: bool = False
+    waits: Callable[[Problem], bool] = lambda problem: False
+
+    def schedule(self, problem: Problem, device: torch.device | None = None) -> dict[str, int]:
+        """The schedule of a problem on a device; without one, that of a GPU nobody tuned.
+
+        Kernels for one architecture have its schedule wherever they are asked about: they run nowhere else.
+        """
+        if self.schedules is None:
+            return {}
+        if problem.target:
+            return self.schedule_on(problem, problem.target)
+        if len(self.targets) == 1 and (device is None or kernels.architecture(device) != self.targets[0]):
+            return self.schedule_on(problem, *self.targets)
+        return self.schedules.lookup(self._entry_of(problem), device)
+
+    def schedule_on(self, problem: Problem, *names: str) -> dict[str, int]:
+        """The schedule of a problem on a GPU of that name or architecture, which need not be there."""
+        return {} if self.schedules is None else self.schedules.named(self._entry_of(problem), *names)
+
+    def _entry_of(self, problem: Problem) -> str:
+        return self.entry(problem) if self.entry else self.kernel
+
+    def why_not_on(self, device: torch.device) -> str:
+        """Why its kernels cannot run on a device, whatever the problem; empty when they can."""
+        return "" if self.setup is None else kernels.why_not_on(device, self.targets)
+
+    def why_not_for(self, problem: Problem) -> str:
+        """Why it cannot serve a problem where that is posed; empty when it can."""
+        if reason := self.refuse(problem):
+            return reason
+        if problem.target:
+            return "" if self.setup is None else kernels.why_not_for(problem.target, self.targets)
+        return self.why_not_on(problem.device)
+
+    def scratch_bytes(self, problem: Problem) -> int | None:
+        """The bytes of scratch memory a problem needs; None where a library allocates what it likes."""
+        if self.setup is None:
+            return self.workspace_bytes(problem)
+        setup = Setup(problem, self.schedule(problem, problem.device))
+        self.setup(setup)
+        return setup.regions.bytes
+
+
+def allocating_outputs(compute: Compute) -> Run:
+    """A candidate's `run` from what writes into outputs that are there."""
+
+    def run(
+        plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if outputs is None:
+            outputs = plan.allocate(arguments)
+        compute(plan, arguments, outputs, workspace)
+        return outputs
+
+    return run
+
+
+def in_pytorch(
+    name: str,
+    guarantee: Callable[[Problem], dict[str, Guarantee]],
+    run: Run,
+    numeric: Callable[[Problem], dict[str, Any]] = lambda problem: {},
+    waits: Callable[[Problem], bool] = lambda problem: False,
+    revision: int = 1,
+) -> Candidate:
+    """A candidate in plain PyTorch: for every problem and layout, on every device."""
+    return Candidate(
+        name, "eager", "pytorch", revision, lambda problem: "", guarantee, run,
+        numeric=numeric, workspace_bytes=lambda problem: None, any_layout=True, waits=waits,
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""What Triton's interpreter gets wrong, or takes long for: bfloat16, sorts, and its own entry into a function.
+
+The interpreter of Triton 3.6 to 3.9 keeps bfloat16 as raw 16-bit integers. It truncates float32 to
+bfloat16 where the hardware rounds to nearest even, converts other types by their bits, and
+multiplies matrices of raw bits. `correct_bfloat16()` replaces its conversions and its product; it
+touches nothing outside the interpreter, and nothing in versions it was not written for. The new product adds
+terms in one order for every element, as a GPU does: numpy's own lets the shapes of the matrices decide.
+
+It takes a loop's bounds from arrays of one element, which Triton 3.6 hands to `int` as they are and newer versions of
+numpy refuse: `convert_one_element()` converts the element.
+
+Sorts give the right order, but after half a second for 256 integers: `replace_sorts()` lets numpy sort them.
+
+Before every launch, and every call of one function by another, the interpreter looks through all names of
+`triton.language` for those it must replace, a third of the time that small kernels take; for every value it writes
+down anew which type of numpy stands for which of Triton's. `remember_lookups()` lets it remember both. For every value
+it also makes, and checks, the shape of its block again, and the tuple that shows it: a quarter of the time of kernels
+with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
+overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` skips them
+elsewhere.
+
+`correct()` does all of it, for the command and the tests alike.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from adjoint.core import kernels
+
+LAST_VERSION_WITH_FAULT = (3, 9)
+
+
+def correct() -> None:
+    """Applies everything below in this process, if it is one in which Triton interprets its kernels."""
+    if kernels.interpreting():
+        correct_bfloat16()
+        convert_one_element()
+        replace_sorts()
+        remember_lookups()
+        remember_shapes()
+        skip_unreported_checks()
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bit patterns as float32 values: exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """float32 values as bfloat16 bit patterns, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def correct_bfloat16() -> bool:
+    """Applies the correction in this process; returns whether this version of Triton needs it."""
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version > LAST_VERSION_WITH_FAULT:
+        return False
+    builder: Any = interpreter.InterpreterBuilder
+    if getattr(builder, "bfloat16_corrected", False):
+        return True
+    handle = interpreter.TensorHandle
+    cast, convert, dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
+
+    def as_float32(source: Any) -> Any:
+        return handle(widen(source.data), tl.float32) if source.dtype.scalar == tl.bfloat16 else source
+
+    def through_float32(original: Any) -> Any:
+        def replacement(self: Any, source: Any, destination: Any, *rest: Any) -> Any:
+            if tl.bfloat16 not in (source.dtype.scalar, destination.scalar):
+                return original(self, source, destination, *rest)
+            if source.dtype.scalar == destination.scalar:
+                return source
+            values = as_float32(source).data
+            if destination.scalar == tl.bfloat16:
+                return handle(narrow(values.astype(np.float32)), tl.bfloat16)
+            return handle(values.astype(interpreter._get_np_dtype(destination)), destination.scalar)
+
+        return replacement
+
+    def corrected_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        a, b = as_float32(a), as_float32(b)
+        if not a.dtype.scalar.is_floating() or a.dtype.primitive_bitwidth == 8:
+            return dot(self, a, b, total, *rest)
+        kind = total.data.dtype
+        product = np.einsum("...mk,...kn->...mn", a.data.astype(kind), b.data.astype(kind))
+        return handle(product + total.data, total.dtype.scalar)
+
+    builder.cast_impl = through_float32(cast)
+    builder.create_fp_to_fp = through_float32(convert)
+    builder.create_dot = corrected_dot
+    builder.bfloat16_corrected = True
+    return True
+
+
+def convert_one_element() -> None:
+    """Arrays of one element serve as integers in this process, whatever version of numpy there is."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+    if getattr(original, "converts", False):
+        return
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch.converts = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch
+
+
+def replace_sorts() -> None:
+    """Integers are sorted by numpy in this process, with the result that Triton's networks give."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if getattr(tl.sort, "replaced", False):
+        return
+    handle = interpreter.TensorHandle
+
+    def ordered(x: Any, count: int, descending: bool) -> Any:
+        values = np.sort(x.handle.data, axis=-1)
+        values = values[..., ::-1] if descending else values
+        values = np.ascontiguousarray(values[..., :count])
+        return tl.core.tensor(handle(values, x.handle.dtype), tl.block_type(x.dtype, list(values.shape)))
+
+    def replacement(original: Any, sort: Any) -> Any:
+        def call(x: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not x.dtype.is_int():
+                return original(x, *arguments, **keywords)
+            return sort(x, *arguments, **keywords)
+
+        call.replaced = True  # type: ignore[attr-defined]
+        return call
+
+    def plain(value: Any) -> Any:
+        return getattr(value, "value", value)  # of a constexpr
+
+    tl.sort = replacement(
+        tl.sort, lambda x, dim=None, descending=False: ordered(x, x.shape[-1], bool(plain(descending)))
+    )
+    tl.topk = replacement(tl.topk, lambda x, k, dim=None: ordered(x, plain(k), True))
+
+
+def remember_lookups() -> None:
+    """What the interpreter looks up again and again, the names it replaces and numpy's types, it looks up once."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang
+    if getattr(original, "remembers", False) or not hasattr(interpreter, "_LangPatchScope"):
+        return
+    remembered: dict[tuple[Any, ...], list[tuple[Any, str, Any]]] = {}
+
+    def patch(function: Any) -> Any:
+        seen = function.__globals__.values()
+        languages = tuple(language for language in (tl, tl.core) if any(value is language for value in seen))
+        scope = interpreter._LangPatchScope()
+        if languages and not any(tl.core.is_builtin(language.load) for language in languages):
+            return scope  # a function called by another: all is in place
+        if languages in remembered:
+            for place, name, value in remembered[languages]:
+                scope.set_attr(place, name, value)
+            return scope
+        scope = original(function)
+        remembered[languages] = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
+        return scope
+
+    patch.remembers = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch
+    look_up = interpreter._get_np_dtype
+    types: dict[str, Any] = {}
+
+    def numpy_type(kind: Any) -> Any:
+        name = kind.scalar.name  # of an element, where it is a block
+        numpy_kind = types.get(name)
+        if numpy_kind is None:
+            numpy_kind = types[name] = look_up(kind)
+        return numpy_kind
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def remember_shapes() -> None:
+    """The shape of a block, its number of elements, and both as a value shows them, are made once for each shape."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+
+    block, value = tl.block_type, tl.tensor
+    make_block, make_value = block.__init__, value.__init__
+    of_block, of_value = {"element_ty", "shape", "numel", "name"}, {"handle", "shape", "numel", "type", "dtype"}
+    scalar, pair = value(None, tl.int32), block(tl.int32, [2])
+    if getattr(make_block, "remembers", False) or vars(scalar).keys() != of_value or vars(pair).keys() != of_block:
+        return  # done; or a version that makes what is not known here
+    shapes: dict[tuple[Any, ...], tuple[Any, int, str, Any, Any]] = {}
+
+    def plain(size: Any) -> Any:
+        size = tl.core._unwrap_if_constexpr(size)
+        return size if type(size) is int else repr(size)  # 2.0 is not 2, and an error
+
+    def remembering_block(self: Any, element: Any, shape: Any) -> None:
+        sizes = tuple([size if type(size) is int else plain(size) for size in shape])
+        entry = shapes.get(sizes)
+        if entry is None:
+            make_block(self, element, shape)
+            example: Any = value.__new__(value)
+            make_value(example, None, self)
+            entry = shapes[sizes] = self.shape, self.numel, str(self.shape), example.shape, example.numel
+        self.element_ty, self.shape, self.numel = element, entry[0], entry[1]
+        self.name = f"<{entry[2]}, {element}>"
+        self.shown = entry[3:]
+
+    def remembering_value(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.shown if type.is_block() else (scalar.shape, scalar.numel)
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, left: Any, right: Any) -> Any:
+        """Blocks of one shape, and two scalars, are what they would be broadcast to."""
+        own, other = left.type, right.type
+        if own.shape is other.shape if own.is_block() and other.is_block() else own.is_block() == other.is_block():
+            return left, right
+        return broadcast(self, left, right)
+
+    remembering_block.remembers = True  # type: ignore[attr-defined]
+    block.__init__, value.__init__ = remembering_block, remembering_value
+    TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def skip_unreported_checks() -> None:
+    """Overflow of integers is checked where the outcome is reported: with the option `debug`, which is off here."""
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+    if getattr(check, "skipped", False):
+        return
+
+    def reported(self: Any, *arguments: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *arguments)
+
+    reported.skipped = True  # type: ignore[attr-defined]
+    TritonSemantic.binary_op_sanitize_overflow_impl = reported
