@@ -17,6 +17,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,16 +87,31 @@ def outputs(text: str) -> list[tuple[Block, Block | None]]:
 
 
 RUN_BLOCKS = """
-import contextlib, io, json, sys
-name, blocks = json.load(sys.stdin)
-namespace = {"__name__": "__main__"}
-printed = []
-for line, code in blocks:
-    with contextlib.redirect_stdout(io.StringIO()) as stream:
-        exec(compile("\\n" * line + code, name, "exec"), namespace)
-    printed.append(stream.getvalue())
-json.dump(printed, sys.stdout)
+import contextlib, io, json, os, sys, traceback
+import adjoint
+
+def run(name, blocks):
+    namespace = {"__name__": "__main__"}
+    printed = []
+    for line, code in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as stream:
+            exec(compile("\\n" * line + code, name, "exec"), namespace)
+        printed.append(stream.getvalue())
+    return printed
+
+for request in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = run(*json.loads(request))
+        except BaseException:
+            answer = traceback.format_exc()
+        print(json.dumps(answer), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(json.dumps("the process died"), flush=True)
 """
+"""Reads documents, a line each, and runs the blocks of each in a process of its own, a fork: imports take long."""
 
 
 def plain_environment() -> dict[str, str]:
@@ -113,11 +129,25 @@ def run(arguments: list[str], given: str | None = None) -> str:
     return done.stdout
 
 
+@cache
+def forker() -> "subprocess.Popen[str]":
+    """The process that runs blocks; it ends with this one, which closes its input."""
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN_BLOCKS], env=plain_environment(), cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
 def printed_by(document: Path) -> list[tuple[Block, Block | None, str]]:
     """Each Python block of a document, the block that shows its output, and what it really prints."""
     pairs = outputs(document.read_text(encoding="utf-8"))
     code = [(block.start + 1, block.text) for block, _ in pairs]
-    results = json.loads(run(["-c", RUN_BLOCKS], json.dumps([str(document), code])))  # Triton reads sources again
+    process = forker()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([str(document), code]) + "\n")  # Triton reads sources again
+    process.stdin.flush()
+    results = json.loads(process.stdout.readline())
+    assert isinstance(results, list), f"{document.name}\n{results}"
     return [(block, shown, result) for (block, shown), result in zip(pairs, results, strict=True)]
 
 
