@@ -12,7 +12,8 @@ from torch import Tensor
 import adjoint
 from adjoint import ArgumentError, Preference
 from adjoint.core.kernels import interpreting
-from adjoint.ops.loss import plans
+from adjoint.core.operator import forget
+from adjoint.core.schedules import Schedules
 from adjoint.ops.loss.linear_cross_entropy import plans as linear_plans
 from adjoint.verify.bits import same_bits
 from tests.mutants import calls as edges
@@ -20,17 +21,55 @@ from tests.mutants import calls as edges
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 EVERY_OPTION = {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 3.0}
 MODULES = ("adjoint.ops.loss.kernels", "adjoint.ops.loss.linear_cross_entropy.kernels")
+LAUNCHES = ("adjoint.ops.loss.cross_entropy.launches", "adjoint.ops.loss.linear_cross_entropy.blocks")
+"""What imports the kernels, in the order of their imports."""
+
+SIZES = {
+    "lane_levels": lambda classes: 5,
+    "SUM_LEVELS": 2,
+    "COUNT_BLOCK": 2,
+    "SCALE_BLOCK": 4,
+    "SEGMENT": 64,
+    "ROW_STEP": 8,
+    "BLOCK_BYTES": 16 * 160 * 2,
+}
+SMALL = {
+    "label_block": 8,
+    "gradient_block": 128,
+    "sum_block": 32,
+    "tile_group": 2,
+    "combine_rows": 8,
+    "round_block": 64,
+}
+"""Of schedules; what they have beside these does not cut a problem."""
+
+_lookup = Schedules.lookup
+
+
+def _shrunken() -> list[dict[str, Any]]:
+    """The names of every module whose sizes are made small."""
+    of_plans = ("adjoint.ops.loss.plans", "adjoint.ops.loss.linear_cross_entropy.plans")
+    return [vars(import_module(module)) for module in (*of_plans, *MODULES, *LAUNCHES)]
 
 
 def shrink() -> None:
-    """Few lanes, few sums at once, short segments and small blocks, so that few classes and rows fill several."""
-    plans.lane_levels = lambda classes: 5  # type: ignore[assignment]
-    plans.SUM_LEVELS = 2
-    linear_plans.SEGMENT, linear_plans.ROW_STEP, linear_plans.BLOCK_BYTES = 256, 8, 8 * 400 * 2
-    for module in (*MODULES, "adjoint.ops.loss.linear_cross_entropy.blocks"):
-        loaded = vars(import_module(module))
-        names = {"lane_levels": plans.lane_levels, "SUM_LEVELS": plans.SUM_LEVELS, "SEGMENT": linear_plans.SEGMENT}
-        loaded.update({name: value for name, value in names.items() if name in loaded})
+    """Few lanes, few sums at once, short segments, small tiles and blocks: few classes and rows fill several."""
+    for names in _shrunken():
+        names.update({name: value for name, value in SIZES.items() if name in names})
+    kernels = import_module(MODULES[1])
+    vars(kernels)["tile_of"] = lambda setup: kernels.Tile(16, 32, 16, 4, 1)
+    vars(kernels)["tile_of_slopes"] = lambda tile, is_capped: tile._replace(columns=16) if is_capped else tile
+
+    def small(self: Schedules, kernel: str, device: torch.device | None = None) -> dict[str, int]:
+        schedule = _lookup(self, kernel, device)
+        return (
+            schedule | {name: SMALL[name] for name in schedule if name in SMALL}
+            if "loss" in str(self._path)
+            else schedule
+        )
+
+    Schedules.lookup = small  # type: ignore[method-assign]
+    forget()
 
 
 def _normal(seed: int, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -42,8 +81,8 @@ def _labels(tokens: tuple[int, ...], classes: int, dtype: torch.dtype = torch.in
     labels = torch.randint(classes, tokens, generator=torch.Generator().manual_seed(9), dtype=dtype)
     labels.view(-1)[1::4] = -100
     labels.view(-1)[0] = 0
-    if classes > 256 and labels.numel() > 2:
-        labels.view(-1)[2] = 256  # the first of a segment
+    if classes > 64 and labels.numel() > 2:
+        labels.view(-1)[2] = 64  # the first of a segment
     return edges.LAYOUTS[""](labels)
 
 
@@ -109,17 +148,17 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_wrong_label, 4, 40)
         yield partial(_wrong_label, 8, -1, shift=True)
         yield partial(_wrong_label, 5, 50, shift=True)
-    for plan in ("vendor", "tiles"):
-        yield partial(_linear, plan, (3, 7), 20, 290, FLOAT16, bias=True, **EVERY_OPTION)
-        yield partial(_linear, plan, (3, 7), 66, 270, BFLOAT16, reduction="sum")
-        yield partial(_linear, plan, (3, 7), 20, 270, FLOAT16, bias=True, **none, **EVERY_OPTION)
-        yield partial(_linear, plan, (3, 7), 33, 70, FLOAT32, bias=True, shift=True, **none)
-        yield partial(_linear, plan, (2, 5), 64, 256, BFLOAT16, **none)
+    for plan in ("vendor",) if module == MODULES[0] else ("tiles",):
+        yield partial(_linear, plan, (3, 7), 20, 150, FLOAT16, bias=True, **EVERY_OPTION)
+        yield partial(_linear, plan, (3, 7), 34, 70, FLOAT32, bias=True, shift=True, **none)
+        yield partial(_linear, plan, (3, 7), 20, 130, FLOAT16, bias=True, **none, **EVERY_OPTION)
+        yield partial(_linear, plan, (3, 7), 34, 140, BFLOAT16, reduction="sum")
+        yield partial(_linear, plan, (2, 5), 32, 128, BFLOAT16, **none)
         yield partial(_linear, plan, (9,), 24, 40, FLOAT32, frozen="weight")
-        yield partial(_linear, plan, (3, 7), 66, 270, BFLOAT16, reduction="sum")  # at the other edge
+        yield partial(_linear, plan, (3, 7), 34, 140, BFLOAT16, reduction="sum")  # at the other edge
         yield partial(_linear, plan, (3, 7), 36, 75, FLOAT16, return_log_probabilities=True)
-        yield partial(_linear, plan, (70,), 70, 130, FLOAT32, bias=True, in_one_block=True)
-        yield partial(_linear, plan, (70,), 71, 131, FLOAT32, in_one_block=True, **none)
+        yield partial(_linear, plan, (40,), 70, 75, FLOAT32, bias=True, in_one_block=True)
+        yield partial(_linear, plan, (40,), 71, 65, FLOAT32, in_one_block=True, **none)
 
 
 _recorded: dict[str, list[tuple[Tensor, ...]]] = {}
@@ -128,8 +167,13 @@ _recorded: dict[str, list[tuple[Tensor, ...]]] = {}
 def record() -> None:
     """Keeps the bits of the kernels as they are."""
     if interpreting() and not _recorded:
+        kept = [dict(names) for names in _shrunken()]
         shrink()
         _recorded.update({module: [call() for call in calls(module)] for module in MODULES})
+        for names, before in zip(_shrunken(), kept, strict=True):
+            names.update(before)
+        Schedules.lookup = _lookup  # type: ignore[method-assign]
+        forget()
 
 
 def noticed(module: str) -> bool:
