@@ -179,6 +179,8 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (2, 0, 4))  # at the other edge
         yield partial(_step, 3, 1, 4, 1, FLOAT64, (2, 1, 0))
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (0, 1, -2))
+    if module.endswith("backward"):
+        yield partial(_conv, 1, 9, 16, 2, FLOAT64, bounds=(0, 2, 5, 9), output_final_state=True, vanish=True)
 
 
 _recorded: dict[str, list[tuple[Tensor, ...] | str]] = {}

@@ -29,10 +29,6 @@ EQUIVALENT = {
     ("rms_norm_backward", "0.0 -> 1.0"): "a row past the end is all zeros: any finite factor serves",
     # conv
     ("differentiate_block", "row < BEFORE -> row <= BEFORE"): "a token of the block itself is always its own",
-    (
-        "differentiate_rest",
-        "token + row < end -> token + row <= end (2)",
-    ): "dy of a token past the end is 0, and so is dz",
     ("conv_backward", "token + 1 -> token - 1"): "matters to bounds out of order alone, which end in an error here",
     ("conv_backward", "token % ROWS == 0 -> token % ROWS != 0 (2)"): "any tokens may be computed as the rest is",
     ("conv_backward", "token % ROWS -> token // ROWS (2)"): "any tokens may be computed as the rest is",
@@ -83,7 +79,6 @@ EQUIVALENT = {
         "tl.minimum(BLOCKS, tl.cdiv(tokens, ROWS) - stretch * BLOCKS) -> "
         "tl.maximum(BLOCKS, tl.cdiv(tokens, ROWS) - stretch * BLOCKS)",
     ): "the blocks of other programs once more, with the same numbers, and blocks past the last token",
-    ("differentiate_rest", "token + row -> token - row (2)"): "dy of a token past the end is 0, and so is dz",
     (
         "conv_backward",
         "tl.maximum(tl.minimum(sequence_end, last), token + 1) -> "
@@ -252,7 +247,7 @@ EQUIVALENT = {
     ("loss_combine", "0.0 -> 1.0 (4)"): "of a row that is all −∞: L = −∞ and the loss is NaN after any finite number",
     ("loss_combine", "inside & counted -> inside | counted"): "what is read of a row without a label is not used",
     ("loss_combine", "0.0 -> 1.0 (5)"): "of a row without a label, or past the last, it is not used",
-    ("loss_weight_product", "whole < rows -> whole <= rows"): "a step of zeros more, which adds nothing",
+    ("loss_weight_product", "whole < rows -> whole <= rows"): "a step of zeros more, which changes no number",
     ("loss_column_sums", "0.0 -> 1.0"): "of a column past the last, nothing is written",
     ("loss_scale", "1.0 -> 1.5"): "every upstream gradient is 0, and so is what it is divided by any number",
     ("loss_round", "start + BLOCK <= elements -> start + BLOCK < elements"): "a full block is also right under a mask",
