@@ -2,11 +2,10 @@
 
 The mutants are made from the syntax trees of the modules in `MODULES`, inside their `@triton.jit` and `@gluon.jit`
 functions, and run in the interpreter, or in the model of Gluon. One that survives is either a hole in the checks or an
-equivalent program, and must then be listed in `mutants.equivalent` with the reason. Holes that docs/mutants.md names
-are expected failures, and no others. Every commit tries a part of them here; `make mutants` tries all.
+equivalent program, and must then be listed in `mutants.equivalent` with the reason. Every commit tries a part of them
+here; `make mutants` tries all.
 """
 
-import json
 import os
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import adjoint
 from adjoint.core import kernels
 from adjoint.ops import FAMILIES
-from tests.mutants import checks, gluon_calls, report
+from tests.mutants import checks, gluon_calls
 from tests.mutants.checks import MODULES, Noticed
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.trees import Mutant, equivalent, mutants
@@ -65,18 +64,6 @@ def left_out(mutant: Mutant, commit: str) -> str:
     return f"one in {one_in} of the mutants of this module, by commit ({commit}); all with `make mutants`"
 
 
-SCORE = json.loads(report.SCORE.read_text(encoding="utf-8"))
-
-
-def known_hole(family: str, mutant: Mutant) -> str:
-    """Where docs/mutants.md says that a mutant survives, or that its family has not been tried. Empty if nowhere."""
-    if family not in SCORE:
-        return f"docs/mutants.md: not all mutants of {family} have been tried yet"
-    if f"{mutant.module}, {mutant.function}: {mutant.change}" in SCORE[family]["survivors"]:
-        return "docs/mutants.md names it among those that survive"
-    return ""
-
-
 @pytest.mark.kernels
 @pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
 @pytest.mark.parametrize(("family", "mutant"), _parameters())
@@ -85,8 +72,6 @@ def test_mutant_dies(family: str, mutant: Mutant, everything: bool, commit: str)
         pytest.skip(reason)
     checks.warm([mutant.module])
     survived = all(_survives(mutant, noticed) for noticed in checks.stages(family, mutant))
-    if survived and (reason := known_hole(family, mutant)):
-        pytest.xfail(reason)
     assert not survived, f"line {mutant.place[0]}: {mutant.change} goes unnoticed"
 
 

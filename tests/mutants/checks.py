@@ -202,17 +202,13 @@ def _norm_noticed(mutant: Mutant) -> bool:
 def _loss_noticed(mutant: Mutant) -> bool:
     """Whether any call gives other bits than the kernels as they are; segments and blocks are small."""
     edges.guard()
-    for later in (*MODULES["loss"][MODULES["loss"].index(mutant.module) + 1 :], *_LOSS_LAUNCHES):
+    for later in (*MODULES["loss"][MODULES["loss"].index(mutant.module) + 1 :], *loss_calls.LAUNCHES):
         load(later, source_of(later))
     loss_calls.shrink()
     try:
         return loss_calls.noticed(mutant.module)
     except Exception:
         return True
-
-
-_LOSS_LAUNCHES = ("adjoint.ops.loss.cross_entropy.launches", "adjoint.ops.loss.linear_cross_entropy.blocks")
-"""What imports the kernels, in the order of their imports."""
 
 
 # ----------------------------------------------------------------------------------------------- conv

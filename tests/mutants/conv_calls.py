@@ -160,7 +160,7 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_conv, 3, 1, 4, 3, FLOAT64, output_final_state=True)
         yield partial(_conv, 1, 24, 5, 7, FLOAT64)
         yield partial(_conv, 2, 21, 5, 4, FLOAT64, layout="time adjacent")
-        yield partial(_conv, 1, 43, 3, 4, FLOAT32, bounds=(0, 5, 43), layout="time adjacent")
+        yield partial(_conv, 1, 43, 3, 4, FLOAT32, bounds=(0, 5, 7, 8, 11, 43), layout="time adjacent")
         yield partial(_conv, 1, 22, 32, 4, FLOAT32, split=(16, 16), used=1, nan=20)
         yield partial(_conv, 1, 6, 5, 4, FLOAT64, bounds=(0, 1, 3, 3, 6), output_final_state=True, vanish=True)
         yield partial(_conv, 2, 9, 3, 3, FLOAT64, alone=1)
@@ -179,6 +179,8 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (2, 0, 4))  # at the other edge
         yield partial(_step, 3, 1, 4, 1, FLOAT64, (2, 1, 0))
         yield partial(_step, 3, 1, 4, 3, FLOAT64, (0, 1, -2))
+    if module.endswith("backward"):
+        yield partial(_conv, 1, 9, 16, 2, FLOAT64, bounds=(0, 2, 5, 9), output_final_state=True, vanish=True)
 
 
 _recorded: dict[str, list[tuple[Tensor, ...] | str]] = {}

@@ -192,9 +192,13 @@ def _candidates(
         entry=entry,
     )
     run = allocating_outputs(lambda plan, arguments, outputs, workspace: compute(plan.problem, arguments, outputs))
-    return on_kernels, in_pytorch(
-        "eager", lambda problem: promises(problem, False), run, waits=lambda problem: len(problem.dtypes) > 3
-    )
+    return on_kernels, in_pytorch("eager", lambda problem: promises(problem, False), run, waits=_waits)
+
+
+def _waits(problem: Problem) -> bool:
+    """In plain PyTorch, bounds are read on the host, and how many rows a step writes to the pool is data."""
+    shape = Shape.of(problem)
+    return shape.is_packed or (shape.is_indexed and problem.op.endswith("in_place"))
 
 
 def _forward(convolution: Convolution) -> tuple[Candidate, Candidate]:

@@ -34,6 +34,9 @@ from adjoint.ops.loss.plans import SUM_LEVELS, UNROLL, lane_levels
 _SMALL = Budget(registers=96, shared_bytes=16_384)
 _ROW = Budget(registers=128, shared_bytes=65_536)
 
+COUNT_BLOCK = 1024
+"""Counts that `loss_count` adds at once."""
+
 
 # --------------------------------------------------------------------------------------------- labels
 
@@ -352,7 +355,7 @@ class Targets:
         self._blocks = -(-tokens // self._block)
         index = setup.problem.dtypes[1]
         self._targets = setup.kernel(loss_targets, index=index, SHIFT=loss.shift, BLOCK=self._block)
-        self._count = setup.kernel(loss_count, BLOCK=1024)
+        self._count = setup.kernel(loss_count, BLOCK=COUNT_BLOCK)
         setup.scratch(counts=(torch.int32, self._blocks))
 
     def find(self, memory: Memory, labels: Tensor, targets: Tensor, count: Tensor) -> None:

@@ -51,7 +51,8 @@ def _results(
 
 
 def _are_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    return all(map(same_bits, results, expected))
+    """Whether results have the bits expected, of which there are some: a comparison of nothing holds nothing."""
+    return 0 < len(results) == len(expected) and all(map(same_bits, results, expected))
 
 
 def registration(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:

@@ -12,6 +12,7 @@ from adjoint.contract.inputs import Inputs, each
 from adjoint.core.guarantee import Guarantee, Measurement, absolute_error, spacing
 from adjoint.core.preference import Preference
 from adjoint.verify import figures
+from adjoint.verify.checks.bits import NOTHING
 from adjoint.verify.run import Comparison, Row, as_tuple, compare, evaluate, generator, plan_of
 
 SPECIAL_COPIES = 19
@@ -34,6 +35,8 @@ def accuracy(
     for case in subject.cases if cases is None else cases:
         evaluation = evaluate(subject, case, dtype, device, preference)
         comparisons = compare(evaluation)
+        if not comparisons:
+            rows.append(evaluation.row(check, dtype, "within its bound", wrong=[f"case {case.name!r}: {NOTHING}"]))
         measured = [(check, str(x.guarantee.error), x.name, x.promise) for x in comparisons]
         if cases is None:
             measured += [(RECORDED, CEILING, name, error) for name, error in _ceilings(comparisons)]
@@ -97,6 +100,8 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
             for name, result, expected in zip(names, evaluation.results, (*outputs, *gradients), strict=True)
             if expected is not None and not all(_same(value, expected) for value in result.tolist())
         ]
+        if all(expected is None for expected in (*outputs, *gradients)):
+            wrong.append(f"{special.name}: {NOTHING}, as nothing is stated")
         rows.append(evaluation.row("special values", dtype, "as stated", special.name, wrong))
     return rows
 
@@ -223,7 +228,8 @@ def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
 
     def agrees(answer: Answers) -> bool:
         # Central differences: truncation of step²/6 and cancellation of 2⁻⁵³·|sum|/step, together below 1e-7 here.
-        return all((a - n).norm() <= 1e-6 * (1 + n.norm()) for a, n in zip(answer[1], slopes, strict=True))
+        pairs = list(zip(answer[1], slopes, strict=True))
+        return bool(pairs) and all((a - n).norm() <= 1e-6 * (1 + n.norm()) for a, n in pairs)
 
     reference = ((), subject.reference_backward(*upstream, *plain))
     rows.append(row("reference agrees", agrees(reference), "the reference's adjoint is wrong"))

@@ -27,6 +27,7 @@ from adjoint.verify import Job, Row
 from adjoint.verify.checks import bits, framework, numerics
 from adjoint.verify.checks.forms import forms
 from adjoint.verify.listing.jobs import _bad_call
+from adjoint.verify.run import Evaluation
 from tests.lookup import FORWARD, LOOKUP, lookup_op, reference, reference_backward
 
 CPU, EAGER = torch.device("cpu"), Preference(backend="eager")
@@ -280,6 +281,36 @@ def test_a_planted_failure_is_noticed(name: str) -> None:
     job = Job("", "", "", "", "", lambda: check(subject, dtype, CPU, preference))
     rows = job.run()
     assert any(not row.passed and words in row.detail for row in rows), [row.detail for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("check", "plan"),
+    [
+        (numerics.accuracy, "eager"),
+        (bits.repeats, "eager"),
+        (bits.devices, "triton.elsewhere+eager"),
+        (framework.compilation, "eager"),
+        (framework.modes, "eager"),
+        (framework.streams, "eager"),
+        (framework.capture, "eager"),
+    ],
+)
+def test_a_comparison_of_nothing_fails(
+    check: Check, plan: str, monkeypatch: pytest.MonkeyPatch, pretended_gpu: SimpleNamespace
+) -> None:
+    """An evaluation that gives no results, or whose results nobody lists, passes no check."""
+    monkeypatch.setattr(numerics, "compare", lambda found: [])
+    monkeypatch.setattr(Evaluation, "results", property(lambda found: ()))
+    if check is framework.streams:
+        monkeypatch.setattr(framework, "as_tuple", lambda value: ())
+    rows = Job("", "", "", "", "", lambda: check(LOOKUP, torch.float32, CPU, _plan(plan))).run()
+    assert any(not row.passed for row in rows), "nothing was compared, and nobody noticed"
+
+
+def test_a_special_value_of_which_nothing_is_stated_fails() -> None:
+    nothing = replace(SILU, specials=(Special("silent", (1.0,), 1.0, (None,), (None,)),))
+    (row,) = numerics.specials(nothing, torch.float32, CPU, EAGER)
+    assert not row.passed and "nothing was compared" in row.detail
 
 
 ON_A_GPU = {framework.streams, framework.capture}

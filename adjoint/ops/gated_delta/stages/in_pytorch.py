@@ -39,17 +39,26 @@ def promised(
     return promises
 
 
-def forward(compute: Callable[..., None], promises: Promises, revision: int = 1) -> Candidate:
+def forward(
+    compute: Callable[..., None],
+    promises: Promises,
+    revision: int = 1,
+    waits: Callable[[Problem], bool] = lambda problem: False,
+) -> Candidate:
     """Of `compute(*arguments, outputs)`."""
 
     def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         compute(*arguments, outputs)
 
-    return eager_candidate("eager.chunks", promises, run, revision=revision)
+    return eager_candidate("eager.chunks", promises, run, waits=waits, revision=revision)
 
 
 def backward(
-    compute: Callable[..., tuple[Tensor, ...]], promises: Promises, has_need: bool = True, revision: int = 1
+    compute: Callable[..., tuple[Tensor, ...]],
+    promises: Promises,
+    has_need: bool = True,
+    revision: int = 1,
+    waits: Callable[[Problem], bool] = lambda problem: False,
 ) -> Candidate:
     """Of `compute(*upstream, *inputs, *options) -> gradients`; `has_need` where the operator takes a mask of them."""
 
@@ -59,4 +68,4 @@ def backward(
             if need >> bit & 1:
                 target.copy_(gradient)
 
-    return eager_candidate("eager.chunks", promises, run, revision=revision)
+    return eager_candidate("eager.chunks", promises, run, waits=waits, revision=revision)

@@ -31,6 +31,9 @@ from adjoint.ops.loss.linear_cross_entropy.plans import (
     needed_sums,
 )
 
+SCALE_BLOCK = 1024
+"""Tokens whose upstream gradients `loss_scale` compares at once."""
+
 
 class Layer(NamedTuple):
     """What every block reads: the weight, the bias, and how many labels count."""
@@ -383,7 +386,7 @@ def again(setup: Setup, plan: str) -> Execute:
     hidden_dtype = torch.float32 if scaled else element
     blocks = _Blocks(setup, plan, need, True, hidden_dtype)
     kind = upstream_kind(setup)
-    scale_of = setup.kernel(kernels.loss_scale, BLOCK=1024, **kind) if scaled else None
+    scale_of = setup.kernel(kernels.loss_scale, BLOCK=SCALE_BLOCK, **kind) if scaled else None
     narrow = element != torch.float32
     rounds = _Round(setup, torch.float32, False) if narrow else None
     setup.scratch(scale=(torch.float32, 1))

@@ -41,7 +41,8 @@ def _stage(
     """
 
     def describe(*arguments: Any) -> Facts:
-        return Facts(tuple(x.dtype for x in arguments[: len(inputs)]), sizes=(arguments[0].shape[-1],))
+        is_packed = arguments[len(inputs)] is not None
+        return Facts(tuple(x.dtype for x in arguments[: len(inputs)]), sizes=(arguments[0].shape[-1], int(is_packed)))
 
     return Op(
         name,

@@ -1,12 +1,16 @@
 """The plans of the stages without kernels, and what they promise."""
 
+from functools import partial
+
 import torch
 
+from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.arguments import RESET
 from adjoint.ops.gated_delta.promises import BACKWARD, DOMAIN, FORWARD
+from adjoint.ops.gated_delta.stages import in_pytorch
 from adjoint.ops.gated_delta.stages.chunks import bounds, eager
 from adjoint.ops.gated_delta.stages.chunks.bounds import derived
-from adjoint.ops.gated_delta.stages.in_pytorch import backward, forward, promised
+from adjoint.ops.gated_delta.stages.in_pytorch import promised
 
 _DOUBLE = torch.float64
 _RESETS = f"a g below {RESET[torch.float32]:g}, of float64 {RESET[torch.float64]:g}, down to −inf counts as that"
@@ -15,6 +19,14 @@ _CUMULATIVE_DECAY, _GRAM, _SOLVE, _OUTPUT = (
     derived(stage) for stage in (bounds.cumulative_decay, bounds.gram, bounds.solve, bounds.output)
 )
 _CARRY = derived(bounds.carry, bounds.CARRY_AXES)
+
+
+def _waits(problem: Problem) -> bool:
+    """With `cu_seqlens`, the number of chunks is data."""
+    return bool(problem.sizes[1])
+
+
+forward, backward = (partial(direction, waits=_waits) for direction in (in_pytorch.forward, in_pytorch.backward))
 
 STAGES = {
     "cumulative_decay": (

@@ -74,6 +74,7 @@ def _in_pytorch(compute: Compute, narrow: bool) -> Candidate:
         guarantee.in_pytorch,
         compute,
         lambda problem: {"chunk": problem.sizes[2], "T": short(problem.dtypes[1])},
+        waits=lambda problem: problem.sizes[-1] > 0,  # with cu_seqlens, the number of chunks is data
     )
     return replace(candidate, refuse=lambda problem: _refuse_T(problem, narrow))
 
