@@ -251,6 +251,14 @@ def rounded_to(x, kind: gl.constexpr):
         )
 
 
+@gluon.jit
+def exp(x):
+    """e^x as tl.exp computes it, but for results below 2^-126, which are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 # ---------------------------------------------------------------------------------------------- launches
 
 
