@@ -195,6 +195,11 @@ class Ring:
             phase ^= 1
         return stage, phase
 
+    @gluon.jit
+    def before(self, stage):
+        """The stage before one."""
+        return (stage + (self.full.shape[0] - 1)) % self.full.shape[0]
+
 
 @bundle
 class Handoff:

@@ -33,9 +33,6 @@ from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
 
-NEVER = 2**30
-"""More chunks than a sequence has."""
-
 WIDTH = gl.constexpr(128)
 """Columns of V of a program."""
 
@@ -112,9 +109,9 @@ def _score_consumer(tiles, scores, chunks, scale):
 
 @gluon.jit
 def _state_consumer(
-    source, has_source, saved, final_state, out, tiles, scores, outs, count, chunks, scale, save_every, ends_here,
+    source, has_source, saved, final_state, out, tiles, scores, outs, count, chunks, scale, last_saved, ends_here,
     PART: gl.constexpr, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SEGMENTED: gl.constexpr,
-    FINAL: gl.constexpr,
+    FINAL: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """The products from chunk to chunk and the outputs, of 64 columns of V."""
     kind: gl.constexpr = tiles.ks.dtype
@@ -132,27 +129,21 @@ def _state_consumer(
     nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
     results = gl.zeros([V_BLOCK, CHUNK], kind, VALUES)
     narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
-    remaining = count + CHUNK
-    until_saved = save_every
-    before = 0
-    slot_before = 0
     stage = 0
     phase = 0
-    slot = 0
-    slot_phase = 0
     for chunk in range(chunks):
         mbarrier.wait(tiles.ring.full.index(stage), phase)
         predicted = device.start_product(narrow, tiles.ks.index(stage).permute((1, 0)), nothing)
+        slot = chunk % 2
         if chunk > 0:
             outs.permute((1, 0)).store(results)
             device.thread_barrier()
-            mbarrier.arrive(tiles.ring.empty.index(before))  # whose last product all warps have waited for
-            mbarrier.arrive(scores.ring.empty.index(slot_before))
-            inside = out_rows.inside(remaining)
-            gl.store(out + out_rows.offset, outs.load(device.row_layout(V_BLOCK)), mask=inside)
+            mbarrier.arrive(tiles.ring.empty.index(tiles.ring.before(stage)))  # whose last product all have waited for
+            mbarrier.arrive(scores.ring.empty.index(1 - slot))
+            gl.store(out + out_rows.offset, outs.load(device.row_layout(V_BLOCK)))  # whole: more chunks follow
             out += (CHUNK * V) * HEADS
         seen = device.start_product(narrow, tiles.qs.index(stage).permute((1, 0)), nothing)
-        predicted = warpgroup_mma_wait(1, deps=[predicted])
+        predicted, seen = warpgroup_mma_wait(0, deps=[predicted, seen])
         # Not before, nor for longer than they are needed: registers are full.
         values = tiles.vs.index(stage).slice(PART * V_BLOCK, V_BLOCK, dim=1).permute((1, 0)).load(VALUES)
         strength = tiles.gates.strengths.index(stage).load(COLUMNS)
@@ -161,51 +152,37 @@ def _state_consumer(
         operand = gl.convert_layout(residual.to(kind), BY_CHUNK)
         v_new = warpgroup_mma(operand, tiles.Ts.index(stage).permute((1, 0)), residual, is_async=True)
         S = S * tiles.gates.starts.index(stage).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, STATE))[None, :]
-        v_new, seen = warpgroup_mma_wait(0, deps=[v_new, seen])
+        v_new = warpgroup_mma_wait(0, deps=[v_new])
         to_end = tiles.gates.ends.index(stage).load(COLUMNS)
         carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), BY_KEYS)
         S = warpgroup_mma(carried, tiles.ks.index(stage), S, is_async=True)
         from_start = tiles.gates.starts.index(stage).load(COLUMNS)
         seen = seen * (from_start * scale)[None, :]
         high = device.rounded_to(v_new, kind)
+        mbarrier.wait(scores.ring.full.index(slot), (chunk // 2) % 2)
+        P = scores.Ps.index(slot).permute((1, 0))
+        total = warpgroup_mma(gl.convert_layout(high, BY_CHUNK), P, seen, is_async=True)
+        S = warpgroup_mma_wait(1, deps=[S])
         low = gl.convert_layout(device.rounded_to(v_new - high.to(gl.float32), kind), BY_CHUNK)
-        high = gl.convert_layout(high, BY_CHUNK)
-        mbarrier.wait(scores.ring.full.index(slot), slot_phase)
-        total = warpgroup_mma(high, scores.Ps.index(slot).permute((1, 0)), seen, is_async=True)
-        total = warpgroup_mma(low, scores.Ps.index(slot).permute((1, 0)), total, is_async=True)
-        S = warpgroup_mma_wait(2, deps=[S])
+        total = warpgroup_mma(low, P, total, is_async=True)
         narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
-        if SEGMENTED:
-            if FINAL:  # noqa: SIM102  (a constant, and what only the GPU knows)
-                if (chunk + 1 == chunks) & ends_here:
-                    # 0, and known in the loop alone: or the places would stay in registers through it.
-                    place = final_state + (chunk + 1 - chunks)
-                    gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
-        else:
-            until_saved -= 1
-            place = saved
-            stores = (until_saved == 0) & (chunk + 1 < chunks)
-            if until_saved == 0:
-                until_saved = save_every
+        if not SEGMENTED:  # noqa: SIM102  (a constant, and what only the GPU knows)
+            if ((chunk + 1) % (SEGMENT // CHUNK) == 0) & (chunk + 1 < last_saved):
+                gl.store(saved + v_row[:, None] + (k_column * V)[None, :], S)
                 saved += HEADS * (K * V)
-            if FINAL:  # noqa: SIM102
-                if chunk + 1 == chunks:
-                    place = final_state
-                    stores = chunk + 1 == chunks
-            if stores:
-                gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
         total = warpgroup_mma_wait(0, deps=[total])
         results = total.to(kind)
-        remaining -= CHUNK
-        before = stage
-        slot_before = slot
         stage, phase = tiles.ring.after(stage, phase)
-        slot, slot_phase = scores.ring.after(slot, slot_phase)
     if chunks > 0:
         outs.permute((1, 0)).store(results)
         device.thread_barrier()
-        inside = out_rows.inside(remaining)
+        inside = out_rows.inside(count - (chunks - 1) * CHUNK)
         gl.store(out + out_rows.offset, outs.load(device.row_layout(V_BLOCK)), mask=inside)
+        if FINAL:  # noqa: SIM102
+            if ends_here:
+                # 0, and known after the loop alone: or the places would stay in registers through it.
+                place = final_state + gl.minimum(stage, 0)
+                gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
 
 
 @kernel(budget=device.BUDGET, targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",))
@@ -214,7 +191,7 @@ def rule_whole_scan_hopper(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
     segment_indices: Pointer.int32, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
     initial_state: Pointer.float32, saved: Pointer.float32, final_state: Pointer.float32, out: PointerIf16.element,
-    scale: Float32, save_every: Int32,
+    scale: Float32, saves: Int32,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
@@ -222,8 +199,8 @@ def rule_whole_scan_hopper(
 ):  # fmt: skip
     """o of a sequence and value head, 128 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 128.
 
-    The state is saved after every `save_every` chunks but the last, and is final after the last. A sequence without
-    tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved at its start, and
+    The state is saved after every SEGMENT tokens but the last ones, if `saves` is 1, and is final after the last token. A
+    sequence without tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved at its start, and
     saves none.
     """
     blocks: gl.constexpr = V // WIDTH
@@ -246,6 +223,9 @@ def rule_whole_scan_hopper(
     if SEGMENTED:
         count = gl.minimum(gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT), count)
     chunks = (count + CHUNK - 1) // CHUNK
+    last_saved = chunks * saves
+    if not SEGMENTED:
+        ends_here = count > 0
     saved_slot = (begin // SEGMENT + index).to(gl.int64)
     of_sequence = (sequence * HEADS + head) * size + first_row
     source = initial_state + of_sequence
@@ -280,11 +260,11 @@ def rule_whole_scan_hopper(
         [
             (_state_consumer, (
                 source, source_columns, saved, final_state, out, tiles, scores, outs.index(0), count, chunks, scale,
-                save_every, ends_here, 0, HEADS, K, V, SEGMENTED, FINAL,
+                last_saved, ends_here, 0, HEADS, K, V, SEGMENTED, FINAL, SEGMENT,
             )),
             (_state_consumer, (
                 source, source_columns, saved, final_state, out, tiles, scores, outs.index(1), count, chunks, scale,
-                save_every, ends_here, 1, HEADS, K, V, SEGMENTED, FINAL,
+                last_saved, ends_here, 1, HEADS, K, V, SEGMENTED, FINAL, SEGMENT,
             )),
             (_score_consumer, (tiles, scores, chunks, scale)),
             (_producer, (q, k, v, T, gates, tiles, count, chunks, HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K)),
@@ -311,7 +291,6 @@ def bind_whole_scan(setup: Setup, shape: Shape, *, segmented: bool, initial: boo
     }  # fmt: skip
     grid = ((shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // WIDTH.value),)
     spans_of = "segment_indices" if segmented else "sequence_begins"
-    segment_chunks = packing.SEGMENT // packing.CHUNK
 
     def launch(
         memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, scale: float,
@@ -325,7 +304,7 @@ def bind_whole_scan(setup: Setup, shape: Shape, *, segmented: bool, initial: boo
             segment_indices=memory[spans_of], sequence_begins=memory["sequence_begins"],
             first_chunks=memory["first_chunks"], initial_state=absent if initial_state is None else initial_state,
             saved=absent if saved is None else saved, final_state=absent if final_state is None else final_state,
-            out=out, scale=scale, save_every=NEVER if saved is None or segmented else segment_chunks,
+            out=out, scale=scale, saves=int(saved is not None and not segmented),
         )  # fmt: skip
 
     return launch
