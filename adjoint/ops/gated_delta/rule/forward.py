@@ -160,15 +160,15 @@ def _bind_whole_V(setup: Setup, shape: Shape) -> _Kernels:
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
     from adjoint.ops.gated_delta.rule.hopper.whole_scan import bind_whole_scan
 
-    *_, output_final_state, _checking, _keep = setup.problem.options
+    *_, output_final_state, _checking, keep = setup.problem.options
     states = {"initial": shape.has_initial_state, "final": output_final_state}
     inverse = _without_scores(bind_inverse(setup, shape, PARTS))
-    scan = bind_whole_scan(setup, shape, segmented=False, **states)
+    scan = bind_whole_scan(setup, shape, segmented=False, saves=keep, **states)
     if not shape.may_split:
         return _Kernels(inverse, scan)
     transitions = bind_transitions(setup, shape)
     compose = bind_compose_transitions(setup, shape, shape.has_initial_state)
-    split_scan = bind_whole_scan(setup, shape, segmented=True, **states)
+    split_scan = bind_whole_scan(setup, shape, segmented=True, saves=False, **states)
     return _Kernels(inverse, split_scan if shape.is_split else scan, None, transitions, compose)
 
 

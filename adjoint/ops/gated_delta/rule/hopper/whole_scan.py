@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, PointerIf16, kernel
+from adjoint.core.kernels import Float32, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.hopper import device
@@ -49,33 +49,29 @@ def _producer(
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Copies a chunk as soon as there is room for it; rows past the end of its sequence are zeros."""
-    remaining = count
     stage = 0
     phase = 1
-    pending = 0
-    for chunk in range(chunks):
-        mbarrier.wait(tiles.ring.empty.index(stage), phase)
-        device.fetch_tokens(tiles.ks.index(stage), k, K_STRIDE, remaining)
-        device.fetch_tokens(tiles.qs.index(stage), q, Q_STRIDE, remaining)
-        device.fetch_gates(tiles.sums, stage, gates, GATE_SUM)
-        tiles.gates.fetch(stage, gates)
-        device.fetch_tokens(tiles.vs.index(stage), v, V_STRIDE, remaining)
-        device.Rows.of(CHUNK, CHUNK, CHUNK).fetch(tiles.Ts.index(stage), T)
+    for chunk in range(chunks + 1):
+        if chunk < chunks:
+            remaining = count - chunk * CHUNK
+            mbarrier.wait(tiles.ring.empty.index(stage), phase)
+            device.fetch_tokens(tiles.ks.index(stage), k, K_STRIDE, remaining)
+            device.fetch_tokens(tiles.qs.index(stage), q, Q_STRIDE, remaining)
+            device.fetch_gates(tiles.sums, stage, gates, GATE_SUM)
+            tiles.gates.fetch(stage, gates)
+            device.fetch_tokens(tiles.vs.index(stage), v, V_STRIDE, remaining)
+            device.Rows.of(CHUNK, CHUNK, CHUNK).fetch(tiles.Ts.index(stage), T)
+            q += CHUNK * Q_STRIDE
+            k += CHUNK * K_STRIDE
+            v += CHUNK * V_STRIDE
+            T += HEADS * (CHUNK * CHUNK)
+            gates += HEADS * (GATE_ROWS * CHUNK)
         async_copy.commit_group()
         if chunk > 0:
             async_copy.wait_group(1)
-            tiles.ring.fill(pending)
-            pending = stage
-        q += CHUNK * Q_STRIDE
-        k += CHUNK * K_STRIDE
-        v += CHUNK * V_STRIDE
-        T += HEADS * (CHUNK * CHUNK)
-        gates += HEADS * (GATE_ROWS * CHUNK)
-        remaining -= CHUNK
+            tiles.ring.fill(tiles.ring.before(stage))
         stage, phase = tiles.ring.after(stage, phase)
     async_copy.wait_group(0)
-    if chunks > 0:
-        tiles.ring.fill(pending)
 
 
 @gluon.jit
@@ -94,11 +90,11 @@ def _score_consumer(tiles, scores, chunks, scale):
     for _ in range(chunks):
         mbarrier.wait(tiles.ring.full.index(stage), phase)
         seen = device.start_product(tiles.ks.index(stage), tiles.qs.index(stage).permute((1, 0)), nothing)
+        seen = warpgroup_mma_wait(0, deps=[seen])
         sum_i = tiles.sums.index(stage).load(gl.SliceLayout(0, SCORES))
         sum_j = tiles.sums.index(stage).load(gl.SliceLayout(1, SCORES))
-        decay = device.exp(sum_i[None, :] - sum_j[:, None])
-        seen = warpgroup_mma_wait(0, deps=[seen])
         tiles.ring.release(stage)
+        decay = device.exp(sum_i[None, :] - sum_j[:, None])
         score = gl.where(i[None, :] >= j[:, None], (seen * scale) * decay, 0.0)
         mbarrier.wait(scores.ring.empty.index(slot), slot_phase)
         scores.Ps.index(slot).permute((1, 0)).store(score.to(kind))
@@ -109,9 +105,9 @@ def _score_consumer(tiles, scores, chunks, scale):
 
 @gluon.jit
 def _state_consumer(
-    source, has_source, saved, final_state, out, tiles, scores, outs, count, chunks, scale, last_saved, ends_here,
+    source, source_columns, saved, final_state, out, tiles, scores, outs, count, scale, ends_here,
     PART: gl.constexpr, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SEGMENTED: gl.constexpr,
-    FINAL: gl.constexpr, SEGMENT: gl.constexpr,
+    SAVES: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """The products from chunk to chunk and the outputs, of 64 columns of V."""
     kind: gl.constexpr = tiles.ks.dtype
@@ -124,18 +120,18 @@ def _state_consumer(
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE)).to(gl.int64)
     out_rows = device.Rows.of(CHUNK, V_BLOCK, HEADS * V)
     out += PART * V_BLOCK
-    is_there = (v_row < V)[:, None] & (k_column < has_source)[None, :]
+    is_there = (v_row < V)[:, None] & (k_column < source_columns)[None, :]
     S = gl.load(source + v_row[:, None] + (k_column * V)[None, :], mask=is_there, other=0.0)
     nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
     results = gl.zeros([V_BLOCK, CHUNK], kind, VALUES)
     narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
     stage = 0
     phase = 0
-    for chunk in range(chunks):
+    for first in range(0, count, CHUNK):
         mbarrier.wait(tiles.ring.full.index(stage), phase)
         predicted = device.start_product(narrow, tiles.ks.index(stage).permute((1, 0)), nothing)
-        slot = chunk % 2
-        if chunk > 0:
+        slot = (first // CHUNK) % 2
+        if first > 0:
             outs.permute((1, 0)).store(results)
             device.thread_barrier()
             mbarrier.arrive(tiles.ring.empty.index(tiles.ring.before(stage)))  # whose last product all have waited for
@@ -159,27 +155,27 @@ def _state_consumer(
         from_start = tiles.gates.starts.index(stage).load(COLUMNS)
         seen = seen * (from_start * scale)[None, :]
         high = device.rounded_to(v_new, kind)
-        mbarrier.wait(scores.ring.full.index(slot), (chunk // 2) % 2)
+        mbarrier.wait(scores.ring.full.index(slot), (first // (2 * CHUNK)) % 2)
         P = scores.Ps.index(slot).permute((1, 0))
         total = warpgroup_mma(gl.convert_layout(high, BY_CHUNK), P, seen, is_async=True)
         S = warpgroup_mma_wait(1, deps=[S])
         low = gl.convert_layout(device.rounded_to(v_new - high.to(gl.float32), kind), BY_CHUNK)
         total = warpgroup_mma(low, P, total, is_async=True)
         narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
-        if not SEGMENTED:  # noqa: SIM102  (a constant, and what only the GPU knows)
-            if ((chunk + 1) % (SEGMENT // CHUNK) == 0) & (chunk + 1 < last_saved):
+        if SAVES:  # noqa: SIM102  (a constant, and what only the GPU knows)
+            if ((first + CHUNK) % SEGMENT == 0) & (first + CHUNK < count):
                 gl.store(saved + v_row[:, None] + (k_column * V)[None, :], S)
                 saved += HEADS * (K * V)
         total = warpgroup_mma_wait(0, deps=[total])
         results = total.to(kind)
         stage, phase = tiles.ring.after(stage, phase)
-    if chunks > 0:
+    if count > 0:
         outs.permute((1, 0)).store(results)
         device.thread_barrier()
-        inside = out_rows.inside(count - (chunks - 1) * CHUNK)
+        inside = out_rows.inside((count - 1) % CHUNK + 1)
         gl.store(out + out_rows.offset, outs.load(device.row_layout(V_BLOCK)), mask=inside)
         if FINAL:  # noqa: SIM102
-            if ends_here:
+            if ends_here if SEGMENTED else True:
                 # 0, and known after the loop alone: or the places would stay in registers through it.
                 place = final_state + gl.minimum(stage, 0)
                 gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
@@ -191,15 +187,15 @@ def rule_whole_scan_hopper(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
     segment_indices: Pointer.int32, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
     initial_state: Pointer.float32, saved: Pointer.float32, final_state: Pointer.float32, out: PointerIf16.element,
-    scale: Float32, saves: Int32,
+    scale: Float32,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
-    SEGMENT: gl.constexpr,
+    V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, SAVES: gl.constexpr,
+    FINAL: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """o of a sequence and value head, 128 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 128.
 
-    The state is saved after every SEGMENT tokens but the last ones, if `saves` is 1, and is final after the last token. A
+    The state is saved after every SEGMENT tokens but the last ones, if SAVES, and is final after the last token. A
     sequence without tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved at its start, and
     saves none.
     """
@@ -223,9 +219,6 @@ def rule_whole_scan_hopper(
     if SEGMENTED:
         count = gl.minimum(gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT), count)
     chunks = (count + CHUNK - 1) // CHUNK
-    last_saved = chunks * saves
-    if not SEGMENTED:
-        ends_here = count > 0
     saved_slot = (begin // SEGMENT + index).to(gl.int64)
     of_sequence = (sequence * HEADS + head) * size + first_row
     source = initial_state + of_sequence
@@ -259,33 +252,35 @@ def rule_whole_scan_hopper(
     gl.warp_specialize(
         [
             (_state_consumer, (
-                source, source_columns, saved, final_state, out, tiles, scores, outs.index(0), count, chunks, scale,
-                last_saved, ends_here, 0, HEADS, K, V, SEGMENTED, FINAL, SEGMENT,
+                source, source_columns, saved, final_state, out, tiles, scores, outs.index(0), count, scale,
+                ends_here, 0, HEADS, K, V, SEGMENTED, SAVES, FINAL, SEGMENT,
             )),
             (_state_consumer, (
-                source, source_columns, saved, final_state, out, tiles, scores, outs.index(1), count, chunks, scale,
-                last_saved, ends_here, 1, HEADS, K, V, SEGMENTED, FINAL, SEGMENT,
+                source, source_columns, saved, final_state, out, tiles, scores, outs.index(1), count, scale,
+                ends_here, 1, HEADS, K, V, SEGMENTED, SAVES, FINAL, SEGMENT,
             )),
             (_score_consumer, (tiles, scores, chunks, scale)),
             (_producer, (q, k, v, T, gates, tiles, count, chunks, HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K)),
         ],
-        worker_num_warps=[4, 4, 4], worker_num_regs=[192, 80, 48],
+        worker_num_warps=[4, 4, 4], worker_num_regs=[200, 72, 40],
     )  # fmt: skip
 
 
-def bind_whole_scan(setup: Setup, shape: Shape, *, segmented: bool, initial: bool, final: bool) -> Callable[..., None]:
+def bind_whole_scan(
+    setup: Setup, shape: Shape, *, segmented: bool, saves: bool, initial: bool, final: bool
+) -> Callable[..., None]:
     """o, and the states that are needed: `launch(memory, q, k, v, scale, initial_state, saved, final_state, out)`.
 
     Args:
-        segmented: over segments, from the states in `saved`; otherwise over whole sequences, and states between
-            segments are written there, unless it is None.
+        segmented: over segments, from the states in `saved`; otherwise over whole sequences.
+        saves: whether states between segments are written to `saved`.
         initial: whether there is an initial state.
         final: whether final states are written.
     """
     scan = {
         aligned: device.ByStrides(
             setup, shape, rule_whole_scan_hopper, "Q K V", HEADS=shape.heads, STAGES=setup.schedule["scan_stages"],
-            SEGMENTED=segmented, INITIAL=initial, FINAL=final, SEGMENT=packing.SEGMENT, aligned=aligned,
+            SEGMENTED=segmented, INITIAL=initial, SAVES=saves, FINAL=final, SEGMENT=packing.SEGMENT, aligned=aligned,
         )
         for aligned in (True, False)
     }  # fmt: skip
@@ -304,7 +299,7 @@ def bind_whole_scan(setup: Setup, shape: Shape, *, segmented: bool, initial: boo
             segment_indices=memory[spans_of], sequence_begins=memory["sequence_begins"],
             first_chunks=memory["first_chunks"], initial_state=absent if initial_state is None else initial_state,
             saved=absent if saved is None else saved, final_state=absent if final_state is None else final_state,
-            out=out, scale=scale, saves=int(saved is not None and not segmented),
+            out=out, scale=scale,
         )  # fmt: skip
 
     return launch
