@@ -45,62 +45,56 @@ Scores = device.fields("Ps ring")
 
 @gluon.jit
 def _producer(
-    q, k, v, T, gates, tiles, count, chunks,
-    HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
+    q, k, v, T, gates, tiles, scores, count, chunks, scale,
+    HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies a chunk as soon as there is room for it; rows past the end of its sequence are zeros."""
+    """Computes the scores P = scale·(q kᵀ) ⊙ D of every chunk, 0 above the diagonal, and copies the chunks ahead of it.
+
+    A chunk is copied as soon as there is room for it; rows past the end of its sequence are zeros.
+    """
+    kind: gl.constexpr = tiles.ks.dtype
+    SCORES: gl.constexpr = device.product_layout(CHUNK)
+    AHEAD: gl.constexpr = STAGES - 1
+    # Everything is transposed, as `rule_chunk_inverse_hopper` has it: rows are keys, columns queries.
+    j = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORES))
+    i = gl.arange(0, CHUNK, gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([CHUNK, CHUNK], gl.float32, SCORES)
+    copied = 0
+    copied_phase = 1
     stage = 0
-    phase = 1
-    for chunk in range(chunks + 1):
-        if chunk < chunks:
-            remaining = count - chunk * CHUNK
-            mbarrier.wait(tiles.ring.empty.index(stage), phase)
-            device.fetch_tokens(tiles.ks.index(stage), k, K_STRIDE, remaining)
-            device.fetch_tokens(tiles.qs.index(stage), q, Q_STRIDE, remaining)
-            device.fetch_gates(tiles.sums, stage, gates, GATE_SUM)
-            tiles.gates.fetch(stage, gates)
-            device.fetch_tokens(tiles.vs.index(stage), v, V_STRIDE, remaining)
-            device.Rows.of(CHUNK, CHUNK, CHUNK).fetch(tiles.Ts.index(stage), T)
+    phase = 0
+    for chunk in range(-AHEAD, chunks):
+        if chunk >= 0:
+            async_copy.wait_group(AHEAD - 1)
+            tiles.ring.fill(stage)
+            seen = device.start_product(tiles.ks.index(stage), tiles.qs.index(stage).permute((1, 0)), nothing)
+            seen = warpgroup_mma_wait(0, deps=[seen])
+            sum_i = tiles.sums.index(stage).load(gl.SliceLayout(0, SCORES))
+            sum_j = tiles.sums.index(stage).load(gl.SliceLayout(1, SCORES))
+            decay = device.exp(sum_i[None, :] - sum_j[:, None])
+            score = gl.where(i[None, :] >= j[:, None], (seen * scale) * decay, 0.0)
+            slot = chunk % 2
+            mbarrier.wait(scores.ring.empty.index(slot), 1 - (chunk // 2) % 2)
+            scores.Ps.index(slot).permute((1, 0)).store(score.to(kind))
+            scores.ring.fill(slot)
+            stage, phase = tiles.ring.after(stage, phase)
+        if chunk + AHEAD < chunks:
+            remaining = count - (chunk + AHEAD) * CHUNK
+            mbarrier.wait(tiles.ring.empty.index(copied), copied_phase)
+            device.fetch_tokens(tiles.ks.index(copied), k, K_STRIDE, remaining)
+            device.fetch_tokens(tiles.qs.index(copied), q, Q_STRIDE, remaining)
+            device.fetch_gates(tiles.sums, copied, gates, GATE_SUM)
+            tiles.gates.fetch(copied, gates)
+            device.fetch_tokens(tiles.vs.index(copied), v, V_STRIDE, remaining)
+            device.Rows.of(CHUNK, CHUNK, CHUNK).fetch(tiles.Ts.index(copied), T)
             q += CHUNK * Q_STRIDE
             k += CHUNK * K_STRIDE
             v += CHUNK * V_STRIDE
             T += HEADS * (CHUNK * CHUNK)
             gates += HEADS * (GATE_ROWS * CHUNK)
+            copied, copied_phase = tiles.ring.after(copied, copied_phase)
         async_copy.commit_group()
-        if chunk > 0:
-            async_copy.wait_group(1)
-            tiles.ring.fill(tiles.ring.before(stage))
-        stage, phase = tiles.ring.after(stage, phase)
     async_copy.wait_group(0)
-
-
-@gluon.jit
-def _score_consumer(tiles, scores, chunks, scale):
-    """P = scale·(q kᵀ) ⊙ D of every chunk, 0 above the diagonal."""
-    kind: gl.constexpr = tiles.ks.dtype
-    SCORES: gl.constexpr = device.product_layout(CHUNK)
-    # Everything is transposed, as `rule_chunk_inverse_hopper` has it: rows are keys, columns queries.
-    j = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORES))
-    i = gl.arange(0, CHUNK, gl.SliceLayout(0, SCORES))
-    nothing = gl.zeros([CHUNK, CHUNK], gl.float32, SCORES)
-    stage = 0
-    phase = 0
-    slot = 0
-    slot_phase = 1
-    for _ in range(chunks):
-        mbarrier.wait(tiles.ring.full.index(stage), phase)
-        seen = device.start_product(tiles.ks.index(stage), tiles.qs.index(stage).permute((1, 0)), nothing)
-        seen = warpgroup_mma_wait(0, deps=[seen])
-        sum_i = tiles.sums.index(stage).load(gl.SliceLayout(0, SCORES))
-        sum_j = tiles.sums.index(stage).load(gl.SliceLayout(1, SCORES))
-        tiles.ring.release(stage)
-        decay = device.exp(sum_i[None, :] - sum_j[:, None])
-        score = gl.where(i[None, :] >= j[:, None], (seen * scale) * decay, 0.0)
-        mbarrier.wait(scores.ring.empty.index(slot), slot_phase)
-        scores.Ps.index(slot).permute((1, 0)).store(score.to(kind))
-        scores.ring.fill(slot)
-        stage, phase = tiles.ring.after(stage, phase)
-        slot, slot_phase = scores.ring.after(slot, slot_phase)
 
 
 @gluon.jit
@@ -157,8 +151,8 @@ def _state_consumer(
         high = device.rounded_to(v_new, kind)
         mbarrier.wait(scores.ring.full.index(slot), (first // (2 * CHUNK)) % 2)
         P = scores.Ps.index(slot).permute((1, 0))
+        S = warpgroup_mma_wait(0, deps=[S])
         total = warpgroup_mma(gl.convert_layout(high, BY_CHUNK), P, seen, is_async=True)
-        S = warpgroup_mma_wait(1, deps=[S])
         low = gl.convert_layout(device.rounded_to(v_new - high.to(gl.float32), kind), BY_CHUNK)
         total = warpgroup_mma(low, P, total, is_async=True)
         narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
@@ -246,8 +240,8 @@ def rule_whole_scan_hopper(
     sums = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], LINE)
     Ps = gl.allocate_shared_memory(kind, [2, CHUNK, CHUNK], TILE)
     outs = gl.allocate_shared_memory(kind, [2, CHUNK, V_BLOCK], TILE)
-    # The scores and both halves of the state scan read every chunk; the halves alone read the scores.
-    tiles = Chunks(qs, ks, vs, Ts, sums, device.Gates.allocate(STAGES), device.Ring.allocate(STAGES, 1, 3))
+    # Both halves of the state scan read every chunk and its scores.
+    tiles = Chunks(qs, ks, vs, Ts, sums, device.Gates.allocate(STAGES), device.Ring.allocate(STAGES, 1, 2))
     scores = Scores(Ps, device.Ring.allocate(2, 1, 2))
     gl.warp_specialize(
         [
@@ -259,10 +253,11 @@ def rule_whole_scan_hopper(
                 source, source_columns, saved, final_state, out, tiles, scores, outs.index(1), count, scale,
                 ends_here, 1, HEADS, K, V, SEGMENTED, SAVES, FINAL, SEGMENT,
             )),
-            (_score_consumer, (tiles, scores, chunks, scale)),
-            (_producer, (q, k, v, T, gates, tiles, count, chunks, HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, K)),
+            (_producer, (
+                q, k, v, T, gates, tiles, scores, count, chunks, scale, HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, STAGES,
+            )),
         ],
-        worker_num_warps=[4, 4, 4], worker_num_regs=[200, 72, 40],
+        worker_num_warps=[4, 4], worker_num_regs=[208, 88],
     )  # fmt: skip
 
 
