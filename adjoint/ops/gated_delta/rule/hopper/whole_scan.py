@@ -22,7 +22,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from adjoint.core.kernels import Float32, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
@@ -39,8 +44,8 @@ WIDTH = gl.constexpr(128)
 Chunks = device.fields("qs ks vs Ts sums gates ring")
 """The chunks in shared memory, a stage each: q, k, v, T, G and the other gates."""
 
-Scores = device.fields("Ps ring")
-"""The scores P of chunks in shared memory, a stage each."""
+Scores = device.fields("Ps full")
+"""The scores P of two chunks in shared memory, and the barriers that say that they are there."""
 
 
 @gluon.jit
@@ -62,7 +67,6 @@ def _producer(
     copied = 0
     copied_phase = 1
     stage = 0
-    phase = 0
     for chunk in range(-AHEAD, chunks):
         if chunk >= 0:
             async_copy.wait_group(AHEAD - 1)
@@ -73,14 +77,15 @@ def _producer(
             sum_j = tiles.sums.index(stage).load(gl.SliceLayout(1, SCORES))
             decay = device.exp(sum_i[None, :] - sum_j[:, None])
             score = gl.where(i[None, :] >= j[:, None], (seen * scale) * decay, 0.0)
-            slot = chunk % 2
-            mbarrier.wait(scores.ring.empty.index(slot), 1 - (chunk // 2) % 2)
-            scores.Ps.index(slot).permute((1, 0)).store(score.to(kind))
-            scores.ring.fill(slot)
-            stage, phase = tiles.ring.after(stage, phase)
+            scores.Ps.index(chunk % 2).permute((1, 0)).store(score.to(kind))
+            fence_async_shared()
+            device.thread_barrier()
+            mbarrier.arrive(scores.full.index(chunk % 2))
+            stage = (stage + 1) % STAGES
+        # All of the chunk before has been read: there is room for another, and for the scores of the next.
+        mbarrier.wait(tiles.ring.empty.index(copied), copied_phase)
         if chunk + AHEAD < chunks:
             remaining = count - (chunk + AHEAD) * CHUNK
-            mbarrier.wait(tiles.ring.empty.index(copied), copied_phase)
             device.fetch_tokens(tiles.ks.index(copied), k, K_STRIDE, remaining)
             device.fetch_tokens(tiles.qs.index(copied), q, Q_STRIDE, remaining)
             device.fetch_gates(tiles.sums, copied, gates, GATE_SUM)
@@ -92,7 +97,7 @@ def _producer(
             v += CHUNK * V_STRIDE
             T += HEADS * (CHUNK * CHUNK)
             gates += HEADS * (GATE_ROWS * CHUNK)
-            copied, copied_phase = tiles.ring.after(copied, copied_phase)
+        copied, copied_phase = tiles.ring.after(copied, copied_phase)
         async_copy.commit_group()
     async_copy.wait_group(0)
 
@@ -129,7 +134,6 @@ def _state_consumer(
             outs.permute((1, 0)).store(results)
             device.thread_barrier()
             mbarrier.arrive(tiles.ring.empty.index(tiles.ring.before(stage)))  # whose last product all have waited for
-            mbarrier.arrive(scores.ring.empty.index(1 - slot))
             gl.store(out + out_rows.offset, outs.load(device.row_layout(V_BLOCK)))  # whole: more chunks follow
             out += (CHUNK * V) * HEADS
         seen = device.start_product(narrow, tiles.qs.index(stage).permute((1, 0)), nothing)
@@ -149,7 +153,7 @@ def _state_consumer(
         from_start = tiles.gates.starts.index(stage).load(COLUMNS)
         seen = seen * (from_start * scale)[None, :]
         high = device.rounded_to(v_new, kind)
-        mbarrier.wait(scores.ring.full.index(slot), (first // (2 * CHUNK)) % 2)
+        mbarrier.wait(scores.full.index(slot), (first // (2 * CHUNK)) % 2)
         P = scores.Ps.index(slot).permute((1, 0))
         S = warpgroup_mma_wait(0, deps=[S])
         total = warpgroup_mma(gl.convert_layout(high, BY_CHUNK), P, seen, is_async=True)
@@ -242,7 +246,10 @@ def rule_whole_scan_hopper(
     outs = gl.allocate_shared_memory(kind, [2, CHUNK, V_BLOCK], TILE)
     # Both halves of the state scan read every chunk and its scores.
     tiles = Chunks(qs, ks, vs, Ts, sums, device.Gates.allocate(STAGES), device.Ring.allocate(STAGES, 1, 2))
-    scores = Scores(Ps, device.Ring.allocate(2, 1, 2))
+    scores_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(scores_full.index(0), count=1)
+    mbarrier.init(scores_full.index(1), count=1)
+    scores = Scores(Ps, scores_full)
     gl.warp_specialize(
         [
             (_state_consumer, (
