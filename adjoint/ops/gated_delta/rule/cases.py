@@ -168,6 +168,7 @@ _RULE = Subject(
     cases=_CASES,
     mistakes=_MISTAKES,
     rebatched=_rebatched,
+    plans=("gluon.whole_V+gluon.fused",),
 )
 
 
