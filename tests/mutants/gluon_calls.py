@@ -146,6 +146,13 @@ EXAMPLES: tuple[Callable[[], Example], ...] = (
 """Keys of 64 and 128, one value head to a key head and more, more than eight, one sequence and several."""
 
 
+WHOLE_V_EXAMPLES: tuple[Callable[[], Example], ...] = (
+    lambda: Example.of((1, 384, 5, 10, 64, 256), decay=0.05),
+    lambda: Example.of((1, 256, 1, 2, 64, 256), decay=0.05),
+)
+"""More columns than a program has: states that are saved, or that segments begin with; both end with a segment."""
+
+
 def _whole(V: int) -> Example:
     """More chunks in a segment than shared memory holds, where segments have the size they have."""
     return Example.of((1, 330, 1, 2, 64, V), decay=0.05)
@@ -163,6 +170,8 @@ def record() -> None:
                 _run(example)
                 if example.inputs[2].shape[-1] % 128 == 0:
                     _run_whole_V(example)
+            for example in (make() for make in WHOLE_V_EXAMPLES):
+                _run_whole_V(example)
         _run(_whole(V=64))
         _run_whole_V(_whole(V=128))
     _recorded.sort(key=lambda launch: launch.seconds)

@@ -1,18 +1,19 @@
 """The forward for Hopper with all of V in one program: scores, state scan and outputs in one kernel.
 
 What `rule_forward_scan_hopper` computes of the scores that `rule_chunk_inverse_hopper` writes, bit for bit; here no
-scores reach memory. A program scans 128 columns of V of a sequence or segment, with four warpgroups. Two have 64 columns
-each: Sᵀ in the accumulators of the tensor cores, and as their left operand too, rounded in registers, with which they
-compute the outputs as well, so that neither S nor v' leaves its warpgroup. One computes the scores Pᵀ of the chunk to
-come. One copies q, k, v, T and the gates of the chunks after.
+scores reach memory. A program scans 128 columns of V of a sequence or segment, with three warpgroups. Two have 64
+columns each: Sᵀ in the accumulators of the tensor cores, and as their left operand too, rounded in registers. They
+compute the outputs as well, so that neither S nor v' leaves a warpgroup. The third computes the scores of the next
+chunk, and copies q, k, v, T and the gates of those after it.
 
     predicted = Sᵀ kᵀ          beside it: the outputs of the chunk before go out
-    seen = Sᵀ qᵀ               beside it: r = β ⊙ (v − e^G ⊙ predicted)
+    seen = Sᵀ qᵀ
     v' = r + r T°ᵀ             beside it: S decays
-    Sᵀ += w k                  beside it: v' is split into two parts, seen is scaled
-    oᵀ = seen + v'ᵀ Pᵀ         beside it: S is rounded for the next chunk
+    Sᵀ += w k                  beside it: seen is scaled, v' is rounded
+    oᵀ = seen + v'ᵀ Pᵀ         beside it: what v' lost in rounding, and S is rounded for the next chunk
 
-docs/gated-delta-kernels.md counts what a chunk costs.
+The halves of V wait for each other nowhere: while one computes elements, the tensor cores work for the other. What a
+chunk costs is counted in docs/gated-delta-kernels.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -194,8 +195,8 @@ def rule_whole_scan_hopper(
     """o of a sequence and value head, 128 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 128.
 
     The state is saved after every SEGMENT tokens but the last ones, if SAVES, and is final after the last token. A
-    sequence without tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved at its start, and
-    saves none.
+    sequence without tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved
+    at its start.
     """
     blocks: gl.constexpr = V // WIDTH
     size: gl.constexpr = K * V
