@@ -1,4 +1,4 @@
-"""The plan `gluon.whole_V` in the model of Gluon: it gives the bits of `gluon.fused`, so what is shown of those holds."""
+"""The plan `gluon.whole_V` in the model of Gluon: its bits are those of `gluon.fused`, so what those show holds."""
 
 from collections.abc import Callable
 
