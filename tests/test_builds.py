@@ -125,8 +125,8 @@ def _instructions(cubin: bytes) -> list[str]:
 
 
 @compiles
-@pytest.mark.parametrize("segmented", (False, True))
-def test_products_of_the_whole_scan_are_not_serialised(segmented: bool) -> None:
+@pytest.mark.parametrize(("segmented", "saves"), [(False, True), (False, False), (True, False)])
+def test_products_of_the_whole_scan_are_not_serialised(segmented: bool, saves: bool) -> None:
     """Where registers are short, ptxas ends every instruction of a product with a wait, and spills nothing."""
     from triton.backends.compiler import GPUTarget
 
@@ -136,11 +136,13 @@ def test_products_of_the_whole_scan_are_not_serialised(segmented: bool) -> None:
         for _, variant in builds("sm_90")
         if variant.kernel == "rule_whole_scan_hopper" and wanted.items() <= dict(variant.constants).items()
     )
-    code = _instructions(variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
+    constants = tuple((dict(variant.constants) | {"SAVES": saves}).items())
+    code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
     products = [line for line in code if line.startswith("HGMMA")]
     ends = [line for line in products if "gsb0" in line]
     assert len(products) == 2 * 32 + 8, "of each half of V, and of the scores"
     assert len(ends) == 2 * 6 + 1, "one for each product of matrices"
+    assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
 
 
 def _rows_variants() -> dict[tuple[str, str, str, bool], Variant]:
