@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
@@ -109,6 +110,39 @@ def test_a_failed_build_is_noticed() -> None:
 # ------------------------------------------------------------------------------------- instructions
 
 compiles = pytest.mark.skipif(kernels.interpreting(), reason="the ordinary process compiles")
+
+
+def _instructions(cubin: bytes) -> list[str]:
+    """The machine code of a kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
+
+
+@compiles
+@pytest.mark.parametrize(("segmented", "saves"), [(False, True), (False, False), (True, False)])
+def test_products_of_the_whole_scan_are_not_serialised(segmented: bool, saves: bool) -> None:
+    """Where registers are short, ptxas ends every instruction of a product with a wait, and spills nothing."""
+    from triton.backends.compiler import GPUTarget
+
+    wanted = {"K": 128, "SEGMENTED": segmented, "FINAL": True}
+    (variant, *_) = (
+        variant
+        for _, variant in builds("sm_90")
+        if variant.kernel == "rule_whole_scan_hopper" and wanted.items() <= dict(variant.constants).items()
+    )
+    constants = tuple((dict(variant.constants) | {"SAVES": saves}).items())
+    code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
+    products = [line for line in code if line.startswith("HGMMA")]
+    ends = [line for line in products if "gsb0" in line]
+    assert len(products) == 2 * 32 + 8, "of each half of V, and of the scores"
+    assert len(ends) == 2 * 6 + 1, "one for each product of matrices"
+    assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
 
 
 def _rows_variants() -> dict[tuple[str, str, str, bool], Variant]:

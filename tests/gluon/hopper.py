@@ -22,17 +22,26 @@ MULTIPROCESSORS = 3
 """So few that a program has several items, and not all the same number."""
 
 
-def candidate_of(operator: Operator) -> Candidate:
-    """The operator's plan for Hopper alone."""
-    (only,) = [candidate for candidate in operator.candidates() if candidate.targets == (TARGET,)]
+FUSED, WHOLE_V = "gluon.fused", "gluon.whole_V"
+"""Plans for Hopper: both directions have the first, the forward the second too."""
+
+
+def candidate_of(operator: Operator, plan: str = FUSED) -> Candidate:
+    """A plan of the operator for Hopper alone."""
+    (only,) = [candidate for candidate in operator.candidates() if candidate.name == plan]
+    assert only.targets == (TARGET,)
     return only
 
 
 def run(
-    operator: Operator, arguments: tuple[Any, ...], schedule: Schedule, codes: Codes | None = None
+    operator: Operator,
+    arguments: tuple[Any, ...],
+    schedule: Schedule,
+    codes: Codes | None = None,
+    plan: str = FUSED,
 ) -> tuple[Tensor, ...]:
-    """The outputs of the plan for Hopper; they are full of NaN before it runs."""
-    candidate, problem = candidate_of(operator), operator.describe(*arguments)
+    """The outputs of a plan for Hopper; they are full of NaN before it runs."""
+    candidate, problem = candidate_of(operator, plan), operator.describe(*arguments)
     if refusal := candidate.refuse(problem):
         raise ValueError(f"{candidate.name} does not take the problem: {refusal}")
     setup = Setup(problem, candidate.schedule_on(problem, TARGET), TARGET)

@@ -21,11 +21,13 @@ EXAMPLES = {
     "few heads": Example.of((1, 330, 1, 2, 64, 64)),
     "many heads": Example.of((1, 330, 1, 10, 64, 64)),
     "split": Example.of((1, 1100, 1, 2, 64, 64), decay=0.05),
+    "all of V": Example.of((1, 330, 1, 2, 64, 128)),
 }
 """With more chunks than shared memory holds."""
 
 CHECKED = {
     "forward_scan": (("few heads", "forward"),),
+    "whole_scan": (("all of V", "forward"),),
     "chunk_inverse": (("few heads", "forward"),),
     "transitions": (("split", "forward"),),
     "state_scan": (("few heads", "backward"),),
@@ -62,7 +64,8 @@ def run(name: str, direction: str, schedule: Schedule, codes: Codes | None = Non
     example = EXAMPLES[name]
     call = example.call
     if direction == "forward":
-        return hopper.run(call.operator, call.arguments, schedule, codes)
+        plan = hopper.WHOLE_V if name == "all of V" else hopper.FUSED
+        return hopper.run(call.operator, call.arguments, schedule, codes, plan)
     assert call.adjoint is not None and call.adjoint_arguments is not None
     return hopper.run(call.adjoint, call.adjoint_arguments(example.upstream(), kept(name)), schedule, codes)
 

@@ -649,6 +649,7 @@ EQUIVALENT = {
             ("Rows.inside", "self.column < self.column.shape[0] -> self.column <= self.column.shape[0]"),
             ("rule_chunk_inverse_hopper", "column < K -> column <= K"),
             ("_state_consumer", "k_column < K -> k_column <= K"),
+            ("_state_consumer", "v_row < V -> v_row <= V"),
             ("_consumer", "k_column < K -> k_column <= K"),
             ("_fetch", "T_rows.column < CHUNK -> T_rows.column <= CHUNK"),
         )
@@ -661,6 +662,9 @@ EQUIVALENT = {
             ("rule_chunk_inverse_hopper", "[2, HALF, HALF] -> [3, HALF, HALF] (2)"),
             ("rule_chunk_inverse_hopper", "3 * PARTS -> 4 * PARTS"),
             ("rule_transitions_hopper", "STAGES: gl.constexpr = 2 -> STAGES: gl.constexpr = 3"),
+            ("rule_whole_scan_hopper", "[2, CHUNK, CHUNK] -> [3, CHUNK, CHUNK]"),
+            ("rule_whole_scan_hopper", "[2, CHUNK, V_BLOCK] -> [3, CHUNK, V_BLOCK]"),
+            ("rule_whole_scan_hopper", "[2, 1] -> [3, 1]"),
             ("rule_local_gradients_hopper", "[4, CHUNK, CHUNK] -> [5, CHUNK, CHUNK]"),
             ("rule_local_gradients_hopper", "2 * BLOCKS -> 3 * BLOCKS"),
             ("rule_local_gradients_hopper", "2 * BLOCKS -> 2 + BLOCKS"),
@@ -705,12 +709,15 @@ EQUIVALENT = {
             ("_consumer", "warpgroup_mma_wait(2, deps=[dS]) -> warpgroup_mma_wait(3, deps=[dS])"),
         )
     },
+    ("_producer", "AHEAD - 1 -> AHEAD - 2"): "it waits for more copies than it needs",
     ("_producer", "chunks > 0 -> chunks >= 0"): "of a sequence without tokens, nobody waits for the barrier",
     **{
         (function, change): "what is read for a sequence without tokens is not used"
         for function, change in (
             ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (1)"),
             ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (2)"),
+            ("rule_whole_scan_hopper", "count > 0 -> count >= 0 (1)"),
+            ("rule_whole_scan_hopper", "count > 0 -> count >= 0 (2)"),
             ("rule_transitions_hopper", "count > 0 -> count >= 0"),
             ("rule_transitions_hopper", "0.0 -> 1.0 (2)"),
             ("rule_state_scan_hopper", "count > 0 -> count >= 0"),
@@ -738,6 +745,7 @@ EQUIVALENT = {
         (function, change): "plus or minus 0, which is there for the registers it saves"
         for function, change in (
             ("_state_consumer", "final_state + (chunk + 1 - chunks) -> final_state - (chunk + 1 - chunks)"),
+            ("_state_consumer", "final_state + gl.minimum(stage, 0) -> final_state - gl.minimum(stage, 0)"),
             ("_consumer", "state += gl.minimum(stage, 0) -> state -= gl.minimum(stage, 0)"),
             ("rule_gradients_hopper", "index >> 30 -> index >> 31"),
             (

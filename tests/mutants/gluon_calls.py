@@ -36,6 +36,7 @@ MODULES = tuple(
         "device",
         "chunk_inverse",
         "forward_scan",
+        "whole_scan",
         "transitions",
         "state_scan",
         "local_gradients",
@@ -145,9 +146,16 @@ EXAMPLES: tuple[Callable[[], Example], ...] = (
 """Keys of 64 and 128, one value head to a key head and more, more than eight, one sequence and several."""
 
 
-def _whole() -> Example:
+WHOLE_V_EXAMPLES: tuple[Callable[[], Example], ...] = (
+    lambda: Example.of((1, 384, 5, 10, 64, 256), decay=0.05),
+    lambda: Example.of((1, 256, 1, 2, 64, 256), decay=0.05),
+)
+"""More columns than a program has: states that are saved, or that segments begin with; both end with a segment."""
+
+
+def _whole(V: int) -> Example:
     """More chunks in a segment than shared memory holds, where segments have the size they have."""
-    return Example.of((1, 330, 1, 2, 64, 64), decay=0.05)
+    return Example.of((1, 330, 1, 2, 64, V), decay=0.05)
 
 
 def record() -> None:
@@ -160,12 +168,22 @@ def record() -> None:
         with small():
             for example in (make() for make in EXAMPLES):
                 _run(example)
-        _run(_whole())
+                if example.inputs[2].shape[-1] % 128 == 0:
+                    _run_whole_V(example)
+            for example in (make() for make in WHOLE_V_EXAMPLES):
+                _run_whole_V(example)
+        _run(_whole(V=64))
+        _run_whole_V(_whole(V=128))
     _recorded.sort(key=lambda launch: launch.seconds)
 
 
 def _run(example: Example) -> None:
     hopper.run_both(example.call, example.upstream(), SCHEDULES[0])
+
+
+def _run_whole_V(example: Example) -> None:
+    call = example.call
+    hopper.run(call.operator, call.arguments, SCHEDULES[0], plan=hopper.WHOLE_V)
 
 
 def noticed(mutant: Mutant, schedule: Schedule) -> bool:

@@ -43,7 +43,10 @@ def pretended_hopper() -> Iterator[torch.device]:
 
 
 SMALL = {
-    name: (Case("heads of 64", tokens((1, 130, 1, 2, 64, 64), decay=0.1)),)
+    name: (
+        Case("heads of 64", tokens((1, 130, 1, 2, 64, 64), decay=0.1)),
+        Case("heads of 64 and 128", tokens((1, 130, 1, 2, 64, 128), decay=0.1)),
+    )
     for name in ("gated_delta_rule", "gated_delta_rule[normalize_qk]")
 }
 """Cases for plans that otherwise take heavy ones alone, whose bounds take long to evaluate."""

@@ -11,7 +11,7 @@ from adjoint.contract.bad_calls import shared
 from adjoint.contract.cases import BadCall, Case, Subject
 from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import ArgumentError, Unsupported
-from adjoint.core.kernels import why_not_triton
+from adjoint.core.kernels import why_not_on, why_not_triton
 from adjoint.core.plan import select
 from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
@@ -85,9 +85,13 @@ def served_backends(subject: Subject, device: torch.device) -> Iterator[tuple[st
             yield backend, served
 
 
+HOPPER = ("sm_90",)
+"""Where plans run whose names begin with gluon."""
+
+
 def named_plans(subject: Subject, device: torch.device) -> list[str]:
     """The plans beside each backend's first that can run on a device."""
-    available = set(available_backends(device))
+    available = {*available_backends(device), *(() if why_not_on(device, HOPPER) else ("gluon",))}
     return [plan for plan in subject.plans if {name.partition(".")[0] for name in plan.split("+")} <= available]
 
 
@@ -213,7 +217,8 @@ def job_of(
     subject: Subject, name: str, dtype: torch.dtype, device: torch.device, preference: Preference, check: Check
 ) -> Job:
     """The job of a check on a subject and dtype, by a plan that meets a preference."""
-    backend = preference.backend or ("triton" if "triton" in str(preference.plan) else "eager")
+    named = str(preference.plan)
+    backend = preference.backend or ("triton" if "triton" in named or "gluon" in named else "eager")
     plan = preference.plan or backend
     label = f"{subject.name} {short(dtype)} {'plan ' if preference.plan == backend else ''}{plan}: {name}"
     return Job(label, subject.name, name, short(dtype), backend, partial(check, subject, dtype, device, preference))

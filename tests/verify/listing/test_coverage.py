@@ -174,7 +174,11 @@ def test_every_promise_is_covered() -> None:
     assert not idle, f"exceptions that nothing needs: {idle}"
 
 
-ON_HOPPER = {("gated_delta_rule", "gluon.fused"), ("gated_delta_rule_backward", "gluon.fused")}
+ON_HOPPER = {
+    ("gated_delta_rule", "gluon.fused"),
+    ("gated_delta_rule", "gluon.whole_V"),
+    ("gated_delta_rule_backward", "gluon.fused"),
+}
 """Plans that no CPU has."""
 
 

@@ -168,6 +168,7 @@ _RULE = Subject(
     cases=_CASES,
     mistakes=_MISTAKES,
     rebatched=_rebatched,
+    plans=("gluon.whole_V+gluon.fused",),
 )
 
 
@@ -457,5 +458,6 @@ def built_calls() -> Iterator[tuple[Call, str, bool]]:
     for *built, unaligned in _ON_HOPPER:
         _, heads, sizes, _ = built
         states = {"initial_state": on_meta(1, heads[1], *sizes), "output_final_state": True}
-        yield _built(*built), "gluon.fused", unaligned
-        yield _built(*built, **states), "gluon.fused", unaligned
+        for plan in ("gluon.fused", "gluon.whole_V") if sizes[1] % 128 == 0 else ("gluon.fused",):
+            yield _built(*built), plan, unaligned
+            yield _built(*built, **states), plan, unaligned

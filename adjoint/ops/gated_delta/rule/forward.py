@@ -1,4 +1,4 @@
-"""The forward of the gated delta rule on kernels, for both plans: what a plan binds, and what runs.
+"""The forward of the gated delta rule on kernels, for all plans: what a plan binds, and what runs.
 
     step                        Triton                          Hopper
     gates                       triton/gates                    the same
@@ -8,6 +8,9 @@
     states between segments     triton/compose_transitions      the same
     state scan                  triton/state_scan               hopper/forward_scan, one kernel
     output                      triton/output                   for both
+
+Of the plans for Hopper, `gluon.whole_V` has hopper/whole_scan in place of hopper/forward_scan. It computes the scores
+itself, and hopper/chunk_inverse none.
 
 Only where a sequence is split have segments transitions, and states that are composed of them; only where it is asked
 for are q and k normalised.
@@ -37,8 +40,13 @@ PARTS = 1
 """Numbers of the storage type that an element of T is stored in."""
 
 
-def forward(setup: Setup, hopper: bool = False) -> Execute:
-    """o; the final states, and those between segments, where they are needed."""
+def forward(setup: Setup, hopper: bool = False, whole_V: bool = False) -> Execute:
+    """o; the final states, and those between segments, where they are needed.
+
+    Args:
+        hopper: with the kernels for Hopper.
+        whole_V: with the one of them whose programs scan 128 columns of V.
+    """
     shape, device = Shape.of(setup.problem), setup.device
     _scale, normalize, output_final_state, checking, keep = setup.problem.options
     setup.add_numeric(chunk=CHUNK, segment=packing.SEGMENT)
@@ -54,7 +62,8 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
             setup.scratch(saved=(torch.float32, shape.saved_elements))
     gates = bind_gates(setup, shape, (False, True) if shape.may_split else (False,), raises=True)
     normalized = bind_normalize(setup, shape, factors=False) if normalize else None
-    inverse, scan, output, transitions, compose = (_bind_hopper if hopper else _bind_triton)(setup, shape)
+    bind_kernels = _bind_whole_V if whole_V else _bind_hopper if hopper else _bind_triton
+    inverse, scan, output, transitions, compose = bind_kernels(setup, shape)
     clear = bind_clear(setup, shape, shape.element) if shape.is_packed else None
     clear_saved = bind_clear_saved(setup, shape) if keep else None
     concurrently = shape.is_large and shape.is_packed
@@ -78,10 +87,7 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
         final = final_state if output_final_state else None
 
         def compute_chunks() -> None:
-            if output is None:
-                inverse(memory, queries, keys, scale)
-            else:
-                inverse(memory, keys)
+            inverse(memory, queries, keys, scale)
             if is_split and transitions and compose:
                 transitions(memory, keys, values)
                 compose(memory, initial_state, between)
@@ -121,7 +127,7 @@ def _bind_triton(setup: Setup, shape: Shape) -> _Kernels:
     *_, output_final_state, _checking, keep = setup.problem.options
     states = {"initial": shape.has_initial_state, "final": output_final_state}
     setup.scratch(**scan_regions(shape))
-    inverse, output = bind_chunk_inverse(setup, shape, PARTS), bind_output(setup, shape)
+    inverse, output = _without_scores(bind_chunk_inverse(setup, shape, PARTS)), bind_output(setup, shape)
     scan = bind_state_scan(setup, shape, PARTS, segmented=False, saves=keep, **states)
     if not shape.may_split:
         return _Kernels(inverse, scan, output)
@@ -147,6 +153,28 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
     compose = bind_compose_transitions(setup, shape, shape.has_initial_state)
     split_scan = bind_forward_scan(setup, shape, segmented=True, **states)
     return _Kernels(inverse, split_scan if shape.is_split else scan, None, transitions, compose)
+
+
+def _bind_whole_V(setup: Setup, shape: Shape) -> _Kernels:
+    from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
+    from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
+    from adjoint.ops.gated_delta.rule.hopper.whole_scan import bind_whole_scan
+
+    *_, output_final_state, _checking, keep = setup.problem.options
+    states = {"initial": shape.has_initial_state, "final": output_final_state}
+    inverse = _without_scores(bind_inverse(setup, shape, PARTS))
+    scan = bind_whole_scan(setup, shape, segmented=False, saves=keep, **states)
+    if not shape.may_split:
+        return _Kernels(inverse, scan)
+    transitions = bind_transitions(setup, shape)
+    compose = bind_compose_transitions(setup, shape, shape.has_initial_state)
+    split_scan = bind_whole_scan(setup, shape, segmented=True, saves=False, **states)
+    return _Kernels(inverse, split_scan if shape.is_split else scan, None, transitions, compose)
+
+
+def _without_scores(inverse: Callable[..., None]) -> Callable[..., None]:
+    """What computes inverses alone, to be called as what computes scores with them."""
+    return lambda memory, queries, keys, scale: inverse(memory, keys)
 
 
 def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:

@@ -1,11 +1,13 @@
 """Bits of the gated delta rule on a GPU: of packed sequences, rows, prefixes and resets, and under load."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 import adjoint
+from adjoint import Preference
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from tests.ops.gated_delta.gpu.examples import (
     BFLOAT16,
@@ -13,6 +15,7 @@ from tests.ops.gated_delta.gpu.examples import (
     FEW,
     MANY,
     OUTPUTS,
+    SMALLER,
     Example,
     both_scans,
     drawn,
@@ -60,6 +63,19 @@ def test_gradients_pass_through_segments(device: torch.device, name: str, heads:
     for number, (begin, end) in enumerate(pairwise(bounds)):
         alone = results(preference_for(name), example.of(begin, end, number))
         assert same(alone, of_sequence(answers, number, begin, end)), (begin, end)
+
+
+@both_scans
+@pytest.mark.parametrize("options", ({}, SMALLER, {"bounds": (0, 0, 1, 66, 1200, 3400)}), ids=("whole", "64", "packed"))
+def test_all_of_V_in_a_program_changes_no_bit(
+    device: torch.device, heads: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """Results and gradients, which depend on the states that the forward saves."""
+    example = drawn(device, 3400, heads, **options)
+    plan_of("gluon.whole_V", example)
+    expected = results(Preference(plan="gluon.fused"), example)
+    for _ in range(20):
+        assert same(results(Preference(plan="gluon.whole_V+gluon.fused"), example), expected)
 
 
 @every_plan

@@ -59,17 +59,9 @@ def _line(T, row, i: gl.constexpr):
 
 
 @gluon.jit
-def _exp(x):
-    """e^x as tl.exp computes it, but for results below 2^-126, which are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _decay(gates, i, j):
     """e^{G_i − G_j}, of which only i ≥ j is used."""
-    return _exp(gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None])
+    return device.exp(gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None])
 
 
 @gluon.jit

@@ -195,6 +195,11 @@ class Ring:
             phase ^= 1
         return stage, phase
 
+    @gluon.jit
+    def before(self, stage):
+        """The stage before one."""
+        return (stage + (self.full.shape[0] - 1)) % self.full.shape[0]
+
 
 @bundle
 class Handoff:
@@ -249,6 +254,14 @@ def rounded_to(x, kind: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
         )
+
+
+@gluon.jit
+def exp(x):
+    """e^x as tl.exp computes it, but for results below 2^-126, which are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 # ---------------------------------------------------------------------------------------------- launches

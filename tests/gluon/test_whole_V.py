@@ -1,0 +1,64 @@
+"""The plan `gluon.whole_V` in the model of Gluon: its bits are those of `gluon.fused`, so what those show holds."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjoint.core import kernels
+from adjoint.ops.gated_delta.values import nearly_equal
+from tests.gluon import hopper
+from tests.gluon.examples import Example
+from tests.gluon.programs import SCHEDULES, Schedule
+
+pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter")
+
+EXAMPLES: dict[str, Callable[[], Example]] = {
+    "few heads": lambda: Example.of((1, 330, 1, 2, 64, 128)),
+    "many heads": lambda: Example.of((1, 100, 5, 10, 128, 128), torch.float16, state=False),
+    "packed": lambda: Example.of((1, 200, 4, 16, 64, 128), cu_seqlens=(0, 0, 1, 66, 200), final=False),
+    "two programs": lambda: Example.of((2, 66, 5, 10, 64, 256)),
+    "keys nearly equal": lambda: Example.of((1, 128, 5, 10, 128, 128), keys=nearly_equal, decay=0.1),
+    "resets": lambda: Example.of((1, 130, 2, 4, 64, 128), decay=0.1, resets=(0, 63, 64, 70, 71, 129)),
+    "saved": lambda: Example.of((1, 1090, 5, 10, 64, 128), decay=0.05),
+    "split": lambda: Example.of((1, 1090, 1, 2, 64, 128), decay=0.05),
+    "split, packed": lambda: Example.of((1, 1300, 1, 2, 64, 128), decay=0.05, cu_seqlens=(0, 70, 1300), state=False),
+}
+"""Problems with an even number of value heads: of an odd one, `gluon.fused` has the scores of another kernel."""
+
+
+def outputs(example: Example, plan: str, schedule: Schedule = SCHEDULES[0]) -> tuple[Tensor, ...]:
+    call = example.call
+    return hopper.run(call.operator, call.arguments, schedule, plan=plan)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_bits_are_those_of_64_columns_a_program(name: str) -> None:
+    example = EXAMPLES[name]()
+    right, got = (outputs(example, plan) for plan in (hopper.FUSED, hopper.WHOLE_V))
+    assert any(x.numel() for x in right)
+    for one, other in zip(right, got, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", ["few heads", "packed"])
+def test_schedules_change_no_bit(name: str) -> None:
+    example = EXAMPLES[name]()
+    first, *others = (outputs(example, hopper.WHOLE_V, schedule) for schedule in SCHEDULES)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_results_are_within_their_guarantees() -> None:
+    """Of an odd number of value heads, whose inverses are those of the portable kernel."""
+    example = Example.of((1, 130, 3, 3, 64, 128))
+    call = example.call
+    stated = hopper.candidate_of(call.operator, hopper.WHOLE_V).guarantee(call.operator.describe(*call.arguments))
+    inputs = tuple(None if x is None else x.double() for x in example.inputs)
+    o, final_state, _ = outputs(example, hopper.WHOLE_V)
+    for name, result, exact in zip(("o", "final_state"), (o, final_state), example.exact(), strict=False):
+        promise = stated[name]
+        assert promise.recorded is not None
+        assert promise.error.measure(result, exact, *inputs).holds, name
+        assert promise.recorded.measure(result, exact).holds, name
