@@ -160,8 +160,8 @@ def _left(device: torch.device, ops: list[str] | None = None) -> set[Promise]:
     return {follows.get(promise, promise) for promise in made(device, ops) - held} - held
 
 
-def _uncovered(promises: set[Promise]) -> str:
-    patterns = [*HELD_BY, *NOT_HELD]
+def _uncovered(promises: set[Promise], *others: Pattern) -> str:
+    patterns = [*HELD_BY, *NOT_HELD, *others]
     return "\n".join(str(one) for one in sorted(promises) if not any(_fits(one, pattern) for pattern in patterns))
 
 
@@ -180,6 +180,13 @@ ON_HOPPER = {
     ("gated_delta_rule_backward", "gluon.fused"),
 }
 """Plans that no CPU has."""
+
+HELD_IN_THE_MODEL: dict[Pattern, str] = {
+    ("gated_delta_rule of gluon.whole_V", "*", "*"): (
+        "tests/gluon/test_whole_V.py::test_bits_are_those_of_64_columns_a_program"
+    ),
+}
+"""Promises of plans that no GPU has run yet, and that `verify` does not try: tests in the model of Gluon hold them."""
 
 
 @pytest.mark.kernels
@@ -210,7 +217,7 @@ RULE = "gated_delta_rule"
 def test_every_promise_on_hopper_is_covered(hopper: torch.device) -> None:
     assert {(promise.operator, promise.plan) for promise in made(hopper, [RULE])} >= ON_HOPPER
     left = _left(hopper, [RULE])
-    assert not _uncovered(left), _uncovered(left)
+    assert not _uncovered(left, *HELD_IN_THE_MODEL), _uncovered(left, *HELD_IN_THE_MODEL)
 
 
 @pytest.mark.skipif(kernels.interpreting(), reason="no interpreter pretends to be a GPU")
@@ -239,7 +246,7 @@ def test_a_check_that_disappears_is_missed() -> None:
 
 def test_named_tests_exist() -> None:
     root = Path(__file__).parents[3]
-    for place in HELD_BY.values():
+    for place in (*HELD_BY.values(), *HELD_IN_THE_MODEL.values()):
         file, _, name = place.partition("::")
         assert f"def {name}(" in (root / file).read_text(encoding="utf-8"), place
 

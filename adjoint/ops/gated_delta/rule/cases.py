@@ -168,7 +168,6 @@ _RULE = Subject(
     cases=_CASES,
     mistakes=_MISTAKES,
     rebatched=_rebatched,
-    plans=("gluon.whole_V+gluon.fused",),
 )
 
 

@@ -113,7 +113,8 @@ _WHOLE_V = replace(
     setup=imported("adjoint.ops.gated_delta.rule.forward:forward", hopper=True, whole_V=True),
 )
 """A scan whose programs have 128 columns of V, where those of `gluon.fused` have 64: the same bits where H is even, and
-the same promises. Nobody has timed it, so it is taken where it is asked for by name."""
+the same promises. It has run in the model of Gluon alone, and on no GPU yet: it is taken where it is asked for by name,
+and is none of the plans that `verify` tries (`plans` of the subject) until it has."""
 
 RULE = (
     _on_kernels("rule_forward_scan_hopper", "forward", hopper=True),
