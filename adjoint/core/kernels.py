@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -185,6 +185,46 @@ class Parameter:
 
     def __mul__(self, count: int) -> "Parameter":
         return replace(self, count=count)
+
+
+@dataclass(frozen=True)
+class Tiled(Parameter):
+    """A matrix in memory that a kernel of Gluon copies a tile at a time (TMA): a launch gives a contiguous tensor.
+
+    It begins at a multiple of 16 bytes, and so does each of its rows. In shared memory a tile of a 16-bit type lies as
+    matrix products read it: 128 bytes of a row beside each other, swizzled.
+
+    Attributes:
+        tile: rows and columns of a tile; the names of constants, or numbers.
+    """
+
+    tile: tuple[str | int, ...] = ()
+
+    @staticmethod
+    def of(type: str, *tile: str | int) -> "Tiled":
+        """Tiles of numbers of a type, or of one that the launch settles."""
+        return Tiled(type, True, "never", tile=tile)
+
+    def text(self, settings: Mapping[str, Any]) -> str:
+        sizes = ",".join(str(settings[size] if isinstance(size, str) else size) for size in self.tile)
+        return f"{_TILES}<{super().text(settings)[1:]}[{sizes}],{_TILE_LAYOUT}>"
+
+
+_TILES = "tensordesc"
+_TILE_LAYOUT = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
+
+
+class _Tiles(NamedTuple):
+    """A tensor as Triton's launcher takes it, which reads these names and makes a descriptor of them.
+
+    Triton's own class checks what `Tiled` states, at every launch.
+    """
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
 
 
 _SCALARS = frozenset(("i32", "i64", "fp32"))
@@ -349,7 +389,8 @@ class Variant:
         with torch.cuda.device(device):
             compiled = self.compile(driver.active.get_current_target())
             compiled._init_handles()  # load the module now: launching must not
-        return _starter(compiled, device.index, tuple(constants.values()))
+        tiled = [place for place, (_, text) in enumerate(self.types) if text.startswith(_TILES)]
+        return _describing(_starter(compiled, device.index, tuple(constants.values())), tiled)
 
     def _interpreted(self, function: Any, constants: dict[str, Any]) -> Callable[..., None]:
         """A launcher in Triton's interpreter, which knows no alignment: what a launch states of it is looked at."""
@@ -376,7 +417,10 @@ class Variant:
         import triton
 
         function = _kernels[self.kernel].function
-        signature: dict[str, Any] = {name: tuple(text.split(",")) if "," in text else text for name, text in self.types}
+        signature: dict[str, Any] = {
+            name: tuple(text.split(",")) if "," in text and not text.startswith(_TILES) else text
+            for name, text in self.types
+        }
         signature |= {name: "constexpr" for name, _ in self.constants}
         position = {name: index for index, name in enumerate(signature)}
         if getattr(function, "is_gluon", lambda: False)():
@@ -440,6 +484,21 @@ def _starter(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callable[
             run(*grid, stream_of(index), function, metadata, None, None, None, *arguments, *constants)
 
     return start
+
+
+def _describing(start: Callable[..., None], tiled: list[int]) -> Callable[..., None]:
+    """`start`, where the arguments at some places are matrices whose tiles are copied."""
+    if not tiled:
+        return start
+
+    def start_described(grid: tuple[int, int, int], *arguments: Any) -> None:
+        described = list(arguments)
+        for place in tiled:
+            tensor = arguments[place]
+            described[place] = _Tiles(tensor, list(tensor.shape), list(tensor.stride()))
+        start(grid, *described)
+
+    return start_described
 
 
 def kernel(
