@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adjoint.core.kernels import Budget
-from adjoint.device.gluon import TILE, bundle, product_layout, rounded_to, row_layout, thread_barrier
+from adjoint.device.gluon import TILE, bundle, fields, product_layout, rounded_to, row_layout, thread_barrier
 
 HALF = gl.constexpr(64)
 """Rows of a tile that one warpgroup multiplies."""
@@ -91,6 +91,11 @@ class Stages:
             stage = 0
             phase ^= 1
         return stage, phase
+
+    @gluon.jit
+    def pairs(self):
+        """Room for four matrices of 64 × 64 in the right operand of each stage."""
+        return self.rights._reinterpret(self.rights.dtype, [4 * self.full.shape[0], HALF, DEPTH], TILE)
 
     @gluon.jit
     def fill(self, stage):
@@ -180,10 +185,19 @@ def halves(x):
 
 
 @gluon.jit
+def quarters(x):
+    """The quarters of the columns of sums."""
+    left, right = halves(x)
+    return halves(left) + halves(right)
+
+
+@gluon.jit
 def store_rows(out, x, rows, columns, STRIDE: gl.constexpr):
     """Stores rows that were rounded, STRIDE apart: the first `rows`, and of each the first `columns`."""
     LAYOUT: gl.constexpr = row_layout(x.shape[1])
-    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    # 0, and known where there are rows alone: or the places would stay in registers through the products.
+    zero = gl.minimum(rows - 1, 0)
+    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)) + zero
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
     place = (row.to(gl.int64) * STRIDE)[:, None] + column.to(gl.int64)[None, :]
@@ -194,8 +208,7 @@ def store_rows(out, x, rows, columns, STRIDE: gl.constexpr):
 @gluon.jit
 def store_sums(out, total, rows, columns, STRIDE: gl.constexpr):
     """Rounds and stores the sums of 64 rows, 64 columns at a time: all of them would not fit in registers."""
-    left, right = halves(total)
-    parts = halves(left) + halves(right)
+    parts = quarters(total)
     QUARTER: gl.constexpr = COLUMNS // 4
     for part in gl.static_range(4):
         rounded = rounded_to(parts[part], out.dtype.element_ty)
