@@ -93,7 +93,7 @@ def _through_gate(
 ):
     """Stores dgu and w·h of 64 rows and PART columns, and gives the sum of h·dh of each row."""
     LAYOUT: gl.constexpr = product_layout(PART)
-    kind: gl.constexpr = gradients.dgu.dtype.element_ty
+    kind: gl.constexpr = g.dtype
     columns = INNER - column
     u = u.to(gl.float32)
     value, slope, d = device.silu_parts(g.to(gl.float32))
