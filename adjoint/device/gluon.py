@@ -29,9 +29,9 @@ def fields(names: str) -> type:
     return bundle(type("Fields", (), {"__annotations__": dict.fromkeys(names.split(), base_value)}))
 
 
-
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """A matrix of a 16-bit type in shared memory, as products read it."""
+
 
 @gluon.constexpr_function
 def row_layout(columns, warps=4):

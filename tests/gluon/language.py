@@ -102,9 +102,9 @@ NAMES = {
     "expand_dims": lambda x, axis: Value(x.tensor.unsqueeze(axis)),
     "inline_asm_elementwise": _assembly,
     "barrier": lambda: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
-    "async_copy_global_to_shared": _copy, "expect": memory.expect, "commit_group": memory.commit, "wait_group": memory.wait_group,
+    "async_copy_global_to_shared": _copy, "commit_group": memory.commit, "wait_group": memory.wait_group,
     "mbarrier_arrive": memory.arrive_after_copies,
-    "init": memory.initialise, "wait": memory.wait, "arrive": memory.arrive,
+    "init": memory.initialise, "wait": memory.wait, "arrive": memory.arrive, "expect": memory.expect,
     "MBarrierLayout": memory.BarrierLayout,
     "warpgroup_mma": memory.warpgroup_mma, "warpgroup_mma_wait": memory.warpgroup_mma_wait, "mma_v2": memory.mma_v2,
 }  # fmt: skip

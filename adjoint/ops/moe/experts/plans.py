@@ -158,11 +158,14 @@ def _backward(products: Products) -> Compute:
     return run
 
 
-def _set_up(setup: Setup, language: str) -> Execute:
-    """A plan on kernels in a language: their folder. Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero."""
+def _set_up(setup: Setup, folder: str) -> Execute:
+    """A plan on the kernels of a folder.
+
+    Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero.
+    """
     is_forward, (option,) = setup.problem.op == "moe_experts", setup.problem.options
     if 0 not in setup.problem.sizes and (is_forward or option):
-        return imported(f"adjoint.ops.moe.experts.{language}.layer:{'forward' if is_forward else 'backward'}")(setup)
+        return imported(f"adjoint.ops.moe.experts.{folder}.layer:{'forward' if is_forward else 'backward'}")(setup)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if is_forward:
@@ -182,7 +185,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             revision=1,
             refuse=refuse,
             guarantee=lambda problem: guarantee(problem, ours=True),
-            setup=partial(_set_up, language="triton"),
+            setup=partial(_set_up, folder="triton"),
             schedules=_SCHEDULES,
         ),
         in_pytorch(
@@ -207,7 +210,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             revision=1,
             refuse=_refuse_hopper,
             guarantee=lambda problem: guarantee(problem, ours=True),
-            setup=partial(_set_up, language="hopper"),
+            setup=partial(_set_up, folder="hopper"),
             targets=("sm_90",),
             schedules=_SCHEDULES,
             entry=lambda problem: "hopper",

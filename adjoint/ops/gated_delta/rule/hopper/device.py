@@ -13,7 +13,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from adjoint.core.kernels import Budget, Kernel
 from adjoint.core.launch import Launch, Setup
-from adjoint.device.gluon import TILE, bundle, fields, product_layout, rounded_to, row_layout, thread_barrier
+from adjoint.device.gluon import (  # noqa: F401  (kernels take what several ops share from here, too)
+    TILE,
+    bundle,
+    fields,
+    product_layout,
+    rounded_to,
+    row_layout,
+    thread_barrier,
+)
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_STRENGTH, GATE_TO_END

@@ -2,16 +2,16 @@
 
 A program has three warpgroups and stays on its multiprocessor for as long as there are tiles. One warpgroup copies: a
 matrix by TMA, rows that lie apart 16 bytes a thread. The other two multiply, 64 rows of a tile each, by the same 256
-columns. A stage has 64 terms of a tile's sums: 2 × 64 rows of the left operand and 256 columns of the right one, 48 KiB;
-four of them are 192 of the 227 KiB that a program may have, and what is left is room for results on their way to memory.
+columns. A stage has 64 terms of a tile's sums, of 2 × 64 rows on the left and 256 columns on the right: 48 KiB. Four of
+them are 192 of the 227 KiB that a program may have; the rest is room for results on their way to memory.
 
-    a stage         2·128·256·64 = 4.2 MFLOP, at 670 TFLOP/s on 132 multiprocessors 0.83 µs
-    its bytes       48 KiB, from the L2 cache at 7.7 TB/s if nothing waits; 64 rows alone would read 40 KiB for half of it
-    shared memory   read at 2·(64 + 256)·64·2 = 80 KiB a stage and written at 48: 128 bytes a cycle, all that there is
-    registers       64·256 sums a warpgroup: 128 a thread, of at most 216
+    a stage         2·128·256·64 = 4.2 MFLOP: 1024 cycles at the most, at 670 TFLOP/s on 132 multiprocessors 0.83 µs
+    its bytes       48 KiB: 7.7 TB/s from the L2 cache at that rate; of 64 rows alone 40 KiB for half the work
+    shared memory   80 KiB of operands read, 48 written: 128 bytes in each of 1024 cycles, which is all that there is
+    registers       64·256 sums a warpgroup: 128 a thread, of 216 to 232
 
-So 128 × 256 is the tile: with fewer columns shared memory would be the limit, and more sums have no registers. A tile of
-at most 64 rows (the last of an expert, or its only one) is multiplied by one warpgroup; the other lets its stages go.
+So 128 × 256 is the tile: with fewer columns shared memory would be the limit, and more sums have no registers. A tile
+of at most 64 rows (the last of an expert, or its only one) is multiplied by one warpgroup; the other lets stages go.
 
 Bits. The terms of every sum are added in their order, 16 at a time, by one warpgroup, whatever tile the row is in: they
 depend neither on the number of programs, nor on other rows. Every number has one writer.
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adjoint.core.kernels import Budget
-from adjoint.device.gluon import TILE, bundle, fields, product_layout, rounded_to, row_layout, thread_barrier
+from adjoint.device.gluon import TILE, bundle, product_layout, rounded_to, row_layout, thread_barrier
 
 HALF = gl.constexpr(64)
 """Rows of a tile that one warpgroup multiplies."""

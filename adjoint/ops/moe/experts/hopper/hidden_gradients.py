@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from adjoint.core.kernels import Int32, Pointer, Pointer16, Tiled, kernel
-from adjoint.device.gluon import product_layout, rounded_to
+from adjoint.device.gluon import fields, product_layout, rounded_to
 from adjoint.ops.moe.experts.hopper import device
 from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF, LEFT_BYTES, RIGHT_BYTES, Stages, Tiles
 
@@ -33,7 +33,7 @@ PART = gl.constexpr(DEPTH.value // 2)
 WAITING = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 """Sums in shared memory."""
 
-Gradients = device.fields("row_weights dgu scaled partials count")
+Gradients = fields("row_weights dgu scaled partials count")
 """What is read and written of every row."""
 
 
@@ -153,9 +153,7 @@ def _consumer(
                     dh_side = dh_left if side == 0 else dh_right
                     if part * 2 + side == 2 * PARTS - 1:
                         dh_side = waiting.index(HALF_NUMBER).load(LAYOUT)
-                    total += _through_gate(
-                        gradients, dh_side, g, u, weight, first, rows, column, INNER, HIDDEN, SCALED
-                    )
+                    total += _through_gate(gradients, dh_side, g, u, weight, first, rows, column, INNER, HIDDEN, SCALED)
                 stages.release(stage, True)
                 stage, phase = stages.after(stage, phase)
             if WEIGHTS:

@@ -69,9 +69,7 @@ class _TokenSums:
         self, rows: Tensor, weight: Tensor, tiles: RowTiles, scratch: Any, weights: Tensor, layout: Layout, out: Tensor
     ) -> None:
         for chunk in range(self._sums.chunks):
-            self._product.launch(
-                rows=rows, weight=weight.flatten(0, 1), out=scratch, chunk=chunk, **tiles._asdict()
-            )
+            self._product.launch(rows=rows, weight=weight.flatten(0, 1), out=scratch, chunk=chunk, **tiles._asdict())
             self._sums.launch(is_aligned(out), chunk, scratch, weights, layout, out)
 
 

@@ -4,8 +4,8 @@
 
 A tile has 128 × 256 of an expert's numbers; its sums go over the rows of the expert, 64 a stage. Both operands lie by
 row, which is by term of the sums, and products read them transposed. One is read by token: threads copy it. The other
-lies row after row: TMA copies it, but for the last rows of an expert, which threads copy, and zeros in the place of those
-that are not there. Were these multiplied, a NaN of the next expert would reach this one.
+lies row after row: TMA copies it, but for the last rows of an expert. Threads copy these, and zeros in the place of
+rows that are not there: a NaN of the next expert's would reach this one.
 
     operations   2·N·D·I and twice that: 1.03 TFLOP for T 16384, D 2048, E 512, I 512, k 10, at 670 TFLOP/s 1.54 ms
     bytes        rows 2·N·(3·I) read for every tile of columns, mostly from the L2 cache, x and dy; 6·E·D·I = 3.2 GB

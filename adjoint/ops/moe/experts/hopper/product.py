@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from adjoint.core.kernels import Int32, Pointer, Pointer16, Tiled, kernel
-from adjoint.device.gluon import rounded_to
 from adjoint.ops.moe.experts.hopper import device
 from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF, LEFT_BYTES, RIGHT_BYTES, Stages, Tiles
 

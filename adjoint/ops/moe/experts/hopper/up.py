@@ -2,8 +2,8 @@
 
     g = x[token] · gate[e]ᵀ,   u = x[token] · up[e]ᵀ,   h = silu(g) ⊙ u
 
-A tile has 128 rows and 128 columns of the gate beside the same 128 of up: 256 columns of sums, so that one product reads
-the rows once for both, and g and u of a number are in one thread. N rows, D columns, I of the gate:
+A tile has 128 rows and 128 columns of the gate beside the same 128 of up: 256 columns of sums. So one product reads the
+rows once for both, and g and u of a number are in one thread. For N rows of D columns, and I columns of the gate:
 
     operations   4·N·D·I:  0.69 TFLOP for T 16384, D 2048, E 512, I 512, k 10, at 670 TFLOP/s 1.03 ms
     bytes        weights 4·E·D·I = 2.1 GB and x 2·T·D once, g and u 4·N·I and h 2·N·I written (0.5 GB): 2.7 GB, 0.64 ms

@@ -132,9 +132,7 @@ class PartialSums:
         tokens, _, self._experts, inner, slots = setup.problem.sizes
         element, weight = setup.problem.dtypes
         self._count, self._block, self._tiles = tokens * slots, setup.schedule["block"], -(-inner // columns)
-        self._sums = setup.kernel(
-            moe_experts_sum_partials, wide=wide_dtype(element), weight=weight, BLOCK=self._block
-        )
+        self._sums = setup.kernel(moe_experts_sum_partials, wide=wide_dtype(element), weight=weight, BLOCK=self._block)
         setup.scratch(partials=(wide_dtype(element), self._count * self._tiles))
 
     def launch(self, memory: Memory, layout: Layout, dweights: Tensor) -> None:
