@@ -69,3 +69,10 @@ def test_synchronisation_is_needed(module: str, everything: bool) -> None:
     explained = {statement for of, statement in EQUIVALENT if of == module}
     assert [str(broken) for broken in unnoticed if broken.statement not in explained] == []
     assert len(unnoticed) <= len(explained), [str(broken) for broken in unnoticed]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_kernels_with_all_of_it_are_right(direction: str) -> None:
+    """Or a fault of theirs would stand for every break."""
+    for schedule in SCHEDULES[1:3]:
+        assert all(map(torch.equal, run(direction, schedule), expected(direction)))

@@ -27,7 +27,7 @@ PRODUCTS = [
 def _tuned(kernel: str, constants: dict[str, bool]) -> Variant:
     """The variant for aligned bfloat16 tensors under the schedule of the GPU that kernels are tuned on."""
     call = next(call for call in built_calls() if call.arguments[0].dtype == torch.bfloat16)
-    _, forward, _, backward = setups(call, "sm_90")
+    _, forward, _, backward = setups(call, "sm_90", "triton.grouped")
     launches = [launch for setup in (forward, backward) for launch in setup.launches]
     (variant,) = {
         launch.variant

@@ -13,7 +13,7 @@ and u, 64 columns each, by TMA as well: so nobody waits for memory when dh has b
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from adjoint.core.kernels import Int32, Pointer, Pointer16, Tiled, kernel
 from adjoint.device.gluon import fields, product_layout, rounded_to
@@ -154,6 +154,7 @@ def _consumer(
                     if part * 2 + side == 2 * PARTS - 1:
                         dh_side = waiting.index(HALF_NUMBER).load(LAYOUT)
                     total += _through_gate(gradients, dh_side, g, u, weight, first, rows, column, INNER, HIDDEN, SCALED)
+                fence_async_shared()  # what is copied there next must not overtake the loads
                 stages.release(stage, True)
                 stage, phase = stages.after(stage, phase)
             if WEIGHTS:
