@@ -11,7 +11,7 @@ from adjoint.contract.bad_calls import shared
 from adjoint.contract.cases import BadCall, Case, Subject
 from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import ArgumentError, Unsupported
-from adjoint.core.kernels import why_not_triton
+from adjoint.core.kernels import TUNED, why_not_on, why_not_triton
 from adjoint.core.plan import select
 from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
@@ -88,6 +88,8 @@ def served_backends(subject: Subject, device: torch.device) -> Iterator[tuple[st
 def named_plans(subject: Subject, device: torch.device) -> list[str]:
     """The plans beside each backend's first that can run on a device."""
     available = set(available_backends(device))
+    if "triton" in available and not why_not_on(device, (TUNED,)):
+        available.add("gluon")  # kernels of that backend for one architecture
     return [plan for plan in subject.plans if {name.partition(".")[0] for name in plan.split("+")} <= available]
 
 

@@ -173,7 +173,10 @@ def test_every_promise_is_covered() -> None:
     assert not idle, f"exceptions that nothing needs: {idle}"
 
 
-ON_HOPPER = {("gated_delta_rule", "gluon.fused"), ("gated_delta_rule_backward", "gluon.fused")}
+ON_HOPPER = {
+    ("gated_delta_rule", "gluon.fused"), ("gated_delta_rule_backward", "gluon.fused"),
+    ("moe_experts", "gluon.grouped"), ("moe_experts_backward", "gluon.grouped"),
+}  # fmt: skip
 """Plans that no CPU has."""
 
 
@@ -203,8 +206,9 @@ RULE = "gated_delta_rule"
 
 @pytest.mark.skipif(kernels.interpreting(), reason="no interpreter pretends to be a GPU")
 def test_every_promise_on_hopper_is_covered(hopper: torch.device) -> None:
-    assert {(promise.operator, promise.plan) for promise in made(hopper, [RULE])} >= ON_HOPPER
-    left = _left(hopper, [RULE])
+    ops = [RULE, "moe.experts"]
+    assert {(promise.operator, promise.plan) for promise in made(hopper, ops)} >= ON_HOPPER
+    left = _left(hopper, ops)
     assert not _uncovered(left), _uncovered(left)
 
 

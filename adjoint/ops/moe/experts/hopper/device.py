@@ -192,12 +192,15 @@ def quarters(x):
 
 
 @gluon.jit
-def store_rows(out, x, rows, columns, STRIDE: gl.constexpr):
-    """Stores rows that were rounded, STRIDE apart: the first `rows`, and of each the first `columns`."""
+def store_rows(out, x, rows, columns, STRIDE: gl.constexpr, LATE: gl.constexpr = False):
+    """Stores rows that were rounded, STRIDE apart: the first `rows`, and of each the first `columns`.
+
+    LATE, places are computed here, instead of staying in registers through the products.
+    """
     LAYOUT: gl.constexpr = row_layout(x.shape[1])
-    # 0, and known where there are rows alone: or the places would stay in registers through the products.
-    zero = gl.minimum(rows - 1, 0)
-    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)) + zero
+    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    if LATE:
+        row += gl.minimum(rows - 1, 0)  # 0, which is known where there are rows alone
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     # 64 bits throughout, so that what is constant in an address becomes part of the instruction.
     place = (row.to(gl.int64) * STRIDE)[:, None] + column.to(gl.int64)[None, :]

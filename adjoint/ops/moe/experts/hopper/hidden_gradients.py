@@ -108,11 +108,11 @@ def _through_gate(
     total = gl.sum(gl.where(inside[None, :], h * dh, 0.0), 1)
     if SCALED:
         place = gradients.scaled + (first.to(gl.int64) * INNER + column)
-        device.store_rows(place, scaled, rows, columns, INNER)
+        device.store_rows(place, scaled, rows, columns, INNER, True)
     if HIDDEN:
         place = gradients.dgu + (first.to(gl.int64) * (2 * INNER) + column)
-        device.store_rows(place, dg, rows, columns, 2 * INNER)
-        device.store_rows(place + INNER, du, rows, columns, 2 * INNER)
+        device.store_rows(place, dg, rows, columns, 2 * INNER, True)
+        device.store_rows(place + INNER, du, rows, columns, 2 * INNER, True)
     return total
 
 
