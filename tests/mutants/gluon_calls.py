@@ -171,11 +171,11 @@ def record() -> None:
 
 LAYERS: tuple[Callable[[], Layer], ...] = (
     lambda: Layer.of(320, 128, (70, 20)),
-    lambda: Layer.of(64, 192, (3, 0, 65, *(1,) * 9), slots=2, dtype=torch.float16),
+    lambda: Layer.of(64, 192, (3, 0, 65, *(1,) * 10), slots=2, dtype=torch.float16),
     lambda: Layer.of(576, 64, (9, 130)),
 )
-"""More stages than shared memory holds, halves of tiles of rows and of columns, an expert without rows, more tiles than a
-group has, two launches of columns."""
+"""More stages than shared memory holds, halves of tiles of rows and of columns, an expert without rows, more tiles than
+a group has, two launches of columns."""
 
 
 @cache
