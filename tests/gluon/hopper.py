@@ -1,6 +1,7 @@
 """The plans for Hopper on a CPU: portable kernels in Triton's interpreter, kernels of Gluon in the model."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from adjoint.core.launch import Setup
 from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Call, Candidate
 from adjoint.ops.gated_delta.rule.hopper import gradients
+from adjoint.ops.moe.experts.hopper import tiles
 from tests.gluon.examples import Example
 from tests.gluon.model import Codes, modelled
 from tests.gluon.programs import Schedule
@@ -26,11 +28,10 @@ FUSED, WHOLE_V = "gluon.fused", "gluon.whole_V"
 """Plans for Hopper: both directions have the first, the forward the second too."""
 
 
-def candidate_of(operator: Operator, plan: str = FUSED) -> Candidate:
-    """A plan of the operator for Hopper alone."""
-    (only,) = [candidate for candidate in operator.candidates() if candidate.name == plan]
-    assert only.targets == (TARGET,)
-    return only
+def candidate_of(operator: Operator, plan: str = "") -> Candidate:
+    """A plan of the operator for Hopper alone: the first, or the one of a name."""
+    of_hopper = [candidate for candidate in operator.candidates() if candidate.targets == (TARGET,)]
+    return next(candidate for candidate in of_hopper if plan in ("", candidate.name))
 
 
 def run(
@@ -38,7 +39,8 @@ def run(
     arguments: tuple[Any, ...],
     schedule: Schedule,
     codes: Codes | None = None,
-    plan: str = FUSED,
+    plan: str = "",
+    programs: int = MULTIPROCESSORS,
 ) -> tuple[Tensor, ...]:
     """The outputs of a plan for Hopper; they are full of NaN before it runs."""
     candidate, problem = candidate_of(operator, plan), operator.describe(*arguments)
@@ -49,8 +51,10 @@ def run(
     execute = candidate.setup(setup)
     outputs = operator.allocate(*arguments)
     for output in outputs:
-        output.fill_(float("nan"))
-    with modelled(schedule, codes), patch.object(gradients, "_multiprocessors", lambda device: MULTIPROCESSORS):
+        output.fill_(float("nan") if output.is_floating_point() else -1)
+    with modelled(schedule, codes), ExitStack() as patches:
+        for module, name in ((gradients, "_multiprocessors"), (tiles, "multiprocessors")):
+            patches.enter_context(patch.object(module, name, lambda device: programs))
         execute(arguments, outputs, None)
     return outputs
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.gluon import memory
 from tests.gluon.programs import current
-from tests.gluon.values import Fault, Value, both, unwrap
+from tests.gluon.values import Fault, Matrix, Value, both, unwrap
 
 
 def _reduce(x: Value, axis: int, combine: Callable[[Value, Value], Value]) -> Value:
@@ -37,6 +37,8 @@ def _assembly(
         raise Fault(f"{text!r} takes {pack} numbers at a time")
     if name in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
         return x.to(dtype)
+    if name == "rcp.approx.ftz.f32":
+        return Value(1.0 / x.tensor)
     if name == "ex2.approx.ftz.f32":
         result = torch.exp2(x.tensor)
         return Value(torch.where(result < torch.finfo(torch.float32).smallest_normal, 0.0, result))
@@ -47,12 +49,19 @@ def _where(condition: Any, first: Any, second: Any) -> Value:
     return Value(torch.where(unwrap(condition), *both(first, second)))
 
 
-def _fma(a: Value, b: Value, c: Value) -> Value:
-    return Value((a.tensor.double() * b.tensor.double() + c.tensor.double()).float())
+def _fma(a: Any, b: Any, c: Any) -> Value:
+    a, b, c = (unwrap(x).double() for x in (a, b, c))
+    return Value((a * b + c).float())
 
 
 def _specialize(functions: list[Any], worker_num_warps: list[int], worker_num_regs: list[int]) -> None:
     current.program.specialize(functions, worker_num_warps)
+
+
+def _copy(*arguments: Any, **keywords: Any) -> None:
+    """A copy by threads, or by TMA: modules of Gluon have one name for both, and matrices tell them apart."""
+    tiled = isinstance(arguments[0], Matrix)
+    (memory.copy_tile if tiled else memory.copy)(*arguments, **keywords)
 
 
 def _layout(*arguments: Any, **keywords: Any) -> Any:
@@ -80,6 +89,7 @@ NAMES = {
     "where": _where,
     "minimum": lambda a, b: Value(torch.minimum(*both(a, b))),
     "maximum": lambda a, b: Value(torch.maximum(*both(a, b))),
+    "abs": lambda x: Value(x.tensor.abs()),
     "exp": lambda x: Value(x.tensor.exp()),
     "exp2": lambda x: Value(x.tensor.exp2()),
     "fma": _fma,
@@ -92,9 +102,9 @@ NAMES = {
     "expand_dims": lambda x, axis: Value(x.tensor.unsqueeze(axis)),
     "inline_asm_elementwise": _assembly,
     "barrier": lambda: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
-    "async_copy_global_to_shared": memory.copy, "commit_group": memory.commit, "wait_group": memory.wait_group,
+    "async_copy_global_to_shared": _copy, "commit_group": memory.commit, "wait_group": memory.wait_group,
     "mbarrier_arrive": memory.arrive_after_copies,
-    "init": memory.initialise, "wait": memory.wait, "arrive": memory.arrive,
+    "init": memory.initialise, "wait": memory.wait, "arrive": memory.arrive, "expect": memory.expect,
     "MBarrierLayout": memory.BarrierLayout,
     "warpgroup_mma": memory.warpgroup_mma, "warpgroup_mma_wait": memory.warpgroup_mma_wait, "mma_v2": memory.mma_v2,
 }  # fmt: skip

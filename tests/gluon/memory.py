@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.gluon.programs import WARP, current
-from tests.gluon.values import Fault, Pointer, Value
+from tests.gluon.values import Fault, Matrix, Pointer, Value, unwrap
 
 # ------------------------------------------------------------------------------------------- shared memory
 
@@ -47,16 +47,29 @@ class Shared:
 class Barrier:
     def __init__(self) -> None:
         self.count: int | None = None
-        self.arrived, self.phase = 0, 0
+        self.arrived, self.phase, self.bytes = 0, 0, 0
 
-    def arrive(self, count: int = 1) -> None:
+    def arrive(self, count: int = 1, expected: int = 0) -> None:
+        """Arrivals, and bytes that are to be copied before the phase is complete."""
         if self.count is None:
             raise Fault("a barrier is used before it is initialised")
         self.arrived += count
+        self.bytes += expected
         if self.arrived > self.count:
             raise Fault(f"a barrier for {self.count} arrivals has {self.arrived}")
+        self._complete()
+
+    def receive(self, count: int) -> None:
+        """Bytes that were copied."""
+        self.bytes -= count
+        self._complete()
+
+    def _complete(self) -> None:
         if self.arrived == self.count:
-            self.arrived, self.phase = 0, self.phase ^ 1
+            if self.bytes < 0:
+                raise Fault(f"a barrier has received {-self.bytes} bytes more than it expects")
+            if self.bytes == 0:
+                self.arrived, self.phase = 0, self.phase ^ 1
 
 
 class Barriers(Barrier):
@@ -98,7 +111,9 @@ def wait(barrier: Barrier, phase: Any) -> None:
     current.program.wait(lambda: barrier.phase != parity)
 
 
-def arrive(barrier: Barrier, count: int = 1) -> None:
+def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+    if not bool(unwrap(pred)):
+        return
     barrier.arrive(count)
     if current.program.schedule.yields:
         current.program.wait(lambda: True)
@@ -118,6 +133,30 @@ def copy(target: Shared, source: Pointer, mask: Any = None) -> None:
         target.tensor.copy_(early if program.schedule.eager else source.load(mask).tensor)
 
     partition.group.append(finish)
+
+
+def expect(barrier: Barrier, count: int) -> None:
+    """One arrival, and the bytes that copies of tiles will bring."""
+    barrier.arrive(1, count)
+
+
+def copy_tile(source: Matrix, coordinates: list[Any], barrier: Barrier, target: Shared) -> None:
+    """Until the barrier has received its bytes, what it writes to is NaN; its source is read at the end."""
+    place = [int(unwrap(each)) for each in coordinates]
+    if place[1] * target.tensor.itemsize % 16:
+        raise Fault(f"{source.name}: a tile begins at column {place[1]}, not at a multiple of 16 bytes")
+    target.tensor.copy_(_poisoned(target.dtype, target.shape))
+    program, partition = current.program, current.partition
+    early = source.load(place, target.shape)
+
+    def arrive() -> None:
+        target.tensor.copy_(early if program.schedule.eager else source.load(place, target.shape))
+        barrier.receive(early.numel() * early.itemsize)
+
+    if program.schedule.eager:
+        arrive()
+    else:
+        partition.arrivals.append(arrive)
 
 
 def commit() -> None:

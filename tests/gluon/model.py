@@ -23,7 +23,7 @@ from torch import Tensor
 from adjoint.core import kernels
 from tests.gluon.language import LANGUAGE, NAMES
 from tests.gluon.programs import SCHEDULES, Program, Schedule
-from tests.gluon.values import SCALARS, Launch, Pointer, Value
+from tests.gluon.values import SCALARS, Launch, Matrix, Pointer, Value
 
 Codes = dict[tuple[str, str], CodeType]
 """Other code for functions, by their modules and qualified names."""
@@ -146,6 +146,8 @@ class Modelled:
         return launch
 
     def _value(self, name: str, value: Any, launch: Launch) -> Any:
+        if isinstance(self._kernel.types[name], kernels.Tiled):
+            return Matrix(name, value, launch)
         if isinstance(value, Tensor):
             return Pointer.to_tensor(name, value, launch)
         return Value(torch.tensor(value, dtype=SCALARS[self._kernel.types[name].type]))

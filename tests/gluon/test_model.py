@@ -6,7 +6,7 @@ import torch
 from tests.gluon import memory
 from tests.gluon.memory import Barriers, Shared
 from tests.gluon.programs import Program, Schedule, current
-from tests.gluon.values import Fault, Launch, Pointer, Value
+from tests.gluon.values import Fault, Launch, Matrix, Pointer, Value
 
 
 def in_program(function, schedule: Schedule = Schedule()):  # type: ignore[no-untyped-def]  # noqa: B008
@@ -163,3 +163,40 @@ def test_programs_that_race_are_a_fault() -> None:
         place.store(3.0)
     with pytest.raises(Fault, match="a program loads what another one stores"):
         (place + 1).load()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_tiles_arrive_with_their_bytes_and_are_zeros_outside(eager: bool) -> None:
+    matrix, shared, ready = Matrix("x", torch.ones(3, 8)), Shared(torch.zeros(4, 8)), barrier()
+
+    def producer() -> None:
+        memory.expect(ready, 4 * 8 * 4)
+        memory.copy_tile(matrix, [1, 4], ready, shared)
+
+    def consumer() -> None:
+        memory.wait(ready, 0)
+        expected = torch.zeros(4, 8)
+        expected[:2, :4] = 1
+        assert torch.equal(shared.load(None).tensor, expected)
+
+    specialized(consumer, producer, schedule=Schedule(eager))
+
+
+def test_a_barrier_that_expects_other_bytes_is_a_fault() -> None:
+    matrix, shared = Matrix("x", torch.ones(4, 8)), Shared(torch.zeros(4, 8))
+
+    def program(count: int) -> None:
+        ready = barrier()
+        memory.expect(ready, count)
+        memory.copy_tile(matrix, [0, 0], ready, shared)
+        memory.wait(ready, 0)
+
+    in_program(lambda: program(128))
+    with pytest.raises(Fault, match="nobody completes"):
+        in_program(lambda: program(256))
+    with pytest.raises(Fault, match="64 bytes more"):
+        in_program(lambda: program(64))
+    with pytest.raises(Fault, match="column 1"):
+        in_program(lambda: memory.copy_tile(matrix, [0, 1], barrier(), shared))
+    with pytest.raises(Fault, match="contiguous"):
+        Matrix("x", torch.ones(4, 8).T)

@@ -188,3 +188,20 @@ class Pointer:
         if self.launch is not None:
             self.launch.store(self.name, self.memory, places, written)
         self.memory[places] = written
+
+
+class Matrix:
+    """A matrix in memory that is copied a tile at a time; what is outside of it is zeros, and is not written."""
+
+    def __init__(self, name: str, tensor: Tensor, launch: Launch | None = None) -> None:
+        if not tensor.is_contiguous() or tensor.dim() != 2 or tensor.stride(0) * tensor.itemsize % 16:
+            raise Fault(f"{name}: tiles are copied of contiguous matrices with rows of a multiple of 16 bytes")
+        self.name, self.shape = name, list(tensor.shape)
+        self.pointer = Pointer.to_tensor(name, tensor, launch)
+
+    def load(self, coordinates: list[int], shape: list[int]) -> Tensor:
+        """The tile that begins at a row and a column."""
+        row, column = (first + torch.arange(size) for first, size in zip(coordinates, shape, strict=True))
+        inside = ((row >= 0) & (row < self.shape[0]))[:, None] & ((column >= 0) & (column < self.shape[1]))[None, :]
+        place = self.pointer + Value(row[:, None] * self.shape[1] + column[None, :])
+        return place.load(Value(inside)).tensor

@@ -86,6 +86,8 @@ MODULES = {
         "adjoint.ops.moe.combine.kernels",
         *route_calls.MODULES,
         *(f"adjoint.ops.moe.experts.triton.{part}" for part in EXPERTS),
+        "adjoint.ops.moe.experts.hopper.tiles",
+        *gluon_calls.EXPERT_MODULES,
     ),
     "loss": loss_calls.MODULES,
     "gated_delta": (
@@ -93,7 +95,8 @@ MODULES = {
         "adjoint.ops.gated_delta.step.kernels",
         "adjoint.ops.gated_delta.stages.gate.kernels",
         "adjoint.ops.gated_delta.stages.w_u.kernels",
-        *gluon_calls.MODULES,
+        gluon_calls.SHARED,
+        *gluon_calls.RULE_MODULES,
     ),
 }
 """Every module with kernels, under the first family that uses it."""
@@ -309,6 +312,8 @@ def _moe_noticed(mutant: Mutant) -> bool:
             return route_calls.noticed(mutant.module)
         except Exception:
             return True
+    if mutant.module.endswith(".hopper.tiles"):
+        return experts_calls.tiles_noticed()
     if ".experts." in mutant.module:
         experts_calls.shrink()
         return experts_calls.noticed()
@@ -466,8 +471,10 @@ _PREPARATIONS: dict[str, Callable[[], None]] = {
     ".grouping.": _LOOKUPS,
     ".embedding.": _LOOKUPS,
     ".indexing.": _first(partial(indexing_calls.takes, False, ("few",))),
+    ".experts.hopper.": gluon_calls.record_experts,
     ".moe.": _first(dispatch_calls.calls),
     ".hopper.": gluon_calls.record,
+    gluon_calls.SHARED: gluon_calls.record,
     ".rule.": cache(_prepare_rule),
 }
 """By a part of a module's name: the first that it has."""

@@ -5,6 +5,8 @@ Sums of matrix products have no eager twin of equal bits, so results are compare
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -133,3 +135,28 @@ def noticed() -> bool:
     except adjoint.ArgumentError:
         return False
     return True  # the indices out of range must have been recorded
+
+
+def tiles_noticed() -> bool:
+    """Whether the tiles of rows for Hopper are anything but those of each expert in turn; blocks are small."""
+    tiles = import_module("adjoint.ops.moe.experts.hopper.tiles")
+    return any(_wrong_tiles(tiles, counts) for counts in ((5,), (3, 0, 64, 129, 0), (0, 0, 700, 128, 1, 257, 0, 0)))
+
+
+def _wrong_tiles(tiles: ModuleType, counts: tuple[int, ...]) -> bool:
+    rows, expected, begin = tiles.TILE_ROWS, [], 0
+    for expert, count in enumerate(counts):
+        expected += [(expert, begin + at, begin + min(at + rows, count)) for at in range(0, count, rows)]
+        begin += count
+    offsets = LAYOUTS[""](torch.tensor((0, *counts), dtype=torch.int32).cumsum(0, dtype=torch.int32))
+    found = [LAYOUTS[""](torch.full((len(expected) + 3,), -7, dtype=torch.int32)) for _ in range(3)]
+    total = LAYOUTS[""](torch.full((1,), -7, dtype=torch.int32))
+    try:
+        tiles.moe_experts_row_tiles.function[(len(counts),)](
+            offsets, *found, total, len(counts), ROWS=rows, EXPERTS=1 << (len(counts) - 1).bit_length(), BLOCK=2
+        )
+    except Exception:
+        return True
+    written = [tuple(int(column[row]) for column in found) for row in range(len(expected))]
+    untouched = all(bool((column[len(expected) :] == -7).all()) for column in found)
+    return written != expected or int(total) != len(expected) or not untouched

@@ -8,6 +8,7 @@ the same memory, and must leave the same bits in all of it, whenever copies and 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from time import perf_counter
 from typing import Any
@@ -24,14 +25,15 @@ from adjoint.ops.gated_delta.rule import shape as rule_shape
 from tests.gluon import hopper
 from tests.gluon.breaks import code_of
 from tests.gluon.examples import Example
+from tests.gluon.expert_layers import Layer
 from tests.gluon.model import Codes, Modelled
 from tests.gluon.programs import SCHEDULES, Schedule
 from tests.mutants.rule_backward_calls import no_numbers
 from tests.mutants.trees import Mutant
 
-HOPPER = "adjoint.ops.gated_delta.rule.hopper"
-MODULES = tuple(
-    f"{HOPPER}.{part}"
+SHARED = "adjoint.device.gluon"
+RULE_MODULES = tuple(
+    f"adjoint.ops.gated_delta.rule.hopper.{part}"
     for part in (
         "device",
         "chunk_inverse",
@@ -44,6 +46,10 @@ MODULES = tuple(
         "gradients",
     )
 )
+EXPERT_MODULES = tuple(
+    f"adjoint.ops.moe.experts.hopper.{part}" for part in ("device", "up", "product", "hidden_gradients", "outer")
+)
+MODULES = (SHARED, *RULE_MODULES, *EXPERT_MODULES)
 
 
 class Memory:
@@ -158,11 +164,10 @@ def _whole(V: int) -> Example:
     return Example.of((1, 330, 1, 2, 64, V), decay=0.05)
 
 
+@cache
 def record() -> None:
     """Keeps what every launch of the kernels as they are begins and ends with."""
-    if _recorded:
-        return
-    for module in MODULES:
+    for module in RULE_MODULES:
         import_module(module)
     with no_numbers(), _recording():
         with small():
@@ -177,6 +182,26 @@ def record() -> None:
     _recorded.sort(key=lambda launch: launch.seconds)
 
 
+LAYERS: tuple[Callable[[], Layer], ...] = (
+    lambda: Layer.of(320, 128, (70, 20)),
+    lambda: Layer.of(64, 192, (3, 0, 65, *(1,) * 10), slots=2, dtype=torch.float16),
+    lambda: Layer.of(576, 64, (9, 130)),
+)
+"""More stages than shared memory holds, halves of tiles of rows and of columns, an expert without rows, more tiles than
+a group has, two launches of columns."""
+
+
+@cache
+def record_experts() -> None:
+    """Keeps the same of the expert layer's kernels."""
+    for module in EXPERT_MODULES:
+        import_module(module)
+    with _recording():
+        for make in LAYERS:
+            make().results(SCHEDULES[0])
+    _recorded.sort(key=lambda launch: launch.seconds)
+
+
 def _run(example: Example) -> None:
     hopper.run_both(example.call, example.upstream(), SCHEDULES[0])
 
@@ -187,13 +212,15 @@ def _run_whole_V(example: Example) -> None:
 
 
 def noticed(mutant: Mutant, schedule: Schedule) -> bool:
-    """Whether any launch with a function's other code leaves other bits in memory; of shared functions, any at all."""
-    codes = {}
+    """Whether any launch with a function's other code leaves other bits in memory; of shared functions, any launch of
+    the modules beside theirs, or any at all."""
+    codes, package = {}, mutant.module.rpartition(".")[0]
     launches = [launch for launch in _recorded if launch.function.fn.__module__ == mutant.module]
     if mutant.function:
         file = str(import_module(mutant.module).__file__)
         codes[mutant.module, mutant.function] = code_of(compile(mutant.source, file, "exec"), mutant.function)
-        launches = launches or _recorded
+        beside = [launch for launch in _recorded if launch.function.fn.__module__.startswith(package)]
+        launches = launches or beside or _recorded
     try:
         return any(launch.is_changed(codes, schedule) for launch in launches)
     except Exception:

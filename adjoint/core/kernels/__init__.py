@@ -33,6 +33,7 @@ from adjoint.core.kernels.parameters import (
     Pointer,
     Pointer16,
     PointerIf16,
+    Tiled,
 )
 from adjoint.core.kernels.targets import (
     NVIDIA,
@@ -70,6 +71,7 @@ __all__ = [
     "Pointer",
     "Pointer16",
     "PointerIf16",
+    "Tiled",
     "Variant",
     "architecture",
     "build",

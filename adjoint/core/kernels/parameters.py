@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -50,6 +51,32 @@ class Parameter:
     def __mul__(self, count: int) -> "Parameter":
         return replace(self, count=count)
 
+
+@dataclass(frozen=True)
+class Tiled(Parameter):
+    """A matrix in memory that a kernel of Gluon copies a tile at a time (TMA): a launch gives a contiguous tensor.
+
+    It begins at a multiple of 16 bytes, and so does each of its rows. In shared memory a tile of a 16-bit type lies as
+    matrix products read it: 128 bytes of a row beside each other, swizzled.
+
+    Attributes:
+        tile: rows and columns of a tile; the names of constants, or numbers.
+    """
+
+    tile: tuple[str | int, ...] = ()
+
+    @staticmethod
+    def of(type: str, *tile: str | int) -> "Tiled":
+        """Tiles of numbers of a type, or of one that the launch settles."""
+        return Tiled(type, True, "never", tile=tile)
+
+    def text(self, settings: Mapping[str, Any]) -> str:
+        sizes = ",".join(str(settings[size] if isinstance(size, str) else size) for size in self.tile)
+        return f"{TILES}<{super().text(settings)[1:]}[{sizes}],{_TILE_LAYOUT}>"
+
+
+TILES = "tensordesc"
+_TILE_LAYOUT = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
 
 _SCALARS = frozenset(("i32", "i64", "fp32"))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRITON_TYPES}

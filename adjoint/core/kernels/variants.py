@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from adjoint.core.kernels.counts import count_compilation
 from adjoint.core.kernels.declaration import kernel_of, registered
+from adjoint.core.kernels.parameters import TILES
 from adjoint.core.kernels.targets import interpreting
 
 _lock = threading.Lock()
@@ -55,7 +56,8 @@ class Variant:
         with torch.cuda.device(device):
             compiled = self.compile(driver.active.get_current_target())
             compiled._init_handles()  # load the module now: launching must not
-        return _starter(compiled, device.index, tuple(constants.values()))
+        tiled = [place for place, (_, text) in enumerate(self.types) if text.startswith(TILES)]
+        return _describing(_starter(compiled, device.index, tuple(constants.values())), tiled)
 
     def _interpreted(self, function: Any, constants: dict[str, Any]) -> Callable[..., None]:
         """A launcher in Triton's interpreter, which knows no alignment: what a launch states of it is looked at."""
@@ -82,7 +84,10 @@ class Variant:
         import triton
 
         function = kernel_of(self.kernel).function
-        signature: dict[str, Any] = {name: tuple(text.split(",")) if "," in text else text for name, text in self.types}
+        signature: dict[str, Any] = {
+            name: tuple(text.split(",")) if "," in text and not text.startswith(TILES) else text
+            for name, text in self.types
+        }
         signature |= {name: "constexpr" for name, _ in self.constants}
         position = {name: index for index, name in enumerate(signature)}
         if getattr(function, "is_gluon", lambda: False)():
@@ -144,6 +149,34 @@ def _starter(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callable[
             run(*grid, stream_of(index), function, metadata, None, None, None, *arguments, *constants)
 
     return start
+
+
+class _Tiles(NamedTuple):
+    """A tensor as Triton's launcher takes it, which reads these names and makes a descriptor of them.
+
+    Triton's own class checks what `Tiled` states, at every launch.
+    """
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
+def _describing(start: Callable[..., None], tiled: list[int]) -> Callable[..., None]:
+    """`start`, where the arguments at some places are matrices whose tiles are copied."""
+    if not tiled:
+        return start
+
+    def start_described(grid: tuple[int, int, int], *arguments: Any) -> None:
+        described = list(arguments)
+        for place in tiled:
+            tensor = arguments[place]
+            described[place] = _Tiles(tensor, list(tensor.shape), list(tensor.stride()))
+        start(grid, *described)
+
+    return start_described
 
 
 def forget() -> None:

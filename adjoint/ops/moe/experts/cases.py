@@ -69,6 +69,7 @@ _CASES = (
     Case("columns in eights", _layer(13, 24, 4, 16, 2, unused=2)),
     Case("no tokens", _layer(0, 3, 2, 2, 2)),
     Case("two chunks of columns", _layer(300, 528, 32, 136, 4, unused=7), heavy=True),
+    Case("columns in 64s", _layer(300, 576, 5, 192, 3, unused=2), heavy=True),
 )
 
 

@@ -57,6 +57,20 @@ def refuse(problem: Problem) -> str:
     return ""
 
 
+HOPPER_MULTIPLE = 64
+"""Of D and I, for the kernels for Hopper: the terms that a stage of theirs has."""
+
+
+def _refuse_hopper(problem: Problem) -> str:
+    """Why the kernels for Hopper cannot serve a problem."""
+    _, hidden, _, inner, _ = problem.sizes
+    if problem.dtypes[0] not in (torch.bfloat16, torch.float16):
+        return f"takes 16-bit types, this layer is {short(problem.dtypes[0])}"
+    if hidden % HOPPER_MULTIPLE or inner % HOPPER_MULTIPLE:
+        return f"D and I must be multiples of {HOPPER_MULTIPLE} for its kernels, they are {hidden} and {inner}"
+    return refuse(problem)
+
+
 # ------------------------------------------------------------------------------------------- guarantee
 
 CEILINGS = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -144,11 +158,14 @@ def _backward(products: Products) -> Compute:
     return run
 
 
-def _set_up(setup: Setup) -> Execute:
-    """A plan on kernels. Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero."""
+def _set_up(setup: Setup, folder: str) -> Execute:
+    """A plan on the kernels of a folder.
+
+    Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero.
+    """
     is_forward, (option,) = setup.problem.op == "moe_experts", setup.problem.options
     if 0 not in setup.problem.sizes and (is_forward or option):
-        return imported(f"adjoint.ops.moe.experts.triton.layer:{'forward' if is_forward else 'backward'}")(setup)
+        return imported(f"adjoint.ops.moe.experts.{folder}.layer:{'forward' if is_forward else 'backward'}")(setup)
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         if is_forward:
@@ -168,7 +185,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             revision=1,
             refuse=refuse,
             guarantee=lambda problem: guarantee(problem, ours=True),
-            setup=_set_up,
+            setup=partial(_set_up, folder="triton"),
             schedules=_SCHEDULES,
         ),
         in_pytorch(
@@ -186,6 +203,20 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
                 revision=2,
             ),
             refuse=grouped_mm.refuse,
+        ),
+        # It has run in the model of Gluon alone, and on no GPU yet: until it has, only a preference that names it gets
+        # it, and `verify` does not try it (`plans` of the subject).
+        Candidate(
+            name="gluon.grouped",
+            backend="triton",
+            kernel=kernel,
+            revision=1,
+            refuse=_refuse_hopper,
+            guarantee=lambda problem: guarantee(problem, ours=True),
+            setup=partial(_set_up, folder="hopper"),
+            targets=("sm_90",),
+            schedules=_SCHEDULES,
+            entry=lambda problem: "hopper",
         ),
     )
 

@@ -27,7 +27,7 @@ PRODUCTS = [
 def _tuned(kernel: str, constants: dict[str, bool]) -> Variant:
     """The variant for aligned bfloat16 tensors under the schedule of the GPU that kernels are tuned on."""
     call = next(call for call in built_calls() if call.arguments[0].dtype == torch.bfloat16)
-    _, forward, _, backward = setups(call, "sm_90")
+    _, forward, _, backward = setups(call, "sm_90", "triton.grouped")
     launches = [launch for setup in (forward, backward) for launch in setup.launches]
     (variant,) = {
         launch.variant
@@ -52,3 +52,21 @@ def test_products_copy_16_bytes_at_a_time_and_multiply_in_groups_of_warps(
     multiplied = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)
     assert multiplied and set(multiplied) == {str(min(columns, 256))}
     assert "mma.sync" not in ptx
+
+
+@pytest.mark.parametrize("direction", [0, 1], ids=["forward", "backward"])
+def test_kernels_for_hopper_copy_by_tma_and_multiply_256_columns_at_once(direction: int) -> None:
+    """Each of two warpgroups, while a third one copies; nothing is spilled."""
+    from triton.backends.compiler import GPUTarget
+
+    call = next(call for call in built_calls() if call.arguments[0].dtype == torch.bfloat16)
+    setup = list(setups(call, "sm_90", "gluon.grouped"))[2 * direction]
+    products = [launch.variant for launch in setup.launches if launch.kernel.name.endswith("_hopper")]
+    assert len(products) == (4 if direction else 2)
+    for variant in products:
+        ptx = variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
+        multiplied = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)
+        assert len(multiplied) == 8 and set(multiplied) == {"256"}, variant.kernel
+        assert "cp.async.bulk.tensor.2d" in ptx and "setmaxnreg" in ptx, variant.kernel
+        built = kernels.build(variant, "sm_90")
+        assert built.spilled_bytes == 0 and built.shared_bytes <= 232_448, (variant.kernel, built)

@@ -4,17 +4,24 @@ One warpgroup copies, 16 bytes a thread, while others compute. ptxas begins anot
 function was inlined, which can cost registers: that is why some code is written out that a function here has.
 """
 
-from typing import Any, dataclass_transform
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
-from triton.language.core import _aggregate as aggregate
-from triton.language.core import base_value
 
 from adjoint.core.kernels import Budget, Kernel
 from adjoint.core.launch import Launch, Setup
+from adjoint.device.gluon import (  # noqa: F401  (kernels take what several ops share from here, too)
+    TILE,
+    bundle,
+    fields,
+    product_layout,
+    rounded_to,
+    row_layout,
+    thread_barrier,
+)
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_FROM_START, GATE_STRENGTH, GATE_TO_END
@@ -30,47 +37,10 @@ GATE_SUM = gl.constexpr(0)
 BUDGET = Budget(registers=255, shared_bytes=227 * 1024)
 """All registers that a thread can have, and all shared memory that a program can."""
 
-thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""Makes the threads of a partition wait for each other; versions of Triton have different names for it."""
-
-
-@dataclass_transform()
-def bundle(cls: type) -> type:
-    """An aggregate whose constructor takes its fields in their order."""
-    names = gl.constexpr(tuple(cls.__annotations__))  # a constant, on which Triton's cache depends
-
-    def __init__(self: Any, *values: Any) -> None:
-        for name, value in zip(names.value, values, strict=True):
-            setattr(self, name, gl.constexpr(value) if isinstance(value, int) else value)
-
-    cls.__init__ = gluon.constexpr_function(__init__)
-    return aggregate(cls)
-
-
-def fields(names: str) -> type:
-    """An aggregate of fields and nothing else."""
-    return bundle(type("Fields", (), {"__annotations__": dict.fromkeys(names.split(), base_value)}))
-
-
 # ---------------------------------------------------------------------------------------------- layouts
-
-TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-"""A matrix of a 16-bit type in shared memory, as products read it."""
 
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """A row of numbers in shared memory."""
-
-
-@gluon.constexpr_function
-def row_layout(columns, warps=4):
-    """Rows of a 16-bit type as threads copy them."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def product_layout(columns, warps=4):
-    """The accumulators of a product, 16 rows a warp."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 # ------------------------------------------------------------------------------------------------ copies
@@ -241,19 +211,6 @@ class Handoff:
 def start_product(left, right, nothing):
     """left·right, which is to be waited for; `nothing` has the layout of its accumulators."""
     return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def rounded_to(x, kind: gl.constexpr):
-    """float32 x in a 16-bit type, two numbers an instruction: compilers round one at a time if it is widened again."""
-    if kind == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
-        )
 
 
 @gluon.jit

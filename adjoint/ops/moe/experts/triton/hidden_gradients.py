@@ -122,6 +122,26 @@ def moe_experts_sum_partials(
 # ------------------------------------------------------------------------------------------------ launches
 
 
+class PartialSums:
+    """The gradients of routing weights from partial sums, one of which has `columns` columns of a row.
+
+    The workspace gets the region "partials".
+    """
+
+    def __init__(self, setup: Setup, columns: int) -> None:
+        tokens, _, self._experts, inner, slots = setup.problem.sizes
+        element, weight = setup.problem.dtypes
+        self._count, self._block, self._tiles = tokens * slots, setup.schedule["block"], -(-inner // columns)
+        self._sums = setup.kernel(moe_experts_sum_partials, wide=wide_dtype(element), weight=weight, BLOCK=self._block)
+        setup.scratch(partials=(wide_dtype(element), self._count * self._tiles))
+
+    def launch(self, memory: Memory, layout: Layout, dweights: Tensor) -> None:
+        self._sums.launch(
+            (-(-self._count // self._block),), partials=memory["partials"], inverse=layout.inverse,
+            offsets=layout.offsets, out=dweights, count=self._count, experts=self._experts, tiles=self._tiles,
+        )  # fmt: skip
+
+
 class HiddenGradients:
     """From dy, for each row: dgu, w·h and the gradient of its routing weight, as far as they are needed.
 
@@ -129,10 +149,10 @@ class HiddenGradients:
     """
 
     def __init__(self, setup: Setup) -> None:
-        tokens, hidden, self._experts, inner, slots = setup.problem.sizes
-        element, weight = setup.problem.dtypes
+        tokens, hidden, _, inner, slots = setup.problem.sizes
+        element = setup.problem.dtypes[0]
         (need,) = setup.problem.options
-        self._count, self._block = tokens * slots, setup.schedule["block"]
+        self._count = tokens * slots
         self._needs_weights = bool(need & NEED_WEIGHTS)
         self.products = bind_over_rows(
             setup, moe_experts_down_adjoint, "hidden", inner, wide=wide_dtype(element), D=hidden, INNER=inner,
@@ -141,11 +161,7 @@ class HiddenGradients:
         if need & (NEED_X | NEED_GATE_UP):
             setup.scratch(dgu=(element, self._count * 2 * inner))
         if self._needs_weights:
-            self._tiles = -(-inner // HIDDEN_COLUMNS[element])
-            self._sums = setup.kernel(
-                moe_experts_sum_partials, wide=wide_dtype(element), weight=weight, BLOCK=self._block
-            )
-            setup.scratch(partials=(wide_dtype(element), self._count * self._tiles))
+            self._sums = PartialSums(setup, HIDDEN_COLUMNS[element])
 
     def launch(
         self, aligned: bool, memory: Memory, dy: Tensor, down: Tensor, gu: Tensor, layout: Layout, tiles: Tiles,
@@ -160,7 +176,4 @@ class HiddenGradients:
             partials=partials, count=self._count,
         )  # fmt: skip
         if self._needs_weights:
-            self._sums.launch(
-                (-(-self._count // self._block),), partials=partials, inverse=layout.inverse, offsets=layout.offsets,
-                out=dweights, count=self._count, experts=self._experts, tiles=self._tiles,
-            )  # fmt: skip
+            self._sums.launch(memory, layout, dweights)

@@ -104,22 +104,26 @@ def moe_experts_sum_slots(
 # ------------------------------------------------------------------------------------------------ launches
 
 
-class TokenSums:
-    """out[t] = Σ over slots of a product over rows, some columns at a time, which share the memory of a product.
+def chunk_width(setup: Setup) -> int:
+    """Columns of rows that are in memory at once."""
+    return min(setup.schedule["chunk"], -(-setup.problem.sizes[1] // 16) * 16)
 
-    These are D columns wide and have a line for each row: more than anything else. Which columns share a launch
-    changes no bit. The weight of an expert is [D, terms] `by_column`, else the other way round; rows are multiplied by
-    their routing weights where they are `weighted`.
+
+class SlotSums:
+    """out[t] = Σ over slots of rows, some columns at a time, which share the memory of a product.
+
+    Rows are D columns wide and have a line for each row: more than anything else. Which columns share a launch changes
+    no bit. Rows are multiplied by their routing weights where they are `weighted`.
+
+    Attributes:
+        width, chunks: columns of a launch, and launches.
     """
 
-    def __init__(self, setup: Setup, part: str, terms: int, by_column: bool, weighted: bool) -> None:
+    def __init__(self, setup: Setup, weighted: bool) -> None:
         self._tokens, hidden, self._experts, _, slots = setup.problem.sizes
         element, weight = setup.problem.dtypes[0], setup.problem.dtypes[-1]
-        self.width = width = min(setup.schedule["chunk"], -(-hidden // 16) * 16)
-        self._chunks = -(-hidden // width)
-        self.products = bind_over_rows(
-            setup, moe_experts_product, part, width, K=terms, N=hidden, WIDTH=width, BY_COLUMN=by_column
-        )
+        self.width = width = chunk_width(setup)
+        self.chunks = -(-hidden // width)
         block, tokens = 1 << (width - 1).bit_length(), setup.schedule["sum_tokens"]
         unroll, warps = setup.schedule["sum_unroll"], max(1, min(setup.schedule["sum_warps"], block // 256))
         self._sums = {
@@ -133,20 +137,39 @@ class TokenSums:
         }  # fmt: skip
         self._grid = (-(-self._tokens // tokens),)
 
+    def launch(self, aligned: bool, chunk: int, rows: Any, weights: Tensor, layout: Layout, out: Tensor) -> None:
+        """Sums the columns of a chunk."""
+        token_stride, slot_stride = weights.stride()
+        self._sums[aligned].launch(
+            self._grid, rows=rows, inverse=layout.inverse, weights=weights, offsets=layout.offsets, out=out,
+            count=self._tokens, experts=self._experts, chunk=chunk, token_stride=token_stride, slot_stride=slot_stride,
+        )  # fmt: skip
+
+
+class TokenSums:
+    """A product over rows, summed into tokens.
+
+    The weight of an expert is [D, terms] `by_column`, else the other way round; rows are multiplied by their routing
+    weights where they are `weighted`.
+    """
+
+    def __init__(self, setup: Setup, part: str, terms: int, by_column: bool, weighted: bool) -> None:
+        hidden = setup.problem.sizes[1]
+        width = chunk_width(setup)
+        self.products = bind_over_rows(
+            setup, moe_experts_product, part, width, K=terms, N=hidden, WIDTH=width, BY_COLUMN=by_column
+        )
+        self._sums = SlotSums(setup, weighted)
+        self.width = self._sums.width
+
     def launch(
         self, aligned: bool, rows: Any, weight: Tensor, tiles: Tiles, scratch: Any, weights: Tensor, layout: Layout,
         out: Tensor,
     ) -> None:  # fmt: skip
         """Sums the rows times an expert's weight; `scratch` has room for `width` columns of every row."""
-        product, sums, grid = self.products[aligned], self._sums[aligned], self._grid
-        token_stride, slot_stride = weights.stride()
-        for chunk in range(self._chunks):
-            product.launch(
+        for chunk in range(self._sums.chunks):
+            self.products[aligned].launch(
                 rows=rows, weight=weight, tile_expert=tiles.expert, tile_begin=tiles.begin, tile_end=tiles.end,
                 out=scratch, chunk=chunk,
             )  # fmt: skip
-            sums.launch(
-                grid, rows=scratch, inverse=layout.inverse, weights=weights, offsets=layout.offsets, out=out,
-                count=self._tokens, experts=self._experts, chunk=chunk, token_stride=token_stride,
-                slot_stride=slot_stride,
-            )  # fmt: skip
+            self._sums.launch(aligned, chunk, scratch, weights, layout, out)

@@ -1,0 +1,1 @@
+"""Kernels of the expert layer for Hopper, in Gluon: persistent, a warpgroup that copies beside two that multiply."""

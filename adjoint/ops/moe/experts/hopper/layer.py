@@ -1,0 +1,188 @@
+"""Both directions of the expert layer on kernels for Hopper.
+
+forward    lay out the rows  →  up  →  [product with down, sum of slots] for some columns at a time
+backward   hidden gradients  →  outer (ddown)  →  [product with gate_up, sum of slots] …  →  outer (dgate_up)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjoint.core.errors import check
+from adjoint.core.launch import Execute, Setup, is_aligned
+from adjoint.core.workspace import Memory
+from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF
+from adjoint.ops.moe.experts.hopper.hidden_gradients import moe_experts_down_adjoint_hopper
+from adjoint.ops.moe.experts.hopper.outer import moe_experts_outer_hopper
+from adjoint.ops.moe.experts.hopper.product import moe_experts_product_hopper
+from adjoint.ops.moe.experts.hopper.tiles import TILE_ROWS, Persistent, Rows, RowTiles
+from adjoint.ops.moe.experts.hopper.up import GATE, moe_experts_up_hopper
+from adjoint.ops.moe.experts.plans import INDEX_OUT_OF_RANGE, NEED_DOWN, NEED_GATE_UP, NEED_WEIGHTS, NEED_X
+from adjoint.ops.moe.experts.triton.hidden_gradients import PartialSums
+from adjoint.ops.moe.experts.triton.token_sums import SlotSums
+from adjoint.ops.moe.layout import Layout
+from adjoint.ops.moe.layout.kernels import LayoutSort
+
+
+def _divide(columns: int, tile: int) -> int:
+    return -(-columns // tile)
+
+
+def _settle_common(setup: Setup) -> None:
+    """Adds room for the arguments that are copied first, and names what changes bits."""
+    tokens, hidden, experts, inner, slots = setup.problem.sizes
+    element, second = setup.problem.dtypes[:2]
+    setup.copies(
+        x=(element, tokens * hidden), dy=(element, tokens * hidden), indices=(second, tokens * slots),
+        gate_up=(element, experts * 2 * inner * hidden), down=(element, experts * hidden * inner),
+        gu=(element, tokens * slots * 2 * inner),
+    )  # fmt: skip
+    setup.add_numeric(depth=DEPTH.value)
+
+
+def _at_16_bytes(memory: Memory, name: str, tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, contiguous and at a multiple of 16 bytes, as TMA and wide copies need it."""
+    tensor = memory.contiguous(name, tensor)
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def _room(output: Tensor) -> Tensor:
+    """The output, or memory for it at a multiple of 16 bytes, from where it is to be copied."""
+    return output if is_aligned(output) else torch.empty_like(output)
+
+
+class _TokenSums:
+    """A product over rows, summed into tokens, some columns at a time; the arguments are those of the kernel."""
+
+    def __init__(self, setup: Setup, rows: Rows, terms: int, by_column: bool, weighted: bool) -> None:
+        hidden = setup.problem.sizes[1]
+        self._sums = SlotSums(setup, weighted)
+        self.width = width = self._sums.width
+        self._product = Persistent(
+            setup, moe_experts_product_hopper, rows.most_tiles * _divide(width, COLUMNS.value), K=terms, N=hidden,
+            WIDTH=width, BY_COLUMN=by_column, WEIGHT_LINES=COLUMNS.value if by_column else DEPTH.value,
+            WEIGHT_WIDTH=DEPTH.value if by_column else COLUMNS.value, GROUP=setup.schedule["group"],
+        )  # fmt: skip
+
+    def launch(
+        self, rows: Tensor, weight: Tensor, tiles: RowTiles, scratch: Any, weights: Tensor, layout: Layout, out: Tensor
+    ) -> None:
+        for chunk in range(self._sums.chunks):
+            self._product.launch(rows=rows, weight=weight.flatten(0, 1), out=scratch, chunk=chunk, **tiles._asdict())
+            self._sums.launch(is_aligned(out), chunk, scratch, weights, layout, out)
+
+
+def forward(setup: Setup) -> Execute:
+    """y, and what the backward needs: g and u of each row, and the layout."""
+    tokens, hidden, experts, inner, slots = setup.problem.sizes
+    element, index, _ = setup.problem.dtypes
+    (keep,) = setup.problem.options
+    sort = LayoutSort(setup, index, tokens * slots, experts, INDEX_OUT_OF_RANGE)
+    rows = Rows(setup, weighted=False)
+    up = Persistent(
+        setup, moe_experts_up_hopper, rows.most_tiles * _divide(inner, GATE.value), D=hidden, INNER=inner,
+        KEEP=bool(keep), GROUP=setup.schedule["group"],
+    )  # fmt: skip
+    sums = _TokenSums(setup, rows, terms=inner, by_column=True, weighted=True)
+    setup.scratch(h=(element, tokens * slots * inner), rows=(element, tokens * slots * sums.width))
+    _settle_common(setup)
+    on_cpu = setup.device.type == "cpu"
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        x, gate_up, down, indices, weights, _ = arguments
+        y, gu, *rest = outputs
+        layout, memory = Layout(*rest), setup.memory(workspace)
+        x, gate_up, down = (
+            _at_16_bytes(memory, name, tensor) for name, tensor in (("x", x), ("gate_up", gate_up), ("down", down))
+        )
+        sort.write(memory, memory.contiguous("indices", indices), layout)
+        if on_cpu:
+            check()
+        tiles = rows.find(memory, layout.permutation, layout.offsets, weights)
+        pairs = _room(gu) if keep else gu
+        up.launch(
+            x=x, gate_up=gate_up.flatten(0, 1), tokens=memory["tokens"], gu=pairs if keep else memory["h"],
+            h=memory["h"], **tiles._asdict(),
+        )  # fmt: skip
+        if pairs is not gu:
+            gu.copy_(pairs)
+        hidden_rows = memory.tensor("h").view(-1, inner)
+        sums.launch(hidden_rows, down, tiles, memory["rows"], weights, layout, y)
+
+    return execute
+
+
+def backward(setup: Setup) -> Execute:
+    """The gradients that are needed."""
+    tokens, hidden, experts, inner, slots = setup.problem.sizes
+    element = setup.problem.dtypes[0]
+    (need,) = setup.problem.options
+    count, group, width = tokens * slots, setup.schedule["group"], 0
+    needs_pairs = bool(need & (NEED_X | NEED_GATE_UP))
+    rows = Rows(setup, weighted=True)
+    to_hidden = Persistent(
+        setup, moe_experts_down_adjoint_hopper, rows.most_tiles * _divide(inner, COLUMNS.value), D=hidden, INNER=inner,
+        HIDDEN=needs_pairs, SCALED=bool(need & NEED_DOWN), WEIGHTS=bool(need & NEED_WEIGHTS), GROUP=group,
+    )  # fmt: skip
+    if need & NEED_WEIGHTS:
+        setup.add_numeric(hidden_columns=COLUMNS.value)
+        partial_sums = PartialSums(setup, COLUMNS.value)
+    if need & NEED_DOWN:
+        to_down = _outer(setup, hidden, inner, left_by_token=True)
+    if need & NEED_X:
+        sums = _TokenSums(setup, rows, terms=2 * inner, by_column=False, weighted=False)
+        width = sums.width
+    if need & NEED_GATE_UP:
+        to_gate_up = _outer(setup, 2 * inner, hidden, left_by_token=False)
+    if needs_pairs:
+        setup.scratch(dgu=(element, count * 2 * inner))
+    # Holds w·h, and later columns of dx for each row: these are computed when w·h is no longer needed.
+    setup.scratch(shared=(element, count * max(inner if need & NEED_DOWN else 0, width)))
+    _settle_common(setup)
+
+    def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
+        dy, x, gate_up, down, weights, gu, *rest, _ = arguments
+        dx, dgate_up, ddown, dweights = outputs
+        layout, memory = Layout(*rest), setup.memory(workspace)
+        named = ("dy", dy), ("x", x), ("gate_up", gate_up), ("down", down), ("gu", gu)
+        dy, x, gate_up, down, gu = (_at_16_bytes(memory, name, tensor) for name, tensor in named)
+        tiles = rows.find(memory, layout.permutation, layout.offsets, weights)
+        row_tokens, absent = memory["tokens"], memory["tokens"]  # also stands for a pointer that nobody uses
+        to_hidden.launch(
+            dy=dy, down=down.flatten(0, 1), gu=gu, tokens=row_tokens, row_weights=memory["row_weights"],
+            dgu=memory.get("dgu", absent), scaled=memory.get("shared", absent),
+            partials=memory.get("partials", absent), count=count, **tiles._asdict(),
+        )  # fmt: skip
+        if need & NEED_WEIGHTS:
+            partial_sums.launch(memory, layout, dweights)
+        if need & NEED_DOWN:
+            scaled, target = memory.tensor("shared")[: count * inner].view(count, inner), _room(ddown)
+            to_down.launch(
+                by_token=dy, rows=scaled, row_tiles=scaled, tokens=row_tokens, offsets=layout.offsets, out=target,
+                experts=experts,
+            )  # fmt: skip
+            if target is not ddown:
+                ddown.copy_(target)
+        pairs = memory.tensor("dgu").view(count, 2 * inner) if needs_pairs else dy
+        if need & NEED_X:
+            sums.launch(pairs, gate_up, tiles, memory["shared"], weights, layout, dx)
+        if need & NEED_GATE_UP:
+            target = _room(dgate_up)
+            to_gate_up.launch(
+                by_token=x, rows=pairs, row_tiles=pairs, tokens=row_tokens, offsets=layout.offsets, out=target,
+                experts=experts,
+            )  # fmt: skip
+            if target is not dgate_up:
+                dgate_up.copy_(target)
+
+    return execute
+
+
+def _outer(setup: Setup, m: int, n: int, left_by_token: bool) -> Persistent:
+    """The product of columns of rows, m on the left and n on the right, for each expert; one side is read by token."""
+    tiles = setup.problem.sizes[2] * _divide(m, TILE_ROWS) * _divide(n, COLUMNS.value)
+    return Persistent(
+        setup, moe_experts_outer_hopper, tiles, M=m, N=n, LEFT_BY_TOKEN=left_by_token,
+        ROW_COLUMNS=COLUMNS.value if left_by_token else HALF.value,
+    )  # fmt: skip
