@@ -112,6 +112,6 @@ def test_mutants_are_found() -> None:
     for modules in MODULES.values():
         for module in modules:
             found = mutants(module)
-            assert len(found) > 10
+            assert len(found) > 2
             changes |= {(mutant.function, mutant.change) for mutant in found} | {("*", m.everywhere) for m in found}
     assert not set(EQUIVALENT) - changes, "equivalent mutants are gone"

@@ -15,6 +15,7 @@ from adjoint import ops
 from adjoint.contract import directions
 from adjoint.contract.cases import Subject
 from adjoint.contract.inputs import Inputs, each
+from adjoint.core import errors
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Call, bind
 from adjoint.core.preference import Preference, resolve
@@ -67,6 +68,7 @@ def _directions(call: Call, preference: Preference) -> Iterator[directions.Bound
 def test_a_plan_waits_where_it_says_so_and_nowhere_else(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", lambda *arguments, **keywords: nullcontext())  # knows no such device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)
+    monkeypatch.setattr(errors, "_words", {})  # none of a device without values is left for others to read
     reads: dict[tuple[str, str, bool], set[bool]] = defaultdict(set)
     for preference in _preferences(subject):
         for call in _calls(subject):

@@ -43,7 +43,8 @@ DEPTH = gl.constexpr(64)
 """Terms of the sums that a stage has."""
 
 LAG = gl.constexpr(2)
-"""Stages whose copies by threads are under way, besides the one that was begun last."""
+"""Stages whose copies by threads are under way, besides the one that was begun last. There are two stages more than
+that, or all would wait: a warpgroup lets a stage go when it has begun with the next."""
 
 BUDGET = Budget(registers=255, shared_bytes=227 * 1024)
 """All registers that a thread can have, and all shared memory that a program can."""

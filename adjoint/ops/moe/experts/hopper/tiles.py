@@ -17,7 +17,7 @@ from adjoint.ops.moe.experts.triton.tiles import moe_experts_rows
 TILE_ROWS = ROWS.value
 
 
-@kernel(budget=Budget(registers=128, shared_bytes=1024), schedule=("BLOCK",))
+@kernel(budget=Budget(registers=128, shared_bytes=1024), targets=("sm_90",), schedule=("BLOCK",))
 @triton.jit
 def moe_experts_row_tiles(
     offsets: Pointer.int32, tile_expert: Pointer.int32, tile_begin: Pointer.int32, tile_end: Pointer.int32,
