@@ -56,14 +56,14 @@ class Layer:
         self, schedule: Schedule = SCHEDULES[0], codes: Codes | None = None, programs: int = 3
     ) -> tuple[Tensor, ...]:
         """y, and what the backward reads."""
-        return hopper.run(self.call.operator, self.call.arguments, schedule, codes, programs)
+        return hopper.run(self.call.operator, self.call.arguments, schedule, codes, programs=programs)
 
     def gradients(
         self, kept: tuple[Tensor, ...], schedule: Schedule = SCHEDULES[0], codes: Codes | None = None, programs: int = 3
     ) -> tuple[Tensor, ...]:
         assert self.call.adjoint is not None and self.call.adjoint_arguments is not None
         arguments = self.call.adjoint_arguments((self.dy,), kept)
-        return hopper.run(self.call.adjoint, arguments, schedule, codes, programs)
+        return hopper.run(self.call.adjoint, arguments, schedule, codes, programs=programs)
 
     def results(self, schedule: Schedule = SCHEDULES[0], programs: int = 3) -> dict[str, Tensor]:
         """The result and the gradients of the plan for Hopper, by name."""
