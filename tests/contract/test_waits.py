@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch._dynamo  # it remembers functions of torch as they are when it is imported: none is replaced yet
 
 from adjoint import ops
 from adjoint.contract import directions
