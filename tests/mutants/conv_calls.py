@@ -169,6 +169,10 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_step, 4, 3, 20, 4, FLOAT64, (3, -1, 0, 3))
         yield partial(_step, 2, 2, 18, 3, FLOAT32, layout="transposed")
         yield partial(_step, 2, 16, 5, 4, BFLOAT16, bias=False)
+        yield partial(_step, 3, 2, 48, 4, BFLOAT16, (3, -1, 0))  # two channels a word
+        yield partial(_step, 3, 2, 32, 3, FLOAT16, (2, -1, 0), in_place=True)
+        yield partial(_step, 5, 1, 32, 1, BFLOAT16, bias=False)
+        yield partial(_step, 5, 1, 16, 8, FLOAT16)
         yield partial(_step, 3, 9, 5, 4, FLOAT64, (1, -1, 2))
         yield partial(_step_backward, (2, 4, 0))
         yield partial(_step_backward, (0, 4, 0))  # at the other edge
