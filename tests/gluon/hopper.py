@@ -24,14 +24,13 @@ MULTIPROCESSORS = 3
 """So few that a program has several items, and not all the same number."""
 
 
-FUSED, WHOLE_V = "gluon.fused", "gluon.whole_V"
-"""Plans for Hopper: both directions have the first, the forward the second too."""
+HALVES, WHOLE_V = {"spans_in_halves": 10**9}, {"spans_in_halves": 0}
+"""The parameter of the rule's schedule with which every span's columns of V are halved, and with which none are."""
 
 
-def candidate_of(operator: Operator, plan: str = "") -> Candidate:
-    """A plan of the operator for Hopper alone: the first, or the one of a name."""
-    of_hopper = [candidate for candidate in operator.candidates() if candidate.targets == (TARGET,)]
-    return next(candidate for candidate in of_hopper if plan in ("", candidate.name))
+def candidate_of(operator: Operator) -> Candidate:
+    """The plan of the operator for Hopper alone."""
+    return next(candidate for candidate in operator.candidates() if candidate.targets == (TARGET,))
 
 
 def run(
@@ -39,14 +38,15 @@ def run(
     arguments: tuple[Any, ...],
     schedule: Schedule,
     codes: Codes | None = None,
-    plan: str = "",
+    parameters: Mapping[str, int] | None = None,
     programs: int = MULTIPROCESSORS,
 ) -> tuple[Tensor, ...]:
-    """The outputs of a plan for Hopper; they are full of NaN before it runs."""
-    candidate, problem = candidate_of(operator, plan), operator.describe(*arguments)
+    """The outputs of a plan for Hopper, with its schedule but for some parameters; they are full of NaN before it
+    runs."""
+    candidate, problem = candidate_of(operator), operator.describe(*arguments)
     if refusal := candidate.refuse(problem):
         raise ValueError(f"{candidate.name} does not take the problem: {refusal}")
-    setup = Setup(problem, candidate.schedule_on(problem, TARGET), TARGET)
+    setup = Setup(problem, candidate.schedule_on(problem, TARGET) | dict(parameters or {}), TARGET)
     assert candidate.setup is not None
     execute = candidate.setup(setup)
     outputs = operator.allocate(*arguments)

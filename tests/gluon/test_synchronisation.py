@@ -64,8 +64,8 @@ def run(name: str, direction: str, schedule: Schedule, codes: Codes | None = Non
     example = EXAMPLES[name]
     call = example.call
     if direction == "forward":
-        plan = hopper.WHOLE_V if name == "all of V" else hopper.FUSED
-        return hopper.run(call.operator, call.arguments, schedule, codes, plan)
+        parameters = hopper.WHOLE_V if name == "all of V" else hopper.HALVES
+        return hopper.run(call.operator, call.arguments, schedule, codes, parameters)
     assert call.adjoint is not None and call.adjoint_arguments is not None
     return hopper.run(call.adjoint, call.adjoint_arguments(example.upstream(), kept(name)), schedule, codes)
 

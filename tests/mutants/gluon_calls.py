@@ -208,7 +208,7 @@ def _run(example: Example) -> None:
 
 def _run_whole_V(example: Example) -> None:
     call = example.call
-    hopper.run(call.operator, call.arguments, SCHEDULES[0], plan=hopper.WHOLE_V)
+    hopper.run(call.operator, call.arguments, SCHEDULES[0], parameters=hopper.WHOLE_V)
 
 
 def noticed(mutant: Mutant, schedule: Schedule) -> bool:

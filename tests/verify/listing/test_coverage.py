@@ -176,7 +176,6 @@ def test_every_promise_is_covered() -> None:
 
 ON_HOPPER = {
     ("gated_delta_rule", "gluon.fused"),
-    ("gated_delta_rule", "gluon.whole_V"),
     ("gated_delta_rule_backward", "gluon.fused"),
     ("moe_experts", "gluon.grouped"),
     ("moe_experts_backward", "gluon.grouped"),
@@ -184,9 +183,6 @@ ON_HOPPER = {
 """Plans that no CPU has."""
 
 HELD_IN_THE_MODEL: dict[Pattern, str] = {
-    ("gated_delta_rule of gluon.whole_V", "*", "*"): (
-        "tests/gluon/test_whole_V.py::test_bits_are_those_of_64_columns_a_program"
-    ),
     (
         "moe_experts* of gluon.grouped",
         "*",

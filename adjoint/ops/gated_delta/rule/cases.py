@@ -58,7 +58,9 @@ _CASES = (
     ),
     Case(
         "many heads, resets",
-        tokens((1, 300, 5, 10, 64, 128), cu_seqlens=(0, 130, 300), resets=(5, 64, 129, 130, 200, 299)),
+        tokens(
+            (1, 300, 5, 10, 64, 128), cu_seqlens=(0, 0, 1, 66, 130, 200, 299, 300), resets=(5, 64, 129, 130, 200, 299)
+        ),
         heavy=True,
     ),
     Case("many heads", tokens((1, 200, 8, 16, 128, 128), decay=0.1), heavy=True),
@@ -457,6 +459,5 @@ def built_calls() -> Iterator[tuple[Call, str, bool]]:
     for *built, unaligned in _ON_HOPPER:
         _, heads, sizes, _ = built
         states = {"initial_state": on_meta(1, heads[1], *sizes), "output_final_state": True}
-        for plan in ("gluon.fused", "gluon.whole_V") if sizes[1] % 128 == 0 else ("gluon.fused",):
-            yield _built(*built), plan, unaligned
-            yield _built(*built, **states), plan, unaligned
+        yield _built(*built), "gluon.fused", unaligned
+        yield _built(*built, **states), "gluon.fused", unaligned

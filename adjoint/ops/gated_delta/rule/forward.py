@@ -9,8 +9,8 @@
     state scan                  triton/state_scan               hopper/forward_scan, one kernel
     output                      triton/output                   for both
 
-Of the plans for Hopper, `gluon.whole_V` has hopper/whole_scan in place of hopper/forward_scan. It computes the scores
-itself, and hopper/chunk_inverse none.
+Where spans and heads alone keep the GPU busy, hopper/whole_scan takes the place of hopper/forward_scan, bit for bit. It
+computes the scores itself, and hopper/chunk_inverse none.
 
 Only where a sequence is split have segments transitions, and states that are composed of them; only where it is asked
 for are q and k normalised.
@@ -40,12 +40,11 @@ PARTS = 1
 """Numbers of the storage type that an element of T is stored in."""
 
 
-def forward(setup: Setup, hopper: bool = False, whole_V: bool = False) -> Execute:
+def forward(setup: Setup, hopper: bool = False) -> Execute:
     """o; the final states, and those between segments, where they are needed.
 
     Args:
         hopper: with the kernels for Hopper.
-        whole_V: with the one of them whose programs scan 128 columns of V.
     """
     shape, device = Shape.of(setup.problem), setup.device
     _scale, normalize, output_final_state, checking, keep = setup.problem.options
@@ -62,7 +61,7 @@ def forward(setup: Setup, hopper: bool = False, whole_V: bool = False) -> Execut
             setup.scratch(saved=(torch.float32, shape.saved_elements))
     gates = bind_gates(setup, shape, (False, True) if shape.may_split else (False,), raises=True)
     normalized = bind_normalize(setup, shape, factors=False) if normalize else None
-    bind_kernels = _bind_whole_V if whole_V else _bind_hopper if hopper else _bind_triton
+    bind_kernels = _bind_hopper if hopper else _bind_triton
     inverse, scan, output, transitions, compose = bind_kernels(setup, shape)
     clear = bind_clear(setup, shape, shape.element) if shape.is_packed else None
     clear_saved = bind_clear_saved(setup, shape) if keep else None
@@ -138,38 +137,52 @@ def _bind_triton(setup: Setup, shape: Shape) -> _Kernels:
 
 
 def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
-    from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse_and_scores
-    from adjoint.ops.gated_delta.rule.hopper.forward_scan import bind_forward_scan
+    """Binds both scans where both can serve, as other numbers of sequences and lengths ask for the other one."""
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
 
-    *_, output_final_state, _checking, _keep = setup.problem.options
-    states = {"initial": shape.has_initial_state, "final": output_final_state}
-    setup.scratch(**score_region(shape))
-    inverse = bind_inverse_and_scores(setup, shape)
-    scan = bind_forward_scan(setup, shape, segmented=False, **states)
+    spans = shape.forward_spans * shape.heads * (shape.V // 128)
+    is_whole = _can_scan_whole(shape) and spans > setup.schedule["spans_in_halves"]
+    inverse, scan, split_scan = _bind_whole_scan(setup, shape) if is_whole else _bind_scan_in_halves(setup, shape)
+    if _can_scan_whole(shape):
+        (_bind_scan_in_halves if is_whole else _bind_whole_scan)(setup, shape)
+    if not is_whole:
+        setup.scratch(**score_region(shape))
     if not shape.may_split:
         return _Kernels(inverse, scan)
     transitions = bind_transitions(setup, shape)
     compose = bind_compose_transitions(setup, shape, shape.has_initial_state)
-    split_scan = bind_forward_scan(setup, shape, segmented=True, **states)
     return _Kernels(inverse, split_scan if shape.is_split else scan, None, transitions, compose)
 
 
-def _bind_whole_V(setup: Setup, shape: Shape) -> _Kernels:
+def _can_scan_whole(shape: Shape) -> bool:
+    """Whether a program may have 128 columns of V: of an odd number of heads, scores in memory have other bits."""
+    return shape.V % 128 == 0 and shape.heads % 2 == 0
+
+
+_Scans = tuple[Callable[..., None], ...]
+"""The kernel of the inverses, the scan of whole sequences and, where they may be split, that of segments."""
+
+
+def _bind_scan_in_halves(setup: Setup, shape: Shape) -> _Scans:
+    from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse_and_scores
+    from adjoint.ops.gated_delta.rule.hopper.forward_scan import bind_forward_scan
+
+    *_, output_final_state, _checking, _keep = setup.problem.options
+    states = {"initial": shape.has_initial_state, "final": output_final_state}
+    inverse, scan = bind_inverse_and_scores(setup, shape), bind_forward_scan(setup, shape, segmented=False, **states)
+    return inverse, scan, bind_forward_scan(setup, shape, segmented=True, **states) if shape.may_split else scan
+
+
+def _bind_whole_scan(setup: Setup, shape: Shape) -> _Scans:
     from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
-    from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
     from adjoint.ops.gated_delta.rule.hopper.whole_scan import bind_whole_scan
 
     *_, output_final_state, _checking, keep = setup.problem.options
     states = {"initial": shape.has_initial_state, "final": output_final_state}
     inverse = _without_scores(bind_inverse(setup, shape, PARTS))
     scan = bind_whole_scan(setup, shape, segmented=False, saves=keep, **states)
-    if not shape.may_split:
-        return _Kernels(inverse, scan)
-    transitions = bind_transitions(setup, shape)
-    compose = bind_compose_transitions(setup, shape, shape.has_initial_state)
-    split_scan = bind_whole_scan(setup, shape, segmented=True, saves=False, **states)
-    return _Kernels(inverse, split_scan if shape.is_split else scan, None, transitions, compose)
+    split_scan = bind_whole_scan(setup, shape, segmented=True, saves=False, **states) if shape.may_split else scan
+    return inverse, scan, split_scan
 
 
 def _without_scores(inverse: Callable[..., None]) -> Callable[..., None]:

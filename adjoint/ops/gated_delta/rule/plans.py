@@ -1,6 +1,5 @@
 """Which code serves which problem of the gated delta rule."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,28 +96,8 @@ def _on_kernels(kernel: str, direction: str, hopper: bool) -> Candidate:
     )
 
 
-def _refuse_whole_V(problem: Problem) -> str:
-    """Why the scan with all of V in a program cannot serve a problem."""
-    shape = Shape.of(problem)
-    if shape.V % 128:
-        return f"takes V of a multiple of 128, this is {shape.V}"
-    return _refuse_hopper(problem)
-
-
-_WHOLE_V = replace(
-    _on_kernels("rule_whole_scan_hopper", "forward", hopper=True),
-    name="gluon.whole_V",
-    revision=1,
-    refuse=_refuse_whole_V,
-    setup=imported("adjoint.ops.gated_delta.rule.forward:forward", hopper=True, whole_V=True),
-)
-"""A scan whose programs have 128 columns of V, where those of `gluon.fused` have 64: the same bits where H is even, and
-the same promises. It has run in the model of Gluon alone, and on no GPU yet: it is taken where it is asked for by name,
-and is none of the plans that `verify` tries (`plans` of the subject) until it has."""
-
 RULE = (
     _on_kernels("rule_forward_scan_hopper", "forward", hopper=True),
-    _WHOLE_V,
     _on_kernels("rule_state_scan", "forward", hopper=False),
     eager_candidate("eager.chunked", guarantee.in_pytorch, eager.forward, **_CHUNKS),
 )

@@ -126,6 +126,11 @@ class Shape(NamedTuple):
         return self.may_split and self.time > packing.SEGMENT
 
     @property
+    def forward_spans(self) -> int:
+        """Sequences, or the segments they are split into, that the forward scans side by side."""
+        return self.segments if self.is_split else self.sequences
+
+    @property
     def unsplit_reverse(self) -> int:
         """Tokens of the longest sequence that the reverse scan does not split; 0 where it splits none."""
         return UNSPLIT_REVERSE if self.may_split else 0
