@@ -11,7 +11,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.core import kernels
 from adjoint.ops.conv.triton import step
-from adjoint.verify.bits import same_bits
+from adjoint.verify.checks.bits import same_bits
 
 TRITON = Preference(backend="triton")
 INDICES = (3, -1, 0, 6, 2)

@@ -94,6 +94,11 @@ class Stages:
         return stage, phase
 
     @gluon.jit
+    def before(self, stage):
+        """The stage before a stage."""
+        return gl.where(stage == 0, self.full.shape[0] - 1, stage - 1)
+
+    @gluon.jit
     def pairs(self):
         """Room for four matrices of 64 × 64 in the right operand of each stage."""
         return self.rights._reinterpret(self.rights.dtype, [4 * self.full.shape[0], HALF, DEPTH], TILE)
@@ -118,7 +123,6 @@ def multiply(
 ):
     """The sums of 64 rows of a tile, and the stage and phase after it. One product is under way beside the waits."""
     total = gl.zeros([HALF, COLUMNS], gl.float32, product_layout(COLUMNS))
-    before = stage
     for step in range(steps):
         mbarrier.wait(stages.full.index(stage), phase)
         left = stages.lefts.index(stage * 2 + HALF_NUMBER)
@@ -129,11 +133,10 @@ def multiply(
             right = right.permute((1, 0))
         total = warpgroup_mma(left, right, total, is_async=True)
         total = warpgroup_mma_wait(1, deps=[total])
-        stages.release(before, step > 0)
-        before = stage
+        stages.release(stages.before(stage), step > 0)
         stage, phase = stages.after(stage, phase)
     total = warpgroup_mma_wait(0, deps=[total])
-    stages.release(before, steps > 0)
+    stages.release(stages.before(stage), steps > 0)
     return total, stage, phase
 
 
