@@ -48,6 +48,24 @@ class Layer:
         )
         return Layer(inputs, draw(tokens, columns))
 
+    def with_nan_in_the_first_token(self) -> "Layer":
+        """The token is of the second expert, as the first of its rows: the first expert's end right before it."""
+        x, gate_up, down, indices, weights = (tensor.clone() for tensor in self.inputs)
+        other = int((indices[:, 0] == 1).nonzero()[0, 0])
+        indices[[0, other], 0] = indices[[other, 0], 0]
+        dy = self.dy.clone()
+        x[0] = dy[0] = torch.nan
+        return Layer((x, gate_up, down, indices, weights), dy)
+
+    def with_infinite_u(self) -> "Layer":
+        """The first column of u is infinite for a token of the last expert's, and no other number is."""
+        x, gate_up, down, indices, weights = self.inputs
+        expert = len(gate_up) - 1
+        token = int((indices == expert).any(1).nonzero()[0, 0])
+        gate_up = gate_up.clone()
+        gate_up[expert, gate_up.shape[1] // 2] = torch.finfo(gate_up.dtype).max * x[token].sign()
+        return Layer((x, gate_up, down, indices, weights), self.dy)
+
     @cached_property
     def call(self) -> Call:
         return bind(experts, *self.inputs)

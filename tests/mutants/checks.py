@@ -357,7 +357,7 @@ JUDGES: dict[str, tuple[ModuleType, ...]] = {
     "rotary": (edges, rotary_calls),
     "embedding": (edges, embedding_calls),
     "indexing": (edges, indexing_calls),
-    "moe": (edges, dispatch_calls, route_calls, experts_calls),
+    "moe": (edges, dispatch_calls, route_calls, experts_calls, gluon_calls),
     "loss": (edges, loss_calls),
     "gated_delta": (edges, rule_calls, rule_backward_calls, step_calls, stage_calls, gluon_calls),
 }

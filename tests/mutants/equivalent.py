@@ -755,4 +755,75 @@ EQUIVALENT = {
             ),
         )
     },
-}
+    # moe: experts in Gluon
+    ("experts.hopper.device.silu_product", "g >= 0 -> g > 0"): "both branches agree at 0, where h = 1",
+    ("experts.hopper.device.Stages.allocate", "not LEFT_BY_TERM -> LEFT_BY_TERM"): "64 rows by 64 terms, either way",
+    **{
+        ("experts.hopper.device.store_rows", change): "plus or minus 0, which is there for the registers it saves"
+        for change in ("row += gl.minimum(rows - 1, 0) -> row -= gl.minimum(rows - 1, 0)", "rows - 1 -> rows + 1")
+    },
+    ("experts.hopper.hidden_gradients._producer", "copied += 1 -> copied += 2 (2)"): (
+        "dy's copies come first, so that LAG is reached with either"
+    ),
+    ("experts.hopper.device.token_lines", "column < DEPTH -> column <= DEPTH"): "true of every column, as before",
+    (
+        "experts.hopper.device.token_lines",
+        "inside[:, None] & (column < DEPTH)[None, :] -> inside[:, None] | (column < DEPTH)[None, :]",
+    ): "in the place of a row past the last, the first token's is copied and multiplied, and not stored",
+    (
+        "moe_experts_down_adjoint_hopper",
+        "[2, HALF, PART] -> [3, HALF, PART]",
+    ): "more shared memory than is used, which the budget of a build limits",
+    **{
+        (f"experts.hopper.{function}", change): "a half without rows is copied too, and passed by"
+        for function, change in (
+            ("hidden_gradients._producer", "begin + HALF < end -> begin + HALF <= end"),
+            ("hidden_gradients._producer", "begin + HALF -> begin - HALF (2)"),
+            ("product._producer", "begin + HALF < end -> begin + HALF <= end"),
+            ("product._producer", "begin + HALF -> begin - HALF (1)"),
+        )
+    },
+    **{
+        (f"experts.hopper.{function}._consumer", change): "a half without rows is multiplied too, and not stored"
+        for function in ("up", "product")
+        for change in (
+            "begin + HALF_NUMBER * HALF < end -> begin + HALF_NUMBER * HALF <= end",
+            "begin + HALF_NUMBER * HALF -> begin - HALF_NUMBER * HALF (1)",
+        )
+    },
+    ("experts.hopper.outer._producer", "first + DEPTH <= end -> first + DEPTH < end"): (
+        "threads copy the last rows even where these are a whole stage"
+    ),
+    **{
+        (function, change): "of a multiple of 64, the same number of tiles"
+        for function, change in (
+            ("moe_experts_down_adjoint_hopper", "INNER + COLUMNS - 1 -> INNER + COLUMNS - 2"),
+            ("moe_experts_up_hopper", "INNER + GATE - 1 -> INNER + GATE - 2"),
+            ("moe_experts_product_hopper", "WIDTH + COLUMNS - 1 -> WIDTH + COLUMNS - 2"),
+            ("experts.hopper.outer._producer", "M + ROWS - 1 -> M + ROWS - 2"),
+            ("experts.hopper.outer._producer", "N + COLUMNS - 1 -> N + COLUMNS - 2"),
+            ("experts.hopper.outer._consumer", "M + ROWS - 1 -> M + ROWS - 2"),
+            ("experts.hopper.outer._consumer", "N + COLUMNS - 1 -> N + COLUMNS - 2"),
+        )
+    },
+    **{
+        (function, change): "more tiles of columns, of which those past the last are multiplied and not stored"
+        for function, change in (
+            ("moe_experts_up_hopper", "INNER + GATE - 1 -> INNER + GATE + 1"),
+            ("moe_experts_up_hopper", "(INNER + GATE - 1) // GATE -> (INNER + GATE - 1) % GATE"),
+            ("moe_experts_product_hopper", "WIDTH + COLUMNS - 1 -> WIDTH + COLUMNS + 1"),
+            ("moe_experts_product_hopper", "(WIDTH + COLUMNS - 1) // COLUMNS -> (WIDTH + COLUMNS - 1) % COLUMNS"),
+        )
+    },
+    **{
+        ("experts.hopper.hidden_gradients._consumer", change): "the next tile is looked up beside other columns"
+        for change in ("part == PARTS - 1 -> part != PARTS - 1", "PARTS - 1 -> PARTS - 2 (2)")
+    },
+    **{
+        ("experts.hopper.hidden_gradients._consumer", change): "the last columns never leave the registers"
+        for change in (
+            "2 * PARTS - 1 -> 2 * PARTS + 1", "2 * PARTS -> 3 * PARTS", "part * 2 -> part + 2",
+            "part * 2 + side -> part * 2 - side",
+        )
+    },
+}  # fmt: skip

@@ -158,5 +158,11 @@ def _named(parent: ast.AST, child: ast.AST, parents: dict[ast.AST, ast.AST]) -> 
     return parent
 
 
+def names(mutant: Mutant) -> list[str]:
+    """What a mutant's function may be called in the list: its own name, or with more and more of its module's."""
+    parts = mutant.module.split(".")
+    return [".".join((*parts[begin:], mutant.function)) for begin in range(len(parts), -1, -1)]
+
+
 def equivalent(mutant: Mutant) -> bool:
-    return (mutant.function, mutant.change) in EQUIVALENT or ("*", mutant.everywhere) in EQUIVALENT
+    return any((name, mutant.change) in EQUIVALENT for name in names(mutant)) or ("*", mutant.everywhere) in EQUIVALENT
