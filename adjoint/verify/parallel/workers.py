@@ -73,6 +73,8 @@ def run_in_processes(
 ) -> Results:
     """Runs jobs in processes of their own, which end when the generator is closed.
 
+    A job for which the GPU has no memory left beside the others runs again after them, alone.
+
     Args:
         listing: lists `jobs` in every process.
         positions: of the jobs to run.
@@ -83,6 +85,7 @@ def run_in_processes(
     """
     order = rank or _rank
     queue = deque(sorted(positions, key=lambda position: order(jobs[position])))
+    alone: list[int] = []
     workers: list[_Worker] = []
     threads = max(1, usable_cores() // processes)
 
@@ -92,13 +95,18 @@ def run_in_processes(
         worker.start(position, jobs[position])
 
     try:
-        while queue or workers:
+        while queue or workers or alone:
+            if not queue and not workers:
+                queue, alone, processes = deque(alone), [], 1
             while queue and len(workers) < processes:
                 workers.append(_Worker(listing, device, threads))
                 start_next(workers[-1])
             for worker in _await_answers(workers):
                 rows, usable = worker.answer()
-                yield worker.position, rows
+                if processes > 1 and any("OutOfMemoryError" in row.detail for row in rows):
+                    alone.append(worker.position)
+                else:
+                    yield worker.position, rows
                 if queue and usable:
                     start_next(worker)
                 else:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +61,17 @@ def test_a_process_that_dies_is_a_failed_row_of_its_job(rows: dict[str, Row], na
     row = rows[name]
     assert not row.passed and row.measured == "its process died" and cause in row.detail
     assert (row.op, row.check, row.dtype, row.plan) == ("toy", "accuracy", "float32", "eager")
+
+
+@pytest.mark.parametrize(("processes", "runs"), [(2, 2), (1, 1)])
+def test_a_job_without_memory_runs_again_when_it_is_alone(tmp_path: Path, processes: int, runs: int) -> None:
+    rows, order = run(partial(listings.list_scarcity, str(tmp_path / "trace")), processes)
+    assert rows["small"].passed and rows["smaller"].passed
+    assert order.count("toy: large") == runs and rows["large"].passed == (runs == 2)
+    if runs == 2:
+        assert order[-1] == "toy: large"
+    else:
+        assert "OutOfMemoryError" in rows["large"].detail
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,7 @@ EXPERTS = Subject(
     batched=("x", "indices", "weights"),
     rebatched=_with_other_tokens,
     autocast=("x", "gate_up", "down"),
-    plans=("eager.grouped_mm",),
+    plans=("eager.grouped_mm", "triton.grouped"),
 )
 
 SUBJECTS = (EXPERTS,)

@@ -179,6 +179,18 @@ def _set_up(setup: Setup, folder: str) -> Execute:
 def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[Candidate, ...]:
     return (
         Candidate(
+            name="gluon.grouped",
+            backend="triton",
+            kernel=kernel,
+            revision=1,
+            refuse=_refuse_hopper,
+            guarantee=lambda problem: guarantee(problem, ours=True),
+            setup=partial(_set_up, folder="hopper"),
+            targets=("sm_90",),
+            schedules=_SCHEDULES,
+            entry=lambda problem: "hopper",
+        ),
+        Candidate(
             name="triton.grouped",
             backend="triton",
             kernel=kernel,
@@ -203,20 +215,6 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
                 revision=2,
             ),
             refuse=grouped_mm.refuse,
-        ),
-        # It has run in the model of Gluon alone, and on no GPU yet: until it has, only a preference that names it gets
-        # it, and `verify` does not try it (`plans` of the subject).
-        Candidate(
-            name="gluon.grouped",
-            backend="triton",
-            kernel=kernel,
-            revision=1,
-            refuse=_refuse_hopper,
-            guarantee=lambda problem: guarantee(problem, ours=True),
-            setup=partial(_set_up, folder="hopper"),
-            targets=("sm_90",),
-            schedules=_SCHEDULES,
-            entry=lambda problem: "hopper",
         ),
     )
 
