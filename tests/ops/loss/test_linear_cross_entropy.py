@@ -1,5 +1,6 @@
 """What only `linear_cross_entropy` knows: torch's composition, blocks, what the forward keeps, plans and their bits."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
 from adjoint.ops.loss import reference
-from adjoint.ops.loss.linear_cross_entropy import eager, plans
+from adjoint.ops.loss.linear_cross_entropy import cases, eager, plans
+from adjoint.verify.checks import bits
 from tests.conftest import device_under_test
 
 KERNELS = pytest.mark.kernels
@@ -399,3 +401,18 @@ def test_the_bounds_survive_a_search(plan: str, dtype: torch.dtype) -> None:
         if sum(found.values()) > sum(reached.values()):
             (hidden, weight), reached = other, found
     assert max(reached.values()) > 1e-2, f"bounds that are all a hundred times too wide say nothing: {reached}"
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_products_of_our_own_have_an_item_s_bits_where_they_say_so(dtype: torch.dtype) -> None:
+    """In float16 too, whose gradients of hidden say no such thing where each token has its upstream gradient."""
+    few = tuple(case for case in cases.SUBJECTS[0].cases if case.name in ("few tokens", "some do not count"))
+    rows = [
+        row
+        for subject in cases.SUBJECTS
+        for row in bits.invariance(
+            replace(subject, cases=few), dtype, device_under_test(), Preference(plan="triton.tiles")
+        )
+    ]
+    assert rows and all(row.passed for row in rows), [row.detail for row in rows]

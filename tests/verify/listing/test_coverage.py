@@ -182,21 +182,6 @@ ON_HOPPER = {
 }
 """Plans that no CPU has."""
 
-HELD_IN_THE_MODEL: dict[Pattern, str] = {
-    (
-        "moe_experts* of gluon.grouped",
-        "*",
-        "error",
-    ): "tests/gluon/test_experts.py::test_results_are_within_their_guarantees",
-    ("moe_experts* of gluon.grouped", "*", "repeatable"): (
-        "tests/gluon/test_experts.py::test_schedules_and_numbers_of_programs_change_no_bit"
-    ),
-    ("moe_experts* of gluon.grouped", "*", "batch_invariant"): (
-        "tests/gluon/test_experts.py::test_a_token_has_the_same_bits_alone_and_an_expert_with_its_tokens"
-    ),
-}
-"""Promises of plans that no GPU has run yet, and that `verify` does not try: tests in the model of Gluon hold them."""
-
 
 @pytest.mark.kernels
 @in_the_interpreter
@@ -227,7 +212,7 @@ def test_every_promise_on_hopper_is_covered(hopper: torch.device) -> None:
     ops = [RULE, "moe.experts"]
     assert {(promise.operator, promise.plan) for promise in made(hopper, ops)} >= ON_HOPPER
     left = _left(hopper, ops)
-    assert not _uncovered(left, *HELD_IN_THE_MODEL), _uncovered(left, *HELD_IN_THE_MODEL)
+    assert not _uncovered(left), _uncovered(left)
 
 
 @pytest.mark.skipif(kernels.interpreting(), reason="no interpreter pretends to be a GPU")
@@ -256,7 +241,7 @@ def test_a_check_that_disappears_is_missed() -> None:
 
 def test_named_tests_exist() -> None:
     root = Path(__file__).parents[3]
-    for place in (*HELD_BY.values(), *HELD_IN_THE_MODEL.values()):
+    for place in HELD_BY.values():
         file, _, name = place.partition("::")
         assert f"def {name}(" in (root / file).read_text(encoding="utf-8"), place
 

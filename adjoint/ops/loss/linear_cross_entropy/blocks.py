@@ -99,8 +99,16 @@ def _ieee_products(element: torch.dtype, device: torch.device) -> Iterator[None]
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = left·right, or on top of what is there; sums in float32, which stay so where `out` is."""
-    if out.dtype == left.dtype:
+    """out = left·right, or on top of what is there; sums in float32, which stay so where `out` is.
+
+    Where `out` begins at no multiple of 16 bytes, the vendor's product may take another order of sums: it goes through
+    memory that does.
+    """
+    if not is_aligned(out):
+        room = torch.empty_like(out, memory_format=torch.contiguous_format)
+        multiply(left, right, room.copy_(out) if add else room, add)
+        out.copy_(room)
+    elif out.dtype == left.dtype:
         torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
     elif left.is_cuda:
         if add:

@@ -114,10 +114,13 @@ def _guarantee(problem: Problem, plan: str) -> dict[str, Guarantee]:
     ours = plan == "tiles"
     repeats = ours or (plan == "eager" and problem.device.type == "cpu")
     linear = _linear_of(plan, dtype, loss.is_total)
+    is_scaled = (
+        dtype == torch.float16 and not loss.is_total
+    )  # dx is stored on the scale of the largest upstream gradient
 
     def promise(name: str) -> Guarantee:
         per_token = name == "log_probabilities" or (name == "loss" and loss.reduction == "none")
-        per_token |= name == "dhidden" and loss.reduction != "mean"
+        per_token |= name == "dhidden" and loss.reduction != "mean" and not is_scaled
         domain = "finite logits" + (" in the range of float16" if dtype == torch.float16 and plan == "vendor" else "")
         domain += TOKENS_IN_ORDER if ours and not per_token else _BY_THREADS if repeats and not ours else ""
         return Guarantee(
