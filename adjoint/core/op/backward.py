@@ -21,6 +21,8 @@ class Backward:
     Attributes:
         saves: the names of what it reads of the forward's inputs and outputs.
         has_mask: whether the operator takes `need`: an op with one gradient has no choice.
+        function: the `autograd.Function`, whose `apply` a compiler knows.
+        apply: what `function.apply` comes to outside of torch.func's transforms, without looking for them: half of it.
     """
 
     def __init__(self, op: "Op", adjoint: "Adjoint") -> None:
@@ -35,7 +37,7 @@ class Backward:
         gradients = adjoint.gradients or tuple(f"d{x}" for x in op.differentiable)
         options = op.options if adjoint.options is None else adjoint.options
         overwritten = (*(op.differentiable if adjoint.overwrites else ()), *adjoint.buffers)
-        self._places = tuple(map(self.saves.index, op.differentiable)) if adjoint.overwrites else ()
+        self._places = tuple(self.saves.index(x) for x in op.differentiable if x in self.saves)
 
         name, describe_facts = f"{op.name}_{adjoint.name}", adjoint.describe
         tensor_count, has_lists = len(tensors), "[]" in options
@@ -45,7 +47,8 @@ class Backward:
             values = arguments[tensor_count:]
             if has_lists:
                 values = _hashable(values)
-            return Problem(name, arguments[present].device, *describe_facts(*arguments), values)
+            facts = (name, arguments[present].device, *describe_facts(*arguments), values, "")
+            return tuple.__new__(Problem, facts)  # a third of what the named constructor costs
 
         self.operator = register(
             Operator(
@@ -65,6 +68,7 @@ class Backward:
             results=0 if overwritten else len(gradients),
         )
         self.function = self._make_function()
+        self.apply: Any = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
     def _check(self, *arguments: Any) -> None:
         (self.adjoint.check or self._check_upstream)(*arguments)
@@ -89,12 +93,10 @@ class Backward:
 
     def _allocate(self, *arguments: Any) -> tuple[Tensor, ...]:
         """A gradient like each differentiable input, empty where `need` does not ask for it."""
-        op, first = self.op, len(self.op.upstream)
-        saved = dict(zip(self.saves, arguments[first:], strict=False))
-        need = arguments[-1] if self.has_mask else 1
+        first, need = len(self.op.upstream), arguments[-1] if self.has_mask else 1
+        saved, gradient = arguments[first:], self.op.gradient
         return tuple(
-            op.gradient(saved[x]) if need >> bit & 1 else arguments[first].new_empty(0)
-            for bit, x in enumerate(op.differentiable)
+            [gradient(saved[x]) if need >> bit & 1 else saved[0].new_empty(0) for bit, x in enumerate(self._places)]
         )
 
     def arguments(
