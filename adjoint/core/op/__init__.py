@@ -32,7 +32,7 @@ from torch import Tensor
 from adjoint.core.op.backward import Backward, check_reusable
 from adjoint.core.op.flops import Flops, no_products
 from adjoint.core.op.observation import watch
-from adjoint.core.op.operator import Operator, register
+from adjoint.core.op.operator import Operator, register, transform
 from adjoint.core.plan import Call, Candidate, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem
@@ -251,7 +251,8 @@ def _make_call(op: Op) -> Callable[..., Any]:
                     backward = forms[form]
                     if backward.adjoint.overwrites:
                         check_reusable(op.label, **{inputs[place]: arguments[place] for place in differentiable})
-                    apply = backward.function.apply if is_compiling() else backward.apply
+                    is_seen = is_compiling() or transform() is not None
+                    apply = backward.function.apply if is_seen else backward.apply
                     return apply(*arguments, *buffers, text)
         if kept:
             results = forward(*arguments, False, text)
