@@ -46,18 +46,20 @@ def backward(
     other instructions than the rest, and here the inputs alone decide how its loops run.
     """
     differentiate = differentiate or _differentiate
-    inputs = [x for x in (dy, gate, up) if x is not None]
+    reuses_gate = dgate is not None and dgate.data_ptr() == gate.data_ptr()  # else an output's memory is its own
+    reuses = reuses_gate or (dup is not None and up is not None and dup.data_ptr() == up.data_ptr())
+    if not reuses and _are_contiguous(dy, gate, up, dgate, dup):
+        differentiate(dy, gate, up, dgate, dup)
+        return
     outputs = [x for x in (dgate, dup) if x is not None]
     if gate.numel() == 0 or not outputs:
         return
-    addresses = [x.data_ptr() for x in inputs]
-    overlap = any([x.data_ptr() in addresses for x in outputs])  # an output has memory of its own, or is an input
     in_rows = not gate.is_contiguous() and _has_rows(gate) and (up is None or _has_rows(up))
     if in_rows:
         dy = dy if _has_rows(dy) else dy.contiguous()
-    elif not _lie_alike(inputs):
+    elif not _lie_alike(dy, gate, up):
         dy, gate, up = dy.contiguous(), gate.contiguous(), None if up is None else up.contiguous()
-    if not overlap and (all(map(_has_rows, outputs)) if in_rows else _lie_alike([gate, *outputs])):
+    if not reuses and (all(map(_has_rows, outputs)) if in_rows else _lie_alike(gate, *outputs)):
         differentiate(dy, gate, up, dgate, dup)
         return
     results = [None if x is None else torch.empty_like(gate) for x in (dgate, dup)]
@@ -84,9 +86,16 @@ def _has_rows(x: Tensor) -> bool:
     return in_order and x.shape[-1] % 64 == 0
 
 
-def _lie_alike(tensors: list[Tensor]) -> bool:
+def _are_contiguous(*tensors: Tensor | None) -> bool:
+    for x in tensors:  # noqa: SIM110  (a generator costs as much as all the rest)
+        if x is not None and not x.is_contiguous():
+            return False
+    return True
+
+
+def _lie_alike(first: Tensor, *others: Tensor | None) -> bool:
     """Whether the tensors fill their memory in one order, which makes torch's loops over them one loop."""
-    first = tensors[0]
-    if all([x.is_contiguous() for x in tensors]):
+    if _are_contiguous(first, *others):
         return True
-    return torch.ops.aten.is_non_overlapping_and_dense(first) and all(x.stride() == first.stride() for x in tensors)
+    alike = all(x is None or x.stride() == first.stride() for x in others)
+    return alike and torch.ops.aten.is_non_overlapping_and_dense(first)

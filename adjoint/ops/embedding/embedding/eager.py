@@ -69,7 +69,7 @@ def _sum_on_the_cpu(terms: Tensor, keys: Tensor, out: Tensor, tile: int, padding
 def _add_in_order(terms: Tensor, keys: Tensor, out: Tensor) -> None:
     """The sum of the terms of each group one after the other, beginning with 0, rounded once."""
     if scatters_in_order(terms.dtype, terms.shape[1]) and out.is_contiguous():
-        out.zero_().scatter_add_(0, keys[:, None].expand_as(terms), terms.contiguous())
+        out.zero_().scatter_add_(0, keys.unsqueeze(1).expand_as(terms), terms.contiguous())
     else:
         wide = terms.to(wide_dtype(terms.dtype))
         out.copy_(torch.ops.aten.embedding_dense_backward(wide, keys, len(out), -1, False))
