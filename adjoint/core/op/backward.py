@@ -152,7 +152,7 @@ class Backward:
                 if saves_inputs_alone:
                     ctx.save_for_backward(*arguments[:input_count])
                 else:
-                    needs = [ctx.needs_input_grad[place] for place in differentiable]
+                    needs = [ctx.needs_input_grad[place] for place in differentiable] if adjoint.omits else []
                     ctx.save_for_backward(*declared._saved(needs, arguments, outputs))
                 ctx.options, ctx.preference = declared._options(arguments), preference
                 # Not saved: they are written to, by this backward and by those of other calls.

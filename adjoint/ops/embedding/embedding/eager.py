@@ -55,7 +55,7 @@ def _sum_on_the_cpu(terms: Tensor, keys: Tensor, out: Tensor, tile: int, padding
     _add_in_order(terms, keys, out)
     if padding >= 0:
         out[padding] = 0
-    if len(keys) <= tile:
+    if keys.numel() <= tile:
         return
     counts = torch.bincount(keys, minlength=len(out))
     if padding >= 0:
