@@ -37,26 +37,24 @@ def alike(first: Tensor, second: Tensor) -> bool:
 
 def require_floating(op: str, name: str, value: Tensor) -> None:
     """A tensor of one of the four floating types, on a device the ops run on."""
-    _require_tensor(op, name, value)
+    _require_dense(op, name, value)
     if value.dtype not in _FLOATING:
         raise ArgumentError(
             f"{op}: {name} must be one of {', '.join(map(short, FLOATING))}, got {short(value.dtype)}; "
             f"convert it first, for example with {name}.float()"
         )
-    _require_strided(op, name, value)
     if not (value.is_cpu or value.is_cuda or value.is_meta):
         raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
 
 
 def require_ids(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
     """A tensor of int32 or int64, on the device of another."""
-    _require_tensor(op, name, value)
+    _require_dense(op, name, value)
     if value.dtype not in (int32, int64):
         raise ArgumentError(
             f"{op}: {name} must be int32 or int64, got {short(value.dtype)}; convert it first, "
             f"for example with {name}.long()"
         )
-    _require_strided(op, name, value)
     _require_device(op, name, value, like_name, like)
 
 
@@ -64,8 +62,7 @@ def require_like(
     op: str, name: str, value: Tensor, like_name: str, like: Tensor, shape: tuple[int, ...] | None = None
 ) -> None:
     """A tensor of the dtype and device of another, and of its shape unless another is stated."""
-    _require_tensor(op, name, value)
-    _require_strided(op, name, value)
+    _require_dense(op, name, value)
     if value.shape != (like.shape if shape is None else shape):
         expected = f"the shape of {like_name}, {tuple(like.shape)}" if shape is None else f"shape {tuple(shape)}"
         raise ArgumentError(f"{op}: {name} must have {expected}, got {tuple(value.shape)}")
@@ -76,12 +73,10 @@ def require_like(
     _require_device(op, name, value, like_name, like)
 
 
-def _require_tensor(op: str, name: str, value: Any) -> None:
+def _require_dense(op: str, name: str, value: Any) -> None:
+    """A tensor with strides, not a nested one."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-
-
-def _require_strided(op: str, name: str, value: Tensor) -> None:
     if value.layout != strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise ArgumentError(f"{op}: {name} must be a dense tensor with strides, got {kind}; convert it first")
@@ -102,7 +97,7 @@ def check_outputs(operator: "Operator", arguments: tuple[Any, ...], outputs: tup
         raise ArgumentError(f"{op}: out= must hold {len(like)} tensors, got {len(outputs)}")
     device = next(a.device for a in arguments if isinstance(a, Tensor))
     for name, output, expected in zip(operator.outputs, outputs, like, strict=True):
-        _require_tensor(op, f"out= for {name}", output)
+        _require_dense(op, f"out= for {name}", output)
         if output.shape != expected.shape:
             wrong = f"have shape {tuple(expected.shape)}, got {tuple(output.shape)}"
         elif output.dtype != expected.dtype:
@@ -132,7 +127,7 @@ def check_outputs(operator: "Operator", arguments: tuple[Any, ...], outputs: tup
 def check_workspace(plan: "Plan", workspace: Tensor) -> None:
     """Raises unless `workspace=` is contiguous memory on the plan's device, and enough of it."""
     op, least = plan.operator.name, plan.workspace_bytes
-    _require_tensor(op, "workspace=", workspace)
+    _require_dense(op, "workspace=", workspace)
     if least is None:
         raise ArgumentError(f"{op}: plan {plan.name} takes no workspace=; the library behind it allocates its own")
     if workspace.device != plan.problem.device or not workspace.is_contiguous():

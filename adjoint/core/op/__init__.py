@@ -32,7 +32,7 @@ from torch import Tensor
 from adjoint.core.op.backward import Backward, check_reusable
 from adjoint.core.op.flops import Flops, no_products
 from adjoint.core.op.observation import watch
-from adjoint.core.op.operator import Operator, register
+from adjoint.core.op.operator import Operator, register, transform
 from adjoint.core.plan import Call, Candidate, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem
@@ -230,7 +230,7 @@ def _make_call(op: Op) -> Callable[..., Any]:
     forms, inputs, output_count = op.forms, op.inputs, len(op.outputs)
     differentiable = tuple(map(inputs.index, op.differentiable))
     overwritten = tuple(map(inputs.index, op.overwrites))
-    grad_enabled = torch.is_grad_enabled
+    grad_enabled, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 
     def call(*arguments: Any, preference: Preference | None, form: str = "", buffers: tuple[Tensor, ...] = ()) -> Any:
         if autocast:
@@ -239,7 +239,7 @@ def _make_call(op: Op) -> Callable[..., Any]:
         if preference is BINDING:
             raise Bound(op.bind(arguments, form, buffers))
         text = resolve(preference)
-        if watch.observer is not None and not torch.compiler.is_compiling():
+        if watch.observer is not None and not is_compiling():
             return watch.observer(op, arguments, form, text, lambda: run(arguments, text, form, buffers))
         return run(arguments, text, form, buffers)
 
@@ -251,12 +251,14 @@ def _make_call(op: Op) -> Callable[..., Any]:
                     backward = forms[form]
                     if backward.adjoint.overwrites:
                         check_reusable(op.label, **{inputs[place]: arguments[place] for place in differentiable})
-                    return backward.function.apply(*arguments, *buffers, text)
+                    is_seen = is_compiling() or transform() is not None
+                    apply = backward.function.apply if is_seen else backward.apply
+                    return apply(*arguments, *buffers, text)
         if kept:
             results = forward(*arguments, False, text)
             return results[0] if output_count == 1 else results[:output_count]
         results = forward(*arguments, text)
-        if overwritten and not torch.compiler.is_compiling():
+        if overwritten and not is_compiling():
             for place in overwritten:
                 if arguments[place] is not None and not arguments[place].is_inference():
                     torch.autograd.graph.increment_version(arguments[place])

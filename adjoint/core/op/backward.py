@@ -21,6 +21,8 @@ class Backward:
     Attributes:
         saves: the names of what it reads of the forward's inputs and outputs.
         has_mask: whether the operator takes `need`: an op with one gradient has no choice.
+        function: the `autograd.Function`, whose `apply` a compiler knows.
+        apply: what `function.apply` comes to outside of torch.func's transforms, without looking for them: half of it.
     """
 
     def __init__(self, op: "Op", adjoint: "Adjoint") -> None:
@@ -35,7 +37,7 @@ class Backward:
         gradients = adjoint.gradients or tuple(f"d{x}" for x in op.differentiable)
         options = op.options if adjoint.options is None else adjoint.options
         overwritten = (*(op.differentiable if adjoint.overwrites else ()), *adjoint.buffers)
-        self._places = tuple(map(self.saves.index, op.differentiable)) if adjoint.overwrites else ()
+        self._places = tuple(self.saves.index(x) for x in op.differentiable if x in self.saves)
 
         name, describe_facts = f"{op.name}_{adjoint.name}", adjoint.describe
         tensor_count, has_lists = len(tensors), "[]" in options
@@ -45,7 +47,8 @@ class Backward:
             values = arguments[tensor_count:]
             if has_lists:
                 values = _hashable(values)
-            return Problem(name, arguments[present].device, *describe_facts(*arguments), values)
+            facts = (name, arguments[present].device, *describe_facts(*arguments), values, "")
+            return tuple.__new__(Problem, facts)  # a third of what the named constructor costs
 
         self.operator = register(
             Operator(
@@ -65,6 +68,7 @@ class Backward:
             results=0 if overwritten else len(gradients),
         )
         self.function = self._make_function()
+        self.apply: Any = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
     def _check(self, *arguments: Any) -> None:
         (self.adjoint.check or self._check_upstream)(*arguments)
@@ -89,12 +93,10 @@ class Backward:
 
     def _allocate(self, *arguments: Any) -> tuple[Tensor, ...]:
         """A gradient like each differentiable input, empty where `need` does not ask for it."""
-        op, first = self.op, len(self.op.upstream)
-        saved = dict(zip(self.saves, arguments[first:], strict=False))
-        need = arguments[-1] if self.has_mask else 1
+        first, need = len(self.op.upstream), arguments[-1] if self.has_mask else 1
+        saved, gradient = arguments[first:], self.op.gradient
         return tuple(
-            op.gradient(saved[x]) if need >> bit & 1 else arguments[first].new_empty(0)
-            for bit, x in enumerate(op.differentiable)
+            [gradient(saved[x]) if need >> bit & 1 else saved[0].new_empty(0) for bit, x in enumerate(self._places)]
         )
 
     def arguments(
@@ -130,39 +132,42 @@ class Backward:
         """The `autograd.Function`: it takes the arguments of the forward but `keep`, buffers and the preference."""
         op, adjoint, declared = self.op, self.adjoint, self
         forward, operator, has_mask = op.forward, self.operator, self.has_mask
-        argument_count = op.argument_count + len(adjoint.buffers) + 1
+        keep, absent, always_constant = (True,) * bool(op.kept), op.absent, op.constant
+        input_count, own_count = op.input_count, op.argument_count
+        argument_count = own_count + len(adjoint.buffers) + 1
         differentiable = tuple(map(op.inputs.index, op.differentiable))
-        saves_inputs_alone = self._sources == tuple(range(op.input_count)) and adjoint.omits is None
-        output_count = len(op.outputs)
+        saves_inputs_alone = self._sources == tuple(range(input_count)) and adjoint.omits is None
+        output_count, upstream_count = len(op.outputs), len(op.upstream)
         single = output_count == 1
+        is_compiling, grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
         class Differentiable(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *values: Any) -> Any:  # type: ignore[override]
-                arguments, preference = values[: op.argument_count], values[-1]
-                if not single and not torch.compiler.is_compiling():
+                arguments, preference = values[:own_count], values[-1]
+                if not single and not is_compiling():
                     ctx.set_materialize_grads(False)  # an output nobody used, or without a gradient, costs nothing
-                results = forward(*arguments, True, preference) if op.kept else forward(*arguments, preference)
-                outputs = (results,) if single and not op.kept else results
+                results = forward(*arguments, *keep, preference)
+                outputs = (results,) if single and not keep else results
                 if saves_inputs_alone:
-                    ctx.save_for_backward(*arguments[: op.input_count])
+                    ctx.save_for_backward(*arguments[:input_count])
                 else:
-                    needs = [ctx.needs_input_grad[place] for place in differentiable]
+                    needs = [ctx.needs_input_grad[place] for place in differentiable] if adjoint.omits else []
                     ctx.save_for_backward(*declared._saved(needs, arguments, outputs))
                 ctx.options, ctx.preference = declared._options(arguments), preference
                 # Not saved: they are written to, by this backward and by those of other calls.
-                ctx.buffers = values[op.argument_count : -1]
-                ctx.absent = op.absent(*arguments) if op.absent else ()
-                constant = [outputs[op.outputs.index(x)] for x in (*op.constant, *ctx.absent)]
-                if constant:
+                ctx.buffers = values[own_count:-1]
+                ctx.absent = absent(*arguments) if absent else ()
+                if always_constant or ctx.absent:
+                    constant = [outputs[op.outputs.index(x)] for x in (*always_constant, *ctx.absent)]
                     ctx.mark_non_differentiable(*constant)
                 return outputs[0] if single else outputs[:output_count]
 
             @staticmethod
             def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-                if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                if grad_enabled() and not is_compiling():
                     raise second_derivative(op.label)
-                upstream = upstream[: len(op.upstream)]
+                upstream = upstream[:upstream_count]
                 if ctx.absent:  # a compiler makes zeros of a gradient that nobody gave
                     named = zip(op.upstream, upstream, strict=True)
                     upstream = tuple(None if x[1:] in ctx.absent else gradient for x, gradient in named)
@@ -186,7 +191,7 @@ class Backward:
                 else:
                     arguments = (*upstream, *ctx.saved_tensors, *rest)  # checkpoints unpack what is saved once
                     results = None
-                    if adjoint.at_once is not None and not torch.compiler.is_compiling():
+                    if adjoint.at_once is not None and not is_compiling():
                         results = adjoint.at_once(*arguments[:-1])
                     if results is None:
                         results = operator(*arguments)

@@ -149,7 +149,7 @@ def forget() -> None:
 
 _PLAIN = frozenset((Tensor, Parameter))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
+transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's that is active, or None
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched=True makes
 
 
@@ -163,17 +163,14 @@ def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
         if _is_batched(tensor):
             return True
     return bool(
-        _dispatch_modes()
-        or _transforms() is not None
-        or forward_ad._current_level >= 0
-        or profiler._is_profiler_enabled
+        _dispatch_modes() or transform() is not None or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
     )
 
 
 def _refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if _transforms() is not None or any(map(_is_batched, present)):
+    if transform() is not None or any(map(_is_batched, present)):
         raise Unsupported(
             f"{op}: torch.func transforms (vmap, grad, jvp) and batched gradients are not supported; "
             f"use the op outside the transform, with torch.autograd"

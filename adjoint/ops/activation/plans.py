@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from adjoint.core.arguments import FLOATING
 from adjoint.core.guarantee import Derived, Enumerated, ErrorStatement, Guarantee
 from adjoint.core.launch import Execute, Setup, imported
 from adjoint.core.layout import coalesce
@@ -19,6 +20,18 @@ from adjoint.ops.activation import bounds, eager, in_float32, reference
 from adjoint.ops.activation.packing import unpack
 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
+
+
+def describe(tensors: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> Facts:
+    """The facts of a problem: of its tensors, and of results that are laid out like some of them."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            results = [torch.empty_like(x, device="meta") for x in like]
+            return Facts((tensor.dtype,), layout_of([*tensors, *results]))
+    return _CONTIGUOUS[tensors[0].dtype]
+
+
+_CONTIGUOUS = {dtype: Facts((dtype,), "rows") for dtype in FLOATING}
 
 
 def layout_of(tensors: list[Tensor]) -> str:
@@ -47,8 +60,7 @@ def packed_layout_of(tensors: list[Tensor], packed: list[Tensor], order: str) ->
 
 
 def _describe_reuse(*arguments: Any) -> Facts:
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    return Facts((tensors[0].dtype,), layout_of(tensors))
+    return describe(tuple([x for x in arguments if isinstance(x, Tensor)]), ())
 
 
 def reuse(

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adjoint.core.arguments import alike, require_floating, require_like
-from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
-from adjoint.ops.activation.plans import layout_of, reuse
+from adjoint.ops.activation.plans import describe, reuse
 from adjoint.ops.activation.sigmoid_gate import plans
 
 
@@ -23,17 +23,6 @@ def _check(x: Tensor, gate: Tensor) -> None:
         require_like("sigmoid_gate", "gate", gate, "x", x)
 
 
-def _describe(x: Tensor, gate: Tensor) -> Facts:
-    if x.is_contiguous() and gate.is_contiguous():
-        return Facts((x.dtype,), "rows")
-    return Facts((x.dtype,), layout_of([gate, x, torch.empty_like(x, device="meta")]))
-
-
-def _describe_backward(dy: Tensor, x: Tensor, gate: Tensor, need: int) -> Facts:
-    gradients = [torch.empty_like(t, device="meta") for t in (gate, x)]
-    return Facts((x.dtype,), layout_of([dy, gate, x, *gradients]))
-
-
 _sigmoid_gate = Op(
     "sigmoid_gate",
     inputs=("x", "gate"),
@@ -41,9 +30,11 @@ _sigmoid_gate = Op(
     check=_check,
     allocate=lambda x, gate: (torch.empty_like(x),),
     gradient=torch.empty_like,
-    describe=_describe,
+    describe=lambda x, gate: describe((gate, x), like=(x,)),
     forward=lambda: plans.SIGMOID_GATE,
-    adjoint=Adjoint(lambda: plans.SIGMOID_GATE_BACKWARD, _describe_backward),
+    adjoint=Adjoint(
+        lambda: plans.SIGMOID_GATE_BACKWARD, lambda dy, x, gate, need: describe((dy, gate, x), like=(gate, x))
+    ),
     alternatives=reuse(lambda: plans.SIGMOID_GATE_REUSE),
 )
 

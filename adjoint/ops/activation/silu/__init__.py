@@ -10,19 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating
-from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.activation import plans
-
-
-def _describe(x: Tensor) -> Facts:
-    layout = "rows" if x.is_contiguous() else plans.layout_of([x, torch.empty_like(x, device="meta")])
-    return Facts((x.dtype,), layout)
-
-
-def _describe_backward(dy: Tensor, x: Tensor) -> Facts:
-    return Facts((x.dtype,), plans.layout_of([dy, x, torch.empty_like(x, device="meta")]))
-
 
 _silu = Op(
     "silu",
@@ -31,9 +21,9 @@ _silu = Op(
     check=lambda x: require_floating("silu", "x", x),
     allocate=lambda x: (torch.empty_like(x),),
     gradient=torch.empty_like,
-    describe=_describe,
+    describe=lambda x: plans.describe((x,), like=(x,)),
     forward=lambda: plans.SILU,
-    adjoint=Adjoint(lambda: plans.SILU_BACKWARD, _describe_backward),
+    adjoint=Adjoint(lambda: plans.SILU_BACKWARD, lambda dy, x: plans.describe((dy, x), like=(x,))),
     alternatives=plans.reuse(lambda: plans.SILU_REUSE),
 )
 

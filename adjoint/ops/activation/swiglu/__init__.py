@@ -29,17 +29,6 @@ def _check(gate: Tensor, up: Tensor) -> None:
         require_like("swiglu", "up", up, "gate", gate)
 
 
-def _describe(gate: Tensor, up: Tensor) -> Facts:
-    if gate.is_contiguous() and up.is_contiguous():
-        return Facts((gate.dtype,), "rows")
-    return Facts((gate.dtype,), plans.layout_of([gate, up, torch.empty_like(gate, device="meta")]))
-
-
-def _describe_backward(dy: Tensor, gate: Tensor, up: Tensor, need: int) -> Facts:
-    gradients = [torch.empty_like(x, device="meta") for x in (gate, up)]
-    return Facts((gate.dtype,), plans.layout_of([dy, gate, up, *gradients]))
-
-
 _swiglu = Op(
     "swiglu",
     inputs=("gate", "up"),
@@ -47,9 +36,11 @@ _swiglu = Op(
     check=_check,
     allocate=lambda gate, up: (torch.empty_like(gate),),
     gradient=torch.empty_like,
-    describe=_describe,
+    describe=lambda gate, up: plans.describe((gate, up), like=(gate,)),
     forward=lambda: plans.SWIGLU,
-    adjoint=Adjoint(lambda: plans.SWIGLU_BACKWARD, _describe_backward),
+    adjoint=Adjoint(
+        lambda: plans.SWIGLU_BACKWARD, lambda dy, gate, up, need: plans.describe((dy, gate, up), like=(gate, up))
+    ),
     alternatives=plans.reuse(lambda: plans.SWIGLU_REUSE),
 )
 

@@ -73,16 +73,17 @@ def _require_buffer(buffer: Tensor, device: torch.device, shape: tuple[int, ...]
 
 
 def _describe(ids: Tensor, weight: Tensor, padding: int, out_of_range: str) -> Facts:
-    columns, copied = weight.shape[1], not ids.is_contiguous()
-    layout = "ids copied" if copied else ""
-    if max(ids.numel(), weight.shape[0]) > plans.MAX_NUMBER:
-        layout = "past 31 bits"
-    return Facts((weight.dtype, ids.dtype), layout, (ids.numel(), columns) if copied else (columns,))
+    (rows, columns), count = weight.shape, ids.numel()
+    copied = not ids.is_contiguous()
+    layout = "past 31 bits" if max(count, rows) > plans.MAX_NUMBER else "ids copied" if copied else ""
+    return Facts((weight.dtype, ids.dtype), layout, (count, columns) if copied else (columns,))
 
 
 def _describe_backward(dout: Tensor, ids: Tensor, rows: int, padding: int) -> Facts:
-    is_readable = dout.numel() == 0 or leading_axes(dout) is not None  # its columns need not be adjacent
-    layout = copied_layout({}, {"gradient": None if is_readable else dout, "ids": ids})
+    layout = ""
+    if not (dout.is_contiguous() and ids.is_contiguous()):
+        is_readable = dout.numel() == 0 or leading_axes(dout) is not None  # its columns need not be adjacent
+        layout = copied_layout({}, {"gradient": None if is_readable else dout, "ids": ids})
     return Facts((dout.dtype, ids.dtype), layout, (ids.numel(), rows, dout.shape[-1]))
 
 

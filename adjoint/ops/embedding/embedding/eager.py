@@ -10,23 +10,31 @@ from adjoint.device.sums import sum_groups
 from adjoint.ops.embedding.table import is_counted
 
 
-def gather(ids: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """out = weight[ids], and 0 where an id is out of range; on the CPU, whether none is. Elsewhere nobody waits to say.
+def gather(ids: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, bool]:
+    """weight[ids], 0 where an id is out of range, into memory where it is given; and on the CPU, whether none is.
 
-    On the CPU torch itself looks whether ids are in range.
+    On the CPU torch itself looks whether ids are in range. Elsewhere nobody waits to say.
     """
+    on_cpu = ids.is_cpu
+    if on_cpu and out is None and ids.dim() == 1 and weight.numel():
+        try:
+            return weight.index_select(0, ids), True
+        except IndexError:
+            pass
+    if out is None:
+        out = weight.new_empty((*ids.shape, weight.shape[1]))
     flat, places = out.view(ids.numel(), weight.shape[1]), ids.reshape(-1)
-    if weight.numel() and ids.device.type == "cpu":
+    if on_cpu and weight.numel():
         try:
             torch.index_select(weight, 0, places, out=flat)
-            return True
+            return out, True
         except IndexError:
             pass
     valid = (places >= 0) & (places < weight.shape[0])
     if weight.numel():
         torch.index_select(weight, 0, torch.where(valid, places, 0), out=flat)
         flat.masked_fill_(~valid.reshape(-1, 1), 0)
-    return ids.device.type == "cpu" and bool(valid.all())
+    return out, on_cpu and bool(valid.all())
 
 
 def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: int) -> tuple[Tensor, Tensor]:
@@ -43,22 +51,45 @@ def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: 
 
 
 def _sum_on_the_cpu(terms: Tensor, keys: Tensor, out: Tensor, tile: int, padding: int = -1) -> None:
-    """The sum of the terms of each group as `sum_groups` has it, rounded once, and 0 for none and for the padding.
-
-    torch adds the terms of a group one after the other, beginning with 0: that is the sum of one tile.
-    """
-    groups, wide = len(out), wide_dtype(terms.dtype)
-    if scatters_in_order(terms.dtype, terms.shape[1]) and out.is_contiguous():
-        out.zero_().scatter_add_(0, keys[:, None].expand_as(terms), terms.contiguous())
-    else:
-        out.copy_(torch.ops.aten.embedding_dense_backward(terms.to(wide), keys, groups, -1, False))
-    is_long = torch.bincount(keys, minlength=groups) > tile
+    """The sum of the terms of each group as `sum_groups` has it, rounded once, and 0 for none and for the padding."""
+    _add_in_order(terms, keys, out)
     if padding >= 0:
-        out[padding], is_long[padding] = 0, False
-    if is_long.any():
-        places = is_long[keys].nonzero()[:, 0]
-        chosen, sums = sum_groups(lambda some: terms.index_select(0, places[some]).to(wide), keys[places], groups, tile)
+        out[padding] = 0
+    if keys.numel() <= tile:
+        return
+    counts = torch.bincount(keys, minlength=len(out))
+    if padding >= 0:
+        counts[padding] = 0
+    if counts.max() > tile:
+        places = (counts > tile)[keys].nonzero()[:, 0]
+        chosen, sums = _sum_tiles(terms.index_select(0, places).to(wide_dtype(terms.dtype)), keys[places], tile)
         out.index_copy_(0, chosen, sums.to(out.dtype))
+
+
+def _add_in_order(terms: Tensor, keys: Tensor, out: Tensor) -> None:
+    """The sum of the terms of each group one after the other, beginning with 0, rounded once."""
+    if scatters_in_order(terms.dtype, terms.shape[1]) and out.is_contiguous():
+        out.zero_().scatter_add_(0, keys.unsqueeze(1).expand_as(terms), terms.contiguous())
+    else:
+        wide = terms.to(wide_dtype(terms.dtype))
+        out.copy_(torch.ops.aten.embedding_dense_backward(wide, keys, len(out), -1, False))
+
+
+def _sum_tiles(terms: Tensor, keys: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """The keys, ascending, and the sum of the terms of each: of tiles one after the other, then of tiles of tiles."""
+    keys, order = keys.sort(stable=True)
+    terms = terms.index_select(0, order)
+    while True:
+        present, group, lengths = keys.unique_consecutive(return_inverse=True, return_counts=True)
+        tiles = (lengths + (tile - 1)).div(tile, rounding_mode="floor")
+        rank = torch.arange(len(keys)) - (lengths.cumsum(0) - lengths)[group]
+        tile_of_term = (tiles.cumsum(0) - tiles)[group] + rank.div(tile, rounding_mode="floor")
+        keys = present.repeat_interleave(tiles)
+        sums = terms.new_empty(len(keys), terms.shape[1])
+        _add_in_order(terms, tile_of_term, sums)
+        if len(keys) == len(present):
+            return present, sums
+        terms = sums
 
 
 @cache

@@ -67,11 +67,14 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
 # ------------------------------------------------------------------------------------------ candidates
 
 
-def _gather_eagerly(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+def _gather_eagerly(
+    plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Tensor | None
+) -> tuple[Tensor, ...]:
     ids, weight, _, out_of_range = arguments
-    are_right = eager.gather(ids, weight, outputs[0])
+    out, are_right = eager.gather(ids, weight, outputs[0] if outputs else None)
     if out_of_range == "raise" and not are_right:
         report(ID_OUT_OF_RANGE, ids, (ids < 0) | (ids >= weight.shape[0]))
+    return (out,)
 
 
 def _refuse_gather(problem: Problem) -> str:
@@ -89,7 +92,7 @@ EMBEDDING = (
         setup=imported("adjoint.ops.embedding.embedding.kernels:gather"),
         schedules=_SCHEDULES,
     ),
-    in_pytorch("eager.gather", forward_guarantee, allocating_outputs(_gather_eagerly)),
+    in_pytorch("eager.gather", forward_guarantee, _gather_eagerly),
 )
 
 
