@@ -86,8 +86,11 @@ def verify(
         from adjoint.verify.certificate import describe
         from adjoint.verify.certificate import save as save_certificate
 
-        for file in save_certificate(describe(outcome.rows, outcome.facts), certificate):
-            console.print(f"{file}", highlight=False)
+        try:
+            for file in save_certificate(describe(outcome.rows, outcome.facts), certificate):
+                console.print(f"{file}", highlight=False, soft_wrap=True)
+        except adjoint.ArgumentError as error:
+            refuse(error)
     if as_json:
         print_json(outcome.data)
     raise typer.Exit(outcome.status)

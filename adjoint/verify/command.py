@@ -106,7 +106,7 @@ def check(
         "seconds": round(time.perf_counter() - start, 1),
     }
     title = f"Checks on {device}" + f", shard {shard}" * (shard.count > 1)
-    status = _report(console, part, title, facts, verbose)
+    status = _report(console, part, title, facts, verbose, waiting)
     if path is not None:
         shards.save(part, path)
     return Outcome(status, part.all_rows, facts)
@@ -134,25 +134,36 @@ def _count(rows: Sequence[Row]) -> str:
     return f"{failures} of {len(rows)} FAILED" if failures else f"{len(rows)} passed"
 
 
-def _report(console: Console, part: Part, title: str, facts: dict[str, Any], verbose: bool) -> int:
+def _show_unfinished(console: Console, part: Part, waiting: Sequence[str]) -> None:
+    """A line for each op of which some checks ran; the names of those of which none did."""
+    began = [entry for entry in summary.tallies(part.all_rows) if entry.op in waiting]
+    for entry in began:
+        console.print(summary.line(entry, missing=waiting.count(entry.op)))
+    untried = dict.fromkeys(op for op in waiting if op not in {entry.op for entry in began})
+    if untried:
+        console.print(Text(f"Not begun: {', '.join(untried)}", "dim"))
+
+
+def _report(
+    console: Console, part: Part, title: str, facts: dict[str, Any], verbose: bool, waiting: Sequence[str] = ()
+) -> int:
     """Shows details on request, the failures in full, and the counts. Returns the exit status."""
     rows = part.all_rows
     if verbose:
         summary.show_details(console, rows, title)
-    elif not part.is_complete:  # the ops that some checks of are missing
-        complete = {op_of(row.op) for row in rows}
-        console.print(Text(f"Of {len(complete)} ops all or some checks ran.", "dim"))
+    elif not part.is_complete:
+        _show_unfinished(console, part, waiting)
     summary.show_failures(console, rows)
     summary.show_missing_figures(console, rows)
     if not part.is_complete:
-        console.print(Text(f"Interrupted: {len(part.rows)} of {len(part.positions)} checks ran", style="red"))
+        console.print(Text(f"Interrupted: {len(part.rows)} of {len(part.positions)} jobs ran", style="red"))
     every = summary.tallies(rows)
     failures = sum(entry.failures for entry in every)
     plans = {(entry.op, plan) for entry in every for plan in entry.plans}
     seconds = f", {facts['seconds']:.0f} s" if "seconds" in facts else ""
-    console.print(
-        f"{title}: {len(every)} ops, {len(plans)} plans, {len(summary.skus(rows))} SKUs{seconds}", highlight=False
-    )
+    counts = {"op": len(every), "plan": len(plans), "SKU": len(summary.skus(rows))}
+    words = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
+    console.print(f"{title}: {words}{seconds}", highlight=False)
     console.print(f"{sum(entry.checks for entry in every) - failures} passed, {failures} failed", highlight=False)
     if not part.is_complete:
         return INTERRUPTED

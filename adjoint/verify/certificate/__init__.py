@@ -106,9 +106,17 @@ def paths(path: Path) -> tuple[Path, Path]:
 
 
 def require_writable(path: Path) -> None:
-    """Raises where the folder of a certificate is not there: before the work, not after it."""
+    """Raises where a certificate cannot be written: before the work, not after it. What is there stays as it is."""
     if not path.parent.is_dir():
         raise ArgumentError(f"verify: --certificate {path} cannot be written: there is no folder {path.parent}")
+    for file in paths(path):
+        is_new = not file.exists()
+        try:
+            file.open("a").close()
+        except OSError as error:
+            raise ArgumentError(f"verify: --certificate {file} cannot be written: {error.strerror}") from error
+        if is_new:
+            file.unlink()
 
 
 def save(certificate: Mapping[str, Any], path: Path) -> tuple[Path, Path]:
@@ -137,15 +145,23 @@ def _as_json(certificate: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
+_COMPARED = ("versions", "kernel_code", "skus", "checks", "errors", "digests", "failures")
+"""What a comparison reads."""
+
+
 def load(path: Path) -> dict[str, Any]:
     """The certificate in a file."""
     data, _ = paths(path)
     try:
         content: dict[str, Any] = json.loads(data.read_text(encoding="utf-8"))
-        if content["schema"] != SCHEMA or "digests" not in content:
+        if not isinstance(content, dict) or "schema" not in content:
+            raise ValueError("it is no certificate")
+        if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']}, and this version reads {SCHEMA}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(
-            f"certificate: {data} cannot be read as a file of verify --certificate: {type(error).__name__}: {error}"
-        ) from error
+        if absent := [name for name in _COMPARED if name not in content]:
+            raise ValueError(f"it lacks {', '.join(absent)}")
+    except OSError as error:
+        raise ArgumentError(f"certificate: {data} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ArgumentError(f"certificate: {data} cannot be read as a file of verify --certificate: {error}") from error
     return content
