@@ -1,8 +1,8 @@
 """What `adjoint verify` does, once its arguments are read."""
 
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,12 +60,13 @@ def check(
     processes = workers.default_processes(device) if processes is None else processes
     if processes < 1:
         raise ArgumentError(f"verify: --jobs must be 1 or more, not {processes}")
-    listing: workers.Listing
-    if deep == QUICK:
-        listing = partial(depth.jobs_at, depth.stops(ops or None, device), ops or None, device)
-    else:
-        listing = partial(jobs, ops or None, device, deep == EVERYTHING)
-    everything = listing()
+    with console.status("Which checks there are"), _in_one_thread():
+        listing: workers.Listing
+        if deep == QUICK:
+            listing = partial(depth.jobs_at, depth.stops(ops or None, device), ops or None, device)
+        else:
+            listing = partial(jobs, ops or None, device, deep == EVERYTHING)
+        everything = listing()
     rows: dict[int, list[Row]] = {}
     part = Part(_suite(everything, device), shard, rows)
     if path is not None:
@@ -110,6 +111,17 @@ def check(
     if path is not None:
         shards.save(part, path)
     return Outcome(status, part.all_rows, facts)
+
+
+@contextmanager
+def _in_one_thread() -> Iterator[None]:
+    """Small tensors wait for each other where they are shared out to threads on cores that others use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def merge(console: Console, paths: Sequence[Path], verbose: bool = False) -> Outcome:
