@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin
 import typer
 from rich.console import Console
 
-from adjoint.train.options import TYPES, Options, read_toml
+from adjoint.train.options import TYPES, Options, read_toml, refuse_zeros
 
 _NAMES = {"start": "--from"}
 
@@ -70,7 +70,11 @@ def run(console: Console, values: dict[str, Any]) -> None:
             raise ArgumentError("train: --resume goes on with the options of its folder: leave out --out and --config")
         train(read_options(resume, changes), resume, resume=True, console=console)
         return
-    options = Options(**{**(read_toml(config) if config is not None else {}), **changes})
+    if "start" in changes and "preset" in changes:
+        raise ArgumentError("train: --from names the model, and --preset another: leave one of them out")
+    written = read_toml(config) if config is not None else {}
+    refuse_zeros({**written, **changes})
+    options = Options(**written).replace(**changes)
     if out is None:
         if "RANK" in os.environ:
             raise ArgumentError("train: under torchrun name the run's folder, with --out, for all ranks alike")
