@@ -14,6 +14,7 @@ from rich.text import Text
 
 from adjoint.core.errors import ArgumentError
 from adjoint.verify.audit.observer import Entry
+from adjoint.verify.report.files import paths
 from adjoint.verify.report.html import details, page, table
 
 WORST = 10
@@ -118,13 +119,12 @@ class Report:
 
     def save(self, path: Path | str) -> tuple[Path, Path]:
         """Writes the report as JSON and as a page beside it, and returns where they are."""
-        stem = Path(path).with_suffix("") if Path(path).suffix in (".json", ".html") else Path(path)
-        data, html = Path(f"{stem}.json"), Path(f"{stem}.html")
+        data, html = paths(Path(path))
         try:
             data.write_text(json.dumps(self.as_data(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             html.write_text(self.as_page(), encoding="utf-8")
         except OSError as error:
-            raise ArgumentError(f"audit: cannot write a report to {path}: {error}") from error
+            raise ArgumentError(f"audit: cannot write a report to {path}: {error.strerror}") from error
         return data, html
 
     def as_page(self) -> str:

@@ -14,6 +14,7 @@ from adjoint.core.errors import ArgumentError
 from adjoint.verify.certificate.page import certificate_page
 from adjoint.verify.checks.digests import CHECK as DIGEST
 from adjoint.verify.report import summary
+from adjoint.verify.report.files import paths
 from adjoint.verify.report.tables import share_of_limit, worst
 from adjoint.verify.run import Row
 
@@ -97,26 +98,6 @@ def _digests(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------------------- files
-
-
-def paths(path: Path) -> tuple[Path, Path]:
-    """The files of a certificate, of data and of the page, from either of them or from what both begin with."""
-    stem = path.with_suffix("") if path.suffix in (".json", ".html") else path
-    return Path(f"{stem}.json"), Path(f"{stem}.html")
-
-
-def require_writable(path: Path) -> None:
-    """Raises where a certificate cannot be written: before the work, not after it. What is there stays as it is."""
-    if not path.parent.is_dir():
-        raise ArgumentError(f"verify: --certificate {path} cannot be written: there is no folder {path.parent}")
-    for file in paths(path):
-        is_new = not file.exists()
-        try:
-            file.open("a").close()
-        except OSError as error:
-            raise ArgumentError(f"verify: --certificate {file} cannot be written: {error.strerror}") from error
-        if is_new:
-            file.unlink()
 
 
 def save(certificate: Mapping[str, Any], path: Path) -> tuple[Path, Path]:
