@@ -321,6 +321,25 @@ def test_mistakes_of_the_command_are_one_sentence(options: dict[str, Any], words
     assert not (tmp_path / "run").exists(), "nothing is made for a run that cannot begin"
 
 
+@pytest.mark.parametrize("steps", (1, 2))
+def test_an_interrupted_run_says_how_it_goes_on(
+    steps: int, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Run._step
+
+    def press(self: Run, number: int, *arguments: Any) -> None:
+        if number == steps:
+            raise KeyboardInterrupt
+        step(self, number, *arguments)
+
+    monkeypatch.setattr(Run, "_step", press)
+    options = {**base, "data": base["data"][0], "checkpoint_every": 2, "out": tmp_path / "run"}
+    done = CliRunner().invoke(app, ["train", *flags(options)])
+    assert done.exit_code == 130
+    expected = "nothing to resume" if steps == 1 else f"--resume {tmp_path / 'run'} goes on from its last checkpoint"
+    assert expected in done.output
+
+
 def test_a_resume_with_other_options_is_refused(whole: Path, tmp_path: Path) -> None:
     text = call("--resume", str(whole), "--learning-rate", "0.5")
     assert "has learning_rate 0.01, and 0.5 would make it a different one" in text
