@@ -47,6 +47,7 @@ __all__ = [
     "integrations",
     "l2_norm",
     "linear_cross_entropy",
+    "models",
     "moe",
     "nn",
     "plan",
@@ -63,8 +64,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports what few programs need when it is first asked for."""
-    if name == "integrations":
-        return import_module("adjoint.integrations")
+    if name in ("integrations", "models"):
+        return import_module(f"adjoint.{name}")
     if name == "audit":
         return import_module("adjoint.verify.audit").audit
     raise AttributeError(f"module 'adjoint' has no attribute {name!r}")

@@ -13,6 +13,7 @@ from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem, short
 from adjoint.ops import cases
+from adjoint.ops.names import path_of, unknown_op
 
 PLACES = ("cpu", *TARGETS)
 """The CPU, and the architectures that kernels are built for."""
@@ -86,11 +87,12 @@ def _facts(ops: Sequence[str]) -> Iterator[tuple[str, str, Candidate, str, str, 
     """Every plan of an op that serves a case of some dtype somewhere, with its promises there; some more than once."""
     modes: dict[str, list[Subject]] = {}
     for subject in (subject for module in cases() for subject in module.SUBJECTS):
-        modes.setdefault(subject.name.partition("[")[0], []).append(subject)
-    if unknown := sorted(set(ops) - set(modes)):
-        raise ArgumentError(f"ops: unknown op {', '.join(unknown)}; ops are {', '.join(modes)}")
+        modes.setdefault(path_of(subject).partition("[")[0], []).append(subject)
+    called = {op: {op, op.rpartition(".")[2]} for op in modes}
+    if unknown := sorted(set(ops).difference(*called.values())):
+        raise ArgumentError(unknown_op("ops", unknown, list(modes)))
     for op, subjects in modes.items():
-        if ops and op not in ops:
+        if ops and not called[op] & set(ops):
             continue
         posed = [(dtype, calls) for subject in subjects for dtype, calls in _calls(subject)]
         for index, direction in enumerate(("forward", "backward")):

@@ -249,7 +249,7 @@ def test_ops_lists_every_plan_with_its_promises(monkeypatch: pytest.MonkeyPatch)
     assert "triton.rows, forward: bfloat16, float16; every GPU" in printed and "enumerated" in printed
     assert max(map(len, printed.splitlines())) <= 80
     done = call("ops", "relu")
-    assert done.exit_code == 2 and "unknown op relu" in done.stderr
+    assert done.exit_code == 2 and "unknown op 'relu'" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------- verify

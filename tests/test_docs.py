@@ -19,15 +19,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import adjoint
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.problem import Problem
 from adjoint.ops.activation import plans
+from adjoint.verify.certificate import load
+from adjoint.verify.report import summary
 
 ROOT = Path(__file__).parents[1]
+CERTIFICATE = ROOT / "docs" / "nvidia-h200"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TRITON_MODULES = re.compile(
@@ -257,14 +262,45 @@ def test_the_tables_have_their_places() -> None:
         assert text.count(f"<!-- {name}:begin -->") == text.count(f"<!-- {name}:end -->") == 1
 
 
-def test_the_readme_is_short_and_its_sketch_is_right() -> None:
+def test_the_readme_is_short() -> None:
     text = DOCUMENTS[0].read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150 and "Qwen3-Next" in text.splitlines()[0]
-    (sketch,) = (block for block in blocks(text) if block.language == "py")  # it needs weights that are not here
-    compile(sketch.text, "README.md", "exec")
+
+
+def test_the_lines_that_patch_a_model_run_on_a_small_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a folder in place of the weights that the README names, which are not here."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # for device_map
+    from tests.models.small import small_model
+    from tests.without_fla import import_models
+
+    import_models()
+    (sketch,) = (block for block in blocks(DOCUMENTS[0].read_text(encoding="utf-8")) if block.language == "py")
     assert len([line for line in sketch.lines if line]) <= 5
-    for module, name in re.findall(r"(?m)^from (adjoint[.\w]*) import (\w+)", sketch.text):
-        assert hasattr(importlib.import_module(module), name)
+    code, count = re.subn(r'from_pretrained\("[^"]+"', f"from_pretrained({str(tmp_path)!r}", sketch.text)
+    assert count == 1
+    small_model("qwen3_next").save_pretrained(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert "gated_delta_rule" in capsys.readouterr().out
+    ids = torch.arange(1, 13, device=names["model"].device)[None]
+    report = adjoint.audit(names["model"], {"input_ids": ids, "labels": ids})
+    assert report.is_sound and {"gated_delta_rule", "moe.experts"} <= {entry.op for entry in report.entries}
+
+
+def test_the_certificate_of_the_gpu_and_the_link_to_it() -> None:
+    """Both files or none, with a link; a run that passed, of all ops, on the GPU that the name says."""
+    page, link = CERTIFICATE.with_suffix(".html"), f"](docs/{CERTIFICATE.name}.html)"
+    assert page.exists() == CERTIFICATE.with_suffix(".json").exists()
+    assert page.exists() == (link in DOCUMENTS[0].read_text(encoding="utf-8")), "the README links it once it is there"
+    if page.exists():
+        certificate = load(CERTIFICATE)
+        assert certificate["verdict"] == "passed" and certificate["complete"] and "H200" in certificate["device"]
+        ops = {entry["op"] for entry in certificate["ops"]}
+        assert all(ops & set(own) for own in summary.names().values()), "it is of every family"
+        assert any("sm_90" in sku for sku in certificate["skus"]) and certificate["versions"]["driver"]
+        text = page.read_text(encoding="utf-8")
+        assert certificate["date"] in text and certificate["device"] in text and "Every check passed" in text
 
 
 # --------------------------------------------------------------------------------------- the rest

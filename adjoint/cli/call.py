@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.errors import ArgumentError
-from adjoint.core.plan import published
+from adjoint.ops.names import path_of, public_functions, unknown_op
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
 INTEGER = ("int64", "int32")
@@ -62,15 +62,16 @@ def read_call(
 
 
 def _function(op: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    functions = published()
-    if op in functions:
-        return functions[op], {}
+    functions = public_functions()
+    for name in (op, *(path for path in functions if path.endswith(f".{op}"))):
+        if name in functions:
+            return functions[name], {}
     from adjoint.verify import subjects
 
     for subject in subjects():
-        if subject.name == op:
+        if op in (subject.name, path_of(subject)):
             return subject.function, dict(subject.keywords)
-    raise ArgumentError(f"unknown op {op!r}; ops are {', '.join(functions)}")
+    raise ArgumentError(unknown_op("plan", [op], list(functions)))
 
 
 # -------------------------------------------------------------------------------------------- keywords

@@ -16,7 +16,7 @@ def train(**values: Any) -> None:
     """Train a hybrid model: by default a small one, on the Python standard library's source, in two CPU minutes."""
     import adjoint
     from adjoint.train.command import run
-    from adjoint.train.stops import STOPS
+    from adjoint.train.stops import STOPS, Interrupted
 
     try:
         run(make_console(), values)
@@ -25,8 +25,8 @@ def train(**values: Any) -> None:
     except STOPS as error:
         make_console(stderr=True).print(Text(str(error), style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        make_console(stderr=True).print(Text("train: interrupted; --resume FOLDER goes on from the last checkpoint"))
+    except Interrupted as error:
+        make_console(stderr=True).print(Text(str(error)), soft_wrap=True)
         raise typer.Exit(130) from None
 
 
@@ -48,12 +48,13 @@ def generate(
     import torch
 
     import adjoint
-    from adjoint.models import HybridLM
+    from adjoint.models import HybridConfig, HybridLM
     from adjoint.models.text import TokenIds, text_of
 
     target = require_present(device_of(device))
     kind = dtype_of("generate", dtype)
     try:
+        HybridConfig.from_folder(folder)  # a folder that is none is named before its tokenizer is missed
         language = TokenIds() if tokens else text_of(folder)
         model = HybridLM.from_pretrained(folder, device=target, dtype=kind).eval()
         steps = model.stream(

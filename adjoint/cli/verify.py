@@ -47,6 +47,7 @@ def verify(
     import adjoint
     from adjoint.verify import command
     from adjoint.verify.parallel.shards import read_shard
+    from adjoint.verify.report.files import require_writable
 
     options: dict[str, Any] = {"--thorough": thorough, "--all": everything, "--jobs": jobs if merge else None}
     options |= {"--shard": shard, "--save": save, "--certificate": certificate}
@@ -58,9 +59,7 @@ def verify(
     console = make_console(stderr=as_json)
     try:
         if certificate is not None:
-            from adjoint.verify.certificate import require_writable
-
-            require_writable(certificate)
+            require_writable("verify: --certificate", certificate)
         if record is not None:
             from adjoint.verify.record import record as record_errors
 
@@ -86,8 +85,11 @@ def verify(
         from adjoint.verify.certificate import describe
         from adjoint.verify.certificate import save as save_certificate
 
-        for file in save_certificate(describe(outcome.rows, outcome.facts), certificate):
-            console.print(f"{file}", highlight=False)
+        try:
+            for file in save_certificate(describe(outcome.rows, outcome.facts), certificate):
+                console.print(f"{file}", highlight=False, soft_wrap=True)
+        except adjoint.ArgumentError as error:
+            refuse(error)
     if as_json:
         print_json(outcome.data)
     raise typer.Exit(outcome.status)
@@ -140,19 +142,24 @@ def audit(
     """Compare every op of a model, on a text, with float64 and its bound; exit status 1 when one is past it."""
     import adjoint
     from adjoint.verify.audit.checkpoint import audit_checkpoint
+    from adjoint.verify.report.files import require_writable
 
     console = make_console(stderr=as_json)
     try:
+        if save is not None:
+            require_writable("audit: --save", save)
         report = audit_checkpoint(
             folder, text, max_tokens, dtype_of("audit", dtype), require_present(device_of(device))
         )
-        files = report.save(save) if save is not None else ()
     except (adjoint.ArgumentError, adjoint.Unsupported) as error:
         refuse(error)
     if as_json:
         print_json(report.as_data())
     else:
         report.show(console, verbose=verbose)
-    for file in files:
-        console.print(f"{file}", highlight=False, soft_wrap=True)
+    try:
+        for file in report.save(save) if save is not None else ():
+            console.print(f"{file}", highlight=False, soft_wrap=True)
+    except adjoint.ArgumentError as error:
+        refuse(error)
     raise typer.Exit(0 if report.is_sound else 1)

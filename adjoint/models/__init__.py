@@ -8,3 +8,7 @@ from adjoint.models.hybrid import HybridLM, HybridOutput
 from adjoint.models.packing import pack
 
 __all__ = ["Cache", "Decoder", "HybridConfig", "HybridLM", "HybridOutput", "Sampling", "Snapshot", "pack"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_origin
 import typer
 from rich.console import Console
 
-from adjoint.train.options import TYPES, Options, read_toml
+from adjoint.train.options import TYPES, Options, read_toml, refuse_zeros
+from adjoint.train.stops import Interrupted
 
 _NAMES = {"start": "--from"}
 
@@ -59,20 +60,37 @@ def run(console: Console, values: dict[str, Any]) -> None:
     Raises:
         ArgumentError, Unsupported: a mistake of the user.
         CannotSave, NotFinite, RankLost: the run stopped.
+        Interrupted: the user stopped it.
     """
     from adjoint.core.errors import ArgumentError
-    from adjoint.train.run import read_options, train
+    from adjoint.train.run import read_options
 
     out, resume, config = (values.pop(name) for name in ("out", "resume", "config"))
     changes = {name: value for name, value in values.items() if value not in (None, [])}
     if resume is not None:
         if out is not None or config is not None:
             raise ArgumentError("train: --resume goes on with the options of its folder: leave out --out and --config")
-        train(read_options(resume, changes), resume, resume=True, console=console)
+        _train(read_options(resume, changes), resume, resume=True, console=console)
         return
-    options = Options(**{**(read_toml(config) if config is not None else {}), **changes})
+    if "start" in changes and "preset" in changes:
+        raise ArgumentError("train: --from names the model, and --preset another: leave one of them out")
+    written = read_toml(config) if config is not None else {}
+    refuse_zeros({**written, **changes})
+    options = Options(**written).replace(**changes)
     if out is None:
         if "RANK" in os.environ:
             raise ArgumentError("train: under torchrun name the run's folder, with --out, for all ranks alike")
         out = Path("runs") / f"{options.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    train(options, out, console=console)
+    _train(options, out, resume=False, console=console)
+
+
+def _train(options: Options, folder: Path, *, resume: bool, console: Console) -> None:
+    """Trains until the end or until Ctrl-C, which becomes a sentence."""
+    from adjoint.train.run import train
+
+    try:
+        train(options, folder, resume=resume, console=console)
+    except KeyboardInterrupt:
+        if any(folder.glob("checkpoints/step-*")):
+            raise Interrupted(f"train: interrupted; --resume {folder} goes on from its last checkpoint") from None
+        raise Interrupted("train: interrupted before the first checkpoint: there is nothing to resume") from None

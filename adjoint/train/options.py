@@ -16,6 +16,7 @@ PRECISIONS = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant")
 SWITCHES = ("auto", "on", "off")
+SUGGESTED = "; by default as the preset suggests"
 
 
 def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
@@ -42,14 +43,16 @@ class Options:
     data: list[str] = _option([], "Files or folders of text; the Python standard library's source by default.")  # noqa: RUF009
     suffixes: list[str] = _option([], "Which files of a folder are text, such as .py; all text files by default.")  # noqa: RUF009
     tokenizer: str = _option("", "A tokenizer.json, or a folder with one; bytes by default.")
-    heldout_bytes: int = _option(0, "Whole files of about so many bytes are held out.", least=0)
-    sequence_length: int = _option(0, "Tokens of a row.", least=0)
-    batch_rows: int = _option(0, "Rows of a step, over all ranks and accumulation steps.", least=0)
+    heldout_bytes: int = _option(0, f"Whole files of about so many bytes are held out{SUGGESTED}.", least=0)
+    sequence_length: int = _option(0, f"Tokens of a row{SUGGESTED}.", least=0)
+    batch_rows: int = _option(0, f"Rows of a step, over all ranks and accumulation steps{SUGGESTED}.", least=0)
     accumulation: int = _option(1, "Parts that a rank's rows of a step go through the model in.", least=1)
     packing: bool = _option(True, "Documents in a row do not see each other.")
-    steps: int = _option(0, "Steps of the whole run.", least=0)
-    learning_rate: float = _option(0.0, "The highest learning rate.", least=0)
-    warmup_steps: int = _option(0, "Steps until the learning rate is at its highest.", least=0)
+    steps: int = _option(0, f"Steps of the whole run{SUGGESTED}.", least=0)
+    learning_rate: float = _option(0.0, f"The highest learning rate{SUGGESTED}.", least=0)
+    warmup_steps: int = _option(
+        0, "Steps until the learning rate is at its highest; by default a tenth of all, at most 1000.", least=0
+    )
     schedule: str = _option("cosine", "How the learning rate falls afterwards.", choices=SCHEDULES)
     final_rate: float = _option(0.1, "The last learning rate, as a part of the highest.", least=0)
     optimizer: str = _option("adamw", "muon moves matrices by Muon, and the rest by AdamW.", choices=OPTIMIZERS)
@@ -157,6 +160,18 @@ def parse_options(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if name not in TYPES:
             raise ArgumentError(f"{_unknown('option', name, TYPES)} (in {origin})")
     return dict(values)
+
+
+def refuse_zeros(values: Mapping[str, Any]) -> None:
+    """Refuses a 0 that a user writes where it stands for what the preset suggests: nobody means that by it.
+
+    Raises:
+        ArgumentError: an option is 0; it is named.
+    """
+    for name in (*FINE_TUNING, "warmup_steps"):
+        if name in values and type(values[name]) in (int, float) and values[name] == 0:
+            least = "above 0" if TYPES[name] is float else "at least 1"
+            raise ArgumentError(f"train: {name} must be {least}, got 0; without it the run takes what is suggested")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

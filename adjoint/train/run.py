@@ -231,13 +231,14 @@ class Run:
     def _introduce(self, display: Display, first: int) -> None:
         options, ranks = self.options, self.ranks
         name = f"the model in {options.start}" if options.start else f"the {options.preset} preset"
+        threads, files = torch.get_num_threads(), len(self.corpus.heldout)
         display.say(
             f"{name}, {self.parameters:,} parameters, {short(self.precision)}, on {ranks.size} × {ranks.device.type}"
-            f"{f' with {torch.get_num_threads()} threads' if ranks.device.type == 'cpu' else ''}"
+            + (f" with {threads} thread{'s' * (threads > 1)}" if ranks.device.type == "cpu" else "")
         )
         display.say(
-            f"{self.corpus.origin}: {count_bytes(self.corpus.training):,} bytes to train on, "
-            f"{len(self.corpus.heldout)} whole files of {count_bytes(self.corpus.heldout):,} bytes held out; "
+            f"{self.corpus.origin}: {count_bytes(self.corpus.training):,} bytes to train on, {files} whole "
+            f"file{'s' * (files > 1)} of {count_bytes(self.corpus.heldout):,} bytes held out; "
             f"corpus {self.corpus.hash[:16]}"
         )
         tokens = options.batch_rows * options.sequence_length
@@ -303,7 +304,7 @@ class Run:
             [prompt], self.options.sample_tokens, temperature=0.7, top_p=0.95, generator=generator
         )[0]  # fmt: skip
         self._console.rule("a sample")
-        self._console.out(self.options.prompt + self.language.text(tokens), highlight=False)
+        self._console.out((self.options.prompt + self.language.text(tokens)).rstrip(), highlight=False)
         self._console.rule()
 
 

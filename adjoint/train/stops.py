@@ -13,4 +13,8 @@ class RankLost(RuntimeError):
     """Another process of the run has ended, or cannot be reached."""
 
 
+class Interrupted(RuntimeError):
+    """The user pressed Ctrl-C; the sentence says from where the run can go on."""
+
+
 STOPS = (CannotSave, NotFinite, RankLost)

@@ -1,8 +1,8 @@
 """What `adjoint verify` does, once its arguments are read."""
 
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,12 +60,13 @@ def check(
     processes = workers.default_processes(device) if processes is None else processes
     if processes < 1:
         raise ArgumentError(f"verify: --jobs must be 1 or more, not {processes}")
-    listing: workers.Listing
-    if deep == QUICK:
-        listing = partial(depth.jobs_at, depth.stops(ops or None, device), ops or None, device)
-    else:
-        listing = partial(jobs, ops or None, device, deep == EVERYTHING)
-    everything = listing()
+    with console.status("Which checks there are"), _in_one_thread():
+        listing: workers.Listing
+        if deep == QUICK:
+            listing = partial(depth.jobs_at, depth.stops(ops or None, device), ops or None, device)
+        else:
+            listing = partial(jobs, ops or None, device, deep == EVERYTHING)
+        everything = listing()
     rows: dict[int, list[Row]] = {}
     part = Part(_suite(everything, device), shard, rows)
     if path is not None:
@@ -106,10 +107,21 @@ def check(
         "seconds": round(time.perf_counter() - start, 1),
     }
     title = f"Checks on {device}" + f", shard {shard}" * (shard.count > 1)
-    status = _report(console, part, title, facts, verbose)
+    status = _report(console, part, title, facts, verbose, waiting)
     if path is not None:
         shards.save(part, path)
     return Outcome(status, part.all_rows, facts)
+
+
+@contextmanager
+def _in_one_thread() -> Iterator[None]:
+    """Small tensors wait for each other where they are shared out to threads on cores that others use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def merge(console: Console, paths: Sequence[Path], verbose: bool = False) -> Outcome:
@@ -134,25 +146,36 @@ def _count(rows: Sequence[Row]) -> str:
     return f"{failures} of {len(rows)} FAILED" if failures else f"{len(rows)} passed"
 
 
-def _report(console: Console, part: Part, title: str, facts: dict[str, Any], verbose: bool) -> int:
+def _show_unfinished(console: Console, part: Part, waiting: Sequence[str]) -> None:
+    """A line for each op of which some checks ran; the names of those of which none did."""
+    began = [entry for entry in summary.tallies(part.all_rows) if entry.op in waiting]
+    for entry in began:
+        console.print(summary.line(entry, missing=waiting.count(entry.op)))
+    untried = dict.fromkeys(op for op in waiting if op not in {entry.op for entry in began})
+    if untried:
+        console.print(Text(f"Not begun: {', '.join(untried)}", "dim"))
+
+
+def _report(
+    console: Console, part: Part, title: str, facts: dict[str, Any], verbose: bool, waiting: Sequence[str] = ()
+) -> int:
     """Shows details on request, the failures in full, and the counts. Returns the exit status."""
     rows = part.all_rows
     if verbose:
         summary.show_details(console, rows, title)
-    elif not part.is_complete:  # the ops that some checks of are missing
-        complete = {op_of(row.op) for row in rows}
-        console.print(Text(f"Of {len(complete)} ops all or some checks ran.", "dim"))
+    elif not part.is_complete:
+        _show_unfinished(console, part, waiting)
     summary.show_failures(console, rows)
     summary.show_missing_figures(console, rows)
     if not part.is_complete:
-        console.print(Text(f"Interrupted: {len(part.rows)} of {len(part.positions)} checks ran", style="red"))
+        console.print(Text(f"Interrupted: {len(part.rows)} of {len(part.positions)} jobs ran", style="red"))
     every = summary.tallies(rows)
     failures = sum(entry.failures for entry in every)
     plans = {(entry.op, plan) for entry in every for plan in entry.plans}
     seconds = f", {facts['seconds']:.0f} s" if "seconds" in facts else ""
-    console.print(
-        f"{title}: {len(every)} ops, {len(plans)} plans, {len(summary.skus(rows))} SKUs{seconds}", highlight=False
-    )
+    counts = {"op": len(every), "plan": len(plans), "SKU": len(summary.skus(rows))}
+    words = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
+    console.print(f"{title}: {words}{seconds}", highlight=False)
     console.print(f"{sum(entry.checks for entry in every) - failures} passed, {failures} failed", highlight=False)
     if not part.is_complete:
         return INTERRUPTED

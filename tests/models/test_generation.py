@@ -227,6 +227,7 @@ def test_the_command_generates_text(tmp_path: Path) -> None:
     ("arguments", "words"),
     (
         (["nowhere", "1", "--tokens"], "there is no file nowhere"),
+        (["nowhere", "text"], "there is no file nowhere"),
         (["FOLDER", "x", "--tokens"], "token ids"),
         (["FOLDER", "99", "--tokens"], "got 99"),
         (["FOLDER", "1", "--tokens", "--temperature", "-1"], "temperature"),

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import adjoint
+from adjoint.cli import app
 from adjoint.models.byte_text import ByteText, is_byte_tokenizer, write_byte_tokenizer
 from adjoint.train.evaluate import windows
 from adjoint.train.options import TYPES, Options, read_toml
@@ -98,6 +100,13 @@ def test_whole_files_are_held_out_and_the_hash_is_of_all(tmp_path: Path) -> None
     assert read_corpus([str(folder)], [], 400).hash != corpus.hash
 
 
+def test_one_short_file_does_not_stand_for_all_that_is_held_out(tmp_path: Path) -> None:
+    for number, size in enumerate((10, 900, 700, 800, 5000, 5000)):
+        (tmp_path / f"{number}.txt").write_text("x" * size, encoding="utf-8")
+    corpus = read_corpus([str(tmp_path)], [], 1000)
+    assert [len(document.content) for document in corpus.heldout] == [10, 700, 800]
+
+
 def test_the_standard_library_is_there() -> None:
     corpus = read_corpus([], [], 2**15)
     assert sum(len(document.content) for document in corpus.training) > 2**20
@@ -135,7 +144,7 @@ def _no_text(folder: Path) -> Path:
     (
         (_empty, "is empty"),
         (_binary, "is binary"),
-        (_no_text, "has no text among its 1 files"),
+        (_no_text, "has no text among its 1 file"),
         (lambda folder: folder / "nowhere", "cannot read .*nowhere: No such file"),
     ),
     ids=("empty", "binary", "folder", "missing"),
@@ -180,6 +189,12 @@ def test_wrong_options_are_one_sentence(text: str, words: str, tmp_path: Path) -
     path.write_text(text, encoding="utf-8")
     with pytest.raises(adjoint.ArgumentError, match=words):
         Options(**read_toml(path))
+
+
+def test_a_file_is_read_whole_whatever_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "options.toml").write_text('steps = "many"', encoding="utf-8")
+    done = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "options.toml"), "--steps", "3"])
+    assert done.exit_code == 2 and "steps must be an integer, got 'many'" in done.output
 
 
 def test_a_preset_fills_in_what_is_not_said() -> None:

@@ -123,9 +123,9 @@ def test_a_hugging_face_tokenizer(tmp_path: Path, base: dict[str, Any]) -> None:
     words = {word: number for number, word in enumerate(["?", "def", "return", "x", "(", ")", ":", "+", "function"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(tmp_path / "words.json"))
     options = {name: value for name, value in base.items() if name != "start"}
-    go(options, tmp_path / "run", tokenizer=str(tmp_path / "tokenizer.json"), steps=2, preset="tiny", prompt="def")
+    go(options, tmp_path / "run", tokenizer=str(tmp_path / "words.json"), steps=2, preset="tiny", prompt="def")
     assert HybridLM.from_pretrained(tmp_path / "run" / "model").config.vocab_size == 9
     assert metrics(tmp_path / "run")[-1]["heldout_bits_per_byte"] < 2, "far fewer tokens than bytes"
     done = CliRunner().invoke(app, ["generate", str(tmp_path / "run" / "model"), "def x", "--max-new-tokens", "2"])
@@ -172,6 +172,30 @@ def test_activation_checkpointing_changes_no_bit(whole: Path, base: dict[str, An
 
 BOUND = 1e-5
 """Of a loss in float32, relatively: the same sums in another order."""
+
+
+def test_layers_compiled_by_inductor_train_as_plain_ones(
+    whole: Path, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything: bool
+) -> None:
+    if not everything:
+        pytest.skip("half a minute of a compiler: with --all")
+    from torch._inductor import compile_fx
+
+    graphs = []
+    compile_graph = compile_fx.compile_fx
+
+    def count(graph: Any, *arguments: Any, **keywords: Any) -> Any:
+        graphs.append(graph)
+        return compile_graph(graph, *arguments, **keywords)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", count)
+    torch.compiler.reset()
+    go(base, tmp_path / "run", compile=True, steps=2, sample_tokens=0)
+    torch.compiler.reset()
+    assert len(graphs) >= 2, "a layer of each kind"
+    plain = [row["loss"] for row in metrics(whole) if "loss" in row]
+    compiled = [row["loss"] for row in metrics(tmp_path / "run") if "loss" in row]
+    assert len(compiled) == 2 and all(abs(a - b) <= BOUND * b for a, b in zip(compiled, plain, strict=False))
 
 
 @pytest.mark.parametrize("sparse", (False, True), ids=("dense", "sparse"))
@@ -279,7 +303,11 @@ def call(*arguments: str) -> str:
     (
         ({"data": "nowhere"}, "cannot read nowhere: No such file"),
         ({"preset": "tinny"}, "no preset 'tinny'; did you mean tiny?"),
-        ({"start": "nowhere"}, "there is no tokenizer at nowhere"),
+        ({"start": "nowhere"}, "there is no folder nowhere to start from"),
+        ({"start": "here", "preset": "tiny"}, "leave one of them out"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"learning_rate": 0}, "learning_rate must be above 0, got 0"),
+        ({"warmup_steps": 0}, "warmup_steps must be at least 1, got 0"),
         ({"device": "tpu"}, "no device 'tpu'"),
         ({"config": "nowhere.toml"}, "cannot read nowhere.toml"),
         ({"resume": "nowhere"}, "there is no run in nowhere to resume"),
@@ -291,6 +319,25 @@ def test_mistakes_of_the_command_are_one_sentence(options: dict[str, Any], words
     more = {} if "resume" in options else {"out": tmp_path / "run"}
     assert words in call(*flags({**options, **more}))
     assert not (tmp_path / "run").exists(), "nothing is made for a run that cannot begin"
+
+
+@pytest.mark.parametrize("steps", (1, 2))
+def test_an_interrupted_run_says_how_it_goes_on(
+    steps: int, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Run._step
+
+    def press(self: Run, number: int, *arguments: Any) -> None:
+        if number == steps:
+            raise KeyboardInterrupt
+        step(self, number, *arguments)
+
+    monkeypatch.setattr(Run, "_step", press)
+    options = {**base, "data": base["data"][0], "checkpoint_every": 2, "out": tmp_path / "run"}
+    done = CliRunner().invoke(app, ["train", *flags(options)])
+    assert done.exit_code == 130
+    expected = "nothing to resume" if steps == 1 else f"--resume {tmp_path / 'run'} goes on from its last checkpoint"
+    assert expected in done.output
 
 
 def test_a_resume_with_other_options_is_refused(whole: Path, tmp_path: Path) -> None:

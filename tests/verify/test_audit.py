@@ -1,5 +1,6 @@
 """The audit: it finds a broken kernel, a planted NaN and inputs outside the domain, names them, and changes nothing."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def test_a_plain_module_a_frozen_one_and_one_without_ops() -> None:
     frozen = adjoint.audit(norm.requires_grad_(False), torch.randn(4, 8))
     assert not frozen.has_backward and "No gradient was seen" in str(frozen)
     plain = adjoint.audit(nn.Linear(8, 8), torch.randn(4, 8))
-    assert not plain.entries and plain.summary.startswith("0 of 0 results")
+    assert not plain.entries and not plain.is_sound and "called no op of adjoint" in str(plain)
+    assert "patch(model)" in plain.summary and "Nothing was compared" in plain.as_page()
     with pytest.raises(adjoint.ArgumentError, match=r"torch\.nn\.Module"):
         adjoint.audit(adjoint.silu, torch.randn(4))  # type: ignore[arg-type]
 
@@ -185,7 +187,16 @@ def test_batches_are_cut_down_to_whole_items() -> None:
     assert x.shape == (3, 4) and y.shape == (3,)
     input_ids, cu_seqlens = pack([[1, 2, 3], [4, 5], [6, 7, 8]])
     cut = sample({"input_ids": input_ids, "cu_seqlens": cu_seqlens}, 6)
-    assert cut["input_ids"].tolist() == [[1, 2, 3, 4, 5]] and cut["cu_seqlens"].tolist() == [0, 3, 5]
+    assert cut["input_ids"].tolist() == [[1, 2, 3, 6, 7, 8]] and cut["cu_seqlens"].tolist() == [0, 3, 6]
+    assert cut["cu_seqlens"].dtype == cu_seqlens.dtype
+    input_ids, cu_seqlens = pack([[number] * (1 + number % 3) for number in range(60)])
+    cut = sample({"input_ids": input_ids, "labels": input_ids, "cu_seqlens": cu_seqlens}, 30)
+    whole = [row.tolist() for row in cut["labels"][0].split(cut["cu_seqlens"].diff().tolist())]
+    assert all(row == [row[0]] * (1 + row[0] % 3) for row in whole) and 25 <= cut["labels"].numel() <= 30
+    firsts = [row[0] for row in whole]
+    assert firsts[0] < 10 and firsts[-1] >= 50 and max(b - a for a, b in itertools.pairwise(firsts)) < 15
+    one = sample({"input_ids": input_ids, "cu_seqlens": cu_seqlens}, 1)
+    assert one["input_ids"].tolist() == [[0]] and one["cu_seqlens"].tolist() == [0, 1]
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -205,7 +216,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_reads_a_text_and_writes_both_files(checkpoint: Path, tmp_path: Path) -> None:
     done = call(checkpoint, "--device", "cpu", "--max-tokens", 24, "--save", tmp_path / "report")
     assert done.exit_code == 0, done.output
-    assert "model.layers.0.linear_attn gated_delta_rule backward: " in done.output and "headroom" in done.output
+    lines = done.output.splitlines()
+    start = lines.index("model.layers.0.linear_attn")
+    (rule,) = [
+        line for line in lines[start : start + 5] if line.startswith("  gated_delta_rule") and "backward" in line
+    ]
+    assert "% of the bound" in rule and "headroom" in rule and max(map(len, lines[: lines.index("The worst")])) < 80
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["sound"] and len(data["worst"]) == 10 and {"measured", "limit", "share"} <= data["entries"][0].keys()
     page = (tmp_path / "report.html").read_text()
@@ -226,6 +242,8 @@ def test_a_wrong_checkpoint_fails_with_a_status(checkpoint: Path, tmp_path: Path
         ((tmp_path / "nowhere",), "nowhere"),
         ((checkpoint, "--text", tmp_path / "no.txt"), "no.txt"),
         ((checkpoint, "--max-tokens", 1), "--max-tokens"),
+        ((checkpoint, "--text", checkpoint / "model.safetensors"), "is binary, not UTF-8 text"),
+        ((checkpoint, "--save", tmp_path / "no" / "report"), "audit: --save"),
         ((checkpoint, "--dtype", "int8"), "--dtype"),
     ):
         done = call(*arguments, "--device", "cpu")

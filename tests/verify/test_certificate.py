@@ -134,10 +134,43 @@ def test_errors_failures_and_missing_plans_are_named(certificate: dict[str, Any]
     assert done.exit_code == 1 and json.loads(done.stdout)["missing"] == found.missing
 
 
-def test_wrong_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text('{"schema": 1}')
-    for path, words in ((tmp_path / "rows.json", "--certificate"), (tmp_path / "nowhere.json", "No such file")):
-        done = call("certificate", "compare", path, path)
-        assert done.exit_code == 2 and words in done.stderr and "Traceback" not in done.output
+def test_what_one_of_them_lacks_of_a_plan_that_both_ran_is_named(certificate: dict[str, Any]) -> None:
+    other = copy.deepcopy(certificate)
+    other["digests"].remove(_digest_of(other, "embedding", "out"))
+    (check,) = [c for c in other["checks"] if (c["op"], c["dtype"], c["check"]) == ("l2_norm", "float32", "repeats")]
+    other["checks"].remove(check)
+    found = comparison.compare(certificate, other)
+    assert len(found.missing) == 2 and not found.broken
+    assert found.missing[0] == "l2_norm float32 eager: repeats was checked on the first only"
+    assert found.missing[1].startswith("embedding ") and "out of " in found.missing[1]
+    assert found.missing[1].endswith("has a digest on the first only")
+    assert all(words.endswith("on the second only") for words in comparison.compare(other, certificate).missing)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"schema": 1, "digests": []}', "it lacks versions, kernel_code, skus"),
+        ('{"schema": 9}', "its schema is 9, and this version reads 1"),
+        ("[1]", "it is no certificate"),
+        ("{", "cannot be read as a file of verify --certificate"),
+        (b"\xff\xfe", "cannot be read as a file of verify --certificate"),
+        (None, "No such file"),
+    ],
+)
+def test_wrong_files_are_refused(content: str | bytes | None, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    done = call("certificate", "compare", path, path)
+    assert done.exit_code == 2 and words in done.stderr and not isinstance(done.exception, ValueError)
+
+
+def test_a_certificate_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "taken.html").mkdir()
+    (tmp_path / "taken.json").write_text("kept")
+    done = call("verify", "silu", "--device", "cpu", "--certificate", tmp_path / "taken")
+    assert done.exit_code == 2 and "taken.html cannot be written: Is a directory" in done.stderr
+    assert "silu" not in done.output.replace(str(tmp_path), "") and (tmp_path / "taken.json").read_text() == "kept"
     done = call("verify", "silu", "--device", "cpu", "--certificate", tmp_path / "no" / "folder")
     assert done.exit_code == 2 and "there is no folder" in done.stderr

@@ -101,9 +101,31 @@ def test_families_ops_and_modes_are_names_and_internal_ones_are_not_listed() -> 
     done = call("relu", "--device", "cpu")
     assert done.exit_code == 2
     listed = done.stderr.split(";")
-    assert "moe" in listed[1] and "gated_delta_rule" in listed[2] and "moe.route" in listed[2]
-    assert "[" not in listed[1] + listed[2] and "stages" not in done.stderr
+    assert "moe" in listed[1] and "swiglu[gate_up]" in listed[2] and "gated_delta_rule" in listed[3]
+    assert "moe.route" in listed[3] and "gated_delta.gram" in listed[3] and ", gram" not in listed[3]
+    assert "[" not in listed[1] + listed[3] and "stages" not in done.stderr and "_tensors" not in done.stderr
     assert call("swiglu[gate_up]", "--device", "cpu", "--jobs", 1).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("swigul", "swiglu"),
+        ("gated_delta.grm", "gated_delta.gram"),
+        ("rout", "moe.route"),
+        ("gated_dela", "gated_delta"),
+        ("swiglu[gateup]", "swiglu[gate_up]"),
+    ],
+)
+def test_the_nearest_name_is_offered(name: str, meant: str) -> None:
+    done = call(name, "--device", "cpu")
+    assert done.exit_code == 2 and done.stderr.strip() == f"verify: unknown op {name!r}; did you mean {meant}?"
+
+
+def test_an_op_is_named_as_it_is_called() -> None:
+    done = call("gated_delta.normalize", "--device", "cpu", "--jobs", 1)
+    assert done.exit_code == 0 and done.output.startswith("gated_delta.normalize "), done.output
+    assert "Checks on cpu: 1 op, 1 plan, " in done.output
 
 
 def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
@@ -146,7 +168,7 @@ def interruptible() -> Iterator[None]:
 def test_an_interruption_ends_the_processes_and_shows_what_ended(tmp_path: Path) -> None:
     done = call_on(listings.list_interruption, "--jobs", 2, "--save", tmp_path / "part.json")
     assert done.exit_code == 130, done.output
-    assert "Interrupted: 1 of 4 checks ran" in done.output
+    assert "Interrupted: 1 of 4 jobs ran" in done.output
     assert done.output.rstrip().endswith("1 passed, 0 failed")
     assert not multiprocessing.active_children()
     (job,) = json.loads((tmp_path / "part.json").read_text())["jobs"]
@@ -161,7 +183,8 @@ def test_an_interruption_of_this_process_shows_what_ended() -> None:
 
     jobs = [listings.job("first", listings.succeed), listings.job("interrupts", press)]
     done = call_on(lambda *_: jobs, "--jobs", 1)
-    assert done.exit_code == 130 and "Interrupted: 1 of 2 checks ran" in done.output
+    assert "1 check " in done.output and "cut off" in done.output and "passed\n" not in done.output
+    assert done.exit_code == 130 and "Interrupted: 1 of 2 jobs ran" in done.output
 
 
 # --------------------------------------------------------------------------------------------- shards

@@ -38,6 +38,7 @@ from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import Inputs
 from adjoint.core.errors import ArgumentError
 from adjoint.ops import FAMILIES, cases
+from adjoint.ops.names import path_of, unknown_op
 
 OURS, EAGER, COMPILED, DETERMINISTIC = "adjoint", "torch eager", "torch.compile", "torch deterministic"
 
@@ -136,12 +137,10 @@ class Result:
 def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
     """Each workload of the named ops, or of all, with its family; of `rows` those whose name has one of the texts."""
     every = [(family, workload) for family in FAMILIES for module in cases(family) for workload in module.WORKLOADS]
-    known = {name for _, workload in every for name in _names(workload)}
-    unknown = sorted(set(ops) - known)
+    unknown = sorted(set(ops).difference(*(_names(workload) for _, workload in every)))
     if unknown:
-        raise ArgumentError(
-            f"bench: unknown op {', '.join(unknown)}; ops with workloads are {', '.join(sorted(known))}"
-        )
+        known = dict.fromkeys(path_of(workload.subject) for _, workload in every)
+        raise ArgumentError(unknown_op("bench", unknown, list(known), "ops with workloads"))
     chosen = [(family, workload) for family, workload in every if not ops or set(ops) & _names(workload)]
     names = [workload.name for _, workload in chosen]
     for text in rows:
@@ -151,7 +150,10 @@ def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Work
 
 
 def _names(workload: Workload) -> set[str]:
-    return {workload.subject.name, workload.subject.function.__name__}
+    """What users may call its op by."""
+    subject = workload.subject
+    path = path_of(subject)
+    return {path, path.partition("[")[0], subject.name, subject.function.__name__}
 
 
 def check_peers(labels: Sequence[str] | None) -> None:

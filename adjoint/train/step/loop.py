@@ -61,8 +61,8 @@ class Trainer:
         parts = ranks.size * options.accumulation
         if options.batch_rows % parts:
             raise ArgumentError(
-                f"train: batch_rows must be a multiple of {parts}, {ranks.size} ranks times {options.accumulation} "
-                f"accumulation steps, got {options.batch_rows}"
+                f"train: batch_rows must be a multiple of {parts}, {ranks.size} rank{'s' * (ranks.size > 1)} times "
+                f"{options.accumulation} accumulation steps, got {options.batch_rows}"
             )
         self.options, self.objective, self.weights, self.optimizers = options, objective, weights, optimizers
         self.stream, self.ranks, self._folder = stream, ranks, folder

@@ -72,7 +72,9 @@ def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[Document]:
         ]
         if not texts:
             kind = f" of {', '.join(suffixes)}" if suffixes else ""
-            raise ArgumentError(f"train: the folder {path} has no text{kind} among its {len(files)} files")
+            raise ArgumentError(
+                f"train: the folder {path} has no text{kind} among its {len(files)} file{'s' * (len(files) != 1)}"
+            )
         yield from texts
         return
     content = _read(path)
@@ -108,8 +110,8 @@ def is_text(content: bytes) -> bool:
 def _split(origin: str, documents: Sequence[Document], heldout_bytes: int) -> Corpus:
     """Holds out whole files, in the order of their names' hashes, so that other files do not change which.
 
-    A file longer than a quarter of what is held out is not, where there are shorter ones: a few long files would say
-    little about the rest. A corpus of one file is cut in two, at the end of a line.
+    Files longer than a quarter of what is held out come after all others, the shortest of them first: a few long files
+    would say little about the rest. A corpus of one file is cut in two, at the end of a line.
     """
     total = hashlib.sha256()
     for document in documents:
@@ -118,10 +120,12 @@ def _split(origin: str, documents: Sequence[Document], heldout_bytes: int) -> Co
         training, heldout = _cut(documents[0], heldout_bytes)
         return Corpus(origin, total.hexdigest(), (training,), (heldout,))
     order = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
-    short = [document for document in order if len(document.content) <= heldout_bytes // 4] or order
+    short = [document for document in order if len(document.content) <= heldout_bytes // 4]
+    long = [document for document in order if len(document.content) > heldout_bytes // 4]
+    candidates = short + sorted(long, key=lambda document: len(document.content)) if short else order
     heldout_documents: list[Document] = []
     size = 0
-    for document in short[: len(documents) // 2]:
+    for document in candidates[: len(documents) // 2]:
         if size >= heldout_bytes:
             break
         heldout_documents.append(document)

@@ -66,7 +66,8 @@ class Pieces:
         return str(self._tokenizer.decode(list(tokens)))
 
     def write(self, folder: Path) -> None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(self._path, folder / "tokenizer.json")  # whatever it was called
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (source := self._path.with_name(name)).exists():
                 shutil.copyfile(source, folder / name)
         if not (folder / "tokenizer_config.json").exists():
@@ -78,10 +79,12 @@ def read_language(tokenizer: str, start: str) -> Language:
     """The tokenizer that is named, or that of the folder a run starts from, or bytes.
 
     Raises:
-        ArgumentError: there is no tokenizer where one is named.
+        ArgumentError: there is no tokenizer where one is named, or no folder to start from.
     """
     if not tokenizer and not start:
         return Bytes()
+    if start and not Path(start).is_dir():
+        raise ArgumentError(f"train: there is no folder {start} to start from; --from takes one with a config.json")
     path = Path(tokenizer or start)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():

@@ -25,8 +25,10 @@ def audit_checkpoint(
         raise ArgumentError(f"audit: --max-tokens must be 2 or more, got {max_tokens}")
     try:
         words = (text or TEXT).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ArgumentError(f"audit: the text {text} cannot be read: {error}") from error
+    except OSError as error:
+        raise ArgumentError(f"audit: the text {text} cannot be read: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ArgumentError(f"audit: the file {text} is binary, not UTF-8 text") from error
     model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
     if (folder / "tokenizer.json").exists():
         tokens = Text(folder).encode(words)

@@ -14,9 +14,15 @@ from rich.text import Text
 
 from adjoint.core.errors import ArgumentError
 from adjoint.verify.audit.observer import Entry
+from adjoint.verify.report.files import paths
 from adjoint.verify.report.html import details, page, table
 
 WORST = 10
+
+NOTHING = (
+    "Nothing was compared: the model called no op of adjoint. A model of transformers calls them after "
+    "adjoint.integrations.transformers.patch(model); inside torch.compile calls are not seen."
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,8 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """Whether everything that could be compared is within its bound, inside the domain and finite."""
-        return not (self.broken or self.suspect or self.parameters)
+        """Whether everything was compared, and is within its bound, inside the domain and finite; never of nothing."""
+        return bool(self.entries) and not (self.broken or self.suspect or self.parameters)
 
     @property
     def worst(self) -> list[Entry]:
@@ -67,9 +73,16 @@ class Report:
         return stream.getvalue().rstrip()
 
     def show(self, console: Console, *, verbose: bool = False) -> None:
-        """A line for each layer, op and direction; all outputs with `verbose`; the worst, with the reason."""
-        for lines in [[entry] for entry in self.entries] if verbose else _groups(self.entries):
-            console.print(_line(lines))
+        """A line for each op of each layer and direction; all outputs with `verbose`; the worst, with the reason."""
+        if not self.entries:
+            console.print(NOTHING, highlight=False)
+            return
+        lines = [[entry] for entry in self.entries] if verbose else _groups(self.entries)
+        for layer in dict.fromkeys(entry.layer for entry in self.entries):
+            console.print(Text(layer, "bold cyan"), soft_wrap=True)
+            for own in lines:
+                if own[0].layer == layer:
+                    _show_line(console, own, verbose=verbose)
         console.print(Text("The worst", "bold"))
         for entry in self.worst:
             style = "red" if entry.is_broken else "yellow" if entry.remarks else ""
@@ -82,10 +95,12 @@ class Report:
 
     @property
     def summary(self) -> str:
+        if not self.entries:
+            return NOTHING
         layers = len({entry.layer for entry in self.entries})
         compared = sum(entry.measured is not None for entry in self.entries)
         return (
-            f"{compared} of {len(self.entries)} results of {layers} layers compared: "
+            f"{compared} of {len(self.entries)} results of {layers} layer{'s' * (layers != 1)} compared: "
             f"{len(self.broken)} past the bound, {len(self.suspect)} with remarks"
         )
 
@@ -104,13 +119,12 @@ class Report:
 
     def save(self, path: Path | str) -> tuple[Path, Path]:
         """Writes the report as JSON and as a page beside it, and returns where they are."""
-        stem = Path(path).with_suffix("") if Path(path).suffix in (".json", ".html") else Path(path)
-        data, html = Path(f"{stem}.json"), Path(f"{stem}.html")
+        data, html = paths(Path(path))
         try:
             data.write_text(json.dumps(self.as_data(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             html.write_text(self.as_page(), encoding="utf-8")
         except OSError as error:
-            raise ArgumentError(f"audit: cannot write a report to {path}: {error}") from error
+            raise ArgumentError(f"audit: cannot write a report to {path}: {error.strerror}") from error
         return data, html
 
     def as_page(self) -> str:
@@ -171,20 +185,33 @@ def _measured(entry: Entry) -> str:
 
 def _headroom(lines: list[Entry]) -> str:
     """The largest share of a bound, and how many times smaller than the bound the error is."""
+    error, headroom = _columns(lines)
+    return ", ".join(filter(None, (error, headroom)))
+
+
+def _columns(lines: list[Entry]) -> tuple[str, str]:
+    """The largest share of a bound, and the headroom that it leaves."""
     if all(entry.measured is None for entry in lines):
-        return "not compared"
+        return "not compared", ""
     share = max(entry.share for entry in lines)
-    times = "" if share > 1 else ", exact" if not share else f", headroom {1 / share:.2g}×"
     percent = f"{100 * share:.3g}%" if share < 10 else "over 999%"
-    return f"{'FAILED ' if share > 1 else ''}{percent} of the bound{times}"
+    error = f"{'FAILED ' if share > 1 else ''}{percent} of the bound"
+    return error, "" if share > 1 else "exact" if not share else f"headroom {_factor(1 / share)}×"
 
 
-def _line(lines: list[Entry]) -> Text:
-    entry = lines[0]
-    output = f" {entry.output}" if len(lines) == 1 and entry.direction else ""
+def _factor(value: float) -> str:
+    """At most five characters."""
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}" if value < 1e5 else f"{value:.0e}".replace("e+0", "e")
+
+
+def _show_line(console: Console, lines: list[Entry], *, verbose: bool) -> None:
+    """An op of a layer in one direction, in a line of fewer than 80 columns, and beneath it what is strange."""
+    entry, (error, headroom) = lines[0], _columns(lines)
     style = "red" if any(x.is_broken for x in lines) else "yellow" if any(x.remarks for x in lines) else ""
-    remark = next((f"; {x.remarks[0]}" for x in lines if x.remarks), "")
-    return Text(f"{_name(entry)} {entry.direction}{output}: {_headroom(lines)}{remark}", style)
+    op = f"{entry.op} {entry.output}" if verbose else entry.op
+    console.print(Text(f"  {op:<25} {entry.direction:<8}  {error:>24}  {headroom}".rstrip(), style), soft_wrap=True)
+    for remark in dict.fromkeys(remark for x in lines for remark in x.remarks):
+        console.print(Padding(Text(remark, style), (0, 0, 0, 6)))
 
 
 def _reason(entry: Entry) -> str:

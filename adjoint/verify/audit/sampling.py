@@ -1,5 +1,6 @@
 """Long batches cut down to whole items: rows of a batch, or sequences of a packed row."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,9 @@ from torch import Tensor
 
 MOST_TOKENS = 4096
 """Tokens of a batch that are compared in float64 in seconds."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Numbers from 0 on, in the order of the fractions of their multiples, are spread however many of them are taken."""
 
 
 def sample(batch: Any, max_tokens: int = MOST_TOKENS) -> Any:
@@ -50,15 +54,21 @@ def _cut(value: Any, rows: int, indices: Tensor) -> Any:
 
 
 def _packed(named: dict[str, Any], first: Tensor, max_tokens: int) -> dict[str, Any]:
-    """The first sequences that fit, and one at least."""
-    bounds = named["cu_seqlens"]
-    time = first.shape[1]
-    if int(bounds[-1]) <= max_tokens:
+    """Sequences that fit, spread over the row, and one at least."""
+    bounds, time = named["cu_seqlens"].tolist(), first.shape[1]
+    if bounds[-1] <= max_tokens:
         return named
-    count = max(1, int((bounds[1:] <= max_tokens).sum()))
-    end = int(bounds[count])
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    kept: list[int] = []
+    for sequence in sorted(range(len(lengths)), key=lambda number: number * GOLDEN % 1):
+        if not kept or sum(lengths[other] for other in kept) + lengths[sequence] <= max_tokens:
+            kept.append(sequence)
+    kept.sort()
+    tokens = [token for sequence in kept for token in range(bounds[sequence], bounds[sequence + 1])]
+    positions = torch.tensor(tokens, device=first.device)
     cut = {
-        name: x[:, :end] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == (1, time) else x
+        name: x[:, positions.to(x.device)] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == (1, time) else x
         for name, x in named.items()
     }
-    return cut | {"cu_seqlens": bounds[: count + 1]}
+    ends = list(itertools.accumulate((lengths[sequence] for sequence in kept), initial=0))
+    return cut | {"cu_seqlens": torch.tensor(ends).to(named["cu_seqlens"])}

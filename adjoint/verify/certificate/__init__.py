@@ -14,6 +14,7 @@ from adjoint.core.errors import ArgumentError
 from adjoint.verify.certificate.page import certificate_page
 from adjoint.verify.checks.digests import CHECK as DIGEST
 from adjoint.verify.report import summary
+from adjoint.verify.report.files import paths
 from adjoint.verify.report.tables import share_of_limit, worst
 from adjoint.verify.run import Row
 
@@ -99,18 +100,6 @@ def _digests(rows: Sequence[Row]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- files
 
 
-def paths(path: Path) -> tuple[Path, Path]:
-    """The files of a certificate, of data and of the page, from either of them or from what both begin with."""
-    stem = path.with_suffix("") if path.suffix in (".json", ".html") else path
-    return Path(f"{stem}.json"), Path(f"{stem}.html")
-
-
-def require_writable(path: Path) -> None:
-    """Raises where the folder of a certificate is not there: before the work, not after it."""
-    if not path.parent.is_dir():
-        raise ArgumentError(f"verify: --certificate {path} cannot be written: there is no folder {path.parent}")
-
-
 def save(certificate: Mapping[str, Any], path: Path) -> tuple[Path, Path]:
     """Writes both files, and returns where they are."""
     data, page = paths(path)
@@ -137,15 +126,23 @@ def _as_json(certificate: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
+_COMPARED = ("versions", "kernel_code", "skus", "checks", "errors", "digests", "failures")
+"""What a comparison reads."""
+
+
 def load(path: Path) -> dict[str, Any]:
     """The certificate in a file."""
     data, _ = paths(path)
     try:
         content: dict[str, Any] = json.loads(data.read_text(encoding="utf-8"))
-        if content["schema"] != SCHEMA or "digests" not in content:
+        if not isinstance(content, dict) or "schema" not in content:
+            raise ValueError("it is no certificate")
+        if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']}, and this version reads {SCHEMA}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(
-            f"certificate: {data} cannot be read as a file of verify --certificate: {type(error).__name__}: {error}"
-        ) from error
+        if absent := [name for name in _COMPARED if name not in content]:
+            raise ValueError(f"it lacks {', '.join(absent)}")
+    except OSError as error:
+        raise ArgumentError(f"certificate: {data} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ArgumentError(f"certificate: {data} cannot be read as a file of verify --certificate: {error}") from error
     return content

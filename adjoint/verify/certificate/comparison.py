@@ -31,6 +31,7 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> Comparison:
     """What differs between two certificates."""
     comparison = Comparison(machine=list(_machine(one, other)))
     _compare_verdicts(comparison, one, other)
+    _compare_presence(comparison, one, other)
     _compare_errors(comparison, one, other)
     _compare_bits(comparison, one, other)
     return comparison
@@ -65,6 +66,23 @@ def _compare_verdicts(comparison: Comparison, one: Mapping[str, Any], other: Map
     for sku, ours, theirs in _pairs(dict.fromkeys(one["skus"], True), dict.fromkeys(other["skus"], True)):
         if ours is not theirs:
             comparison.missing.append(f"{sku} ran on the {'first' if ours else 'second'} only")
+
+
+def _compare_presence(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Checks and digests that only one of them has, although both ran the plan."""
+
+    def groups(certificate: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+        checks = {
+            tuple(c[name] for name in ("op", "dtype", "plan", "check")): "was checked" for c in certificate["checks"]
+        }
+        return checks | {_key(d): "has a digest" for d in certificate["digests"]}
+
+    ours, theirs = groups(one), groups(other)
+    common = {key[:3] for key in ours} & {key[:3] for key in theirs}
+    for key, mine, yours in _pairs(ours, theirs):
+        if key[:3] in common and (mine is None or yours is None):
+            where = f"{' '.join(filter(None, key[:3]))}: {' of '.join(reversed(key[3:]))}"
+            comparison.missing.append(f"{where} {mine or yours} on the {'second' if mine is None else 'first'} only")
 
 
 def _compare_errors(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
@@ -122,7 +140,7 @@ def show(console: Console, comparison: Comparison, *, verbose: bool) -> None:
         "machine": "The machines",
         "errors": "Errors",
         "bits": "Bits that differ, as they may",
-        "missing": "Plans of one machine only",
+        "missing": "On one of them only",
         "broken": "PROMISES BROKEN",
     }
     for name, title in titles.items():

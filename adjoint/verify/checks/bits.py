@@ -61,7 +61,8 @@ class BitComparison:
     def row(self) -> Row:
         detail = "; ".join(self.wrong[:4]) if self.count else NOTHING
         where = self.subject.name, self.check, short(self.dtype), self.plan
-        return Row(*where, self.promise, f"{self.count} bit comparisons", not detail, detail, tuple(self.skus))
+        measured = f"{self.count} bit comparison{'s' * (self.count != 1)}"
+        return Row(*where, self.promise, measured, not detail, detail, tuple(self.skus))
 
     def rows(self) -> list[Row]:
         """None where the check applies to no case, because nothing is promised."""

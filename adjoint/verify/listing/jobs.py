@@ -16,6 +16,7 @@ from adjoint.core.plan import select
 from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
 from adjoint.ops import FAMILIES, cases
+from adjoint.ops.names import path_of, unknown_op
 from adjoint.verify.checks import bits, framework, numerics
 from adjoint.verify.checks.forms import forms
 from adjoint.verify.run import Row, generator
@@ -51,17 +52,20 @@ def family_of(module: Any) -> str:
 def subjects(ops: Sequence[str] | None = None) -> list[Subject]:
     """The subjects of the named families, ops or modes ("moe", "swiglu", "swiglu[gate_up]"), or of all."""
     every = [
-        ({family_of(module), subject.name.partition("[")[0], subject.name, subject.function.__name__}, subject)
+        (
+            {family_of(module), subject.function.__name__}
+            | {name for path in (subject.name, path_of(subject)) for name in (path, path.partition("[")[0])},
+            subject,
+        )
         for module in cases()
         for subject in module.SUBJECTS
     ]
     unknown = sorted(set(ops or ()) - set[str]().union(*(names for names, _ in every)))
     if unknown:
-        known = ", ".join(sorted({subject.name.partition("[")[0] for _, subject in every}))
-        raise ArgumentError(
-            f"verify: unknown op {', '.join(unknown)}; families are {', '.join(FAMILIES)}; ops are {known}; "
-            f"a mode of an op is named as in swiglu[gate_up]"
-        )
+        known = list(dict.fromkeys(path_of(subject).partition("[")[0] for _, subject in every))
+        known += [path for _, subject in every if "[" in (path := path_of(subject)) and "[" in "".join(unknown)]
+        families = f"families are {', '.join(FAMILIES)}; a mode of an op is named as in swiglu[gate_up]; ops"
+        raise ArgumentError(unknown_op("verify", unknown, known, families, FAMILIES))
     return [subject for names, subject in every if not ops or names & set(ops)]
 
 

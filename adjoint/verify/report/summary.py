@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from adjoint.ops import FAMILIES, OPS, cases
+from adjoint.ops.names import path_of
 from adjoint.verify.checks.digests import CHECK as DIGEST
 from adjoint.verify.checks.numerics import NO_FIGURE
 from adjoint.verify.report.tables import share_of_limit, verdicts
@@ -24,7 +26,7 @@ def names() -> dict[str, list[str]]:
     """The ops of every family, as users name them."""
     named: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for folder, module in zip(OPS, cases(), strict=True):
-        ops = dict.fromkeys(subject.name.partition("[")[0] for subject in module.SUBJECTS)
+        ops = dict.fromkeys(path_of(subject).partition("[")[0] for subject in module.SUBJECTS)
         named[folder.partition(".")[0]] += ops
     return named
 
@@ -32,8 +34,13 @@ def names() -> dict[str, list[str]]:
 def op_of(name: str) -> str:
     """The op that a row is about: of a mode, or of a folder whose calls are refused, the op, or the folder's first."""
     if name in OPS:
-        name = cases()[OPS.index(name)].SUBJECTS[0].name
-    return name.partition("[")[0]
+        return path_of(cases()[OPS.index(name)].SUBJECTS[0]).partition("[")[0]
+    return _paths().get(name, name).partition("[")[0]
+
+
+@cache
+def _paths() -> dict[str, str]:
+    return {subject.name: path_of(subject) for module in cases() for subject in module.SUBJECTS}
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,16 @@ def tallies(rows: Iterable[Row]) -> list[Tally]:
     return [tally(op, by_op[op]) for op in known]
 
 
-def line(entry: Tally) -> Text:
-    """An op in a line of fewer than 80 columns."""
+def line(entry: Tally, missing: int = 0) -> Text:
+    """An op in a line of fewer than 80 columns; one with missing jobs has not passed."""
     plans = f"{len(entry.plans)} plan{'s' * (len(entry.plans) != 1)}"
     checks = f"{entry.checks} check{'s' * (entry.checks != 1)}"
     share = "" if entry.share is None else f"error ≤ {_percent(entry.share)} of bound"
-    verdict = Text("passed", "green") if entry.is_sound else Text(f"{entry.failures} FAILED", "bold red")
-    return Text(f"{entry.op:<24} {plans:>8} {checks:>11}  {share:<22} ").append(verdict)
+    if not entry.is_sound:
+        verdict = Text(f"{entry.failures} FAILED", "bold red")
+    else:
+        verdict = Text("cut off", "yellow") if missing else Text("passed", "green")
+    return Text(f"{entry.op:<28} {plans:>7} {checks:>10}  {share:<22} ").append(verdict)
 
 
 def _percent(share: float) -> str:
