@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.contract.cases import Subject
+from adjoint.contract.cases import Case, Subject
 from adjoint.core import kernels
 from adjoint.core.op.operator import forget, operators
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify import Job, available_backends, jobs
+from adjoint.verify.checks import bits, forms, numerics
 from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import Evaluation, evaluate
 from tests.conftest import device_under_test
@@ -49,8 +50,30 @@ def _parameters() -> list[object]:
     ]
 
 
+MOST = 200
+_evaluations: dict[tuple[object, ...], tuple[Subject, Case, Evaluation]] = {}
+
+
+def _evaluate_once(
+    subject: Subject, case: Case, dtype: torch.dtype, device: torch.device, preference: Preference, seed: int = 0
+) -> Evaluation:
+    """What a case gives, for all checks that begin with it: those of repeats and layouts then run it again."""
+    key = id(subject), id(case), dtype, device, preference, seed
+    if key not in _evaluations:
+        if len(_evaluations) >= MOST:
+            _evaluations.clear()
+        _evaluations[key] = subject, case, evaluate(subject, case, dtype, device, preference, seed)
+    return _evaluations[key][2]
+
+
+@pytest.fixture
+def evaluations_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for checks in (bits, numerics, forms):
+        monkeypatch.setattr(checks, "evaluate", _evaluate_once)
+
+
 @pytest.mark.parametrize("job", _parameters())
-def test_check(job: Job, everything: bool) -> None:
+def test_check(job: Job, everything: bool, evaluations_are_shared: None) -> None:
     if kernels.interpreting() and not everything:
         if job.backend != "triton":
             pytest.skip("the ordinary process runs this")

@@ -45,6 +45,7 @@ ONE_IN = {
     "adjoint.ops.gated_delta": 12,
     "adjoint.ops.embedding": 8,
     "adjoint.device": 8,
+    "adjoint.ops.moe.experts.hopper": 16,  # in the model of Gluon
     "adjoint.ops.moe": 8,
     "adjoint.ops.indexing": 6,
     "adjoint.ops.loss": 8,

@@ -115,10 +115,23 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def differentiate(subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...], preference: Preference) -> Evaluation:
     """Outputs and all gradients for given inputs and upstream gradients."""
-    own = subject.leaves(inputs)
-    outputs = as_tuple(subject(*own, preference=preference))
-    gradients = torch.autograd.grad(outputs, subject.differentiable(own), upstream)
-    return Evaluation(subject, preference, inputs, upstream, tuple(o.detach() for o in outputs), gradients)
+    return Forward(subject, inputs, preference).backward(upstream)
+
+
+class Forward:
+    """A subject's outputs, which any number of upstream gradients can be taken back through."""
+
+    def __init__(self, subject: Subject, inputs: Inputs, preference: Preference) -> None:
+        self._subject, self._inputs, self._preference = subject, inputs, preference
+        self._leaves = subject.leaves(inputs)
+        self._outputs = as_tuple(subject(*self._leaves, preference=preference))
+        self.outputs = tuple(output.detach() for output in self._outputs)
+
+    def backward(self, upstream: tuple[Tensor, ...], *, keep: bool = False) -> Evaluation:
+        """The gradients, once; or, where the outputs are kept, once more later."""
+        leaves = self._subject.differentiable(self._leaves)
+        gradients = torch.autograd.grad(self._outputs, leaves, upstream, retain_graph=keep)
+        return Evaluation(self._subject, self._preference, self._inputs, upstream, self.outputs, gradients)
 
 
 def evaluate(
@@ -126,11 +139,8 @@ def evaluate(
 ) -> Evaluation:
     """A subject on a case."""
     source = generator(seed)
-    inputs = case.make(dtype, device, source)
-    with torch.no_grad():
-        outputs = as_tuple(subject(*inputs, preference=preference))
-    upstream = tuple(case.upstream(output, source) for output in outputs)
-    return differentiate(subject, inputs, upstream, preference)
+    forward = Forward(subject, case.make(dtype, device, source), preference)
+    return forward.backward(tuple(case.upstream(output, source) for output in forward.outputs))
 
 
 def plan_of(subject: Subject, inputs: Inputs, preference: Preference) -> Plan:

@@ -15,7 +15,10 @@ from tests.gluon.model import Codes
 from tests.gluon.programs import SCHEDULES, Schedule
 from tests.gluon.values import Fault
 
-pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter"),
+]
 
 EXAMPLES = {
     "few heads": Example.of((1, 330, 1, 2, 64, 64)),

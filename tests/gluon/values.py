@@ -27,6 +27,8 @@ def both(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     """Two operands in their common type; a scalar counts as much as a tensor does."""
     a = unwrap(first, second.tensor.dtype if isinstance(second, Value) else None)
     b = unwrap(second, first.tensor.dtype if isinstance(first, Value) else None)
+    if a.dtype == b.dtype:
+        return a, b
     common = torch.promote_types(a.dtype, b.dtype)
     return a.to(common), b.to(common)
 

@@ -11,7 +11,7 @@ from adjoint.core.kernels import interpreting
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify.checks.guarded import Guarded
-from adjoint.verify.run import Evaluation, Row, as_tuple, differentiate, directions_of, evaluate, gradients_of
+from adjoint.verify.run import Evaluation, Forward, Row, as_tuple, differentiate, directions_of, evaluate, gradients_of
 
 NOTHING = "nothing was compared"
 """What is wrong with a check that compared no result: it can hold nothing."""
@@ -179,10 +179,11 @@ def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
     comparison = BitComparison(subject, dtype, device, preference, "upstream layouts", promise)
     for name, base in comparison.evaluations():
         if base.promises("batch_invariant")[1]:
+            forward = Forward(subject, base.inputs, preference)
             for what, relayout in _RELAYOUTS.items():
                 laid = tuple(map(relayout, base.upstream))
-                plain = base.again(upstream=tuple(t.contiguous() for t in laid))
-                comparison.equal(f"{name}: {what}", base.again(upstream=laid).gradients, plain.gradients)
+                plain = forward.backward(tuple(t.contiguous() for t in laid), keep=True)
+                comparison.equal(f"{name}: {what}", forward.backward(laid, keep=True).gradients, plain.gradients)
         for index, expected in zip(subject.places(base.inputs), base.gradients, strict=True):
             inputs = list(each(Tensor.detach, base.inputs))
             inputs[index].requires_grad_()

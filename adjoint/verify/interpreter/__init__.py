@@ -17,16 +17,24 @@ down anew which type of numpy stands for which of Triton's. `remember_lookups()`
 it also makes, and checks, the shape of its block again, and the tuple that shows it: a quarter of the time of kernels
 with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
 overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` skips them
-elsewhere.
+elsewhere. `operands` has what is remembered of the two sides of an operation.
 
 `correct()` does all of it, for the command and the tests alike.
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from adjoint.core import kernels
+from adjoint.verify.interpreter.operands import (
+    compare_types_by_identity,
+    convert_at_once,
+    make_handles_at_once,
+    remember_operands,
+    without_detour,
+)
 
 LAST_VERSION_WITH_FAULT = (3, 9)
 
@@ -40,6 +48,10 @@ def correct() -> None:
         remember_lookups()
         remember_shapes()
         skip_unreported_checks()
+        remember_operands()
+        compare_types_by_identity()
+        convert_at_once()
+        make_handles_at_once()
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -158,19 +170,25 @@ def remember_lookups() -> None:
     if getattr(original, "remembers", False) or not hasattr(interpreter, "_LangPatchScope"):
         return
     remembered: dict[tuple[Any, ...], list[tuple[Any, str, Any]]] = {}
+    seen: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 
     def patch(function: Any) -> Any:
-        seen = function.__globals__.values()
-        languages = tuple(language for language in (tl, tl.core) if any(value is language for value in seen))
+        languages = seen.get(function)
+        if languages is None:
+            names = function.__globals__.values()
+            languages = tuple(language for language in (tl, tl.core) if any(value is language for value in names))
+            seen[function] = languages
         scope = interpreter._LangPatchScope()
         if languages and not any(tl.core.is_builtin(language.load) for language in languages):
             return scope  # a function called by another: all is in place
-        if languages in remembered:
-            for place, name, value in remembered[languages]:
-                scope.set_attr(place, name, value)
-            return scope
-        scope = original(function)
-        remembered[languages] = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
+        if languages not in remembered:
+            scope = original(function)
+            remembered[languages] = [
+                (place, name, without_detour(getattr(place, name), interpreter.interpreter_semantic))
+                for place, name, _ in scope._changes
+            ]
+        for place, name, value in remembered[languages]:
+            scope.set_attr(place, name, value)
         return scope
 
     patch.remembers = True  # type: ignore[attr-defined]
@@ -222,13 +240,35 @@ def remember_shapes() -> None:
         self.shape, self.numel = type.shown if type.is_block() else (scalar.shape, scalar.numel)
 
     broadcast = TritonSemantic.broadcast_impl_value
+    common: dict[tuple[int, int], Any] = {}
 
     def broadcast_others(self: Any, left: Any, right: Any) -> Any:
-        """Blocks of one shape, and two scalars, are what they would be broadcast to."""
+        """Blocks of one shape, and two scalars, are what they would be broadcast to; a scalar takes a block's shape."""
         own, other = left.type, right.type
-        if own.shape is other.shape if own.is_block() and other.is_block() else own.is_block() == other.is_block():
-            return left, right
-        return broadcast(self, left, right)
+        if own.is_block():
+            if not other.is_block():
+                kind = own if other.name == left.dtype.name else own.with_element_ty(other)
+                return left, self.tensor(self.builder.create_splat(kind, right.handle), kind)
+            if own.shape is other.shape:
+                return left, right
+            pair = id(own.shape), id(other.shape)  # of shapes that are kept: see above
+            shape = common.get(pair)
+            if shape is None:
+                wide, across = broadcast(self, left, right)
+                if len(own.shape) == len(other.shape):
+                    common[pair] = wide.type.shape
+                return wide, across
+            return broadcast_to(self, left, shape), broadcast_to(self, right, shape)
+        elif other.is_block():
+            kind = other if own.name == right.dtype.name else other.with_element_ty(own)
+            return self.tensor(self.builder.create_splat(kind, left.handle), kind), right
+        return left, right
+
+    def broadcast_to(self: Any, block: Any, shape: Any) -> Any:
+        if block.type.shape is shape:
+            return block
+        wide = self.builder.create_broadcast(block.handle, shape)
+        return self.tensor(wide, tl.block_type(block.dtype, shape))
 
     remembering_block.remembers = True  # type: ignore[attr-defined]
     block.__init__, value.__init__ = remembering_block, remembering_value
