@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import adjoint
-from adjoint import Preference
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from tests.ops.gated_delta.gpu.examples import (
     BFLOAT16,
