@@ -173,7 +173,7 @@ def test_both_backends_are_covered(device: torch.device) -> None:
 
 
 def test_jobs_name_unknown_ops() -> None:
-    with pytest.raises(ValueError, match=r"unknown op nonsense; families are activation, .*; ops are .*silu"):
+    with pytest.raises(ValueError, match=r"unknown op 'nonsense'; families are activation, .*; ops are .*silu"):
         jobs(["nonsense"])
 
 
