@@ -96,7 +96,20 @@ HOPPER = ("sm_90",)
 def named_plans(subject: Subject, device: torch.device) -> list[str]:
     """The plans beside each backend's first that can run on a device."""
     available = {*available_backends(device), *(() if why_not_on(device, HOPPER) else ("gluon",))}
-    return [plan for plan in subject.plans if {name.partition(".")[0] for name in plan.split("+")} <= available]
+    runnable = [plan for plan in subject.plans if {name.partition(".")[0] for name in plan.split("+")} <= available]
+    return [plan for plan in runnable if not _is_first(subject, plan, device)]
+
+
+def _is_first(subject: Subject, name: str, device: torch.device) -> bool:
+    """Whether a plan is the first that its backend has on a device: checks of the backend are checks of it."""
+    candidates = subject.bind(
+        subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), generator())
+    ).operator.candidates()
+    named = [plan for plan in candidates if plan.name == name]
+    return any(
+        named == [plan for plan in candidates if plan.backend == one.backend and not plan.why_not_on(device)][:1]
+        for one in named
+    )
 
 
 def _served(subject: Subject, backend: str, device: torch.device) -> Subject | None:
