@@ -77,12 +77,12 @@ class Report:
         if not self.entries:
             console.print(NOTHING, highlight=False)
             return
-        lines = [[entry] for entry in self.entries] if verbose else _groups(self.entries)
+        groups = [[entry] for entry in self.entries] if verbose else _groups(self.entries)
         for layer in dict.fromkeys(entry.layer for entry in self.entries):
             console.print(Text(layer, "bold cyan"), soft_wrap=True)
-            for own in lines:
-                if own[0].layer == layer:
-                    _show_line(console, own, verbose=verbose)
+            for group in groups:
+                if group[0].layer == layer:
+                    _show_line(console, group, verbose=verbose)
         console.print(Text("The worst", "bold"))
         for entry in self.worst:
             style = "red" if entry.is_broken else "yellow" if entry.remarks else ""

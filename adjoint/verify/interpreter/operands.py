@@ -120,17 +120,17 @@ def convert_at_once() -> None:
 
     def convert(self: Any, source: Any, target: Any, *rounding: Any, **named: Any) -> Any:
         kind = target.scalar
-        own = source.dtype.name
-        if own == kind.name:
+        element = source.dtype.name
+        if element == kind.name:
             return source
-        name = None if any(rounding) or any(named.values()) else CONVERSIONS.get((own, kind.name))
+        name = None if any(rounding) or any(named.values()) else CONVERSIONS.get((element, kind.name))
         if name is None:
             return cast(self, source, target, *rounding, **named)
         type = source.type.with_element_ty(kind) if source.type.is_block() else kind
         return self.tensor(getattr(self.builder, name)(source.handle, type), type)
 
-    def unwrap_others(given: Any) -> Any:
-        return given if given.__class__ in plain else unwrap(given)
+    def unwrap_others(argument: Any) -> Any:
+        return argument if argument.__class__ in plain else unwrap(argument)
 
     convert.at_once = True  # type: ignore[attr-defined]
     TritonSemantic.cast = convert

@@ -102,14 +102,10 @@ def named_plans(subject: Subject, device: torch.device) -> list[str]:
 
 def _is_first(subject: Subject, name: str, device: torch.device) -> bool:
     """Whether a plan is the first that its backend has on a device: checks of the backend are checks of it."""
-    candidates = subject.bind(
-        subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), generator())
-    ).operator.candidates()
-    named = [plan for plan in candidates if plan.name == name]
-    return any(
-        named == [plan for plan in candidates if plan.backend == one.backend and not plan.why_not_on(device)][:1]
-        for one in named
-    )
+    call = subject.bind(subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), generator()))
+    runnable = [plan for plan in call.operator.candidates() if not plan.why_not_on(device)]
+    first_of_backends = {plan.backend: plan.name for plan in reversed(runnable)}
+    return name in first_of_backends.values()
 
 
 def _served(subject: Subject, backend: str, device: torch.device) -> Subject | None:

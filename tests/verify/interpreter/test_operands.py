@@ -50,15 +50,15 @@ TWO = {
 def outcomes():
     few = list(tensors((tl.int32, tl.float32), SHAPES)) + list(tensors(KINDS, ((), (4,))))
     pairs = [*product(few, few), *product(few, NUMBERS), *product(NUMBERS, few)]
-    found = {}
+    results = {}
     for (name, call), (number, pair) in product(TWO.items(), enumerate(pairs)):
-        found[name, number] = shown(lambda: call(*pair))
+        results[name, number] = shown(lambda: call(*pair))
     for number, (tensor, kind) in enumerate(product(tensors(KINDS, ((), (4,))), KINDS)):
-        found["cast", number] = shown(lambda: semantic.cast(tensor, kind))
+        results["cast", number] = shown(lambda: semantic.cast(tensor, kind))
     for number, (value, kind) in enumerate(product(NUMBERS, KINDS)):
-        found["constant", number] = shown(lambda: semantic.scalar_constant(value, kind))
-    found["handle", 0] = shown(lambda: tl.tensor(TensorHandle(np.zeros(2), tl.float32), tl.block_type(tl.float32, [2])))
-    return found
+        results["constant", number] = shown(lambda: semantic.scalar_constant(value, kind))
+    results["handle", 0] = shown(lambda: tl.tensor(TensorHandle(np.zeros(2), tl.float32), tl.block_type(tl.float32, [2])))
+    return results
 
 
 theirs._patch_lang(SimpleNamespace(__globals__={"tl": tl}))

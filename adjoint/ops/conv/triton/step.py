@@ -182,7 +182,7 @@ def step(setup: Setup) -> Execute:
     }  # fmt: skip
     warps = shape.warps(block * rows, schedule["warps"])
     bound = setup.either(conv_step, **settings, WORDS=False, num_warps=warps)
-    # Two channels a word, which are a third of the instructions; whether the tensors lie so is seen in a run.
+    # Two channels a word, which takes half the instructions; whether the tensors lie so is seen in a run.
     may_pair = adjacent and block > 1 and shape.element.itemsize == 2 and shape.weight == shape.element
     if may_pair:
         by_words = setup.kernel(conv_step, aligned=True, **settings, WORDS=True, num_warps=warps)

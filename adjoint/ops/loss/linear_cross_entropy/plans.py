@@ -114,9 +114,8 @@ def _guarantee(problem: Problem, plan: str) -> dict[str, Guarantee]:
     ours = plan == "tiles"
     repeats = ours or (plan == "eager" and problem.device.type == "cpu")
     linear = _linear_of(plan, dtype, loss.is_total)
-    is_scaled = (
-        dtype == torch.float16 and not loss.is_total
-    )  # dx is stored on the scale of the largest upstream gradient
+    # dx is then stored on the scale of the largest upstream gradient, which may be another token's.
+    is_scaled = dtype == torch.float16 and not loss.is_total
 
     def promise(name: str) -> Guarantee:
         per_token = name == "log_probabilities" or (name == "loss" and loss.reduction == "none")
