@@ -57,7 +57,8 @@ def outcomes():
         results["cast", number] = shown(lambda: semantic.cast(tensor, kind))
     for number, (value, kind) in enumerate(product(NUMBERS, KINDS)):
         results["constant", number] = shown(lambda: semantic.scalar_constant(value, kind))
-    results["handle", 0] = shown(lambda: tl.tensor(TensorHandle(np.zeros(2), tl.float32), tl.block_type(tl.float32, [2])))
+    block = tl.block_type(tl.float32, [2])
+    results["handle", 0] = shown(lambda: tl.tensor(TensorHandle(np.zeros(2), tl.float32), block))
     return results
 
 
