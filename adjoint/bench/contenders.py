@@ -5,7 +5,7 @@ timed: choosing the plan, compiling, recording the graph.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from adjoint.core.preference import resolve
 FORWARD, BACKWARD, STEP = "forward", "backward", "forward + backward"
 """Directions. A step goes through autograd, for every contender: what it keeps in between is its own affair."""
 
+KEPT_BYTES = 2**33
+"""The most memory that exact results of one task take while its contenders are compared with them."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -32,6 +35,7 @@ class Task:
     direction: str
     inputs: Inputs
     upstream: tuple[Tensor, ...]
+    _exact: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -45,6 +49,15 @@ class Task:
     def reference(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         subject = self.workload.subject
         return as_tuple((subject.reference if self.direction == FORWARD else subject.reference_backward)(*arguments))
+
+    def exact(self, piece: int, arguments: Inputs) -> tuple[Tensor, ...]:
+        """What the reference gives for a piece of the arguments; kept, for all contenders, while memory allows."""
+        if piece in self._exact:
+            return self._exact[piece]
+        results = self.reference(*arguments)
+        if sum(x.nbytes for xs in (results, *self._exact.values()) for x in xs) <= KEPT_BYTES:
+            self._exact[piece] = results
+        return results
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,10 @@ def check(
     squared_norms: list[float] = []
     worst: list[Measurement | None] = []
     compared = [0] * len(outputs)
-    for narrow, both in task.workload.subject.cut(task.arguments, (*outputs, *choices)):
+    for piece, (narrow, both) in enumerate(task.workload.subject.cut(task.arguments, (*outputs, *choices))):
         arguments, parts = widened(narrow), both[:count]
         if chosen is None:
-            exact = task.reference(*arguments)
+            exact = task.exact(piece, arguments)
         else:
             exact, differing = chosen(arguments, both[count:])
             ties = (ties or 0) + differing
