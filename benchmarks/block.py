@@ -1,27 +1,29 @@
 """Times a block of a hybrid model, forward and backward: patched, and transformers with FLA, with Liger, and in torch.
 
-    PYTHONPATH=.:peers python benchmarks/block.py --shape moe --tokens 16384 --profile
+    PYTHONPATH=.:peers python benchmarks/block.py --shape moe --tokens 16384 --profile --save block.json
 
 The block is the text model of transformers with `--layers` decoder layers, one of Gated DeltaNet by default, and every
 fourth one of attention; it is given embeddings and an upstream gradient. FLA and Liger run where they are installed;
 FLA's causal convolution takes the place of transformers' own, and what really ran is printed. All have the same
-parameters; outputs and gradients are compared before a time is taken. Runs take turns.
+parameters. The output and the gradients of a contestant are compared with those of the patched block before a time is
+taken, and then the two run in turns. One that fails, or that is not here, has a row that says so.
 """
 
 import argparse
-import json
+import inspect
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from contest import Report, compiled_in_parallel, free
 from fla_functions import fla_functions
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from adjoint.integrations.transformers import patch
 
@@ -45,6 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 FARTHEST = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 """How far outputs and gradients of two implementations may be from each other, by their norms: two roundings' worth."""
 
+NAMES = ("patched", "FLA", "FLA and Liger", "torch")
+
 
 @dataclass
 class Contestant:
@@ -56,6 +60,27 @@ class Contestant:
     ran: set[str] = field(default_factory=set)
     milliseconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+
+
+@dataclass
+class Results:
+    """What a step gives: the output, the gradient of the input, and those of the parameters."""
+
+    output: Tensor
+    gradient: Tensor
+    parameters: dict[str, Tensor]
+
+    def distances_from(self, other: "Results") -> dict[str, float]:
+        """By the norm of the difference: of the output, of the input's gradient, of all parameters' gradients
+        together, and of the parameter's that is farthest."""
+        each = {name: distance(mine, other.parameters[name]) for name, mine in self.parameters.items()}
+        squares = {name: float(other.parameters[name].double().square().sum()) for name in each}
+        together = sum(each[name] ** 2 * squares[name] for name in each) / sum(squares.values())
+        farthest = max(each, key=lambda name: each[name])
+        return {
+            "output": distance(self.output, other.output), "input's gradient": distance(self.gradient, other.gradient),
+            "parameters' gradients": together**0.5, f"farthest of them, {farthest}": each[farthest],
+        }  # fmt: skip
 
 
 def modeling_of(shape: str) -> Any:
@@ -75,48 +100,41 @@ def text_model(shape: str, layers: int, device: str, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def original(function: Any) -> Any:
-    """Transformers' own torch function beneath what it has chosen, which may be FLA's."""
-    return getattr(function, "__wrapped__", function)
+def functions_of(name: str, shape: str, device: str) -> dict[str, Callable[..., Any]]:
+    """FLA's functions, or transformers' own in torch beneath what it has chosen, which may be FLA's.
 
-
-def contestants(shape: str, layers: int, device: str, dtype: torch.dtype, names: list[str]) -> list[Contestant]:
+    Raises:
+        ImportError: FLA is not installed, or there is no GPU for it.
+    """
+    if name in ("FLA", "FLA and Liger"):
+        if device != "cuda":
+            raise ImportError("FLA needs a GPU")
+        return fla_functions()
     modeling = modeling_of(shape)
-    torch_functions = {
-        name: original(getattr(modeling, name)) for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
-    }
-    functions_of = {"patched": torch_functions, "torch": torch_functions}
-    if device == "cuda":
-        with suppress(ImportError):
-            functions_of |= dict.fromkeys(("FLA", "FLA and Liger"), fla_functions())
-    entries = []
-    for name in names:
-        if name not in functions_of:
-            print(f"{name}: not here")
-            continue
-        model = text_model(shape, layers, device, dtype)
-        if name == "patched":
-            patch(model)
-        if name == "FLA and Liger" and not apply_liger(shape, model):
-            continue
-        entries.append(Contestant(name, model, functions_of[name]))
-    return entries
+    names = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    return {function: inspect.unwrap(getattr(modeling, function)) for function in names}
 
 
-def apply_liger(shape: str, model: Any) -> bool:
-    """Liger's norms and feed-forward layers in one model; says whether that worked."""
+def contestant(name: str, shape: str, layers: int, device: str, dtype: torch.dtype) -> Contestant:
+    functions = functions_of(name, shape, device)
+    model = text_model(shape, layers, device, dtype)
+    if name == "patched":
+        patch(model)
+    if name == "FLA and Liger":
+        apply_liger(shape, model)
+    return Contestant(name, model, functions)
+
+
+def apply_liger(shape: str, model: Any) -> None:
+    """Liger's norms and feed-forward layers in one model."""
     modeling = modeling_of(shape)
     before = dict(vars(modeling))
     try:
         liger = import_module("liger_kernel.transformers")
         name = "apply_liger_kernel_to_qwen3_5" if shape == "dense" else "apply_liger_kernel_to_qwen3_5_moe"
         getattr(liger, name)(model=model, fused_linear_cross_entropy=False)
-    except Exception as error:
-        print(f"Liger does not reach this model: {error!r}")
-        return False
     finally:
         vars(modeling).update(before)  # it replaces classes for the whole process as well
-    return True
 
 
 @contextmanager
@@ -141,15 +159,16 @@ def running(contestant: Contestant, shape: str) -> Iterator[None]:
             setattr(modeling, name, function)
 
 
-def step(contestant: Contestant, x: Tensor, upstream: Tensor, shape: str) -> tuple[Tensor, Tensor]:
-    """A forward and a backward: the output, and the gradient of the input."""
+def step(contestant: Contestant, x: Tensor, upstream: Tensor, shape: str) -> Results:
+    """A forward and a backward."""
     x = x.detach().requires_grad_()
     contestant.model.zero_grad()
     with running(contestant, shape):
         y = contestant.model(inputs_embeds=x, use_cache=False).last_hidden_state
         y.backward(upstream)
     assert x.grad is not None
-    return y.detach(), x.grad
+    named = contestant.model.named_parameters()
+    return Results(y.detach(), x.grad, {name: p.grad for name, p in named if p.grad is not None})
 
 
 def distance(result: Tensor, other: Tensor) -> float:
@@ -157,13 +176,11 @@ def distance(result: Tensor, other: Tensor) -> float:
 
 
 def measure(contestant: Contestant, x: Tensor, upstream: Tensor, shape: str) -> float:
-    """Milliseconds of one step; the most memory beyond the parameters and their gradients is kept."""
+    """Milliseconds of one step; the most memory beyond the parameters, their gradients among it, is kept."""
     if not x.is_cuda:
-        import time
-
-        begin = time.perf_counter()
+        start = time.perf_counter()
         step(contestant, x, upstream, shape)
-        return 1e3 * (time.perf_counter() - begin)
+        return 1e3 * (time.perf_counter() - start)
     contestant.model.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -174,7 +191,80 @@ def measure(contestant: Contestant, x: Tensor, upstream: Tensor, shape: str) -> 
     end.record()
     end.synchronize()
     contestant.peak_bytes = torch.cuda.max_memory_allocated() - before
+    contestant.model.zero_grad()
     return float(begin.elapsed_time(end))
+
+
+class Contest:
+    """The patched block, and the others one after the other beside it."""
+
+    def __init__(self, arguments: argparse.Namespace, report: Report) -> None:
+        self._arguments, self._report = arguments, report
+        self._shape, self._device = arguments.shape, arguments.device
+        self._dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+        generator = torch.Generator(self._device).manual_seed(1)
+        size = (1, arguments.tokens, SHAPES[self._shape]["hidden_size"])
+        self._x, self._upstream = (
+            torch.randn(size, device=self._device, dtype=self._dtype, generator=generator) for _ in range(2)
+        )
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        ours, self._expected = self._enter(NAMES[0])
+        if self._arguments.profile:
+            self._report.profile(lambda: step(ours, self._x, self._upstream, self._shape), self._device)
+        self._race([ours])
+        self._add(ours)
+        for name in (name for name in NAMES[1:] if name in self._arguments.only):
+            self._report.attempt(name, lambda name=name: self._compete(name, ours))
+            free()
+
+    def _enter(self, name: str) -> tuple[Contestant, Results]:
+        """A contestant that has compiled what it needs, and what it computes."""
+        arguments = self._arguments
+        entry = contestant(name, self._shape, arguments.layers, self._device, self._dtype)
+        begin = time.perf_counter()
+        with compiled_in_parallel(arguments.threads):
+            results = step(entry, self._x, self._upstream, self._shape)
+            copy = Results(results.output, results.gradient, {n: g.clone() for n, g in results.parameters.items()})
+            for _ in range(arguments.warmups):
+                measure(entry, self._x, self._upstream, self._shape)
+        self._report.say(f"{name}: ready after {time.perf_counter() - begin:.1f} s")
+        return entry, copy
+
+    def _compete(self, name: str, ours: Contestant) -> None:
+        entry, results = self._enter(name)
+        far = results.distances_from(self._expected)
+        del results
+        self._report.say(f"{name} from patched: " + ", ".join(f"{what} {value:.1e}" for what, value in far.items()))
+        gated = list(far.values())[:3]
+        if not max(gated) <= FARTHEST[self._dtype]:
+            self.wrong.append(name)
+        self._race([ours, entry])
+        count = self._arguments.rounds
+        ratio = statistics.median(entry.milliseconds) / statistics.median(ours.milliseconds[-count:])
+        self._add(entry, distances=far, times_ours=ratio)
+
+    def _race(self, entries: list[Contestant]) -> None:
+        for _ in range(self._arguments.rounds):
+            for entry in entries:
+                entry.milliseconds.append(measure(entry, self._x, self._upstream, self._shape))
+
+    def _add(self, entry: Contestant, **more: Any) -> None:
+        middle, tokens = statistics.median(entry.milliseconds), self._arguments.tokens
+        experts = getattr(entry.model.config, "_experts_implementation", None)
+        row = {"name": entry.name, "milliseconds": middle, "tokens_per_second": tokens / middle * 1e3}
+        row |= {"fastest": min(entry.milliseconds), "peak_bytes": entry.peak_bytes, "ran": sorted(entry.ran)}
+        ran = ", ".join(sorted(entry.ran)) or "adjoint"
+        if entry.name != NAMES[0]:
+            row["experts"] = experts
+            ran += f"; experts {experts}" if self._shape != "dense" else ""
+        ratio = f"{more['times_ours']:5.2f}× as long as patched  " if "times_ours" in more else " " * 30
+        self._report.add(
+            f"  {entry.name:14s} {middle:8.2f} ms  {row['tokens_per_second']:10.0f} tokens/s  "
+            f"{entry.peak_bytes / 2**30:6.2f} GiB  {ratio}{ran}",
+            row | more,
+        )
 
 
 def main() -> None:
@@ -183,55 +273,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", nargs="*", default=["patched", "FLA", "FLA and Liger", "torch"])
+    parser.add_argument("--only", nargs="*", choices=NAMES, default=list(NAMES), help="beside the patched block")
     parser.add_argument("--profile", action="store_true", help="the kernels of the patched block")
+    parser.add_argument("--threads", type=int, default=8, help="that compile a peer's variants")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which it ends with what it has")
     parser.add_argument("--save", type=Path, help="a file for the figures, as JSON")
     arguments = parser.parse_args()
-    shape, device = arguments.shape, arguments.device
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    entries = contestants(shape, arguments.layers, device, dtype, arguments.only)
-    hidden = SHAPES[shape]["hidden_size"]
-    generator = torch.Generator(device).manual_seed(1)
-    x, upstream = (
-        torch.randn(1, arguments.tokens, hidden, device=device, dtype=dtype, generator=generator) for _ in range(2)
-    )
-    print(f"{shape}: {arguments.layers} layers, {arguments.tokens} tokens, {dtype}, torch {torch.__version__}")
-    results = {entry.name: step(entry, x, upstream, shape) for entry in entries}
-    wrong = []
-    for name, result in results.items():
-        far = [distance(mine, other) for mine, other in zip(result, results[entries[0].name], strict=True)]
-        print(f"  {name:14s} from {entries[0].name}: output {far[0]:.1e}, input's gradient {far[1]:.1e}")
-        if not max(far) <= FARTHEST[dtype]:
-            wrong.append(name)
-    del results
-    for _ in range(arguments.rounds):
-        for entry in entries:
-            entry.milliseconds.append(measure(entry, x, upstream, shape))
-    rows = []
-    for entry in entries:
-        middle = statistics.median(entry.milliseconds)
-        experts = getattr(entry.model.config, "_experts_implementation", None)
-        rows.append({"name": entry.name, "milliseconds": middle, "tokens_per_second": arguments.tokens / middle * 1e3})
-        rows[-1] |= {"peak_bytes": entry.peak_bytes, "ran": sorted(entry.ran), "experts": experts}
-        print(
-            f"  {entry.name:14s} {middle:8.2f} ms  {rows[-1]['tokens_per_second']:10.0f} tokens/s  "
-            f"{entry.peak_bytes / 2**30:6.2f} GiB   {', '.join(sorted(entry.ran)) or 'adjoint'}"
-            + (f"; experts {experts}" if experts and entry.name != "patched" else "")
-        )
-    if arguments.save:
-        facts = {"shape": shape, "sizes": SHAPES[shape], "layers": arguments.layers, "tokens": arguments.tokens}
-        arguments.save.write_text(json.dumps(facts | {"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
-    if arguments.profile:
-        activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-        with profile(activities=[activity]) as record:
-            step(entries[0], x, upstream, shape)
-            if device == "cuda":
-                torch.cuda.synchronize()
-        order = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-        print(record.key_averages().table(sort_by=order, row_limit=24, max_name_column_width=64))
-    if wrong:
-        raise SystemExit(f"{', '.join(wrong)} and {entries[0].name} do not compute the same: their times mean nothing")
+    facts = {"shape": arguments.shape, "sizes": SHAPES[arguments.shape], "layers": arguments.layers}
+    facts |= {"tokens": arguments.tokens, "rounds": arguments.rounds}
+    report = Report(facts, arguments.save, arguments.limit)
+    report.say(f"{arguments.shape}: {arguments.layers} layers, {arguments.tokens} tokens, torch {torch.__version__}")
+    contest = Contest(arguments, report)
+    contest.run()
+    wrong = ", ".join(contest.wrong)
+    report.finish(f"{wrong} and patched do not compute the same: their times mean nothing" if wrong else "")
 
 
 if __name__ == "__main__":

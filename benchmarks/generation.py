@@ -1,19 +1,28 @@
 """Times generation: a prefill, and decoding from the cache, of `HybridLM` in a CUDA graph and of transformers with FLA.
 
-    PYTHONPATH=.:peers python benchmarks/generation.py --batch 64 --prompt 8192 --new 256
+    PYTHONPATH=.:peers python benchmarks/generation.py --batch 1 64 --prompt 8192 --new 256 --save generation.json
 
-Both have the same random parameters, of Qwen3.5-MoE's shape with `--layers` layers, and take the most likely token. A
-warm-up comes first; how many kernels of ours are compiled after it, and how often a step was captured, is printed.
+All have the same random parameters, of Qwen3.5-MoE's shape with `--layers` layers, and take the most likely token. The
+logits of a prompt are compared before a time is taken. After a warm-up no kernel of ours may be compiled and no step
+captured: how many are is printed. Transformers runs with FLA's rule and convolution, of prefill and of decoding,
+patched, or with its own in torch; what ran is printed. One that fails has a row that says so.
 """
 
 import argparse
+import inspect
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from contest import Report, compiled_in_parallel, free
+from fla_functions import fla_functions, fla_step_functions
 
 from adjoint.core.kernels import compilations
+from adjoint.integrations.transformers import patch
 from adjoint.models import HybridConfig, HybridLM
 
 SHAPE: dict[str, Any] = {
@@ -28,6 +37,111 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "vocab_size": 64,
 }  # fmt: skip
 
+NAMES = ("FLA", "patched", "torch")
+"""Who competes with `HybridLM`: transformers, with the functions of these."""
+
+FARTHEST = {torch.bfloat16: 0.05, torch.float32: 1e-4}
+"""How far logits of two implementations may be from each other, by their norm: two roundings' worth."""
+
+COMPARED = 512
+"""So many tokens of the first prompt are compared."""
+
+Generate = Callable[[int], Any]
+"""Takes the prompts and generates so many tokens of each."""
+
+
+class Contest:
+    """One model, as ours and as transformers', that continues the same prompts."""
+
+    def __init__(self, model: HybridLM, arguments: argparse.Namespace, report: Report) -> None:
+        self._model, self._arguments, self._report = model, arguments, report
+        self.wrong: list[str] = []
+
+    def run(self, batch: int) -> None:
+        arguments = self._arguments
+        self._prompts = torch.randint(self._model.config.vocab_size, (batch, arguments.prompt))
+        self._report.say(f"batch {batch}: {arguments.prompt} tokens, {arguments.new} new, {arguments.layers} layers")
+        self._report.attempt("HybridLM", self._time_ours, batch=batch)
+        for name in (name for name in NAMES if name in arguments.only):
+            self._report.attempt(f"transformers, {name}", lambda name=name: self._time_theirs(name), batch=batch)
+            free()
+
+    def _time_ours(self) -> None:
+        prompts, count = self._prompts.tolist(), self._arguments.new
+        cache = self._model.new_cache(len(prompts), len(prompts[0]) + count + 1)
+        empty = cache.snapshot()
+
+        def generate(tokens: int) -> None:
+            self._model.generate(prompts, tokens, stop_tokens=(), cache=cache)
+            cache.rollback(empty)
+
+        def captures() -> int:
+            return cache.decoder.captures if cache.decoder is not None else 0
+
+        generate(4)
+        compiled, captured = compilations(), captures()
+        row = self._time("HybridLM", generate)
+        row |= {"compiled_after_warmup": compilations() - compiled, "captured_after_warmup": captures() - captured}
+        row["captures"] = captures()
+        self._report.add(
+            f"{describe(row)}  {row['compiled_after_warmup']} kernels compiled and "
+            f"{row['captured_after_warmup']} steps captured after the warm-up, {captured} in it",
+            row,
+        )
+        if row["compiled_after_warmup"] or row["captured_after_warmup"]:
+            self.wrong.append("HybridLM compiled or captured after the warm-up")
+        if self._arguments.device == "cuda" and not captured:
+            self.wrong.append("HybridLM captured no step")
+
+    def _time_theirs(self, name: str) -> None:
+        theirs = their_model(self._model)
+        ran: set[str] = set()
+        ids = self._prompts.to(self._model.device)
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        if ids.numel() > 65536:  # so many tokens at a time, as ours does it
+            options["prefill_chunk_size"] = 65536 // len(ids)
+        mask = torch.ones_like(ids)
+
+        def generate(tokens: int) -> None:
+            with torch.no_grad():
+                theirs.generate(ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **options)
+
+        with running(name, theirs, self._arguments.device, ran):
+            with compiled_in_parallel(self._arguments.threads):
+                self._compare(name, theirs)
+                generate(3)
+            row = self._time(f"transformers, {name}", generate)
+        row |= {"ran": sorted(ran), "experts": theirs.config._experts_implementation}
+        self._report.add(f"{describe(row)}  {', '.join(sorted(ran)) or 'adjoint'}; experts {row['experts']}", row)
+
+    @torch.no_grad()
+    def _compare(self, name: str, theirs: Any) -> None:
+        """The logits of the first prompt's first tokens."""
+        ids = self._prompts[:1, :COMPARED].to(self._model.device)
+        ours, other = self._model(ids).logits, theirs(input_ids=ids, use_cache=False).logits
+        far = float((ours.double() - other.double()).norm() / other.double().norm())
+        self._report.say(f"transformers, {name} from HybridLM: logits {far:.1e}")
+        if not far <= FARTHEST[self._model.dtype]:
+            self.wrong.append(f"transformers, {name} computes other logits")
+
+    def _time(self, name: str, generate: Generate) -> dict[str, Any]:
+        """Medians of whole runs, and of those that end with the prefill's token."""
+        arguments, batch = self._arguments, len(self._prompts)
+        if arguments.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if arguments.device == "cuda" else 0
+        prefills, wholes = [], []
+        for _ in range(arguments.rounds):
+            prefills.append(seconds(lambda: generate(1), arguments.device))
+            wholes.append(seconds(lambda: generate(arguments.new), arguments.device))
+        prefill, decode = statistics.median(prefills), statistics.median(wholes) - statistics.median(prefills)
+        steps = arguments.new - 1
+        row = {"name": name, "batch": batch, "prefill_ms": prefill * 1e3, "step_ms": decode / steps * 1e3}
+        row |= {"prefill_tokens_per_second": batch * arguments.prompt / prefill}
+        row |= {"decode_tokens_per_second": batch * steps / decode}
+        row["peak_bytes"] = torch.cuda.max_memory_allocated() - before if arguments.device == "cuda" else 0
+        return row
+
 
 def seconds(call: Callable[[], Any], device: str) -> float:
     if device == "cuda":
@@ -39,63 +153,60 @@ def seconds(call: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - begin
 
 
-def show(name: str, batch: int, prompt: int, count: int, prefill: float, whole: float) -> None:
-    decode = whole - prefill
-    print(
-        f"  {name:20s} prefill {prefill * 1e3:8.1f} ms, {batch * prompt / prefill:10.0f} tokens/s;  decoding "
-        f"{decode / (count - 1) * 1e3:7.3f} ms a step, {batch * (count - 1) / decode:9.0f} tokens/s",
-        flush=True,
+def describe(row: dict[str, Any]) -> str:
+    return (
+        f"  {row['name']:22s} batch {row['batch']:2d}: prefill {row['prefill_ms']:8.1f} ms, "
+        f"{row['prefill_tokens_per_second']:9.0f} tokens/s;  decoding {row['step_ms']:7.3f} ms a step, "
+        f"{row['decode_tokens_per_second']:8.0f} tokens/s;  {row['peak_bytes'] / 2**30:5.2f} GiB; "
     )
 
 
-def time_ours(model: HybridLM, prompts: list[list[int]], count: int, device: str) -> None:
-    batch, prompt = len(prompts), len(prompts[0])
-    cache = model.new_cache(batch, prompt + count + 1)
-    empty = cache.snapshot()
-
-    def generate(tokens: int) -> None:
-        model.generate(prompts, tokens, stop_tokens=(), cache=cache)
-        cache.rollback(empty)
-
-    generate(4)
-    compiled = compilations()
-    prefill = min(seconds(lambda: generate(1), device) for _ in range(2))
-    whole = seconds(lambda: generate(count), device)
-    show("HybridLM", batch, prompt, count, prefill, whole)
-    captures = cache.decoder.captures if cache.decoder is not None else 0
-    print(
-        f"    kernels compiled after the warm-up: {compilations() - compiled}; steps captured: {captures}", flush=True
-    )
-
-
-def time_theirs(model: HybridLM, prompts: list[list[int]], count: int, device: str) -> None:
-    """Transformers' model and its `generate`; FLA's rule where it is installed, and its own convolution."""
+def their_model(model: HybridLM) -> Any:
+    """Transformers' model with the parameters of ours: they are one memory."""
     from transformers import Qwen3_5MoeForCausalLM
-    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
-    batch, prompt = len(prompts), len(prompts[0])
     with torch.device("meta"):
         theirs = Qwen3_5MoeForCausalLM(Qwen3_5MoeForCausalLM.config_class(**model.config.to_dict()))
-    theirs = theirs.to_empty(device=device).to(model.dtype).eval()
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config).to(device)
-    theirs.load_state_dict(model.state_dict())
-    ids = torch.tensor(prompts, device=device)
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    if batch * prompt > 65536:  # so many tokens at a time, as ours does it
-        options["prefill_chunk_size"] = 65536 // batch
-    mask = torch.ones_like(ids)
+    theirs.load_state_dict(model.state_dict(), assign=True)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config).to(model.device)
+    return theirs.eval()
 
-    def generate(tokens: int) -> None:
-        with torch.no_grad():
-            theirs.generate(ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **options)
 
-    generate(3)
-    prefill = seconds(lambda: generate(1), device)
-    show("transformers", batch, prompt, count, prefill, seconds(lambda: generate(count), device))
-    rule = modeling.torch_chunk_gated_delta_rule
-    chosen = [cell.cell_contents for cell in rule.__closure__ or () if callable(cell.cell_contents)]
-    names = sorted({f"{f.__module__}.{f.__qualname__}" for f in chosen if "gated_delta_rule" in f.__qualname__})
-    print(f"    its rule: {', '.join(names)}; experts {theirs.config._experts_implementation}", flush=True)
+@contextmanager
+def running(name: str, model: Any, device: str, ran: set[str]) -> Iterator[None]:
+    """Inside, transformers calls the functions of `name`, which note that they ran.
+
+    Raises:
+        ImportError: FLA is not installed, or there is no GPU for it.
+    """
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
+
+    if name == "FLA" and device != "cuda":
+        raise ImportError("FLA needs a GPU")
+    names = (
+        "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update",
+    )  # fmt: skip
+    before = {function: getattr(modeling, function) for function in names}
+    functions = {function: inspect.unwrap(getattr(modeling, function)) for function in names}
+    if name == "FLA":
+        functions |= fla_functions() | fla_step_functions()
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            ran.add(function.__qualname__)
+            return function(*arguments, **options)
+
+        return call
+
+    for function in names:
+        setattr(modeling, function, noted(functions[function]))
+    if name == "patched":
+        patch(model, verbose=False)
+    try:
+        yield
+    finally:
+        for function in names:
+            setattr(modeling, function, before[function])
 
 
 def main() -> None:
@@ -104,24 +215,24 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script on a CPU")
-    parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--only", nargs="*", choices=NAMES, default=["FLA"], help="beside HybridLM")
+    parser.add_argument("--threads", type=int, default=8, help="that compile a peer's variants")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which it ends with what it has")
+    parser.add_argument("--save", type=Path, help="a file for the figures, as JSON")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     shape = TINY if arguments.tiny else SHAPE
+    facts = {"sizes": shape, "layers": arguments.layers, "prompt": arguments.prompt, "new": arguments.new}
+    report = Report(facts, arguments.save, arguments.limit)
     config = HybridConfig(model_type="qwen3_5_moe_text", num_hidden_layers=arguments.layers, **shape)
-    model = HybridLM(config, device=arguments.device, dtype=dtype).eval()
+    contest = Contest(HybridLM(config, device=arguments.device, dtype=dtype).eval(), arguments, report)
     for batch in arguments.batch:
-        print(f"batch {batch}: {arguments.prompt} tokens, {arguments.new} new, {arguments.layers} layers", flush=True)
-        prompts = torch.randint(config.vocab_size, (batch, arguments.prompt)).tolist()
-        time_ours(model, prompts, arguments.new, arguments.device)
-        if not arguments.only_ours:
-            try:
-                time_theirs(model, prompts, arguments.new, arguments.device)
-            except torch.OutOfMemoryError as error:
-                print(f"  transformers: out of memory: {str(error)[:100]}")
+        contest.run(batch)
+    report.finish("; ".join(contest.wrong))
 
 
 if __name__ == "__main__":

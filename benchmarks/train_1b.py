@@ -1,14 +1,16 @@
 """Times steps of `adjoint train` at the 1b preset, and the same model in transformers with FLA and Liger, in one loop.
 
-    PYTHONPATH=.:peers python benchmarks/train_1b.py --models ours theirs --profile
+    PYTHONPATH=.:peers python benchmarks/train_1b.py --models ours theirs --profile --save train-1b.json
 
 Rows are of random tokens, one sequence each. Both models have the same configuration, begin with the same weights, take
-the same steps (loss, clipping, AdamW, float32 weights beside bfloat16 ones), and their first losses are compared. With
-`--bits` two short runs of a shallower model, and one that is resumed, are compared bit for bit.
+the same steps (loss, clipping, AdamW, float32 weights beside bfloat16 ones). Their first losses and the norms of their
+gradients are compared. What ran is printed, and a model that fails has a row that says so. With `--bits` two short runs
+of a shallower model, and one that is resumed, are compared bit for bit.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -18,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contest import Report, compiled_in_parallel, free
 from fla_functions import fla_functions
 from rich.console import Console
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from adjoint.models import HybridLM
 from adjoint.train import machine
@@ -29,7 +31,7 @@ from adjoint.train.options import Options
 from adjoint.train.presets import PRESETS, Preset
 from adjoint.train.report.flops import flops_of_token, peak_of
 from adjoint.train.run import read_options, train
-from adjoint.train.step.loop import Trainer
+from adjoint.train.step.loop import StepResult, Trainer
 from adjoint.train.step.objective import Objective, Sums
 from adjoint.train.step.optimizer import Optimizers
 from adjoint.train.step.ranks import Ranks
@@ -37,7 +39,7 @@ from adjoint.train.step.weights import Weights
 from adjoint.train.text.stream import Batch, Stream
 
 APART = 0.02
-"""How far the first losses of two models may be from each other in bfloat16, relatively."""
+"""How far the first losses, and the norms of their gradients, may be from each other in bfloat16, relatively."""
 
 
 class TheirObjective(nn.Module):
@@ -58,24 +60,31 @@ class TheirObjective(nn.Module):
         return Sums(nats, nats.new_zeros(()))
 
 
-def their_model(ours: HybridLM) -> Any:
-    """The same weights in transformers, with the peers' functions in the places of its own."""
+def their_model(ours: HybridLM, ran: set[str]) -> Any:
+    """The same weights in transformers, with the peers' functions in the places of its own, which note that."""
     modeling = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-    model = modeling.Qwen3_5ForCausalLM(modeling.Qwen3_5ForCausalLM.config_class(**ours.config.to_dict()))
-    model.load_state_dict(ours.state_dict(), strict=False)
+    with torch.device(ours.device):
+        model = modeling.Qwen3_5ForCausalLM(modeling.Qwen3_5ForCausalLM.config_class(**ours.config.to_dict()))
+    missing, unexpected = model.load_state_dict(ours.state_dict(), strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:  # which is tied
+        raise ValueError(f"the two models have other parameters: {missing}, {unexpected}")
     model.tie_weights()
     liger = import_module("liger_kernel.transformers")
     try:
         liger.apply_liger_kernel_to_qwen3_5(model=model, fused_linear_cross_entropy=False)
+        ran.add("Liger's norms and feed-forward layers")
     except (AttributeError, TypeError) as error:
         print(f"theirs: Liger's norms and feed-forward layers do not reach this model: {error!r}; its loss does")
 
-    functions = fla_functions()
-    functions["chunk_gated_delta_rule"] = functions["torch_chunk_gated_delta_rule"]  # as other versions name it
-    used = [name for name in functions if hasattr(modeling, name)]
-    for name in used:
-        setattr(modeling, name, functions[name])
-    print(f"theirs: FLA's functions stand for {', '.join(used)}")
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            ran.add(function.__qualname__)
+            return function(*arguments, **options)
+
+        return call
+
+    for name, function in fla_functions().items() if ours.device.type == "cuda" else ():
+        setattr(modeling, name, noted(function))
     return model
 
 
@@ -85,42 +94,101 @@ def trainer(objective: Any, options: Options, stream: Stream, ranks: Ranks) -> T
     return Trainer(options, objective, weights, Optimizers(weights.named, options), stream, ranks, Path("."))
 
 
-def time_steps(name: str, run: Trainer, steps: int, flops: float | None, peak: float | None) -> dict[str, Any]:
-    device, length = run.ranks.device, run.options.batch_rows * run.options.sequence_length
-    losses, seconds = [], []
-    begin = time.perf_counter()
-    first = run.step(0).loss
-    print(f"{name}: the first step took {time.perf_counter() - begin:.1f} s, its loss is {first:.4f}", flush=True)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for step in range(1, steps + 1):
+class Contest:
+    """The models of a run, one after the other; each is gone before the next is made."""
+
+    def __init__(self, chosen: argparse.Namespace, report: Report) -> None:
+        self._chosen, self._report = chosen, report
+        self._device = torch.device(chosen.device)
+        config = PRESETS[chosen.preset].config(chosen.vocabulary)
+        layers = chosen.layers or config.num_hidden_layers
+        self._config = config.replace(num_hidden_layers=layers, layer_types=config.layer_types[:layers])
+        self._options = Options(
+            preset=chosen.preset, steps=100, batch_rows=chosen.rows, sequence_length=chosen.length,
+            optimizer=chosen.optimizer, packing=False, device=chosen.device,
+        ).complete()  # fmt: skip
+        tokens = torch.randint(0, chosen.vocabulary, (64 * chosen.rows * chosen.length,), dtype=torch.int32)
+        self._stream = Stream([tokens], chosen.length, seed=0, packing=False)
+        self._flops, self._peak = flops_of_token(self._config, chosen.length), peak_of(self._device)
+        report.say(f"{self._config.num_hidden_layers} layers, {self._flops} operations a token, {self._peak} TF/s")
+
+    def time(self, name: str) -> dict[str, Any]:
+        """The row of a model."""
+        chosen, on_gpu = self._chosen, self._device.type == "cuda"
+        torch.manual_seed(0)
+        with torch.device(self._device):
+            start = HybridLM(self._config)
+        ran: set[str] = set()
+        objective: Any
+        if name == "ours":
+            objective, ran = Objective(start), {"adjoint"}
+        else:
+            objective = TheirObjective(their_model(start, ran), chosen.length)
+        del start
+        run = trainer(objective, self._options, self._stream, Ranks(0, 1, self._device))
         begin = time.perf_counter()
-        losses.append(run.step(step).loss)  # reads the loss: the device has done all but the optimizer's work
-        if device.type == "cuda":
+        with compiled_in_parallel(chosen.threads):
+            first = run.step(0)
+        self._report.say(
+            f"{name}: the first step took {time.perf_counter() - begin:.1f} s, its loss is {first.loss:.4f}"
+        )
+        for step in range(1, 1 + chosen.warmups):
+            run.step(step)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [self._seconds(run, step) for step in range(1 + chosen.warmups, 1 + chosen.warmups + chosen.steps)]
+        row = self._row(name, first, seconds) | {"ran": sorted(ran)}
+        self._report.add(describe(row), row)
+        if name == chosen.profile:
+            self._report.profile(lambda: run.step(60), chosen.device, count=30)
+        return row
+
+    def _seconds(self, run: Trainer, step: int) -> float:
+        begin = time.perf_counter()
+        run.step(step)  # reads the loss: the device has done all but the optimizer's work
+        if self._device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    median = statistics.median(seconds)
-    result: dict[str, Any] = {"model": name, "first_loss": first, "ms": [round(1e3 * x, 2) for x in seconds]}
-    result |= {"tokens_per_second": round(length / median), "tokens": length}
-    if flops and peak:
-        result["tf_per_s"] = round(flops * length / median / 1e12, 1)
-        result["share_of_matrix_ceiling"] = round(flops * length / median / 1e12 / peak, 3)
-    if device.type == "cuda":
-        result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    print(json.dumps(result), flush=True)
-    return result
+        return time.perf_counter() - begin
+
+    def _row(self, name: str, first: StepResult, seconds: list[float]) -> dict[str, Any]:
+        median, length = statistics.median(seconds), self._chosen.rows * self._chosen.length
+        row: dict[str, Any] = {"name": name, "first_loss": first.loss, "first_gradient_norm": first.gradient_norm}
+        row |= {"milliseconds": median * 1e3, "all_milliseconds": [round(1e3 * x, 2) for x in seconds]}
+        row |= {"tokens_per_second": round(length / median), "tokens": length}
+        if self._flops and self._peak:
+            row["tf_per_s"] = self._flops * length / median / 1e12
+            row["share_of_matrix_ceiling"] = row["tf_per_s"] / self._peak
+        if self._device.type == "cuda":
+            row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        return row
 
 
-def show_profile(run: Trainer) -> None:
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        run.step(20)
-        if run.ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-    key = "self_cuda_time_total" if run.ranks.device.type == "cuda" else "self_cpu_time_total"
-    print(trace.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=70), flush=True)
+def describe(row: dict[str, Any]) -> str:
+    share = (
+        f"{row['tf_per_s']:6.1f} TF/s, {row['share_of_matrix_ceiling']:.3f} of the ceiling;  "
+        if "tf_per_s" in row
+        else ""
+    )
+    return (
+        f"  {row['name']:8s} {row['milliseconds']:8.1f} ms a step, {row['tokens_per_second']:8d} tokens/s;  {share}"
+        f"{row.get('peak_bytes', 0) / 2**30:6.1f} GiB;  {', '.join(row['ran'])}"
+    )
 
 
-def compare_bits(device: str) -> bool:
+def compare(rows: list[dict[str, Any]], report: Report) -> str:
+    """Says how the two models' steps compare; what is wrong with them, or nothing."""
+    ours, theirs = rows
+    ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    apart = {key: abs(ours[key] / theirs[key] - 1) for key in ("first_loss", "first_gradient_norm")}
+    report.add(
+        f"  ours over theirs: {ratio:.2f} times the tokens/s; first losses {apart['first_loss']:.1e} apart, norms of "
+        f"the gradients {apart['first_gradient_norm']:.1e}",
+        {"name": "ours over theirs", "tokens_per_second": ratio, **apart},
+    )
+    return "" if max(apart.values()) < APART else "the two do not compute the same: their times mean nothing"
+
+
+def compare_bits(device: str, report: Report) -> str:
     """Two runs of eight steps, and one of four that is resumed: equal losses and weights."""
     deep = PRESETS["1b"]
     model = {**deep.model, "num_hidden_layers": 4}
@@ -140,16 +208,18 @@ def compare_bits(device: str) -> bool:
             for folder in folders:
                 train(options, folder, console=quiet)
             results = [_bits(folder) for folder in folders]
-            import shutil
-
             shutil.rmtree(folders[1] / "checkpoints" / "step-00000008")
             train(read_options(folders[1], {}), folders[1], resume=True, console=quiet)
             results.append(_bits(folders[1]))
     finally:
         PRESETS["1b"] = deep
     equal = results[0] == results[1] == results[2]
-    print(f"bits of two runs and of a resumed one: {'equal' if equal else 'DIFFERENT'}; losses {results[0][0]}")
-    return equal
+    report.add(
+        f"  bits of two runs of eight steps and of one resumed after four: {'equal' if equal else 'DIFFERENT'}; "
+        f"losses {' '.join(results[0][0])}",
+        {"name": "bits", "equal": equal, "losses": results[0][0]},
+    )
+    return "" if equal else "the bits of two runs differ"
 
 
 def _bits(folder: Path) -> tuple[list[str], bytes]:
@@ -162,58 +232,38 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["ours"], choices=["ours", "theirs"])
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--preset", default="1b")
+    parser.add_argument("--layers", type=int, help="fewer than the preset has")
+    parser.add_argument("--preset", default="1b", choices=tuple(PRESETS))
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-deterministic", action="store_true")
-    parser.add_argument("--bits", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--bits", action="store_true", help="compares runs bit for bit")
+    parser.add_argument("--profile", nargs="?", const="ours", choices=["ours", "theirs"], help="the kernels of a step")
+    parser.add_argument("--threads", type=int, default=8, help="that compile a peer's variants")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which it ends with what it has")
+    parser.add_argument("--save", type=Path, help="a file for the figures, as JSON")
     chosen = parser.parse_args()
-    device = torch.device(chosen.device)
-    ranks = Ranks(0, 1, device)
-    config = PRESETS[chosen.preset].config(chosen.vocabulary)
-    config = config.replace(num_hidden_layers=chosen.layers, layer_types=config.layer_types[: chosen.layers])
-    options = Options(
-        preset=chosen.preset, steps=100, batch_rows=chosen.rows, sequence_length=chosen.length,
-        optimizer=chosen.optimizer, packing=False, device=chosen.device,
-    ).complete()  # fmt: skip
-    tokens = torch.randint(0, chosen.vocabulary, (64 * chosen.rows * chosen.length,), dtype=torch.int32)
-    stream = Stream([tokens], chosen.length, seed=0, packing=False)
-    makers: dict[str, Callable[[HybridLM], Any]] = {
-        "ours": Objective, "theirs": lambda model: TheirObjective(their_model(model), chosen.length),
-    }  # fmt: skip
-    results, passed = [], True
-    with machine.set_up(not chosen.no_deterministic, 0):
-        flops, peak = flops_of_token(config, chosen.length), peak_of(device)
-        print(
-            f"{torch.__version__}, {config.num_hidden_layers} layers, {flops} operations a token, {peak} TF/s",
-            flush=True,
-        )
+    facts = {name: getattr(chosen, name) for name in ("preset", "rows", "length", "vocabulary", "layers", "optimizer")}
+    report = Report(facts | {"deterministic": not chosen.no_deterministic}, chosen.save, chosen.limit)
+    wrong = []
+    if chosen.models:
+        contest = Contest(chosen, report)
+        rows = []
         for name in chosen.models:
-            torch.manual_seed(0)
-            with torch.device(device):
-                start = HybridLM(config)
             # The peers' kernels add with atomics in places: deterministic mode would refuse their torch parts.
-            torch.use_deterministic_algorithms(name == "ours" and not chosen.no_deterministic)
-            run = trainer(makers[name](start), options, stream, ranks)
-            results.append(time_steps(name, run, chosen.steps, flops, peak))
-            if chosen.profile:
-                show_profile(run)
-            del run, start
-        if len(results) == 2:
-            ratio = results[0]["tokens_per_second"] / results[1]["tokens_per_second"]
-            apart = abs(results[0]["first_loss"] / results[1]["first_loss"] - 1)
-            print(f"ours over theirs: {ratio:.2f} times the tokens/s; first losses {apart:.1e} apart")
-            passed = apart < APART
-    if chosen.save:
-        chosen.save.write_text(json.dumps(results, indent=1))
+            with machine.set_up(name == "ours" and not chosen.no_deterministic, 0):
+                rows.append(report.attempt(name, lambda name=name: contest.time(name)))
+            free()
+        if len(rows) == 2 and all(rows):
+            wrong.append(compare(sorted(rows, key=lambda row: row["name"]), report))
     if chosen.bits:
-        passed = compare_bits(chosen.device) and passed
-    raise SystemExit(0 if passed else 1)
+        wrong.append(report.attempt("bits", lambda: compare_bits(chosen.device, report)) or "")
+    if any("failed" in row and row["name"] != "theirs" for row in report.rows):
+        wrong.append("ours failed")
+    report.finish("; ".join(filter(None, wrong)))
 
 
 if __name__ == "__main__":

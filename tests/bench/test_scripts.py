@@ -1,0 +1,83 @@
+"""The scripts in `benchmarks/`: a contestant that fails has a row, the time is limited, and figures are saved."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    text = f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n{code}"
+    return subprocess.run([sys.executable, "-c", text, *map(str, paths)], capture_output=True, text=True, timeout=300)
+
+
+def test_a_contestant_that_fails_has_a_row_and_the_others_go_on(tmp_path):
+    file = tmp_path / "folder" / "rows.json"
+    result = run(
+        "from pathlib import Path\n"
+        "from contest import Report\n"
+        "report = Report({'shape': 'small'}, Path(sys.argv[1]), 60)\n"
+        "assert report.attempt('first', lambda: 1 // 0) is None\n"
+        "assert report.attempt('second', lambda: 7) == 7\n"
+        "report.add('  second 7 ms', {'name': 'second', 'milliseconds': 7})\n"
+        "report.finish()\n",
+        file,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.rstrip().endswith("second 7 ms")
+    facts = json.loads(file.read_text())
+    assert facts["status"] == "finished"
+    assert facts["rows"][0] == {"name": "first", "failed": "ZeroDivisionError: integer division or modulo by zero"}
+    assert facts["rows"][1]["milliseconds"] == 7
+
+
+def test_the_limit_ends_a_script_with_what_it_has(tmp_path):
+    file = tmp_path / "rows.json"
+    result = run(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from contest import Report\n"
+        "report = Report({}, Path(sys.argv[1]), 1.5)\n"
+        "report.add('  first 1 ms', {'name': 'first'})\n"
+        "time.sleep(60)\n",
+        file,
+    )
+    assert result.returncode == 3
+    assert "first 1 ms\n  stopped after 1.5 s" in result.stdout
+    facts = json.loads(file.read_text())
+    assert facts["status"].startswith("stopped after 1.5 s")
+    assert [row["name"] for row in facts["rows"]] == ["first"]
+
+
+def test_a_block_that_computes_something_else_is_told_apart(tmp_path):
+    pytest.importorskip("transformers")
+    options = "['block', '--shape', 'tiny', '--device', 'cpu', '--tokens', '32', '--rounds', '1', '--warmups', '0']"
+    code = f"import block\nsys.argv = {options} + ['--save', sys.argv[1]]\n"
+    right, wrong = tmp_path / "right.json", tmp_path / "wrong.json"
+    result = run(code + "block.main()\n", right)
+    assert result.returncode == 0, result.stderr
+    rows = {row["name"]: row for row in json.loads(right.read_text())["rows"]}
+    assert list(rows) == ["patched", "FLA", "FLA and Liger", "torch"]
+    assert rows["FLA"]["failed"] == "ImportError: FLA needs a GPU"
+    assert rows["patched"]["ran"] == []
+    assert rows["torch"]["ran"] == ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"]
+    assert rows["torch"]["milliseconds"] > 0 and max(rows["torch"]["distances"].values()) < 1e-4
+
+    spoilt = (
+        "make = block.text_model\n"
+        "def spoil(*arguments):\n"
+        "    model = make(*arguments)\n"
+        "    spoil.calls = getattr(spoil, 'calls', 0) + 1\n"
+        "    if spoil.calls > 1:\n"
+        "        model.layers[0].linear_attn.A_log.data += 1\n"
+        "    return model\n"
+        "block.text_model = spoil\n"
+        "block.main()\n"
+    )
+    result = run(code + spoilt, wrong)
+    assert result.returncode == 1
+    assert "torch and patched do not compute the same: their times mean nothing" in result.stderr
