@@ -1,6 +1,11 @@
-"""FLA's functions in the places of transformers' own, for the scripts beside this file."""
+"""FLA's functions in the places of transformers' own, for the scripts beside this file.
 
+Where FlashQLA is installed, FLA's rule runs that one's kernels instead of its own, unless FLA_FLASH_QLA=0 says no.
+"""
+
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +30,9 @@ def fla_functions() -> dict[str, Callable[..., Any]]:
         y, _ = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)
         return y.transpose(1, 2)
 
-    rule.__qualname__, conv.__qualname__ = "fla.chunk_gated_delta_rule", "fla.causal_conv1d"
+    is_flash_qla = find_spec("flash_qla") is not None and os.environ.get("FLA_FLASH_QLA", "1") != "0"
+    rule.__qualname__ = "fla.chunk_gated_delta_rule" + " by FlashQLA" * is_flash_qla
+    conv.__qualname__ = "fla.causal_conv1d"
     return {"torch_chunk_gated_delta_rule": rule, "causal_conv1d_fn": conv}
 
 
