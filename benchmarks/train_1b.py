@@ -246,7 +246,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds after which it ends with what it has")
     parser.add_argument("--save", type=Path, help="a file for the figures, as JSON")
     chosen = parser.parse_args()
-    facts = {name: getattr(chosen, name) for name in ("preset", "rows", "length", "vocabulary", "layers", "optimizer")}
+    facts = {name: getattr(chosen, name) for name in ("preset", "length", "vocabulary", "layers", "optimizer")}
+    facts["batch_rows"] = chosen.rows
     report = Report(facts | {"deterministic": not chosen.no_deterministic}, chosen.save, chosen.limit)
     wrong = []
     if chosen.models:
