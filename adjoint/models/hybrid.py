@@ -17,6 +17,7 @@ from adjoint.models.generation import Prompts, Sampling, stream
 from adjoint.models.packing import next_labels
 from adjoint.nn.gated_delta_net import GatedDeltaNet
 from adjoint.nn.moe import Routing
+from adjoint.nn.plain import is_plain
 from adjoint.ops import moe
 from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 
@@ -154,9 +155,10 @@ class HybridLM(nn.Module):
 
     def _loss(self, hidden: Tensor, targets: Tensor, logits: Tensor | None) -> Tensor:
         """The mean of −log p of the targets that count; 0, with gradients of 0, where none does."""
-        if logits is None and type(self.lm_head) is nn.Linear:
-            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
-        logits = self.lm_head(hidden) if logits is None else logits  # with an adapter on the head, for one
+        head = self.lm_head
+        if logits is None and is_plain(head, nn.Linear):
+            return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
+        logits = head(hidden) if logits is None else logits  # with an adapter on the head, for one
         return cross_entropy(logits, targets)
 
     def _router_loss(self, routings: Sequence[Routing]) -> Tensor:
