@@ -174,8 +174,9 @@ class HybridLM(nn.Module):
     def _check(
         self, input_ids: Tensor, cu_seqlens: Tensor | None, labels: Tensor | None, cache: Cache | None, last_only: bool
     ) -> None:
-        if input_ids.dim() != 2:
-            raise ArgumentError(f"HybridLM: input_ids must be [batch, time], got shape {tuple(input_ids.shape)}")
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+            got = f"shape {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise ArgumentError(f"HybridLM: input_ids must be a tensor [batch, time], got {got}")
         if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or input_ids.shape[0] != 1):
             raise ArgumentError(
                 f"HybridLM: cu_seqlens, bounds [sequences + 1], pack sequences in the only row of input_ids; got "

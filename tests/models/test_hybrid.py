@@ -265,6 +265,7 @@ def test_16_bits_are_as_near_to_float64_as_plain_torch(name: str, dtype: torch.d
 
 BAD = {
     "rank": (lambda m: m(torch.ones(3, dtype=torch.int64)), "input_ids must be"),
+    "no tensor": (lambda m: m([[1, 2]]), "input_ids must be a tensor"),
     "bounds": (lambda m: m(torch.ones(2, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 3])), "cu_seqlens"),
     "order": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 2, 1, 3])), "cu_seqlens"),
     "labels": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), labels=torch.ones(1, 2, dtype=torch.int64)), "labels"),
