@@ -1,5 +1,6 @@
 """Checks of what metadata shows, shared by every op: each raises a sentence that names the argument."""
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, bfloat16, dtype, float16, float32, float64, int32, int64, strided
@@ -45,6 +46,20 @@ def require_floating(op: str, name: str, value: Tensor) -> None:
         )
     if not (value.is_cpu or value.is_cuda or value.is_meta):
         raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
+
+
+def require_integer(op: str, name: str, value: Any) -> int:
+    """Any integer, numpy's too, as Python's; a truth value is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentError(f"{op}: {name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def require_size(op: str, name: str, value: Any) -> int:
+    """A number of rows, columns or heads."""
+    if (size := require_integer(op, name, value)) < 1:
+        raise ArgumentError(f"{op}: {name} must be at least 1, got {size}")
+    return size
 
 
 def require_ids(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:

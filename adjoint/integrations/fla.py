@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta.packing import CHUNK
@@ -65,6 +66,7 @@ def chunk_gated_delta_rule(
             `transpose_state_layout`, an older name of `state_v_first`; `head_first`, which must be False.
     """
     op = "chunk_gated_delta_rule"
+    _require_tensors(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     if cp_context is not None:
         raise Unsupported(f"{op}: cp_context, context parallelism, is not supported; leave it None")
     chunk_size = kwargs.pop("chunk_size", CHUNK)
@@ -112,6 +114,7 @@ def fused_recurrent_gated_delta_rule(
     Up to 16 tokens of each row go one after the other; longer and packed sequences go by chunks.
     """
     op = "fused_recurrent_gated_delta_rule"
+    _require_tensors(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     for name, value in (("gk", gk), ("gv", gv)):
         if value is not None:
             raise Unsupported(f"{op}: {name}, a decay of its own for every element of a head, is not supported")
@@ -136,6 +139,16 @@ def fused_recurrent_gated_delta_rule(
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def _require_tensors(op: str, **arguments: Tensor | None) -> None:
+    """Floating tensors, of which g, beta and the initial state may be absent."""
+    for name, value in arguments.items():
+        if value is not None or name in ("q", "k", "v"):
+            require_floating(op, name, value)  # type: ignore[arg-type]
+    for name in ("q", "k", "v"):
+        if (x := arguments[name]) is not None and x.dim() != 4:
+            raise ArgumentError(f"{op}: {name} must be [batch, time, heads, size], got shape {tuple(x.shape)}")
 
 
 def _refuse(op: str, kwargs: dict[str, Any]) -> None:

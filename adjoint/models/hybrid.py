@@ -17,6 +17,7 @@ from adjoint.models.generation import Prompts, Sampling, stream
 from adjoint.models.packing import next_labels
 from adjoint.nn.gated_delta_net import GatedDeltaNet
 from adjoint.nn.moe import Routing
+from adjoint.nn.plain import is_plain
 from adjoint.ops import moe
 from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 
@@ -154,9 +155,10 @@ class HybridLM(nn.Module):
 
     def _loss(self, hidden: Tensor, targets: Tensor, logits: Tensor | None) -> Tensor:
         """The mean of −log p of the targets that count; 0, with gradients of 0, where none does."""
-        if logits is None and type(self.lm_head) is nn.Linear:
-            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
-        logits = self.lm_head(hidden) if logits is None else logits  # with an adapter on the head, for one
+        head = self.lm_head
+        if logits is None and is_plain(head, nn.Linear):
+            return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
+        logits = head(hidden) if logits is None else logits  # with an adapter on the head, for one
         return cross_entropy(logits, targets)
 
     def _router_loss(self, routings: Sequence[Routing]) -> Tensor:
@@ -172,8 +174,9 @@ class HybridLM(nn.Module):
     def _check(
         self, input_ids: Tensor, cu_seqlens: Tensor | None, labels: Tensor | None, cache: Cache | None, last_only: bool
     ) -> None:
-        if input_ids.dim() != 2:
-            raise ArgumentError(f"HybridLM: input_ids must be [batch, time], got shape {tuple(input_ids.shape)}")
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+            got = f"shape {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise ArgumentError(f"HybridLM: input_ids must be a tensor [batch, time], got {got}")
         if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or input_ids.shape[0] != 1):
             raise ArgumentError(
                 f"HybridLM: cu_seqlens, bounds [sequences + 1], pack sequences in the only row of input_ids; got "

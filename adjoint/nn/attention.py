@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from adjoint.core.arguments import require_size
 from adjoint.core.errors import ArgumentError
 from adjoint.nn.cache import ROOM, KeyValueCache, Places
 from adjoint.nn.norm import RMSNorm
@@ -59,15 +60,10 @@ class GatedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(f"GatedAttention: {name} must be at least 1, got {size}")
+        hidden_size = require_size("GatedAttention", "hidden_size", hidden_size)
+        num_heads = require_size("GatedAttention", "num_heads", num_heads)
+        num_key_value_heads = require_size("GatedAttention", "num_key_value_heads", num_key_value_heads)
+        head_dim = require_size("GatedAttention", "head_dim", head_dim)
         if num_heads % num_key_value_heads:
             raise ArgumentError(
                 f"GatedAttention: num_heads must be a multiple of num_key_value_heads, {num_key_value_heads}, "

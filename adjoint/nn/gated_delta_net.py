@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from adjoint.core.arguments import require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import wide_dtype
 from adjoint.nn.cache import RecurrentCache
@@ -79,7 +80,7 @@ class GatedDeltaNet(nn.Module):
             "conv_width": (conv_width, 8),
         }
         for name, (size, limit) in limits.items():
-            if size < 1 or (limit is not None and size > limit):
+            if require_integer("GatedDeltaNet", name, size) < 1 or (limit is not None and size > limit):
                 span = "at least 1" if limit is None else f"from 1 to {limit}"
                 raise ArgumentError(f"GatedDeltaNet: {name} must be {span}, got {size}")
         if num_value_heads % num_key_heads:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjoint.core.errors import ArgumentError
+from adjoint.core.arguments import require_size
 from adjoint.ops.activation import swiglu
 
 
@@ -38,9 +38,8 @@ class DenseMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if size < 1:
-                raise ArgumentError(f"DenseMLP: {name} must be at least 1, got {size}")
+        hidden_size = require_size("DenseMLP", "hidden_size", hidden_size)
+        intermediate_size = require_size("DenseMLP", "intermediate_size", intermediate_size)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)

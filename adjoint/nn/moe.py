@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from adjoint.core.arguments import require_floating
+from adjoint.core.arguments import FLOATING, require_floating, require_integer, require_size
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
@@ -74,10 +74,10 @@ class SparseMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "expert_size": expert_size, "num_experts": num_experts}
-        for name, size in (sizes | {"shared_expert_size": shared_expert_size}).items():
-            if size is not None and size < 1:
-                raise ArgumentError(f"SparseMoE: {name} must be at least 1, got {size}")
+        hidden_size = require_size("SparseMoE", "hidden_size", hidden_size)
+        expert_size = require_size("SparseMoE", "expert_size", expert_size)
+        num_experts = require_size("SparseMoE", "num_experts", num_experts)
+        experts_per_token = require_integer("SparseMoE", "experts_per_token", experts_per_token)
         if not 1 <= experts_per_token <= num_experts:
             raise ArgumentError(
                 f"SparseMoE: experts_per_token must be from 1 to num_experts, {num_experts}, got {experts_per_token}"
@@ -92,6 +92,7 @@ class SparseMoE(nn.Module):
         self.shared_expert: DenseMLP | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_size is not None:
+            shared_expert_size = require_size("SparseMoE", "shared_expert_size", shared_expert_size)
             self.shared_expert = DenseMLP(hidden_size, shared_expert_size, **factory)
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
@@ -117,6 +118,10 @@ class SparseMoE(nn.Module):
     ) -> Float[Tensor, "*tokens hidden"]:
         """The layer for logits that are there already: `gate(x)`, where a loss needs them too."""
         self._check(x)
+        if not isinstance(logits, Tensor) or logits.shape != (*x.shape[:-1], self.num_experts):
+            expected = (*x.shape[:-1], self.num_experts)
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ArgumentError(f"SparseMoE: logits must be a tensor of shape {expected}, got {got}")
         return self._mix(x, logits)[0]
 
     def _check(self, x: Tensor) -> None:
@@ -125,8 +130,10 @@ class SparseMoE(nn.Module):
             raise ArgumentError(
                 f"SparseMoE: x must have {self.hidden_size} columns, the hidden size, got shape {tuple(x.shape)}"
             )
-        weight = self.gate.weight
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        weight = self.gate.weight  # of a quantised gate it is a method, or holds integers
+        if not isinstance(weight, Tensor) or weight.dtype not in FLOATING or x.dtype == weight.dtype:
+            return
+        if torch.float64 in (x.dtype, weight.dtype) or not torch.is_autocast_enabled(x.device.type):
             raise ArgumentError(
                 f"SparseMoE: x must have the dtype of the layer's parameters, {short(weight.dtype)}, "
                 f"got {short(x.dtype)}; convert one of them"

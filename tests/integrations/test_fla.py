@@ -248,6 +248,20 @@ def test_what_cannot_be_honoured_raises(function, options, error, words) -> None
 
 
 @BOTH
+@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta", "initial_state"))
+def test_what_is_no_floating_tensor_is_named(function, name: str) -> None:
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    arguments = dict(zip(names, drawn((1, 5, 1, 2, 4, 3))[:6], strict=True))
+    wrong = [[1.0], arguments[name].long()] + [None] * (name in "qkv")
+    for value in wrong:
+        with pytest.raises(adjoint.ArgumentError, match=f"{function.__name__}: {name} must be "):
+            function(**(arguments | {name: value}))
+    if name in "qkv":
+        with pytest.raises(adjoint.ArgumentError, match=rf"{name} must be \[batch, time, heads, size\]"):
+            function(**(arguments | {name: arguments[name][0]}))
+
+
+@BOTH
 @pytest.mark.parametrize("time", (3, 70))
 def test_without_gates_nothing_decays_and_strengths_are_one(function, time: int) -> None:
     q, k, v, g, beta, _, _ = drawn((1, time, 1, 2, 4, 3), torch.float32)

@@ -320,14 +320,17 @@ def test_the_auxiliary_loss_is_kept(ids: Tensor) -> None:
 
 @families
 def test_adapters(name: str, ids: Tensor) -> None:
-    """LoRA on the projections, put on before the patch and after it: the same gradients as without a patch."""
+    """LoRA on the projections, put on before the patch and after it: the same gradients as without a patch.
+
+    Small ones: with large random ones the model is another, whose gradients have not the conditioning of this one's.
+    """
     peft = pytest.importorskip("peft")
     targets = [
         key.rpartition(".")[2]
         for key, module in their_model(name).named_modules()
         if isinstance(module, nn.Linear) and "lm_head" not in key and "shared_expert_gate" not in key
     ]
-    settings = peft.LoraConfig(r=2, target_modules=sorted(set(targets)), init_lora_weights=False)
+    settings = peft.LoraConfig(r=2, lora_alpha=1, target_modules=sorted(set(targets)), init_lora_weights=False)
 
     def gradients(patch_first: bool | None) -> dict[str, Tensor]:
         model = their_model(name)
@@ -344,6 +347,15 @@ def test_adapters(name: str, ids: Tensor) -> None:
         ours = gradients(patch_first)
         assert ours.keys() == theirs.keys() and all("lora" in key for key in ours)
         assert all(distance(ours[key], theirs[key]) <= 2 * GRADIENTS for key in theirs)
+
+
+def test_a_hook_on_the_last_matrix_runs_in_training(ids: Tensor) -> None:
+    model, called = their_model("qwen3_5"), []
+    patch(model, loss=True, verbose=False)
+    model.lm_head.register_forward_hook(lambda *_: called.append("lm_head"))
+    loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+    assert called == ["lm_head"]
+    assert distance(loss, their_model("qwen3_5")(input_ids=ids, labels=ids, use_cache=False).loss) <= 2 * LOGITS
 
 
 def test_a_trainer_trains_it(ids: Tensor, tmp_path: Any) -> None:

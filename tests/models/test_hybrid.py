@@ -229,6 +229,20 @@ def test_the_loss_with_logits_is_the_loss_without(name: str) -> None:
     assert all(distance(loss, losses[0]) <= 1e-14 for loss in losses)
 
 
+@families
+def test_hooks_and_a_bias_of_the_head_take_part_in_the_loss(name: str) -> None:
+    model, ids, called = small_model(name, torch.float64), torch.stack(sequences((9, 9))), []
+    plain = model(ids, labels=ids).loss
+    handle = model.lm_head.register_forward_hook(lambda head, inputs, output: called.append(output.shape))
+    assert distance(model(ids, labels=ids).loss, plain) <= 1e-14 and len(called) == 1
+    handle.remove()
+    biased = nn.Linear(model.config.hidden_size, model.config.vocab_size, dtype=torch.float64)
+    biased.weight = model.lm_head.weight
+    model.lm_head = biased
+    loss = model(ids, labels=ids).loss
+    assert distance(loss, model(ids, labels=ids, output_logits=True).loss) <= 1e-14 < distance(loss, plain)
+
+
 def test_a_token_predicts_nothing_of_another_sequence() -> None:
     labels, bounds = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([0, 0, 2, 2, 5, 5])
     assert next_labels(labels, bounds).tolist() == [[2, -100, 4, 5, -100]]
@@ -251,6 +265,7 @@ def test_16_bits_are_as_near_to_float64_as_plain_torch(name: str, dtype: torch.d
 
 BAD = {
     "rank": (lambda m: m(torch.ones(3, dtype=torch.int64)), "input_ids must be"),
+    "no tensor": (lambda m: m([[1, 2]]), "input_ids must be a tensor"),
     "bounds": (lambda m: m(torch.ones(2, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 3])), "cu_seqlens"),
     "order": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 2, 1, 3])), "cu_seqlens"),
     "labels": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), labels=torch.ones(1, 2, dtype=torch.int64)), "labels"),

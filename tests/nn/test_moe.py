@@ -211,6 +211,22 @@ def test_adapters_of_peft_on_the_matrices_of_experts() -> None:
     assert torch.equal(merged(x), y)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize_per_tensor.*")
+@pytest.mark.parametrize("parts", [{torch.nn.Linear}, {"shared_expert.down_proj"}, {"gate"}], ids=str)
+def test_linear_layers_may_be_quantised(parts: set[Any]) -> None:
+    """torch's quantiser exchanges layers for its own, of which the weight is no tensor: the layer calls them."""
+    module, x = _module(), _x()
+    quantised = torch.ao.quantization.quantize_dynamic(module, parts, dtype=torch.qint8)
+    names = [name for name, part in quantised.named_modules() if type(part) is torch.ao.nn.quantized.dynamic.Linear]
+    assert len(names) == (5 if torch.nn.Linear in parts else 1)
+    y, plain = quantised(x), module(x)
+    assert y.shape == x.shape and not torch.equal(y, plain)
+    tokens = x.reshape(-1, HIDDEN)
+    routing = adjoint.moe.route(quantised.gate(tokens), SLOTS)
+    shared = torch.sigmoid(quantised.shared_expert_gate(tokens)) * quantised.shared_expert(tokens)
+    assert torch.equal(y.view(-1, HIDDEN), quantised.experts(tokens, *reversed(routing)) + shared)
+
+
 def test_routing_is_returned_on_request() -> None:
     module, x = _module(), _x()
     y, routing = module(x, return_routing=True)
@@ -229,6 +245,14 @@ def test_wrong_inputs_are_named() -> None:
         module(_x(torch.bfloat16))
     with pytest.raises(adjoint.ArgumentError, match="score must be one of 'softmax', 'sigmoid', got 'soft'"):
         nn.SparseMoE(4, 4, 4, 2, score="soft")  # type: ignore[arg-type]
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),  # which casts no float64
+        pytest.raises(adjoint.ArgumentError, match="float32, got float64"),
+    ):
+        module(_x(torch.float64))
+    for logits in (torch.zeros(2, 5, EXPERTS + 1), torch.zeros(10, EXPERTS), None):
+        with pytest.raises(adjoint.ArgumentError, match=r"SparseMoE: logits must be a tensor of shape \(2, 5, 6\)"):
+            module.mix(_x(), logits)
 
 
 def test_wrong_sizes_are_named() -> None:
@@ -242,6 +266,28 @@ def test_wrong_sizes_are_named() -> None:
             nn.SparseMoE(*arguments)
     with pytest.raises(adjoint.ArgumentError, match="shared_expert_size"):
         nn.SparseMoE(4, 4, 4, 2, shared_expert_size=0)
+
+
+@pytest.mark.parametrize("size", [2.0, "2", None, True])
+def test_sizes_that_are_no_integers_are_named(size: Any) -> None:
+    names = ("hidden_size", "expert_size", "num_experts", "experts_per_token")
+    for place, name in enumerate(names):
+        arguments = [4, 4, 4, 2]
+        arguments[place] = size
+        with pytest.raises(adjoint.ArgumentError, match=f"SparseMoE: {name} must be an integer, got {size!r}"):
+            nn.SparseMoE(*arguments)
+    with pytest.raises(adjoint.ArgumentError, match="DenseMLP: intermediate_size must be an integer"):
+        nn.DenseMLP(4, size)
+    with pytest.raises(adjoint.ArgumentError, match="GatedAttention: head_dim must be an integer"):
+        nn.GatedAttention(8, 2, 2, size)
+    with pytest.raises(adjoint.ArgumentError, match="GatedDeltaNet: num_key_heads must be an integer"):
+        nn.GatedDeltaNet(8, size, 2, 4, 4)
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    module = nn.SparseMoE(*map(numpy.int64, (HIDDEN, SIZE, EXPERTS, SLOTS)), shared_expert_size=numpy.int32(SHARED))
+    assert module(_x()).shape == _x().shape and type(module.experts_per_token) is int
 
 
 def test_it_shows_what_it_is() -> None:

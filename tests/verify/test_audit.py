@@ -88,6 +88,17 @@ def test_a_nan_in_one_layer_is_found_and_named(ids: Tensor) -> None:
     assert words.startswith("model.layers.2.mlp.up_proj.weight is not finite in 1 of")
 
 
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight"])
+def test_a_nan_in_a_parameter_breaks_no_promise(name: str, ids: Tensor) -> None:
+    """Where NaN comes in nothing is promised, and what does not depend on it is as right as it was."""
+    model = small_model("qwen3_5")
+    with torch.no_grad():
+        model.get_parameter(f"model.layers.1.linear_attn.{name}").view(-1)[1] = torch.nan
+    report = adjoint.audit(model, {"input_ids": ids, "labels": ids})
+    assert not report.broken and not report.is_sound
+    assert report.suspect[0].layer.startswith(("model.layers.1", "model.layers.2.input")), report.suspect[0]
+
+
 class _Rule(nn.Module):
     """The rule on keys and gates as they are stored, with no care taken."""
 

@@ -139,11 +139,14 @@ def test_what_one_of_them_lacks_of_a_plan_that_both_ran_is_named(certificate: di
     other["digests"].remove(_digest_of(other, "embedding", "out"))
     (check,) = [c for c in other["checks"] if (c["op"], c["dtype"], c["check"]) == ("l2_norm", "float32", "repeats")]
     other["checks"].remove(check)
+    (error,) = [e for e in other["errors"] if (e["op"], e["dtype"], e["output"]) == ("l2_norm", "float32", "dx")]
+    other["errors"].remove(error)
     found = comparison.compare(certificate, other)
-    assert len(found.missing) == 2 and not found.broken
+    assert len(found.missing) == 3 and not found.broken
     assert found.missing[0] == "l2_norm float32 eager: repeats was checked on the first only"
-    assert found.missing[1].startswith("embedding ") and "out of " in found.missing[1]
-    assert found.missing[1].endswith("has a digest on the first only")
+    assert found.missing[1] == "l2_norm float32 eager: the error of dx was measured on the first only"
+    assert found.missing[2].startswith("embedding ") and "out of " in found.missing[2]
+    assert found.missing[2].endswith("has a digest on the first only")
     assert all(words.endswith("on the second only") for words in comparison.compare(other, certificate).missing)
 
 

@@ -1,17 +1,19 @@
 """The forwards that `patch` gives to modules of transformers: their arguments and results, and our operations inside.
 
-A forward calls the module's submodules, so that adapters, hooks and quantised projections keep working.
+A forward calls the module's submodules, so that adapters, hooks and quantised projections keep working; a last matrix
+with any of these is called too. The weights of a convolution are read, as transformers' own forward reads them.
 """
 
 import sys
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.core.errors import Unsupported
 from adjoint.models.packing import next_labels
 from adjoint.nn.attention import causal_attention
+from adjoint.nn.plain import is_plain
 from adjoint.ops.activation import sigmoid_gate, swiglu
 from adjoint.ops.conv import causal_conv1d
 from adjoint.ops.embedding import embedding
@@ -119,7 +121,7 @@ def attend(
 def training_loss(self: Any, *arguments: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
     """The forward of a causal model that, in training, gives the loss and no logits: they are never held at once."""
     plain = (not self.training, labels is None, bool(kwargs.get("logits_to_keep")), kwargs.get("return_dict") is False)
-    if any(plain) or type(self.lm_head) is not torch.nn.Linear:
+    if any(plain) or not is_plain(self.lm_head, nn.Linear):
         return type(self).forward(self, *arguments, labels=labels, **kwargs)
     kwargs.pop("return_dict", None), kwargs.pop("logits_to_keep", None)
     modeling: Any = sys.modules[type(self).__module__]
@@ -129,8 +131,8 @@ def training_loss(self: Any, *arguments: Any, labels: Tensor | None = None, **kw
         kwargs["output_router_logits"] = self.config.output_router_logits
     outputs = self.model(*arguments, **kwargs)
     targets = next_labels(cast(Tensor, labels), kwargs.get("cu_seq_lens_q")) if shifted is None else shifted
-    hidden, weight = outputs.last_hidden_state, self.lm_head.weight
-    loss = linear_cross_entropy(hidden, weight, targets, reduction="mean" if count is None else "sum")
+    hidden, (weight, bias) = outputs.last_hidden_state, (self.lm_head.weight, self.lm_head.bias)
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="mean" if count is None else "sum")
     if count is not None:
         loss = loss / count
     if not sparse:

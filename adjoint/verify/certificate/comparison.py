@@ -69,13 +69,14 @@ def _compare_verdicts(comparison: Comparison, one: Mapping[str, Any], other: Map
 
 
 def _compare_presence(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Checks and digests that only one of them has, although both ran the plan."""
+    """Checks, errors and digests that only one of them has, although both ran the plan."""
 
     def groups(certificate: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
         checks = {
             tuple(c[name] for name in ("op", "dtype", "plan", "check")): "was checked" for c in certificate["checks"]
         }
-        return checks | {_key(d): "has a digest" for d in certificate["digests"]}
+        errors = {(*_error_key(e)[:3], f"the error of {e['output']}"): "was measured" for e in certificate["errors"]}
+        return checks | errors | {_key(d): "has a digest" for d in certificate["digests"]}
 
     ours, theirs = groups(one), groups(other)
     common = {key[:3] for key in ours} & {key[:3] for key in theirs}
@@ -87,7 +88,7 @@ def _compare_presence(comparison: Comparison, one: Mapping[str, Any], other: Map
 
 def _compare_errors(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     def shares(certificate: Mapping[str, Any]) -> dict[tuple[str, ...], float]:
-        return {(e["op"], e["dtype"], e["plan"], e["output"]): float(e["share"]) for e in certificate["errors"]}
+        return {_error_key(e): float(e["share"]) for e in certificate["errors"]}
 
     changed = []
     for key, ours, theirs in _pairs(shares(one), shares(other)):
@@ -122,6 +123,10 @@ def _compare_bits(comparison: Comparison, one: Mapping[str, Any], other: Mapping
             comparison.broken.append(f"{where}: other bits on the same machine, where repetition is promised")
         else:
             comparison.bits.append(f"{where}: {_short(mine['digest'])} | {_short(yours['digest'])}")
+
+
+def _error_key(error: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(error[name] for name in ("op", "dtype", "plan", "output"))
 
 
 def _key(digest: Mapping[str, str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
@@ -36,9 +37,8 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = left·right, or on top of what is there. Where memory begins decides what a library does with it, and so the
-    bits: a result for memory of the caller's that begins elsewhere than memory of torch's is copied."""
-    if not add and out.dtype == left.dtype and out.data_ptr() % 64 == 0:
+    """out = left·right, or on top of what is there; copied where the caller's memory begins elsewhere than torch's."""
+    if not add and out.dtype == left.dtype and begins_as_allocated(out):
         torch.mm(left, right, out=out)
     else:
         product = torch.mm(left, right)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.token_rows.eager import sum_rows
@@ -65,7 +66,15 @@ def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """out[e] = Σ left[r]ᵀ · right[r] over the rows of expert e, rounded once."""
+    """out[e] = Σ left[r]ᵀ · right[r] over the rows of expert e, rounded once.
+
+    Memory of the caller's that begins elsewhere than torch's gets a copy: equal calls have equal bits.
+    """
+    if out.device.type == "cpu" and not begins_as_allocated(out):
+        own = torch.empty_like(out, memory_format=torch.contiguous_format)
+        _outer(left, right, offsets, own)
+        out.copy_(own)
+        return
     kind = wide_dtype(left.dtype)
     segments = _segments(offsets, left.shape[0])
     directly = left.dtype == right.dtype == out.dtype and multiplies_directly(left.dtype)

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating
+from adjoint.core.arguments import require_floating, require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
@@ -50,8 +50,7 @@ def _check(
     check_logits(_OP, logits)
     experts = logits.shape[-1]
     for name, value in (("k", k), ("num_groups", num_groups), ("groups_kept", groups_kept)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentError(f"{_OP}: {name} must be an integer, got {value!r}")
+        require_integer(_OP, name, value)
     if not isinstance(renormalize, bool):
         raise ArgumentError(f"{_OP}: renormalize must be True or False, got {renormalize!r}")
     if not 1 <= k <= min(experts, plans.MAX_K):

@@ -18,7 +18,7 @@ from adjoint.ops.moe.experts.cases import EXPERTS
 from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.layout import allocate as allocate_layout
 from adjoint.ops.moe.layout.eager import write as write_layout
-from adjoint.verify.run import compare, differentiate
+from adjoint.verify.run import compare, differentiate, directions_of
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -79,6 +79,20 @@ def test_equal_calls_on_the_cpu_have_equal_bits(threads: int, dtype: torch.dtype
                 assert torch.equal(result, again), name
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", plans.CEILINGS)
+def test_where_the_memory_of_a_gradient_begins_changes_no_bit(dtype: torch.dtype) -> None:
+    """A library's product takes another order of sums where its result begins at no multiple of 16 bytes."""
+    inputs = _layer(60, 15, 3, 9, 2, dtype)
+    evaluation = differentiate(EXPERTS, tuple(inputs), (_upstream(inputs[0]),), Preference(backend="eager"))
+    backward = directions_of(evaluation).backward
+    expected = backward.run()
+    for offset in range(1, 8):
+        shifted = tuple(torch.empty(t.numel() + offset, dtype=t.dtype)[offset:].view(t.shape) for t in expected)
+        backward.run(out=shifted)
+        for name, result, plain in zip(NAMES[1:], shifted, expected, strict=True):
+            assert torch.equal(result, plain), f"{name}, {offset} elements further"
 
 
 def _agree(got: tuple[Tensor, ...], exact: tuple[Tensor, ...], dtype: torch.dtype) -> None:

@@ -56,8 +56,10 @@ def _bound(name: str, kind: torch.dtype, computed: torch.dtype, additions: int) 
 
     def of_result(*inputs: Tensor) -> Tensor:
         m = _Gates(unit, *inputs)
-        exact, share = (m.rate * m.softplus, m.share) if name == "g" else (m.beta, m.share_of_beta)
-        return stored(exact, exact * share + m.rate * lost, kind, computed)
+        if name == "beta":  # of b alone, whatever A_log is
+            return stored(m.beta, m.beta * m.share_of_beta, kind, computed)
+        exact = m.rate * m.softplus
+        return stored(exact, exact * m.share + m.rate * lost, kind, computed)
 
     def of_gradient(dg: Tensor, dbeta: Tensor, *inputs: Tensor) -> Tensor:
         m = _Gates(unit, *inputs)
