@@ -55,8 +55,8 @@ def load(
     """See `HybridLM.from_pretrained`: everything is checked by the files' headers before a tensor is read."""
     config = HybridConfig.from_folder(folder)
     dtype = _stated_dtype(folder) if dtype is None else dtype
-    if not dtype.is_floating_point:
-        raise ArgumentError(f"HybridLM.from_pretrained: dtype must be a floating one, got {dtype}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentError(f"HybridLM.from_pretrained: dtype must be a floating torch.dtype, got {dtype!r}")
     model = kind(config, device="meta", dtype=dtype)
     entries = list(_entries(folder))
     parts, left_out = _assign(model, folder, entries)
@@ -118,7 +118,7 @@ def _assign(
     """Which tensors fill which parameter, and which are left out, and why.
 
     Raises:
-        ArgumentError: a tensor is missing, unknown, there twice, or of another shape.
+        ArgumentError: a tensor is missing, unknown, there twice, of another shape, or of whole numbers.
         Unsupported: a tensor is FP8.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -135,6 +135,8 @@ def _assign(
                 f"{entry.path}: tensor {entry.name} ({entry.dtype}) is of FP8 weights, which are not supported; use "
                 f"the model in 16 bits"
             )
+        if not entry.is_floating:
+            raise ArgumentError(f"{entry.path}: tensor {entry.name} must hold floating numbers, got {entry.dtype}")
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         part = Part(entry)

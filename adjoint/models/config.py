@@ -170,6 +170,8 @@ class HybridConfig:
             Unsupported: the model is of another family, or has a part that is not here.
         """
         path = Path(folder) / "config.json"
+        if Path(folder).is_file():
+            raise ArgumentError(f"HybridConfig: {folder} is a file; a checkpoint is a folder")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -71,7 +71,7 @@ def stream(
     prompts: Prompts,
     max_new_tokens: int,
     sampling: Sampling,
-    stop_tokens: Sequence[int] | None,
+    stop_tokens: Sequence[int] | int | None,
     cache: Cache | None,
     prefill_chunk: int | None,
     generator: torch.Generator | None,
@@ -81,6 +81,10 @@ def stream(
     rows = _checked(model, prompts, max_new_tokens, prefill_chunk)
     if cuda_graph and model.device.type != "cuda":
         raise ArgumentError(f"generate: cuda_graph needs a model on a GPU, and this one is on {model.device}")
+    if isinstance(stop_tokens, int):
+        stop_tokens = (stop_tokens,)
+    if stop_tokens is not None and not all(isinstance(token, int) for token in stop_tokens):
+        raise ArgumentError(f"generate: stop_tokens must be token ids, got {list(stop_tokens)}")
     stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
     if cache is None:
         cache = model.new_cache(len(rows))
@@ -163,7 +167,7 @@ def _logits(
 
 def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[Tensor]:
     """Prompts as token ids on the CPU."""
-    rows = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in prompts]
+    rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
     for number, row in enumerate(rows):
         if row.numel() == 0:
             raise ArgumentError(f"generate: prompts must have a token each, and number {number} has none")
@@ -173,8 +177,25 @@ def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_c
                 f"generate: token ids must be from 0 to {model.config.vocab_size - 1}, got {int(wrong[0])} in prompt "
                 f"{number}"
             )
-    if max_new_tokens < 0:
-        raise ArgumentError(f"generate: max_new_tokens must not be negative, got {max_new_tokens}")
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise ArgumentError(f"generate: prefill_chunk must be at least 1, got {prefill_chunk}")
+    for name, value, least in (("max_new_tokens", max_new_tokens, 0), ("prefill_chunk", prefill_chunk, 1)):
+        if value is None and name == "prefill_chunk":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentError(f"generate: {name} must be a whole number, got {value!r}")
+        if value < least:
+            raise ArgumentError(f"generate: {name} must be at least {least}, got {value}")
     return rows
+
+
+def _token_ids(prompt: Sequence[int] | Tensor, number: int) -> Tensor:
+    """One prompt as int64 on the CPU."""
+    wrong = f"generate: prompts must be lists of token ids, or rows of a tensor of them, and number {number} is"
+    try:
+        row = torch.as_tensor(prompt, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError(f"{wrong} {str(prompt)[:40]!r}") from None
+    if row.dim() != 1:
+        raise ArgumentError(f"{wrong} of shape {tuple(row.shape)}")
+    if row.numel() and (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool):
+        raise ArgumentError(f"{wrong} of {str(row.dtype).removeprefix('torch.')}")
+    return row.long()

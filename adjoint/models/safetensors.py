@@ -52,6 +52,11 @@ class Entry:
     def is_fp8(self) -> bool:
         return self.dtype.startswith("F8_")
 
+    @property
+    def is_floating(self) -> bool:
+        """Whether its numbers are of a floating type that this module reads."""
+        return self.dtype in _DTYPES and _DTYPES[self.dtype].is_floating_point
+
     def copy_to(self, target: Tensor) -> None:
         """Copies the tensor into another of its shape, on any device and of any dtype."""
         if self.begin == self.end:

@@ -318,9 +318,55 @@ def test_the_auxiliary_loss_is_kept(ids: Tensor) -> None:
     )
 
 
+ADAPTED = 1e-6
+"""How far gradients of adapters in float64 may be from the oracle's, of their norm. Adapters of random numbers multiply
+roundings by up to ten thousand, which makes float32 no measure of them; routers round their weights to it even so."""
+
+
+def exact_adapters(name: str, ids: Tensor, adapters: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The oracle's gradients of adapters, by name: matrices A and B beside a weight are B·A·scale on top of it."""
+    model = small_model(name)
+    weights = {key: p.detach().double() for key, p in model.named_parameters()}
+    leaves = {key: adapter.detach().double().requires_grad_() for key, adapter in adapters.items()}
+    for key, down in leaves.items():
+        if ".lora_A." in key:
+            own = key.removeprefix("base_model.model.").replace(".lora_A.default", "")
+            weights[own] = weights[own] + scale * leaves[key.replace(".lora_A.", ".lora_B.")] @ down
+    oracle.loss_of(list(ids), list(ids), weights, model.config)[0].backward()
+    return {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+
+
 @families
-def test_adapters(name: str, ids: Tensor) -> None:
-    """LoRA on the projections, put on before the patch and after it: the same gradients as without a patch.
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_adapters(name: str, patch_first: bool, ids: Tensor) -> None:
+    """LoRA on the projections, put on after the patch and before it: the gradients are those of the exact weights."""
+    peft = pytest.importorskip("peft")
+    model = their_model(name).double()
+    targets = [
+        key
+        for key, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "lm_head" not in key and "shared_expert_gate" not in key
+        if name != "qwen3_next" or "mlp" not in key  # there PEFT adapts all experts with one of these
+    ]
+    settings = peft.LoraConfig(r=2, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    if patch_first:
+        patch(model, loss=True, verbose=False)
+    torch.manual_seed(7)
+    wrapped = peft.get_peft_model(model, settings).double()
+    if not patch_first:
+        patch(wrapped, loss=True, verbose=False)
+    output = wrapped(input_ids=ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    adapters = {key: p for key, p in wrapped.named_parameters() if "lora" in key}
+    exact = exact_adapters(name, ids, adapters, scale=4.0)
+    assert exact.keys() == {key for key, p in wrapped.named_parameters() if p.grad is not None}
+    for key, gradient in exact.items():
+        assert distance(adapters[key].grad, gradient) <= ADAPTED, key
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_adapters_beside_those_of_the_model(name: str, ids: Tensor) -> None:
+    """LoRA by the names of projections, which PEFT takes for experts' as well: gradients as without a patch.
 
     Small ones: with large random ones the model is another, whose gradients have not the conditioning of this one's.
     """

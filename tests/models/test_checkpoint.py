@@ -182,6 +182,11 @@ def _wrong_size(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0" * 4)
 
 
+def _other_dtype(folder: Path) -> None:
+    header = json.dumps({"lm_head.weight": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0" * 4)
+
+
 def _no_offsets(folder: Path) -> None:
     header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0" * 4)
@@ -273,6 +278,16 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda f: _exchanged(f, {"model.norm.weight_scale_inv": torch.ones(1)}),
         adjoint.Unsupported,
         r"model\.norm\.weight_scale_inv .* is of FP8",
+    ),
+    "whole numbers": (
+        lambda f: _exchanged(f, {"model.norm.weight": torch.ones(24, dtype=torch.int64)}),
+        adjoint.ArgumentError,
+        r"model\.safetensors: tensor model\.norm\.weight must hold floating numbers, got I64",
+    ),
+    "another dtype": (
+        _other_dtype,
+        adjoint.ArgumentError,
+        r"tensor lm_head\.weight must hold floating numbers, got F4",
     ),
     "quantized": (
         lambda f: _other_config(f, {"quantization_config": {"quant_method": "fp8"}}),

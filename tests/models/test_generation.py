@@ -131,6 +131,12 @@ def test_stop_tokens_end_a_row_and_no_other() -> None:
     assert configured.generate(prompts(), 8, stop_tokens=()) == free
 
 
+def test_one_stop_token_needs_no_list() -> None:
+    model = small_model("qwen3_5").eval()
+    first = model.generate(prompts(), 1)[0][0]
+    assert model.generate(prompts(), 4, stop_tokens=first) == model.generate(prompts(), 4, stop_tokens=(first,))
+
+
 def test_a_stream_gives_tokens_as_they_come() -> None:
     model = small_model("qwen3_5", torch.float64).eval()
     whole = model.generate(prompts(), 5)
@@ -183,7 +189,12 @@ BAD: dict[str, tuple[Callable[[HybridLM], Any], str]] = {
     "temperature": (lambda m: m.generate([[1]], 2, temperature=-1.0), "temperature"),
     "top_k": (lambda m: m.generate([[1]], 2, temperature=1.0, top_k=0), "top_k"),
     "top_p": (lambda m: m.generate([[1]], 2, temperature=1.0, top_p=1.5), "top_p"),
-    "count": (lambda m: m.generate([[1]], -2), "max_new_tokens"),
+    "count": (lambda m: m.generate([[1]], -2), "max_new_tokens must be at least 0, got -2"),
+    "no whole count": (lambda m: m.generate([[1]], 2.5), "max_new_tokens must be a whole number, got 2.5"),
+    "text": (lambda m: m.generate("abc", 2), "lists of token ids, or rows of a tensor of them, and number 0 is 'a'"),
+    "numbers": (lambda m: m.generate([1, 2], 2), r"number 0 is of shape \(\)"),
+    "no whole token": (lambda m: m.generate([[1], [1.5]], 2), "number 1 is of float32"),
+    "stop tokens": (lambda m: m.generate([[1]], 2, stop_tokens=["x"]), "stop_tokens must be token ids"),
     "chunk": (lambda m: m.generate([[1]], 2, prefill_chunk=0), "prefill_chunk"),
     "cache": (lambda m: m.generate([[1]], 2, cache=m.new_cache(2)), "holds 2 sequences"),
     "model": (lambda m: m.generate([[1]], 2, cache=small_model("qwen3_5").new_cache(1)), "another"),

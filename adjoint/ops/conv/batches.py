@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjoint.ops.conv.arguments import NEED_BIAS, NEED_STATE, NEED_WEIGHT, NEED_X
 from adjoint.ops.conv.shape import Shape
-from adjoint.ops.conv.windows import add_taps, multiply_windows
+from adjoint.ops.conv.windows import add_taps, multiply_windows, taps_of
 
 CHUNK = 2**16
 """Numbers of a chunk."""
@@ -21,9 +21,27 @@ _BOUND = 2048.0
 """Past it silu is its asymptote in every type, and 0 or −0 below; infinities would give 0·∞."""
 
 
-def activate(z: Tensor, is_silu: bool) -> Tensor:
-    """y, written over z."""
-    return F.silu(z.clamp_(min=-_BOUND), inplace=True) if is_silu else z
+_PIECE, _VECTORS = 2**16, 128
+"""Numbers that torch gives to one thread or in halves to two, and a multiple of what its vector loops take at a time on
+two threads."""
+
+
+def activate(z: Tensor, is_silu: bool, out: Tensor | None = None) -> Tensor:
+    """y, of a contiguous z, which is lost; into other contiguous memory of its type where it is given.
+
+    torch computes the exponentials of the last elements of a loop in other instructions than the rest. No element is
+    among the last here, so that each has the same bits wherever it lies.
+    """
+    if not is_silu:
+        return z
+    count = z.clamp_(min=-_BOUND).numel()
+    if count <= _PIECE and count % _VECTORS == 0:
+        return torch.ops.aten.silu.out(z, out=z if out is None else out)  # type: ignore[no-any-return]
+    y = F.pad(z.flatten(), (0, -count % _VECTORS))
+    for piece in y.split(_PIECE):
+        F.silu(piece, inplace=True)
+    y = y[:count].view(z.shape)
+    return y if out is None else out.copy_(y)
 
 
 def through_activation(dy: Tensor, z: Tensor, is_silu: bool) -> Tensor:
@@ -38,8 +56,9 @@ class Chunk(NamedTuple):
     tokens: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """Its part of a tensor [batch, time, …]."""
-        return x[self.rows, self.tokens]
+        """Its part of a tensor [batch, time, …]; itself where that is all of it, which costs nothing."""
+        is_all = self.rows.stop - self.rows.start == x.shape[0] and self.tokens.stop - self.tokens.start == x.shape[1]
+        return x if is_all else x[self.rows, self.tokens]
 
 
 def _chunks(shape: Shape) -> Iterator[Chunk]:
@@ -60,16 +79,16 @@ class Sequences:
 
     def __init__(self, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> None:
         self.shape, self.x, self.state, self.before, self.kind = shape, x, state, shape.width - 1, shape.computed
-        self.taps = weight.to(self.kind).T.contiguous()
+        self.taps = taps_of(weight, self.kind)
         self.bias = None if bias is None else bias.to(self.kind)
         self._memory: Tensor | None = None
 
     def rows(self, chunk: Chunk) -> Tensor:
         """The tokens of a chunk and the W − 1 before them."""
         begin = chunk.tokens.start - self.before
-        if begin >= 0:
+        if begin >= 0 and chunk.tokens.start > 0:
             return self.x[chunk.rows, begin : chunk.tokens.stop].to(self.kind)
-        tokens = self.x[chunk.rows, : chunk.tokens.stop]
+        tokens = chunk.of(self.x) if chunk.tokens.start == 0 else self.x[chunk.rows, : chunk.tokens.stop]
         if self.state is None:
             return F.pad(tokens.to(self.kind), (0, 0, -begin, 0))
         state = self.state[chunk.rows].mT[:, chunk.tokens.start :]
@@ -96,7 +115,7 @@ def forward(sequences: Sequences, parts: list[Tensor], final: Tensor) -> None:
     for chunk in _chunks(shape) if shape.tokens and shape.channels else ():
         z = sequences.preactivation(sequences.rows(chunk))
         if len(parts) == 1 and shape.is_silu and parts[0].dtype == z.dtype:
-            torch.ops.aten.silu.out(z.clamp_(min=-_BOUND), out=chunk.of(parts[0]))
+            activate(z, True, chunk.of(parts[0]))
             continue
         y = activate(z, shape.is_silu)
         for begin, part in zip(shape.begins, parts, strict=False):
@@ -127,7 +146,7 @@ def backward(
     """The gradients that are needed."""
     dx, dweight, dbias, dstate = outputs
     shape, before, kind = sequences.shape, sequences.before, sequences.kind
-    taps, of_taps, of_bias = sequences.taps.flip(0), _Sums(), _Sums()
+    taps, of_taps, of_bias = sequences.taps[::-1], _Sums(), _Sums()
     last = None if dfinal is None else dfinal.mT.to(kind)
     after: Tensor | None = None  # dz of the tokens after a chunk of the same row, and zeros after a row
     for chunk in _chunks(shape) if shape.tokens and shape.channels else ():
@@ -145,12 +164,13 @@ def backward(
         else:
             slopes = torch.cat((dz, after), 1)
         after = slopes[:, :before]
-        gradient = add_taps(slopes, taps)
+        into = chunk.of(dx) if need & NEED_X and dx.dtype == kind else None
+        gradient = add_taps(slopes, taps, out=into)
         kept = max(chunk.tokens.start, shape.time - before)  # the first token of the chunk that is in the final state
         if last is not None and kept < chunk.tokens.stop:
             begin = kept - shape.time + before
             gradient[:, kept - chunk.tokens.start :] += last[chunk.rows, begin : begin + chunk.tokens.stop - kept]
-        if need & NEED_X:
+        if need & NEED_X and into is None:
             chunk.of(dx).copy_(gradient)
         if need & NEED_STATE and before and chunk.tokens.start == 0:
             gradient = add_taps(F.pad(after, (0, 0, before, 0)), taps)

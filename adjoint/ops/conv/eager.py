@@ -3,7 +3,7 @@
 Batches, whose rows are sequences, are in `batches.py`; packed sequences and the steps of decoding are here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from adjoint.ops.conv.arguments import (
 )
 from adjoint.ops.conv.batches import CHUNK, activate, through_activation
 from adjoint.ops.conv.shape import Shape
-from adjoint.ops.conv.windows import add_taps, multiply_windows
+from adjoint.ops.conv.windows import add_taps, multiply_windows, taps_of
 
 
 class _Packed:
@@ -85,7 +85,7 @@ class _Packed:
         return chosen.view(self.shape.sequences, self.before, self.shape.channels).mT
 
 
-def _convolve(rows: Tensor, own: slice, taps: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve(rows: Tensor, own: slice, taps: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """z of some rows."""
     return add_taps(rows[None, own.start - len(taps) + 1 : own.stop], taps, bias)[0]
 
@@ -100,7 +100,7 @@ def forward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor,
         return
     packed, kind = _Packed(shape, cu_seqlens, x.device, raises=True), shape.computed
     rows, bias = packed.fill(x, state, kind), None if bias is None else bias.to(kind)
-    taps = weight.to(kind).T.contiguous()
+    taps = taps_of(weight, kind)
     for tokens, places in packed.chunks():
         y = activate(_convolve(rows, places, taps, bias), shape.is_silu)[packed.own(tokens, places)]
         for begin, part in zip(shape.begins, parts, strict=False):
@@ -119,7 +119,7 @@ def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor
     dx, dweight, dbias, dstate = outputs
     packed, kind, before = _Packed(shape, cu_seqlens, x.device, raises=False), shape.computed, shape.width - 1
     rows, bias = packed.fill(x, state, kind), None if bias is None else bias.to(kind)
-    taps, dz = weight.to(kind).T.contiguous(), packed.blank(kind, before)
+    taps, dz = taps_of(weight, kind), packed.blank(kind, before)
     upstream = [None if part is None else part.reshape(shape.tokens, part.shape[2]) for part in upstream]
     dtaps, dbiases = (torch.zeros(n, shape.channels, dtype=torch.float64, device=x.device) for n in (before + 1, 1))
     for tokens, places in packed.chunks():
@@ -136,7 +136,7 @@ def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor
         if need & NEED_BIAS:
             dbiases += slopes.sum(0)
     if need & (NEED_X | NEED_STATE):
-        size, backwards = max(16, CHUNK // max(1, shape.channels)), taps.flip(0)
+        size, backwards = max(16, CHUNK // max(1, shape.channels)), taps[::-1]
         for first in range(0, len(rows), size):  # x is needed no more: its gradient lies where it was
             last = min(first + size, len(rows))
             add_taps(dz[None, first : last + before], backwards, out=rows[None, first:last])
@@ -158,7 +158,7 @@ class _Rows:
 
     def __init__(self, x: Tensor, weight: Tensor, state: Tensor, indices: Tensor | None) -> None:
         self.time, self.before, kind = x.shape[1], weight.shape[1] - 1, wide_dtype(x.dtype)
-        self.taps = weight.to(kind).mT.contiguous()
+        self.taps = taps_of(weight, kind)
         self.skipped, self.places = skipped_rows(indices, len(state)), None
         if indices is not None and self.skipped is not None:
             self.places = torch.where(self.skipped, 0, indices).long()
@@ -179,7 +179,7 @@ class _Rows:
     def gradient(self, dz: Tensor, dlast: Tensor | None) -> Tensor:
         """The gradient of the rows, from that of z and that of the states after them."""
         rows = F.pad(dz, (0, 0, self.before, self.before))
-        gradient = add_taps(rows, self.taps.flip(0))
+        gradient = add_taps(rows, self.taps[::-1])
         if dlast is not None:
             gradient[:, self.time :] += self.clear(dlast.mT)
         return gradient

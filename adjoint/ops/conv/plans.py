@@ -192,7 +192,7 @@ def _candidates(
         entry=entry,
     )
     run = allocating_outputs(lambda plan, arguments, outputs, workspace: compute(plan.problem, arguments, outputs))
-    return on_kernels, in_pytorch("eager", lambda problem: promises(problem, False), run, waits=_waits)
+    return on_kernels, in_pytorch("eager", lambda problem: promises(problem, False), run, waits=_waits, revision=2)
 
 
 def _waits(problem: Problem) -> bool:

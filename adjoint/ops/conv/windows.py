@@ -1,9 +1,11 @@
 """Sums over the taps of a window in plain PyTorch: of rows [batch, length, channels]."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-_SUMS_AT_ONCE, _PRODUCTS_AT_ONCE = 2**15, 2**17
+_PRODUCTS_AT_ONCE = 2**17
 """Numbers of all windows that are multiplied in one call of torch: so few that a call for each tap takes longer."""
 
 
@@ -12,16 +14,21 @@ def windows(rows: Tensor, length: int) -> Tensor:
     return rows.unfold(1, length, 1).permute(1, 0, 3, 2)
 
 
-def add_taps(rows: Tensor, taps: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """z_t = bias + Σ_j taps[j]·rows_{t+j}, [batch, length − W + 1, channels], of taps [W, channels], contiguous."""
-    every = windows(rows, rows.shape[1] - len(taps) + 1)
-    if every.numel() <= _SUMS_AT_ONCE:
-        z = torch.sum(every * taps[:, None, None], 0, out=out)
-    else:
-        first, *others = taps
-        z = torch.mul(every[0], first, out=out)
-        for window, tap in zip(every[1:], others, strict=True):
-            z.addcmul_(window, tap)
+def taps_of(weight: Tensor, kind: torch.dtype) -> tuple[Tensor, ...]:
+    """The W taps of a weight [channels, W], that of the oldest token first: each [channels], of a type."""
+    return weight.to(kind).T.contiguous().unbind()
+
+
+def add_taps(rows: Tensor, taps: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """z_t = bias + Σ_j taps[j]·rows_{t+j}, [batch, length − W + 1, channels].
+
+    Tap by tap, the oldest token first, in operations that torch computes alike for every element: a token has the same
+    bits in a whole sequence, after a prefix of it, and in a step.
+    """
+    length = rows.shape[1] - len(taps) + 1
+    z = torch.mul(rows.narrow(1, 0, length), taps[0], out=out)
+    for place in range(1, len(taps)):
+        z.addcmul_(rows.narrow(1, place, length), taps[place])
     return z if bias is None else z.add_(bias)
 
 

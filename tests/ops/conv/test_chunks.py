@@ -43,6 +43,42 @@ def test_chunks_change_nothing(
         assert got.numel() == 0 or (got - right).abs().max() <= 1e-13 * (1 + right.abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("channels", "width"), [(1, 4), (5, 8), (100, 4), (5000, 3), (33, 1)])
+def test_a_prefill_and_steps_have_the_bits_of_the_whole(
+    channels: int, width: int, threads: int, activation: str | None, dtype: torch.dtype
+) -> None:
+    """Also where sizes are no multiples of torch's vectors, and where torch gives a call to several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        shapes = ((2, 47, channels), (channels, width), (channels,))
+        x, weight, bias = (normal(*shape, seed=n).to(dtype) for n, shape in enumerate(shapes))
+        whole, last = adjoint.causal_conv1d(
+            x, weight, bias, activation=activation, output_final_state=True, preference=EAGER
+        )
+        y, state = adjoint.causal_conv1d(
+            x[:, :29], weight, bias, activation=activation, output_final_state=True, preference=EAGER
+        )
+        parts = [y]
+        for begin, end in ((29, 30), (30, 31), (31, 34), (34, 47)):
+            step = adjoint.causal_conv1d_step(
+                x[:, begin:end], state, weight, bias, activation=activation, preference=EAGER
+            )
+            y, state = step
+            parts.append(y)
+        assert torch.equal(torch.cat(parts, 1), whole) and torch.equal(state, last)
+        rows = torch.cat((x[:1, :9], x[1:, :0], x[1:]), 1)
+        packed = adjoint.causal_conv1d(
+            rows, weight, bias, activation=activation, cu_seqlens=torch.tensor([0, 9, 9, 56]), preference=EAGER
+        )
+        assert torch.equal(packed, torch.cat((whole[:1, :9], whole[1:]), 1))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("time", [0, 2])
 def test_short_rows_hand_their_states_on(time: int) -> None:
     """The final state of fewer tokens than it has holds part of the initial one, and its gradient goes there."""
