@@ -250,6 +250,8 @@ def test_results_of_an_earlier_version_are_shown_as_far_as_they_go(tmp_path: Pat
     assert "| **2.0** | 3.0 (1.00×) | 5 | 125.0%¹ |" in table
     assert "saved without quartiles" in table and "saved without the bytes it wrote" in table
     assert "GPU, copy ceiling 4 GB/s; torch 2; d; `c`." in table
+    content["rows"][1] = old | {"contender": "Liger", "microseconds": 2.1, "share_of_copy_ceiling": 0.8}
+    assert "| 2.0 | 2.1 (1.00×) |" in results.markdown(content, "activation"), "a lead of 5% with no known spread"
 
 
 @pytest.mark.parametrize(
