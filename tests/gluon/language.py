@@ -12,11 +12,12 @@ from tests.gluon.values import Fault, Matrix, Value, both, unwrap
 
 
 def _reduce(x: Value, axis: int, combine: Callable[[Value, Value], Value]) -> Value:
-    total, *rest = x.tensor.unbind(axis)
-    result = Value(total)
-    for each in rest:
-        result = combine(result, Value(each))
-    return result
+    """Halves are combined until one is left: an axis has a power of two."""
+    part = x.tensor
+    while part.shape[axis] > 1:
+        first, second = part.split(part.shape[axis] // 2, axis)
+        part = combine(Value(first), Value(second)).tensor
+    return Value(part.squeeze(axis))
 
 
 def _scan(x: Value, axis: int, combine: Callable[[Value, Value], Value], reverse: bool = False) -> Value:

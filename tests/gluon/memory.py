@@ -91,13 +91,16 @@ class BarrierLayout:
     pass
 
 
-def _poisoned(dtype: torch.dtype, shape: list[int]) -> Tensor:
-    fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.full(shape, fill, dtype=dtype)
+def _poison(memory: Tensor) -> None:
+    memory.fill_(float("nan") if memory.dtype.is_floating_point else torch.iinfo(memory.dtype).max)
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
-    return Barriers(shape) if isinstance(layout, BarrierLayout) else Shared(_poisoned(dtype, shape))
+    if isinstance(layout, BarrierLayout):
+        return Barriers(shape)
+    memory = torch.empty(shape, dtype=dtype)
+    _poison(memory)
+    return Shared(memory)
 
 
 def initialise(barrier: Barrier, count: int) -> None:
@@ -124,7 +127,7 @@ def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
 
 def copy(target: Shared, source: Pointer, mask: Any = None) -> None:
     """Until it is waited for, what it writes to is NaN; its source is read at the end."""
-    target.tensor.copy_(_poisoned(target.dtype, target.shape))
+    _poison(target.tensor)
     program, partition = current.program, current.partition
 
     early = source.load(mask).tensor  # a pointer out of bounds is a fault here, where the program is
@@ -145,7 +148,7 @@ def copy_tile(source: Matrix, coordinates: list[Any], barrier: Barrier, target: 
     place = [int(unwrap(each)) for each in coordinates]
     if place[1] * target.tensor.itemsize % 16:
         raise Fault(f"{source.name}: a tile begins at column {place[1]}, not at a multiple of 16 bytes")
-    target.tensor.copy_(_poisoned(target.dtype, target.shape))
+    _poison(target.tensor)
     program, partition = current.program, current.partition
     early = source.load(place, target.shape)
 

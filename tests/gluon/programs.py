@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.gluon.values import Fault
@@ -43,7 +42,7 @@ SCHEDULES = (
 """The first is the fastest; the second finds most of what is wrong."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Partition:
     """Warps that run one function; what they have asked for and not yet waited for."""
 
@@ -90,9 +89,8 @@ class Program:
         ]
         for thread in threads:
             thread.start()
-        while not self.error and not all(partition.ended for partition in self.partitions):
-            self._next().turn.release()
-            self.back.acquire()
+        self._go_on()
+        self.back.acquire()
         for partition in self.partitions:  # those that wait, after an error
             partition.turn.release()
         for thread in threads:
@@ -100,6 +98,16 @@ class Program:
         self.partitions = [caller]
         if self.error:
             raise self.error
+
+    def _go_on(self) -> None:
+        """Lets the next partition run; or the caller of all, where they have ended, or one has failed."""
+        if not self.error and not all(partition.ended for partition in self.partitions):
+            try:
+                self._next().turn.release()
+                return
+            except Exception as error:
+                self.error = error
+        self.back.release()
 
     def _next(self) -> Partition:
         """The first partition that can go on; where none can, work that is under way is done first."""
@@ -115,9 +123,7 @@ class Program:
                 for arrive in partition.arrivals:
                     arrive()
                 partition.arrivals.clear()
-        stopped = SimpleNamespace(turn=SimpleNamespace(release=self.back.release))
-        self.error = Fault("every partition waits for a barrier that nobody completes")
-        return stopped  # type: ignore[return-value]
+        raise Fault("every partition waits for a barrier that nobody completes")
 
     def _run_partition(self, partition: Partition, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         current.program, current.partition = self, partition
@@ -131,7 +137,7 @@ class Program:
         except BaseException as error:
             self.error = self.error or error
         partition.ended = True
-        self.back.release()
+        self._go_on()
 
     def wait(self, needs: Callable[[], bool]) -> None:
         """The current partition goes on when something is so, and not before others had their chance."""
@@ -141,7 +147,10 @@ class Program:
                 raise Fault("the only partition waits for a barrier that nobody completes")
             return
         partition.needs = needs
-        self.back.release()
+        chosen = self._next()
+        if chosen is partition:
+            return
+        chosen.turn.release()
         partition.turn.acquire()
         if self.error:
             raise Stopped

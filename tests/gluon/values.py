@@ -1,5 +1,6 @@
 """Values of a Gluon program on a CPU: tensors with the language's arithmetic, and pointers that know their memory."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,17 +17,27 @@ def unwrap(value: Any, like: torch.dtype | None = None) -> Tensor:
     """A value's tensor; Python's numbers have the type of their partner where that can hold them."""
     if isinstance(value, Value):
         return value.tensor
+    if isinstance(value, int):
+        return _integer(value, like)
+    return torch.tensor(value, dtype=like if like is not None and like.is_floating_point else torch.float32)
+
+
+@lru_cache(4096, typed=True)
+def _integer(value: int, like: torch.dtype | None) -> Tensor:
+    """A number of Python's that nobody writes to."""
     if isinstance(value, bool):
         return torch.tensor(value)
-    if isinstance(value, int):
-        return torch.tensor(value, dtype=torch.int32 if like in (None, torch.bool) else like)
-    return torch.tensor(value, dtype=like if like is not None and like.is_floating_point else torch.float32)
+    return torch.tensor(value, dtype=torch.int32 if like in (None, torch.bool) else like)
 
 
 def both(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     """Two operands in their common type; a scalar counts as much as a tensor does."""
-    a = unwrap(first, second.tensor.dtype if isinstance(second, Value) else None)
-    b = unwrap(second, first.tensor.dtype if isinstance(first, Value) else None)
+    if isinstance(first, Value):
+        a = first.tensor
+        b = second.tensor if isinstance(second, Value) else unwrap(second, a.dtype)
+    else:
+        b = unwrap(second)
+        a = unwrap(first, b.dtype if isinstance(second, Value) else None)
     if a.dtype == b.dtype:
         return a, b
     common = torch.promote_types(a.dtype, b.dtype)
@@ -37,11 +48,7 @@ class Value:
     """A tensor, or a number that only the device knows."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        return self._tensor
+        self.tensor = tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,22 +124,23 @@ class Launch:
         self.program = 0
         self._writers: dict[tuple[int, int], Tensor] = {}
 
-    def _writers_of(self, memory: Tensor) -> Tensor:
-        key = memory.data_ptr(), memory.numel()
-        if key not in self._writers:
-            self._writers[key] = torch.full((memory.numel(),), -1, dtype=torch.int32)
-        return self._writers[key]
-
     def load(self, name: str, memory: Tensor, places: Tensor) -> None:
-        writers = self._writers_of(memory)[places]
-        if bool(((writers >= 0) & (writers != self.program)).any()):
+        writers = self._writers.get((memory.data_ptr(), memory.numel()))
+        if writers is not None and self._is_foreign(writers[places]):
             raise Fault(f"{name}: a program loads what another one stores")
 
     def store(self, name: str, memory: Tensor, places: Tensor) -> None:
-        writers = self._writers_of(memory)
-        if bool(((writers[places] >= 0) & (writers[places] != self.program)).any()):
+        key = memory.data_ptr(), memory.numel()
+        if key not in self._writers:
+            self._writers[key] = torch.full((memory.numel(),), -1, dtype=torch.int32)
+        writers = self._writers[key]
+        if self._is_foreign(writers[places]):
             raise Fault(f"{name}: two programs store at one address")
         writers[places] = self.program
+
+    def _is_foreign(self, writers: Tensor) -> bool:
+        """Whether any element was written by another program than the one that runs."""
+        return bool(((writers >= 0) & (writers != self.program)).any())
 
 
 class Pointer:
@@ -162,28 +170,33 @@ class Pointer:
     def __sub__(self, other: Any) -> "Pointer":
         return Pointer(self.name, self.memory, self.offset - unwrap(other).long(), self.launch)
 
-    def _inside(self, mask: Any) -> tuple[Tensor, Tensor]:
-        chosen = torch.ones((), dtype=torch.bool) if mask is None else unwrap(mask)
-        offset, chosen = torch.broadcast_tensors(self.offset, chosen)
-        touched = offset[chosen]
-        if touched.numel() and (int(touched.min()) < 0 or int(touched.max()) >= len(self.memory)):
-            raise Fault(
-                f"{self.name}: elements {int(touched.min())} to {int(touched.max())} of memory with {len(self.memory)}"
-            )
-        return offset, chosen
+    def _touched(self, mask: Any) -> tuple[torch.Size, Tensor | None, Tensor]:
+        """The shape of an access, the mask as wide as it, and the places in memory."""
+        if mask is None:
+            shape, chosen, places = self.offset.shape, None, self.offset.reshape(-1)
+        else:
+            offset, chosen = torch.broadcast_tensors(self.offset, unwrap(mask))
+            shape, places = offset.shape, offset[chosen]
+        if places.numel():
+            least, most = (int(each) for each in places.aminmax())
+            if least < 0 or most >= self.memory.numel():
+                raise Fault(f"{self.name}: elements {least} to {most} of memory with {self.memory.numel()}")
+        return shape, chosen, places
 
     def load(self, mask: Any = None, other: Any = 0) -> Value:
-        offset, chosen = self._inside(mask)
-        result = torch.full(offset.shape, float(unwrap(other)), dtype=torch.float64).to(self.memory.dtype)
+        shape, chosen, places = self._touched(mask)
         if self.launch is not None:
-            self.launch.load(self.name, self.memory, offset[chosen])
-        result[chosen] = self.memory[offset[chosen]]
-        return Value(result)
+            self.launch.load(self.name, self.memory, places)
+        found = self.memory[places]
+        if chosen is None:
+            return Value(found.view(shape))
+        outside = torch.tensor(float(unwrap(other)), dtype=torch.float64).to(self.memory.dtype)
+        return Value(outside.expand(shape).masked_scatter(chosen, found))
 
     def store(self, value: Any, mask: Any = None) -> None:
-        offset, chosen = self._inside(mask)
-        written = unwrap(value, self.memory.dtype).expand(offset.shape)[chosen].to(self.memory.dtype)
-        places = offset[chosen]
+        shape, chosen, places = self._touched(mask)
+        written = unwrap(value, self.memory.dtype).expand(shape)
+        written = (written.reshape(-1) if chosen is None else written[chosen]).to(self.memory.dtype)
         if len(places.unique()) != places.numel():
             raise Fault(f"{self.name}: one store writes an element twice")
         if self.launch is not None:
