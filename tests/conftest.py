@@ -72,9 +72,3 @@ def device() -> torch.device:
 @pytest.fixture
 def everything(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--all"))
-
-
-@pytest.fixture
-def commit(request: pytest.FixtureRequest) -> str:
-    """Chooses the mutants that are tried."""
-    return commit_of(request.config)

@@ -15,6 +15,7 @@ import pytest
 import adjoint
 from adjoint.core import kernels
 from adjoint.ops import FAMILIES
+from tests.conftest import commit_of
 from tests.mutants import checks, gluon_calls
 from tests.mutants.checks import MODULES, Noticed
 from tests.mutants.equivalent import EQUIVALENT
@@ -26,18 +27,6 @@ def _survives(mutant: Mutant, noticed: Noticed) -> bool:
     outcome, _ = checks.outcome(os.waitpid(checks.start(mutant, noticed), 0)[1])
     assert outcome != checks.UNDECIDED, "the checks do not run"
     return outcome == checks.SURVIVED
-
-
-def _parameters() -> list[object]:
-    """All mutants that differ."""
-    listed = []
-    for family in FAMILIES if kernels.interpreting() else ():
-        for module in MODULES[family]:
-            for mutant in mutants(module):
-                name = f"{module.removeprefix('adjoint.')}:{mutant.function}:{mutant.place[0]}:{mutant.change}"[:120]
-                if not equivalent(mutant):
-                    listed.append(pytest.param(family, mutant, id=name))
-    return listed
 
 
 ONE_IN = {
@@ -57,20 +46,30 @@ ONE_IN = {
 """Of how many mutants of a module one is tried without --all, by how its name begins: the first that fits."""
 
 
-def left_out(mutant: Mutant, commit: str) -> str:
-    """Why a mutant is left for others: every commit tries its own part, so that all have their turn. Empty if not."""
+def is_tried(mutant: Mutant, commit: str) -> bool:
+    """Whether a commit tries a mutant: every commit has its own part, so that all have their turn."""
     one_in = next(number for prefix, number in ONE_IN.items() if mutant.module.startswith(prefix))
-    if (mutant.number + int(commit, 16)) % one_in == 0:
-        return ""
-    return f"one in {one_in} of the mutants of this module, by commit ({commit}); all with `make mutants`"
+    return (mutant.number + int(commit, 16)) % one_in == 0
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Lists the mutants that differ: those of this commit's part, or all."""
+    if metafunc.function is not test_mutant_dies:
+        return
+    commit = "" if metafunc.config.getoption("--all") else commit_of(metafunc.config)
+    listed = []
+    for family in FAMILIES if kernels.interpreting() else ():
+        for module in MODULES[family]:
+            for mutant in mutants(module):
+                if not equivalent(mutant) and (not commit or is_tried(mutant, commit)):
+                    name = f"{module.removeprefix('adjoint.')}:{mutant.function}:{mutant.place[0]}:{mutant.change}"
+                    listed.append(pytest.param(family, mutant, id=name[:120]))
+    metafunc.parametrize(("family", "mutant"), listed)
 
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
-@pytest.mark.parametrize(("family", "mutant"), _parameters())
-def test_mutant_dies(family: str, mutant: Mutant, everything: bool, commit: str) -> None:
-    if not everything and (reason := left_out(mutant, commit)):
-        pytest.skip(reason)
+def test_mutant_dies(family: str, mutant: Mutant) -> None:
     checks.warm([mutant.module])
     survived = all(_survives(mutant, noticed) for noticed in checks.stages(family, mutant))
     assert not survived, f"line {mutant.place[0]}: {mutant.change} goes unnoticed"
@@ -91,7 +90,7 @@ def test_every_mutant_has_its_turn() -> None:
     """Commits try different parts, which together are all; the same commit tries the same."""
     for module in (checks.RULE[0], checks.MODULES["norm"][0], gluon_calls.MODULES[0]):
         found = mutants(module)
-        parts = {hex(commit)[2:]: [m for m in found if not left_out(m, hex(commit)[2:])] for commit in range(50)}
+        parts = {hex(commit)[2:]: [m for m in found if is_tried(m, hex(commit)[2:])] for commit in range(50)}
         assert {m.number for part in parts.values() for m in part} == {m.number for m in found}
         assert len({tuple(m.number for m in part) for part in parts.values()}) > 1
         assert max(map(len, parts.values())) <= len(found) / 4 + 1

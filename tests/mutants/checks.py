@@ -401,7 +401,7 @@ KILLED, SURVIVED, TIMED_OUT, UNDECIDED = "killed", "survived", "timed out", "und
 
 def unbroken(module: str) -> Mutant:
     """A module as it is, in the place of a mutant."""
-    return Mutant("", "", (0, 0), source_of(module), module)
+    return Mutant("", "", (0, 0), partial(source_of, module), module)
 
 
 def start(mutant: Mutant, noticed: Noticed) -> int:
