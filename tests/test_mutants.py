@@ -8,6 +8,7 @@ here; `make mutants` tries all.
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.trees import Mutant, equivalent, mutants, names
 
 
-def _survives(mutant: Mutant, noticed: Noticed) -> bool:
+def _survives(mutant: Mutant, noticed: Noticed, before: Iterable[str] = ()) -> bool:
     """Whether checks let a mutant pass; one that they cannot be run on has not died of them."""
-    outcome, _ = checks.outcome(os.waitpid(checks.start(mutant, noticed), 0)[1])
+    outcome, _ = checks.outcome(os.waitpid(checks.start(mutant, noticed, before), 0)[1])
     assert outcome != checks.UNDECIDED, "the checks do not run"
     return outcome == checks.SURVIVED
 
@@ -53,18 +54,22 @@ def is_tried(mutant: Mutant, commit: str) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Lists the mutants that differ: those of this commit's part, or all."""
-    if metafunc.function is not test_mutant_dies:
-        return
-    commit = "" if metafunc.config.getoption("--all") else commit_of(metafunc.config)
-    listed = []
-    for family in FAMILIES if kernels.interpreting() else ():
-        for module in MODULES[family]:
-            for mutant in mutants(module):
-                if not equivalent(mutant) and (not commit or is_tried(mutant, commit)):
-                    name = f"{module.removeprefix('adjoint.')}:{mutant.function}:{mutant.place[0]}:{mutant.change}"
-                    listed.append(pytest.param(family, mutant, id=name[:120]))
-    metafunc.parametrize(("family", "mutant"), listed)
+    """Lists the mutants that differ, those of this commit's part or all, and the modules that are tried as they are."""
+    everything, listed = bool(metafunc.config.getoption("--all")), []
+    if metafunc.function is test_mutant_dies:
+        commit = commit_of(metafunc.config)
+        for family in FAMILIES if kernels.interpreting() else ():
+            for module in MODULES[family]:
+                for mutant in mutants(module):
+                    if not equivalent(mutant) and (everything or is_tried(mutant, commit)):
+                        name = f"{module.removeprefix('adjoint.')}:{mutant.function}:{mutant.place[0]}:{mutant.change}"
+                        listed.append(pytest.param(family, mutant, id=name[:120]))
+        metafunc.parametrize(("family", "mutant"), listed)
+    if metafunc.function is test_the_kernels_themselves_are_not_noticed:
+        for family in FAMILIES:
+            for modules in checks.controls(family, alone=everything):
+                listed.append(pytest.param(family, modules, id=f"{family}-{modules[-1]}"))
+        metafunc.parametrize(("family", "modules"), listed)
 
 
 @pytest.mark.kernels
@@ -77,13 +82,20 @@ def test_mutant_dies(family: str, mutant: Mutant) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
-@pytest.mark.parametrize(("family", "module"), [(family, module) for family in FAMILIES for module in MODULES[family]])
-def test_the_kernels_themselves_are_not_noticed(family: str, module: str, everything: bool) -> None:
+def test_the_kernels_themselves_are_not_noticed(family: str, modules: tuple[str, ...], everything: bool) -> None:
     """The same checks pass on the unbroken kernels: a mutant dies of its mutation."""
+    *before, module = modules
     checks.warm([module])
     same = checks.unbroken(module)
     for noticed in checks.stages(family, same)[: None if everything else 1]:
-        assert _survives(same, noticed)
+        assert _survives(same, noticed, before)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_module_is_tried_as_it_is(alone: bool) -> None:
+    for family, modules in MODULES.items():
+        tried = [module for group in checks.controls(family, alone) for module in group]
+        assert sorted(tried) == sorted(modules)
 
 
 def test_every_mutant_has_its_turn() -> None:

@@ -338,11 +338,15 @@ def _gated_delta_noticed(mutant: Mutant) -> bool:
     whole = ("adjoint.ops.gated_delta.rule.forward", "adjoint.ops.gated_delta.rule.backward")
     for later in (*RULE[RULE.index(mutant.module) + 1 :], *whole):
         reload(import_module(later))
-    if mutant.module.endswith(("gradients", "reverse_scan")) or mutant.function in _OF_THE_BACKWARD:
+    if _is_of_the_backward(mutant.module) or mutant.function in _OF_THE_BACKWARD:
         return rule_backward_calls.noticed(mutant.function)
     if rule_calls.noticed():
         return True
     return mutant.function == "rule_state_scan" and rule_backward_calls.noticed(mutant.function)
+
+
+def _is_of_the_backward(module: str) -> bool:
+    return module.endswith(("gradients", "reverse_scan"))
 
 
 _OF_THE_BACKWARD = ("rule_unnormalize", "rule_compose_reverse_transitions")
@@ -404,8 +408,25 @@ def unbroken(module: str) -> Mutant:
     return Mutant("", "", (0, 0), partial(source_of, module), module)
 
 
-def start(mutant: Mutant, noticed: Noticed) -> int:
-    """Starts a process that runs a mutant through checks; its number."""
+def controls(family: str, alone: bool) -> list[tuple[str, ...]]:
+    """Modules of a family that pass through the checks as they are: each alone, or those together that all have the
+    same calls to judge them."""
+    groups = () if alone else tuple(group for group in SAME_CALLS if group[0] in MODULES[family])
+    together = {module for group in groups for module in group}
+    return [*groups, *((module,) for module in MODULES[family] if module not in together)]
+
+
+SAME_CALLS = (
+    tuple(module for module in RULE if not _is_of_the_backward(module)),
+    tuple(module for module in RULE if _is_of_the_backward(module)),
+    tuple(f"adjoint.ops.moe.experts.triton.{part}" for part in EXPERTS),
+)
+"""Modules whose mutants are judged by the same calls, whichever of them is broken; in the order of their imports."""
+
+
+def start(mutant: Mutant, noticed: Noticed, before: Iterable[str] = ()) -> int:
+    """Starts a process that runs a mutant through checks, after loading the sources of modules before it as they are;
+    its number."""
     child = os.fork()
     if child == 0:
         end = _UNDECIDED  # what fails before the checks run says nothing about the mutant
@@ -414,6 +435,8 @@ def start(mutant: Mutant, noticed: Noticed) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             _limit()
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
+            for name in before:
+                load(name, source_of(name))
             if mutant.module not in gluon_calls.MODULES:  # whose functions the model is given
                 load(mutant.module, mutant.source)
             with np.errstate(all="ignore"):
