@@ -8,8 +8,8 @@ here; `make mutants` tries all.
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from time import process_time
 
 import pytest
 
@@ -23,9 +23,9 @@ from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.trees import Mutant, equivalent, mutants, names
 
 
-def _survives(mutant: Mutant, noticed: Noticed, before: Iterable[str] = ()) -> bool:
+def _survives(mutant: Mutant, noticed: Noticed) -> bool:
     """Whether checks let a mutant pass; one that they cannot be run on has not died of them."""
-    outcome, _ = checks.outcome(os.waitpid(checks.start(mutant, noticed, before), 0)[1])
+    outcome = checks.judge(mutant, noticed)
     assert outcome != checks.UNDECIDED, "the checks do not run"
     return outcome == checks.SURVIVED
 
@@ -88,7 +88,39 @@ def test_the_kernels_themselves_are_not_noticed(family: str, modules: tuple[str,
     checks.warm([module])
     same = checks.unbroken(module)
     for noticed in checks.stages(family, same)[: None if everything else 1]:
-        assert _survives(same, noticed, before)
+        process = checks.start(same, noticed, before)
+        assert checks.outcome(os.waitpid(process, 0)[1])[0] == checks.SURVIVED
+
+
+def _hangs(mutant: Mutant) -> bool:
+    while mutant.function:  # the module as it is has none
+        pass
+    return False
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
+def test_a_mutant_that_hangs_is_noticed_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "FEW_SECONDS", 1)
+    module = MODULES["rotary"][0]
+    assert checks.judge(mutants(module)[0], _hangs) == checks.TIMED_OUT
+    assert checks.judge(checks.unbroken(module), _hangs) == checks.SURVIVED
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
+def test_one_that_takes_longer_is_given_as_many_times_what_its_module_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "FEW_SECONDS", 1)
+    monkeypatch.setattr(checks, "TIMES", 5)
+    monkeypatch.setattr(checks, "_seconds", lambda module, noticed: 1.0)
+
+    def takes_two_seconds(mutant: Mutant) -> bool:
+        begin = process_time()
+        while process_time() < begin + 2:
+            pass
+        return False
+
+    assert checks.judge(mutants(MODULES["rotary"][0])[0], takes_two_seconds) == checks.SURVIVED
 
 
 @pytest.mark.parametrize("alone", [False, True])

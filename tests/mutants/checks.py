@@ -2,6 +2,7 @@
 
 import faulthandler
 import linecache
+import math
 import os
 import resource
 import signal
@@ -424,7 +425,7 @@ SAME_CALLS = (
 """Modules whose mutants are judged by the same calls, whichever of them is broken; in the order of their imports."""
 
 
-def start(mutant: Mutant, noticed: Noticed, before: Iterable[str] = ()) -> int:
+def start(mutant: Mutant, noticed: Noticed, before: Iterable[str] = (), seconds: int = SECONDS) -> int:
     """Starts a process that runs a mutant through checks, after loading the sources of modules before it as they are;
     its number."""
     child = os.fork()
@@ -433,7 +434,7 @@ def start(mutant: Mutant, noticed: Noticed, before: Iterable[str] = ()) -> int:
         try:
             faulthandler.disable()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            _limit()
+            _limit(seconds)
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
             for name in before:
                 load(name, source_of(name))
@@ -446,13 +447,41 @@ def start(mutant: Mutant, noticed: Noticed, before: Iterable[str] = ()) -> int:
     return child
 
 
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+def _limit(seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     signal.alarm(4 * SECONDS)  # for one that sleeps
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def judge(mutant: Mutant, noticed: Noticed) -> str:
+    """The outcome of a mutant: one that hangs is given some times as long as the module as it is takes."""
+    verdict, _ = _end(start(mutant, noticed, seconds=FEW_SECONDS))
+    if verdict != TIMED_OUT:
+        return verdict
+    seconds = min(SECONDS, math.ceil(TIMES * _seconds(mutant.module, noticed)))
+    return _end(start(mutant, noticed, seconds=seconds))[0] if seconds > FEW_SECONDS else verdict
+
+
+FEW_SECONDS, TIMES = 10, 5
+"""What most mutants take less than; and of how many times as long as their module takes, those that take longer."""
+
+
+@cache
+def _seconds(module: str, noticed: Noticed) -> float:
+    """What checks of a module as it is take of a processor's time."""
+    verdict, seconds = _end(start(unbroken(module), noticed))
+    if verdict != SURVIVED:
+        raise RuntimeError(f"{module}: the checks fail on the kernels as they are ({verdict})")
+    return seconds
+
+
+def _end(process: int) -> tuple[str, float]:
+    """The outcome of a process, and the processor's time that it took."""
+    _, status, usage = os.wait4(process, 0)
+    return outcome(status)[0], usage.ru_utime + usage.ru_stime
 
 
 def outcome(status: int) -> tuple[str, str]:
