@@ -6,10 +6,13 @@ equivalent program, and must then be listed in `mutants.equivalent` with the rea
 here; `make mutants` tries all.
 """
 
+import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 from time import process_time
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,6 +124,40 @@ def test_one_that_takes_longer_is_given_as_many_times_what_its_module_takes(monk
         return False
 
     assert checks.judge(mutants(MODULES["rotary"][0])[0], takes_two_seconds) == checks.SURVIVED
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
+def test_a_run_refuses_where_kernels_fail_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = import_module("tests.mutants.run")
+    monkeypatch.setitem(checks.STAGES, "rotary", (lambda mutant: True,))
+    out = tmp_path / "mutants.jsonl"
+    monkeypatch.setattr("sys.argv", ["run", "--family", "rotary", "--sample", "1", "--jobs", "1", "--out", str(out)])
+    assert run.main() == 2
+    (module,) = MODULES["rotary"]
+    printed = capsys.readouterr().err
+    assert f"{module}: the checks fail on the kernels as they are (killed" in printed
+    assert "no mutant was tried" in printed
+    (control,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert control["change"] == ""
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
+def test_a_run_refuses_a_numpy_that_is_too_new(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = import_module("tests.mutants.run")
+    monkeypatch.setattr("sys.argv", ["run"])
+    for versions, refused in ((("3.6.0", "2.5.2"), True), (("3.6.0", "2.3.5"), False), (("3.7.1", "2.5.2"), False)):
+        for name, version in zip(("triton", "np"), versions, strict=True):
+            monkeypatch.setattr(run, name, SimpleNamespace(__version__=version))
+        assert bool(run.refusal()) is refused
+        if refused:
+            assert run.main() == 2
+            assert "Triton 3.6.0 is wrong with numpy 2.5.2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("alone", [False, True])
