@@ -20,7 +20,8 @@ import adjoint
 from adjoint.core import kernels
 from adjoint.ops import FAMILIES
 from tests.conftest import commit_of
-from tests.mutants import checks, gluon_calls
+from tests.mutants import checks
+from tests.mutants.calls import gluon as gluon_calls
 from tests.mutants.checks import MODULES, Noticed
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.trees import Mutant, equivalent, mutants, names

@@ -27,25 +27,23 @@ from adjoint.core.preference import Preference
 from adjoint.verify import Row
 from adjoint.verify.checks import bits, numerics
 from adjoint.verify.run import differentiate, evaluate
-from tests.gluon.programs import SCHEDULES
-from tests.mutants import calls as edges
-from tests.mutants import (
-    conv_calls,
-    dispatch_calls,
-    embedding_calls,
-    experts_calls,
-    gluon_calls,
-    indexing_calls,
-    loss_calls,
-    norm_calls,
-    rotary_calls,
-    route_calls,
-    rule_backward_calls,
-    rule_calls,
-    stage_calls,
-    step_calls,
-)
-from tests.mutants.calls import at_the_edge
+from tests.gluon.model.programs import SCHEDULES
+from tests.mutants.calls import conv as conv_calls
+from tests.mutants.calls import edges
+from tests.mutants.calls import embedding as embedding_calls
+from tests.mutants.calls import gluon as gluon_calls
+from tests.mutants.calls import indexing as indexing_calls
+from tests.mutants.calls import loss as loss_calls
+from tests.mutants.calls import norm as norm_calls
+from tests.mutants.calls import rotary as rotary_calls
+from tests.mutants.calls.edges import at_the_edge
+from tests.mutants.calls.gated_delta import backward as rule_backward_calls
+from tests.mutants.calls.gated_delta import rule as rule_calls
+from tests.mutants.calls.gated_delta import stages as stage_calls
+from tests.mutants.calls.gated_delta import step as step_calls
+from tests.mutants.calls.moe import dispatch as dispatch_calls
+from tests.mutants.calls.moe import experts as experts_calls
+from tests.mutants.calls.moe import route as route_calls
 from tests.mutants.trees import Mutant, source_of
 
 CPU = torch.device("cpu")
