@@ -14,7 +14,7 @@ BIN := .venv/bin
 READY := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo verify test test-all docs record mutants lint format bench wheel clean
+.PHONY: help setup demo verify test test-all docs record mutants lint style format bench wheel clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; 1,8p' Makefile
@@ -36,16 +36,20 @@ demo: $(READY)
 verify: $(READY)
 	$(BIN)/adjoint verify
 
-lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: $(READY) style
 	$(BIN)/mypy
 
-# Triton runs kernels either on a GPU or in its interpreter, and one process can do only one of the two.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal
+style: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
-test: lint
-	$(PYTEST)
+# Triton runs kernels either on a GPU or in its interpreter, and one process can do only one of the two. Whatever the
+# environment says, modules are compiled once for the many processes that tests start.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal
+
+# Types are checked beside the first tests: alone they keep one core busy.
+test: $(READY) style
+	$(BIN)/mypy & types=$$!; $(PYTEST); tests=$$?; wait $$types && exit $$tests
 	TRITON_INTERPRET=1 $(PYTEST) -m kernels
 
 test-all: lint

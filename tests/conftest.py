@@ -23,15 +23,15 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the whole product of ops, dtypes, checks and targets")
-    parser.addoption("--commit", default=None, help="the commit whose part of the mutants is tried, in hexadecimal")
+    parser.addoption("--commit", default=None, help="the commit whose part of mutants and builds is tried: hexadecimal")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"mutants: the part of commit {commit_of(config)} (--commit tries that of another)"
+    return f"mutants and builds: the part of commit {commit_of(config)} (--commit tries that of another)"
 
 
 def commit_of(config: pytest.Config) -> str:
-    """The commit that chooses mutants: the one checked out, or, without git, one for each version."""
+    """The commit that chooses mutants and builds: the one checked out, or, without git, one for each version."""
     named = config.getoption("--commit")
     return str(named) if named else _checked_out() or hashlib.sha256(adjoint.__version__.encode()).hexdigest()[:12]
 
@@ -76,5 +76,5 @@ def everything(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def commit(request: pytest.FixtureRequest) -> str:
-    """Chooses the mutants that are tried."""
+    """Chooses the variants of kernels that are built."""
     return commit_of(request.config)

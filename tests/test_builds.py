@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from adjoint.core import kernels
 from adjoint.core.kernels import TARGETS, TUNED, Variant
 from adjoint.ops import builds
-from tests.build_kernels import listed
+from tests.build_kernels import axes, cover, listed
 
 SCRIPT = Path(__file__).with_name("build_kernels.py")
 SHARDS = 4
@@ -47,14 +48,14 @@ def _over_budget(build: dict[str, object], target: str) -> list[str]:
 
 @pytest.mark.parametrize("shard", range(1, SHARDS + 1))
 @pytest.mark.parametrize("target", TARGETS)
-def test_builds_are_inside_their_budget(target: str, shard: int, everything: bool) -> None:
+def test_builds_are_inside_their_budget(target: str, shard: int, everything: bool, commit: str) -> None:
     """A shard has some kernels of every family: a process of its own for each family would mostly import torch."""
     if target != "sm_90" and not everything:
         pytest.skip("sm_90 alone, unless --all")
-    built = _build(target, f"{shard}/{SHARDS}", *("every",) * everything)
+    built = _build(target, f"{shard}/{SHARDS}", "every" if everything else commit)
     assert built.returncode == 0, "\n".join(built.stderr.splitlines()[-15:])
     reports = [json.loads(line) for line in built.stdout.splitlines()]
-    names = list(listed(target, everything))
+    names = list(listed(target, everything, commit))
     assert [report["name"] for report in reports] == names[shard - 1 :: SHARDS]
     wrong = [line for report in reports for line in _over_budget(report, target)]
     assert not wrong, "\n".join(wrong)
@@ -70,12 +71,27 @@ def test_every_kernel_is_built(target: str) -> None:
     assert built == {kernel.name for kernel in known if target in kernel.targets}
 
 
-def test_variants_that_are_left_for_all_know_less_about_alignment() -> None:
-    every, most = listed("sm_90", True), listed("sm_90", False)
-    assert every == dict(builds("sm_90")) and most.items() < every.items()
-    kept = {replace(variant, aligned=()): set(variant.aligned) for variant in most.values()}
-    left = [every[name] for name in every.keys() - most.keys()]
-    assert left and all(set(variant.aligned) < kept[replace(variant, aligned=())] for variant in left)
+def test_every_axis_of_every_kernel_is_built(commit: str) -> None:
+    """What is left for --all has other types together, or knows less about alignment."""
+    every, some = listed("sm_90", True), listed("sm_90", False, commit)
+    assert every == dict(builds("sm_90")) and some.items() < every.items()
+    of_all, of_some = (
+        {(variant.kernel, axis) for variant in variants.values() for axis in axes(variant)}
+        for variants in (every, some)
+    )
+    assert of_some == of_all
+    most = {}
+    for variant in every.values():
+        plain = replace(variant, aligned=())
+        most[plain] = max(most.get(plain, 0), len(variant.aligned))
+    assert all(len(variant.aligned) == most[replace(variant, aligned=())] for variant in some.values())
+
+
+def test_every_variant_has_its_turn() -> None:
+    variants = {name: variant for name, variant in builds("sm_90") if variant.kernel == "embedding_bag_forward"}
+    parts = [cover(variants, hex(commit)) for commit in range(1000)]
+    assert {name for part in parts for name in part} == set(variants)
+    assert cover(variants, "0x1") == parts[1] and max(map(len, parts)) < len(variants) / 3
 
 
 def test_a_budget_can_be_exceeded() -> None:
@@ -145,6 +161,7 @@ def test_products_of_the_whole_scan_are_not_serialised(segmented: bool, saves: b
     assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
 
 
+@cache
 def _rows_variants() -> dict[tuple[str, str, str, bool], Variant]:
     """The bfloat16 variants of the rows kernels: by kernel, op, the kind of rows and alignment."""
     listed = {}
@@ -157,15 +174,12 @@ def _rows_variants() -> dict[tuple[str, str, str, bool], Variant]:
     return listed
 
 
-_ROWS = _rows_variants()
-
-
 def _ptx(kernel: str, op: str, key: tuple[str, bool]) -> tuple[Variant, str]:
     """The bfloat16 kernel with NVIDIA's own instructions, as assembly for sm_90."""
     from triton.backends.compiler import GPUTarget
 
     rows, aligned = key
-    variant = _ROWS[kernel, op, rows, aligned]
+    variant = _rows_variants()[kernel, op, rows, aligned]
     return variant, variant.compile(GPUTarget(*TARGETS["sm_90"])).asm["ptx"]
 
 

@@ -13,7 +13,7 @@ from adjoint.core.op.operator import forget, operators
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
 from adjoint.verify import Job, available_backends, jobs
-from adjoint.verify.checks import bits, forms, numerics
+from adjoint.verify.checks import bits, forms, framework, numerics
 from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import Evaluation, evaluate
 from tests.conftest import device_under_test
@@ -68,7 +68,7 @@ def _evaluate_once(
 
 @pytest.fixture
 def evaluations_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for checks in (bits, numerics, forms):
+    for checks in (bits, numerics, forms, framework):
         monkeypatch.setattr(checks, "evaluate", _evaluate_once)
 
 

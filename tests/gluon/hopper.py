@@ -14,9 +14,9 @@ from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Call, Candidate
 from adjoint.ops.gated_delta.rule.hopper import gradients
 from adjoint.ops.moe.experts.hopper import tiles
-from tests.gluon.examples import Example
-from tests.gluon.model import Codes, modelled
-from tests.gluon.programs import Schedule
+from tests.gluon.model.programs import Schedule
+from tests.gluon.model.translation import Codes, modelled
+from tests.gluon.rule.examples import Example
 
 TARGET = "sm_90"
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import linecache
+import math
 import os
 import resource
 import signal
@@ -26,25 +27,23 @@ from adjoint.core.preference import Preference
 from adjoint.verify import Row
 from adjoint.verify.checks import bits, numerics
 from adjoint.verify.run import differentiate, evaluate
-from tests.gluon.programs import SCHEDULES
-from tests.mutants import calls as edges
-from tests.mutants import (
-    conv_calls,
-    dispatch_calls,
-    embedding_calls,
-    experts_calls,
-    gluon_calls,
-    indexing_calls,
-    loss_calls,
-    norm_calls,
-    rotary_calls,
-    route_calls,
-    rule_backward_calls,
-    rule_calls,
-    stage_calls,
-    step_calls,
-)
-from tests.mutants.calls import at_the_edge
+from tests.gluon.model.programs import SCHEDULES
+from tests.mutants.calls import conv as conv_calls
+from tests.mutants.calls import edges
+from tests.mutants.calls import embedding as embedding_calls
+from tests.mutants.calls import gluon as gluon_calls
+from tests.mutants.calls import indexing as indexing_calls
+from tests.mutants.calls import loss as loss_calls
+from tests.mutants.calls import norm as norm_calls
+from tests.mutants.calls import rotary as rotary_calls
+from tests.mutants.calls.edges import at_the_edge
+from tests.mutants.calls.gated_delta import backward as rule_backward_calls
+from tests.mutants.calls.gated_delta import rule as rule_calls
+from tests.mutants.calls.gated_delta import stages as stage_calls
+from tests.mutants.calls.gated_delta import step as step_calls
+from tests.mutants.calls.moe import dispatch as dispatch_calls
+from tests.mutants.calls.moe import experts as experts_calls
+from tests.mutants.calls.moe import route as route_calls
 from tests.mutants.trees import Mutant, source_of
 
 CPU = torch.device("cpu")
@@ -338,11 +337,15 @@ def _gated_delta_noticed(mutant: Mutant) -> bool:
     whole = ("adjoint.ops.gated_delta.rule.forward", "adjoint.ops.gated_delta.rule.backward")
     for later in (*RULE[RULE.index(mutant.module) + 1 :], *whole):
         reload(import_module(later))
-    if mutant.module.endswith(("gradients", "reverse_scan")) or mutant.function in _OF_THE_BACKWARD:
+    if _is_of_the_backward(mutant.module) or mutant.function in _OF_THE_BACKWARD:
         return rule_backward_calls.noticed(mutant.function)
     if rule_calls.noticed():
         return True
     return mutant.function == "rule_state_scan" and rule_backward_calls.noticed(mutant.function)
+
+
+def _is_of_the_backward(module: str) -> bool:
+    return module.endswith(("gradients", "reverse_scan"))
 
 
 _OF_THE_BACKWARD = ("rule_unnormalize", "rule_compose_reverse_transitions")
@@ -401,19 +404,38 @@ KILLED, SURVIVED, TIMED_OUT, UNDECIDED = "killed", "survived", "timed out", "und
 
 def unbroken(module: str) -> Mutant:
     """A module as it is, in the place of a mutant."""
-    return Mutant("", "", (0, 0), source_of(module), module)
+    return Mutant("", "", (0, 0), partial(source_of, module), module)
 
 
-def start(mutant: Mutant, noticed: Noticed) -> int:
-    """Starts a process that runs a mutant through checks; its number."""
+def controls(family: str, alone: bool) -> list[tuple[str, ...]]:
+    """Modules of a family that pass through the checks as they are: each alone, or those together that all have the
+    same calls to judge them."""
+    groups = () if alone else tuple(group for group in SAME_CALLS if group[0] in MODULES[family])
+    together = {module for group in groups for module in group}
+    return [*groups, *((module,) for module in MODULES[family] if module not in together)]
+
+
+SAME_CALLS = (
+    tuple(module for module in RULE if not _is_of_the_backward(module)),
+    tuple(module for module in RULE if _is_of_the_backward(module)),
+    tuple(f"adjoint.ops.moe.experts.triton.{part}" for part in EXPERTS),
+)
+"""Modules whose mutants are judged by the same calls, whichever of them is broken; in the order of their imports."""
+
+
+def start(mutant: Mutant, noticed: Noticed, before: Iterable[str] = (), seconds: int = SECONDS) -> int:
+    """Starts a process that runs a mutant through checks, after loading the sources of modules before it as they are;
+    its number."""
     child = os.fork()
     if child == 0:
         end = _UNDECIDED  # what fails before the checks run says nothing about the mutant
         try:
             faulthandler.disable()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            _limit()
+            _limit(seconds)
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
+            for name in before:
+                load(name, source_of(name))
             if mutant.module not in gluon_calls.MODULES:  # whose functions the model is given
                 load(mutant.module, mutant.source)
             with np.errstate(all="ignore"):
@@ -423,13 +445,41 @@ def start(mutant: Mutant, noticed: Noticed) -> int:
     return child
 
 
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+def _limit(seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     signal.alarm(4 * SECONDS)  # for one that sleeps
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def judge(mutant: Mutant, noticed: Noticed) -> str:
+    """The outcome of a mutant: one that hangs is given some times as long as the module as it is takes."""
+    verdict, _ = _end(start(mutant, noticed, seconds=FEW_SECONDS))
+    if verdict != TIMED_OUT:
+        return verdict
+    seconds = min(SECONDS, math.ceil(TIMES * _seconds(mutant.module, noticed)))
+    return _end(start(mutant, noticed, seconds=seconds))[0] if seconds > FEW_SECONDS else verdict
+
+
+FEW_SECONDS, TIMES = 10, 5
+"""What most mutants take less than; and of how many times as long as their module takes, those that take longer."""
+
+
+@cache
+def _seconds(module: str, noticed: Noticed) -> float:
+    """What checks of a module as it is take of a processor's time."""
+    verdict, seconds = _end(start(unbroken(module), noticed))
+    if verdict != SURVIVED:
+        raise RuntimeError(f"{module}: the checks fail on the kernels as they are ({verdict})")
+    return seconds
+
+
+def _end(process: int) -> tuple[str, float]:
+    """The outcome of a process, and the processor's time that it took."""
+    _, status, usage = os.wait4(process, 0)
+    return outcome(status)[0], usage.ru_utime + usage.ru_stime
 
 
 def outcome(status: int) -> tuple[str, str]:

@@ -2,8 +2,10 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 
@@ -26,12 +28,45 @@ class Mutant:
     change: str
     place: tuple[int, int]
     """Line and column."""
-    source: str
+    write: Callable[[], str]
+    """Writes the source: of ten thousand mutants, a commit tries a few hundred."""
     module: str
     everywhere: str = ""
     """The change without the number of its place."""
     number: int = 0
     """Among those of its module, the equivalent ones included."""
+
+    @cached_property
+    def source(self) -> str:
+        """Of the module, with the change in it."""
+        return self.write()
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A node of a module's tree, and what takes its place: a field of another node, or one of a list there."""
+
+    parent: ast.AST
+    field: str
+    index: int | None
+    changed: ast.AST
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """The tree with the change in it."""
+        before = self._put(self.changed)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, node: ast.AST) -> ast.AST:
+        value = getattr(self.parent, self.field)
+        if self.index is None:
+            setattr(self.parent, self.field, node)
+            return value
+        before, value[self.index] = value[self.index], node
+        return before
 
 
 def _mutations(node: ast.AST) -> Iterator[ast.AST]:
@@ -133,19 +168,19 @@ def _found(module: str) -> Iterator[Mutant]:
                         continue
                     for changed in _mutations(child):
                         place = _named(statement, child, parents)
+                        edit = Edit(statement, field, index if isinstance(value, list) else None, changed)
                         before = ast.unparse(place)
-                        if isinstance(value, list):
-                            value[index] = changed
-                        else:
-                            setattr(statement, field, changed)
-                        after = ast.unparse(changed if place is child else place)
-                        source = "\n".join((*texts[:number], ast.unparse(part), *texts[number + 1 :]))
-                        if isinstance(value, list):
-                            value[index] = child
-                        else:
-                            setattr(statement, field, child)
+                        with edit.made():
+                            after = ast.unparse(changed if place is child else place)
                         at = (getattr(child, "lineno", 0), getattr(child, "col_offset", 0))
-                        yield Mutant(name, f"{before} -> {after}", at, source, module)
+                        write = partial(_written, edit, texts, number, part)
+                        yield Mutant(name, f"{before} -> {after}", at, write, module)
+
+
+def _written(edit: Edit, texts: list[str], number: int, part: ast.stmt) -> str:
+    """A module's source with a change in one of its statements."""
+    with edit.made():
+        return "\n".join((*texts[:number], ast.unparse(part), *texts[number + 1 :]))
 
 
 def _named(parent: ast.AST, child: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:

@@ -119,7 +119,8 @@ def climb(
                 tensors[index] = _changed(tensors[index].cpu(), source, drawn).to(device)
             changed = _in_domain(subject, tuple(others), inputs)
             found = differentiate(subject, changed, tuple(slopes), preference)
-            shares = {x.name: x.promise.value / x.promise.limit if x.promise.limit else 0.0 for x in compare(found)}
+            measured = {x.name: x.promise for x in compare(found)}
+            shares = {name: error.value / error.limit if error.limit else 0.0 for name, error in measured.items()}
             target = target or source.choice(list(shares))
             if shares[target] >= best:
                 inputs, upstream, best = changed, tuple(slopes), shares[target]

@@ -86,16 +86,17 @@ def compilation(
         base = evaluate(subject, case, dtype, device, preference)
         wrong = []
         items = subject.items(base.inputs)
+        calls = [(items, base.inputs, base.upstream)]
+        if not number:
+            calls = [(size, *subject.resize(base.inputs, base.upstream, size)) for size in (items, 2 * items)]
+        expected = [base.again(inputs, upstream).results for _, inputs, upstream in calls]
         for dynamic in (False, True):
             torch._dynamo.reset()
             compiled = torch.compile(
                 lambda *x: subject(*x, preference=preference), fullgraph=True, dynamic=dynamic, backend=backend
             )
-            for size in (items,) if number else (items, 2 * items):
-                inputs, upstream = base.inputs, base.upstream
-                if not number:
-                    inputs, upstream = subject.resize(inputs, upstream, size)
-                if not _are_equal(_results(subject, compiled, inputs, upstream), base.again(inputs, upstream).results):
+            for (size, inputs, upstream), results in zip(calls, expected, strict=True):
+                if not _are_equal(_results(subject, compiled, inputs, upstream), results):
                     wrong.append(f"dynamic={dynamic}, {size} items: bits differ from eager mode")
         torch._dynamo.reset()
         rows.append(base.row(f"compile ({backend})", dtype, "equals eager mode", wrong=wrong))
@@ -177,8 +178,9 @@ def _autocast(
 
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """After one call, other sizes, fifty of them, compile no kernel."""
-    forget()  # else what was compiled for another check would serve
     base = evaluate(subject, subject.cases[0], dtype, device, preference)
+    forget()  # else what was compiled for another check would serve
+    base.again()
     before = kernels.compilations()
     sizes = FEWER_SIZES if kernels.interpreting() else SIZES
     for size in sizes:

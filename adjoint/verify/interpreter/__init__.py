@@ -17,7 +17,8 @@ down anew which type of numpy stands for which of Triton's. `remember_lookups()`
 it also makes, and checks, the shape of its block again, and the tuple that shows it: a quarter of the time of kernels
 with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
 overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` skips them
-elsewhere. `operands` has what is remembered of the two sides of an operation.
+elsewhere. `operands` has what is remembered of the two sides of an operation; `operations` does in one step what was
+done before with operands of the same types.
 
 `correct()` does all of it, for the command and the tests alike.
 """
@@ -35,6 +36,7 @@ from adjoint.verify.interpreter.operands import (
     remember_operands,
     without_detour,
 )
+from adjoint.verify.interpreter.operations import at_once
 
 LAST_VERSION_WITH_FAULT = (3, 9)
 
@@ -183,10 +185,10 @@ def remember_lookups() -> None:
             return scope  # a function called by another: all is in place
         if languages not in remembered:
             scope = original(function)
-            remembered[languages] = [
-                (place, name, without_detour(getattr(place, name), interpreter.interpreter_semantic))
-                for place, name, _ in scope._changes
-            ]
+            semantic = interpreter.interpreter_semantic
+            for place, name, _ in scope._changes:
+                direct = without_detour(getattr(place, name), semantic)
+                remembered.setdefault(languages, []).append((place, name, at_once(place, name, direct, semantic)))
         for place, name, value in remembered[languages]:
             scope.set_attr(place, name, value)
         return scope

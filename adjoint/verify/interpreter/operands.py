@@ -108,14 +108,15 @@ CONVERSIONS = {
 
 
 def convert_at_once() -> None:
-    """Floats are converted, and constants told from values, without asking for every other type there is."""
+    """Numbers are converted, and constants told from values, without asking for every other type there is."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
 
     cast, unwrap = TritonSemantic.cast, tl.core._unwrap_if_constexpr
     if getattr(cast, "at_once", False):
         return
-    value = tl.tensor
+    value, handle = tl.tensor, interpreter.TensorHandle
     plain = frozenset((value, int, float, bool, str, type(None)))
 
     def convert(self: Any, source: Any, target: Any, *rounding: Any, **named: Any) -> Any:
@@ -123,10 +124,15 @@ def convert_at_once() -> None:
         element = source.dtype.name
         if element == kind.name:
             return source
-        name = None if any(rounding) or any(named.values()) else CONVERSIONS.get((element, kind.name))
-        if name is None:
+        if any(rounding) or any(named.values()):
+            return cast(self, source, target, *rounding, **named)
+        name = CONVERSIONS.get((element, kind.name))
+        is_plain = element in ALWAYS_OWN and kind.name in ALWAYS_OWN and kind.name != "int1"
+        if name is None and not is_plain:
             return cast(self, source, target, *rounding, **named)
         type = source.type.with_element_ty(kind) if source.type.is_block() else kind
+        if name is None:
+            return self.tensor(handle(source.handle.data.astype(interpreter._get_np_dtype(kind)), kind), type)
         return self.tensor(getattr(self.builder, name)(source.handle, type), type)
 
     def unwrap_others(argument: Any) -> Any:

@@ -15,8 +15,8 @@ from adjoint.core import kernels
 from adjoint.core.guarantee import absolute_error, spacing
 from adjoint.ops.gated_delta.rule.guarantee import arithmetic_of
 from tests.gluon import hopper
-from tests.gluon.examples import Example
-from tests.gluon.programs import SCHEDULES
+from tests.gluon.model.programs import SCHEDULES
+from tests.gluon.rule.examples import Example
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(not kernels.interpreting(), reason="in the interpreter")]
 
