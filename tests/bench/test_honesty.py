@@ -93,6 +93,18 @@ def test_a_lead_within_the_spread_is_not_bold(tmp_path: Path) -> None:
     assert "| **100.0** | 90.0 (0.90×), error 0.1 |" in table_of(tmp_path, ours, rough)
 
 
+def test_a_lead_whose_spread_nobody_saved_is_bold_where_it_is_larger_than_any_spread(tmp_path: Path) -> None:
+    ours = saved_row(run.OURS, 100.0, None)
+    for theirs, cell in ((102.0, "| 100.0 |"), (104.9, "| 100.0 |"), (105.1, "| **100.0** |")):
+        table = table_of(tmp_path, ours, saved_row("Liger", theirs, None))
+        assert cell in table and "by more than 5% in rows that were saved without quartiles" in table
+    assert "| 100.0 | 99.0 (0.99×) |" in table_of(tmp_path, ours, saved_row("Liger", 99.0, (98.9, 99.1)))
+    (content,) = results.saved(ROOT / results.FOLDER)
+    rows = [row for row in content["rows"] if row.get("quartiles")]
+    spreads = sorted((row["quartiles"][1] - row["quartiles"][0]) / row["microseconds"] for row in rows)
+    assert spreads[len(spreads) * 95 // 100] < results.UNKNOWN_SPREAD, "of 95 in 100 rows that have one"
+
+
 def test_a_spread_is_that_of_all_rounds() -> None:
     entry = object.__new__(run._Entry)
     entry.row = run.Row("f", "w", "forward", "c", run.OK, 1)
