@@ -10,15 +10,13 @@ from torch import Tensor
 
 from adjoint.models import HybridLM
 from tests.models import oracle
-from tests.models.small import CONFIGS, LOGITS, SIZES, distance, small_model
+from tests.models.small import CONFIGS, GRADIENTS, LOGITS, SIZES, distance, small_model
 
 MODULES = {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
 
 MARGIN = 2.0
 """How much of the error that transformers' model has, against itself in float64, ours may have."""
 
-GRADIENTS = 1e-4
-"""What the error of float32 is at most, of any parameter's gradient, of its norm."""
 
 ROUNDINGS = 2e-5
 """An error of a few roundings, which one parameter's gradient has more of and another less, by chance."""

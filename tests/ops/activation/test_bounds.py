@@ -19,6 +19,7 @@ from adjoint.ops.activation.silu.cases import SILU
 from adjoint.ops.activation.swiglu.cases import PACKED, SWIGLU
 from adjoint.ops.activation.values import ROOT, every_value
 from adjoint.verify.run import plan_of
+from tests.promises import broken
 
 NARROW = [torch.bfloat16, torch.float16]
 SEARCHED = [torch.float32, *NARROW]
@@ -282,7 +283,10 @@ def test_the_slope_of_a_large_gate_is_not_lost() -> None:
     for dtype, at in ((torch.bfloat16, 12.0), (torch.float32, 40.0)):
         x, gate = (torch.full((5,), value, dtype=dtype).requires_grad_() for value in (3.0, at))
         (dgate,) = torch.autograd.grad(adjoint.sigmoid_gate(x, gate).sum(), gate)
-        assert dgate[0].item() == pytest.approx(3 * math.exp(-at), rel=1e-2)
+        sigma = gate.detach().double().sigmoid()
+        exact = x.detach().double() * sigma * (-gate.detach().double()).sigmoid()
+        assert exact[0] > 0 and dgate[0] > 0
+        assert not broken(adjoint.sigmoid_gate, (x, gate), {"dgate": (dgate, exact)}, (torch.ones_like(x).detach(),))
         (of_torch,) = torch.autograd.grad((x * gate.sigmoid()).sum(), gate)
         assert of_torch[0].item() == 0.0
 

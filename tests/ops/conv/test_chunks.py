@@ -7,7 +7,7 @@ import adjoint
 from adjoint import Preference
 from adjoint.ops.conv import batches
 from adjoint.ops.conv.shape import Shape
-from tests.ops.conv.test_conv import leaves, normal, torch_conv
+from tests.ops.conv.test_conv import broken_conv, leaves, normal, torch_conv
 
 EAGER = Preference(backend="eager")
 CPU = torch.device("cpu")
@@ -38,9 +38,9 @@ def test_chunks_change_nothing(
     ours = torch.autograd.grad((*parts, final), inputs, (*upstream, dfinal))
     theirs = torch.autograd.grad((expected, tail), inputs, (dy, dfinal))
     assert torch.equal(final, tail)
-    for got, right in zip((torch.cat(parts, -1), *ours), (expected, *theirs), strict=True):
-        assert got.shape == right.shape
-        assert got.numel() == 0 or (got - right).abs().max() <= 1e-13 * (1 + right.abs().max())
+    options = {"activation": activation, "initial_state": state, "output_final_state": True}
+    results, exact = (torch.cat(parts, -1), *ours), (expected, *theirs)
+    assert not broken_conv((x, weight, bias), results, exact, (dy, dfinal), "eager", **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

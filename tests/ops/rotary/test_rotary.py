@@ -101,7 +101,10 @@ def test_scores_depend_on_the_distance_alone(backend: str, device: torch.device)
     angles = torch.arange(40, device=device)[:, None] * frequencies
     q, k = adjoint.rotary(q, k, angles.cos(), angles.sin(), rotary_dim=32, preference=Preference(backend=backend))  # type: ignore[assignment]
     scores = q[0, :, 0] @ k[0, :, 0].T
-    assert torch.allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-12)
+    # An angle of up to 39 is rounded, then its cosine and sine, their products and sums: 43 roundings of each element
+    # of both, and 32 of the score, in each of two scores.
+    limit = 2 * (2 * 43 + 32) * 2.0**-53 * float(q[0, 0].norm() * k[0, 0].norm())
+    assert (scores[1:, 1:] - scores[:-1, :-1]).abs().max() <= limit
     assert (scores[0, 1:] - scores[0, :-1]).abs().max() > 0.1
 
 
