@@ -20,7 +20,7 @@ import adjoint
 from adjoint.core import kernels
 from adjoint.ops import FAMILIES
 from tests.conftest import commit_of
-from tests.mutants import checks
+from tests.mutants import checks, processes
 from tests.mutants.calls import gluon as gluon_calls
 from tests.mutants.checks import MODULES, Noticed
 from tests.mutants.equivalent import EQUIVALENT
@@ -29,9 +29,9 @@ from tests.mutants.trees import Mutant, equivalent, mutants, names
 
 def _survives(mutant: Mutant, noticed: Noticed) -> bool:
     """Whether checks let a mutant pass; one that they cannot be run on has not died of them."""
-    outcome = checks.judge(mutant, noticed)
-    assert outcome != checks.UNDECIDED, "the checks do not run"
-    return outcome == checks.SURVIVED
+    outcome = processes.judge(mutant, noticed)
+    assert outcome != processes.UNDECIDED, "the checks do not run"
+    return outcome == processes.SURVIVED
 
 
 ONE_IN = {
@@ -92,8 +92,8 @@ def test_the_kernels_themselves_are_not_noticed(family: str, modules: tuple[str,
     checks.warm([module])
     same = checks.unbroken(module)
     for noticed in checks.stages(family, same)[: None if everything else 1]:
-        process = checks.start(same, noticed, before)
-        assert checks.outcome(os.waitpid(process, 0)[1])[0] == checks.SURVIVED
+        process = processes.start(same, noticed, before)
+        assert processes.outcome(os.waitpid(process, 0)[1])[0] == processes.SURVIVED
 
 
 def _hangs(mutant: Mutant) -> bool:
@@ -105,18 +105,18 @@ def _hangs(mutant: Mutant) -> bool:
 @pytest.mark.kernels
 @pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
 def test_a_mutant_that_hangs_is_noticed_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "FEW_SECONDS", 1)
+    monkeypatch.setattr(processes, "FEW_SECONDS", 1)
     module = MODULES["rotary"][0]
-    assert checks.judge(mutants(module)[0], _hangs) == checks.TIMED_OUT
-    assert checks.judge(checks.unbroken(module), _hangs) == checks.SURVIVED
+    assert processes.judge(mutants(module)[0], _hangs) == processes.TIMED_OUT
+    assert processes.judge(checks.unbroken(module), _hangs) == processes.SURVIVED
 
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not kernels.interpreting(), reason="mutants run in the interpreter")
 def test_one_that_takes_longer_is_given_as_many_times_what_its_module_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "FEW_SECONDS", 1)
-    monkeypatch.setattr(checks, "TIMES", 5)
-    monkeypatch.setattr(checks, "_seconds", lambda module, noticed: 1.0)
+    monkeypatch.setattr(processes, "FEW_SECONDS", 1)
+    monkeypatch.setattr(processes, "TIMES", 5)
+    monkeypatch.setattr(processes, "_seconds", lambda module, noticed: 1.0)
 
     def takes_two_seconds(mutant: Mutant) -> bool:
         begin = process_time()
@@ -124,7 +124,7 @@ def test_one_that_takes_longer_is_given_as_many_times_what_its_module_takes(monk
             pass
         return False
 
-    assert checks.judge(mutants(MODULES["rotary"][0])[0], takes_two_seconds) == checks.SURVIVED
+    assert processes.judge(mutants(MODULES["rotary"][0])[0], takes_two_seconds) == processes.SURVIVED
 
 
 @pytest.mark.kernels

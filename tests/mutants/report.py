@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.checks import KILLED, MODULES, SURVIVED, TIMED_OUT, UNDECIDED
+from tests.mutants.checks import MODULES
+from tests.mutants.processes import KILLED, SURVIVED, TIMED_OUT, UNDECIDED
 
 SCORE = Path(__file__).with_name("score.json")
 PAGE = Path(__file__).parents[2] / "docs" / "mutants.md"

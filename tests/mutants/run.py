@@ -35,8 +35,8 @@ import triton
 
 import adjoint
 from adjoint.verify import interpreter
-from tests.mutants import checks
-from tests.mutants.checks import KILLED, SURVIVED, TIMED_OUT, UNDECIDED
+from tests.mutants import checks, processes
+from tests.mutants.processes import KILLED, SURVIVED, TIMED_OUT, UNDECIDED
 from tests.mutants.trees import Mutant, equivalent, mutants
 
 
@@ -93,13 +93,13 @@ class Pool:
                 print(f"{len(self.results)} of {total} after {shown - begin:.0f} s", flush=True)
 
     def _start(self, trial: Trial) -> None:
-        self.running[checks.start(trial.mutant, trial.checks[trial.number])] = trial
+        self.running[processes.start(trial.mutant, trial.checks[trial.number])] = trial
 
     def _collect(self) -> None:
         process, status, usage = os.wait4(-1, 0)
         trial = self.running.pop(process)
         trial.seconds += usage.ru_utime + usage.ru_stime
-        outcome, by = checks.outcome(status)
+        outcome, by = processes.outcome(status)
         trial.number += 1
         if outcome == SURVIVED and trial.number < len(trial.checks):
             self._start(trial)

@@ -1,4 +1,4 @@
-"""Under torchrun: a run of several ranks, and then whether everything is sharded.
+"""As one of several ranks: a run of all of them, and then whether everything is sharded.
 
 torchrun --nproc-per-node N -m tests.train.many OPTIONS.json FOLDER
 """

@@ -73,9 +73,24 @@ def command(options: dict[str, Any], ranks: int = 0) -> list[str]:
     return [sys.executable, *launcher, "-m", "adjoint", "train", *flags(options)]
 
 
-def run(options: dict[str, Any], ranks: int = 0, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
+def forked(ranks: int, module: str, *arguments: str) -> list[str]:
+    """A module as several ranks, of which torch is imported once."""
+    return [sys.executable, "-m", "tests.train.forked", str(ranks), module, *arguments]
+
+
+def run(options: dict[str, Any], ranks: int = 0) -> "subprocess.CompletedProcess[str]":
+    return wait_for(command(options, ranks))
+
+
+def wait_for(command: list[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        command(options, ranks), env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=Path(__file__).parents[2],
     )
 
 

@@ -5,14 +5,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.train.small import ENVIRONMENT, FAST, command, metrics, run, write_start, write_text
+from tests.train.small import ENVIRONMENT, FAST, command, flags, forked, metrics, run, wait_for, write_start, write_text
 
 BOUND = 1e-5
 """Of a loss in float32, relatively: the sums of ranks have another order than that of one process."""
@@ -58,11 +57,7 @@ def test_two_ranks_are_one_process(base: dict[str, Any], one: Path, tmp_path: Pa
 def test_ranks_resume_what_others_saved(base: dict[str, Any], one: Path, tmp_path: Path) -> None:
     options = {**base, "data": [base["data"]]}
     (tmp_path / "options.json").write_text(json.dumps(options), encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.train.many", str(tmp_path / "options.json"), str(tmp_path / "three")],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    done = wait_for(forked(3, "tests.train.many", str(tmp_path / "options.json"), str(tmp_path / "three")))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "states are sharded over 3 ranks" in done.stdout
     compare(tmp_path / "three", one)
@@ -70,7 +65,8 @@ def test_ranks_resume_what_others_saved(base: dict[str, Any], one: Path, tmp_pat
         folder = tmp_path / f"{source.name}-resumed-{ranks}"
         shutil.copytree(source, folder)
         shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
-        done = run({"resume": folder}, ranks=ranks)
+        resume = {"resume": folder}
+        done = wait_for(forked(ranks, "adjoint", "train", *flags(resume))) if ranks else run(resume)
         assert done.returncode == 0, done.stderr[-3000:]
         compare(folder, one)
 

@@ -23,6 +23,8 @@ from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluat
 SIZES = tuple(range(1, 51))
 FEWER_SIZES = (1, 2, 5, 16, 33)
 """In the interpreter, where a size costs seconds."""
+DYNAMIC_SHAPES = (False, True)
+"""Whether the shapes that are compiled for are: both."""
 
 
 def first_of_each_plan(
@@ -90,7 +92,7 @@ def compilation(
         if not number:
             calls = [(size, *subject.resize(base.inputs, base.upstream, size)) for size in (items, 2 * items)]
         expected = [base.again(inputs, upstream).results for _, inputs, upstream in calls]
-        for dynamic in (False, True):
+        for dynamic in DYNAMIC_SHAPES:
             torch._dynamo.reset()
             compiled = torch.compile(
                 lambda *x: subject(*x, preference=preference), fullgraph=True, dynamic=dynamic, backend=backend
