@@ -48,6 +48,13 @@ def require_floating(op: str, name: str, value: Tensor) -> None:
         raise ArgumentError(f"{op}: {name} must be on the CPU or a CUDA device, got {value.device}")
 
 
+def as_int(value: Any) -> Any:
+    """A whole number of numpy's as Python's; a check names what is none."""
+    return (
+        int(value) if type(value) is not int and isinstance(value, Integral) and not isinstance(value, bool) else value
+    )
+
+
 def require_integer(op: str, name: str, value: Any) -> int:
     """Any integer, numpy's too, as Python's; a truth value is none."""
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -133,6 +133,18 @@ def test_every_time_has_its_spread_its_sku_and_the_state_of_the_source(tmp_path:
     assert len(one["source"]) == 16 and "driver" in one["versions"]
 
 
+def test_saved_times_have_their_spread_their_sku_and_their_commit() -> None:
+    """All but those of the first days, whose runs say no commit: these are shown with no more than they have."""
+    (content,) = results.saved(ROOT / results.FOLDER)
+    assert any(one.get("commit") for one in content["runs"])
+    for number, one in enumerate(content["runs"]):
+        rows = [row for row in content["rows"] if row["run"] == number and row["status"] == run.OK]
+        assert one.get("commit") or one["date"] <= "2026-11-16", one["command"]
+        if one.get("commit"):
+            assert one["versions"]["driver"] and all(row["quartiles"] for row in rows)
+            assert all(row["sku"] for row in rows if row["contender"] == run.OURS)
+
+
 def test_a_step_names_the_plans_of_both_directions() -> None:
     forward, backward = rows_of(small_swiglu(directions=(contenders.STEP,)))[run.OURS, contenders.STEP].sku.split("; ")
     assert forward.startswith("swiglu/") and backward.startswith("swiglu_backward/")

@@ -289,6 +289,8 @@ def test_sizes_may_be_integers_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     module = nn.SparseMoE(*map(numpy.int64, (HIDDEN, SIZE, EXPERTS, SLOTS)), shared_expert_size=numpy.int32(SHARED))
     assert module(_x()).shape == _x().shape and type(module.experts_per_token) is int
+    layer = nn.GatedDeltaNet(*map(numpy.int64, (HIDDEN, 1, 2, 8, 4)), conv_width=numpy.int8(3))
+    assert layer(_x()).shape == _x().shape
 
 
 def test_it_shows_what_it_is() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_like
+from adjoint.core.arguments import as_int, require_floating, require_like
 from adjoint.core.errors import ArgumentError, register_fault
 from adjoint.core.problem import short
 
@@ -66,7 +66,7 @@ def parts_of(op: str, split: Any, channels: int) -> tuple[int, ...]:
     """The channels of each part: what the caller asks for, checked."""
     if not isinstance(split, tuple | list | torch.Size):
         raise ArgumentError(f"{op}: split must be a tuple with the channels of each part, got {type(split).__name__}")
-    parts = tuple(split)
+    parts = tuple(map(as_int, split))
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, int | torch.SymInt) or part < 0:
             raise ArgumentError(f"{op}: split must hold whole numbers that are not negative, got {part!r} in {parts}")

@@ -13,7 +13,8 @@ h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin: 2rem
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--edge); }
 th { font-weight: 600; } td { max-width: 26rem; min-width: 3rem; overflow-wrap: break-word; }
-td:first-child { font-weight: 500; white-space: nowrap; }
+td:first-child { font-weight: 500; white-space: nowrap; max-width: none; }
+@media (max-width: 40rem) { td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; } }
 .long td:first-child { white-space: normal; overflow-wrap: anywhere; font-weight: 400; }
 details { border-top: 1px solid var(--edge); padding: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 .verdict { font-size: 1.15rem; font-weight: 600; }

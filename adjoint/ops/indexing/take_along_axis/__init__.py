@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.arguments import as_int, require_floating, require_ids
 from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
@@ -173,5 +173,5 @@ def take_along_axis(
     """
     verify = distinct is True and is_checking()
     return _take_along_axis.call(  # type: ignore[no-any-return]
-        x, indices, axis, out_of_range, distinct, verify, preference=preference
+        x, indices, as_int(axis), out_of_range, distinct, verify, preference=preference
     )

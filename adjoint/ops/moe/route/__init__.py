@@ -15,14 +15,13 @@ A renormalised softmax weight is the softmax over the chosen logits alone, so no
 and its backward needs the weights and indices, [tokens, k] each, and not the logits. The other modes keep the logits.
 """
 
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_integer
+from adjoint.core.arguments import as_int, require_floating, require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
@@ -37,11 +36,6 @@ Score = Literal["softmax", "sigmoid"]
 SCORES = get_args(Score)
 
 # -------------------------------------------------------------------------------------------- checks
-
-
-def _as_int(value: Any) -> Any:
-    """A whole number of any type as Python's; the check names what is none."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check(
@@ -220,7 +214,7 @@ def route(
     >>> weights
     tensor([[0.5000, 0.5000]])
     """
-    k, num_groups, groups_kept = map(_as_int, (k, num_groups, groups_kept))
+    k, num_groups, groups_kept = map(as_int, (k, num_groups, groups_kept))
     return _route.call(  # type: ignore[no-any-return]
         logits, bias, k, score, num_groups, groups_kept, renormalize, preference=preference
     )

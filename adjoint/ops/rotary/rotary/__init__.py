@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_like
+from adjoint.core.arguments import as_int, require_floating, require_like
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import overlaps_itself, share_memory
 from adjoint.core.op import Adjoint, Facts, Op
@@ -226,7 +226,7 @@ def rotary(
     """
     if rotary_dim is None:
         rotary_dim = cos.shape[-1] if isinstance(cos, Tensor) and cos.dim() else 0
-    elif isinstance(rotary_dim, bool) or not isinstance(rotary_dim, int | torch.SymInt):
+    elif isinstance(rotary_dim := as_int(rotary_dim), bool) or not isinstance(rotary_dim, int | torch.SymInt):
         raise ArgumentError(f"{_OP}: rotary_dim must be a whole number, got {type(rotary_dim).__name__}")
     arguments = (q, k, cos, sin, bool(interleaved), rotary_dim)
     if torch.is_grad_enabled():

@@ -117,7 +117,8 @@ _UNUSED = "a token whose dg is 0 adds 0 to da, dA_log and ddt_bias, where its g 
 
 def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> Derived:
     """In float64; sums in any order, and one rounding."""
-    words = f"½ ulp + {_FORMULAS[name].removeprefix('½ ulp + ')}, u = 2⁻⁵², n additions of n tokens"
+    words = f"½ ulp + {_FORMULAS[name].removeprefix('½ ulp + ')}, u = 2⁻⁵²"
+    words += ", n additions of n tokens" if _FORMULAS[name] is _SUM else ""
     return Derived(words, _bound(name, kinds[name], torch.float64, problem.sizes[1]))
 
 
