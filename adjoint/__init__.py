@@ -1,5 +1,6 @@
 """GPU kernels that come with their gradients and their guarantees, for hybrid language models."""
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,9 @@ from adjoint.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from adjoint.ops.rotary import rotary
 
 __version__ = "0.1.0"
+
+for _family in (gated_delta, moe):  # so that `from adjoint.moe import route` works as well
+    sys.modules[f"{__name__}.{_family.__name__.rpartition('.')[2]}"] = _family
 
 __all__ = [
     "ArgumentError",

@@ -141,3 +141,10 @@ def test_the_wheel_holds_the_licence_and_the_command(wheel: zipfile.ZipFile) -> 
     metadata = wheel.read(held["METADATA"]).decode()
     assert f"Version: {adjoint.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
+
+
+def test_families_are_imported_from_by_name() -> None:
+    from adjoint.gated_delta import gate  # type: ignore[import-not-found]
+    from adjoint.moe import route  # type: ignore[import-not-found]
+
+    assert route is adjoint.moe.route and gate is adjoint.gated_delta.gate

@@ -170,13 +170,15 @@ class Checkpoints:
             ArgumentError: it is of a model of other sizes.
         """
         folder = self.path(step)
-        saved = HybridConfig.from_folder(folder)
-        if saved != config:
-            before, now = saved.to_dict(), config.to_dict()
-            name = next(name for name in now if before.get(name) != now[name])
+        before, now = (
+            HybridConfig.from_folder(folder).to_dict(),
+            config.to_dict(),
+        )  # what a family does not have is not there
+        if before != now:
+            name = next(name for name in {**now, **before} if before.get(name) != now.get(name))
             raise ArgumentError(
                 f"train: {folder} is a checkpoint of another architecture: its {name} is {before.get(name)}, and that "
-                f"of this run's options is {now[name]}"
+                f"of this run's options is {now.get(name)}"
             )
         if (folder / _SHARDS).exists():
             _read_shards(folder / _SHARDS, state, self._ranks)

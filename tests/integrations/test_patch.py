@@ -144,6 +144,11 @@ def test_the_report_names_what_runs(name: str, capsys: pytest.CaptureFixture[str
     assert replaced[f"{family}MLP"] == 4 and all(not line.reason for line in report.replacements)
 
 
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(adjoint.ArgumentError, match="model must be a model of transformers, got NoneType"):
+        patch(None)  # type: ignore[arg-type]
+
+
 @families
 def test_unpatch_puts_back_every_bit(name: str, ids: Tensor) -> None:
     model = their_model(name)

@@ -165,6 +165,17 @@ def test_other_options_resume_with_the_same_bits(changes: dict[str, Any], tmp_pa
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
+def test_a_run_of_a_preset_resumes_with_the_same_bits(preset: str, base: dict[str, Any], tmp_path: Path) -> None:
+    """Its configuration has sizes that the family's config.json does not: those of a dense layer in a sparse model."""
+    options = {name: value for name, value in base.items() if name != "start"} | {"preset": preset}
+    go(options, tmp_path / "whole", steps=2, checkpoint_every=1)
+    folder = copy_until(tmp_path / "whole", tmp_path / "run", 1)
+    resume(folder)
+    assert loss_bits(folder) == loss_bits(tmp_path / "whole")
+    assert weight_bytes(folder) == weight_bytes(tmp_path / "whole")
+
+
 def test_activation_checkpointing_changes_no_bit(whole: Path, base: dict[str, Any], tmp_path: Path) -> None:
     go(base, tmp_path / "run", activation_checkpointing=True)
     assert loss_bits(tmp_path / "run") == loss_bits(whole)

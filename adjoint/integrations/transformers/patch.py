@@ -70,6 +70,8 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         Unsupported: this transformers is older or newer than those it is tested on.
     """
     require(OLDEST, NEWEST)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"patch: model must be a model of transformers, got {type(model).__name__}")
     if hasattr(model, _STATE):
         raise ArgumentError(f"patch: this {type(model).__name__} is patched already; unpatch it first")
     modules = [module for module in model.modules() if _family(module)]

@@ -169,10 +169,77 @@ def upstream_of_rows(
 # ---------------------------------------------------------------------------------- logits that exist
 
 
+_MEAN, _SUM = 1, 2
+"""Reductions, as torch numbers them."""
+
+
+def reduction_of(loss: Loss) -> int:
+    return _MEAN if loss.reduction == "mean" else _SUM
+
+
+def is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
+    """Whether the loss is torch's own, one number of few logits on the CPU, and takes torch's few calls."""
+    is_small = labels.is_cpu and 0 < labels.numel() * classes <= BLOCK_ELEMENTS
+    return is_small and loss.is_total and not (loss.shift or loss.label_smoothing or loss.z_loss or loss.softcap)
+
+
+def plain_slopes(logarithms: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: int) -> Tensor:
+    """dx of a plain loss for an upstream gradient of 1, NaN where a token does not count and has logits of NaN."""
+    unit = logarithms.new_ones(())
+    chosen = torch.ops.aten.nll_loss_backward(unit, logarithms, target, None, reduction, ignore_index, number)
+    return torch.ops.aten._log_softmax_backward_data(chosen, logarithms, 1, logarithms.dtype)  # type: ignore[no-any-return]
+
+
+def _forward_plain(logits: Tensor, labels: Tensor, loss: Loss, outputs: tuple[Tensor, ...]) -> bool:
+    """The same in torch's own calls; False, with nothing written, where a label is out of range."""
+    out, _, targets, sizes, count = outputs
+    rows, target = logits, labels
+    if logits.dim() != 2:
+        rows, target = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    rows, target = rows.to(sizes.dtype), target.long()
+    logarithms = torch.log_softmax(rows, 1)
+    try:
+        value, number = torch.ops.aten.nll_loss_forward(logarithms, target, None, reduction_of(loss), loss.ignore_index)
+    except IndexError:
+        return False
+    counted = int(number.item())
+    out.copy_(value) if counted else out.zero_()
+    count.fill_(max(1, counted))
+    targets.copy_(target)
+    ignored = None
+    if counted < len(target):
+        ignored = target == loss.ignore_index
+        targets.masked_fill_(ignored, -1)
+        target = target.masked_fill(ignored, 0)
+    index = target[:, None]
+    torch.sub(rows.gather(1, index)[:, 0], logarithms.gather(1, index)[:, 0], out=sizes)
+    if ignored is not None:
+        sizes.masked_fill_(ignored, 0.0)
+    return True
+
+
+def _backward_plain(dloss: Tensor, logits: Tensor, targets: Tensor, count: Tensor, loss: Loss, dlogits: Tensor) -> None:
+    """The same in few calls: (p − 1_y)·g, written over p."""
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    is_own = dlogits.is_contiguous() and dlogits.dtype == count.dtype
+    p = torch.softmax(rows.to(count.dtype), 1, out=dlogits.view(rows.shape) if is_own else None)
+    target, ignored = targets.long(), None
+    if target.min() < 0:
+        ignored, target = (target < 0)[:, None], target.clamp_min(0)
+    p.scatter_add_(1, target[:, None], p.new_full((1, 1), -1.0).expand(len(target), 1))
+    p.mul_(dloss / count if loss.reduction == "mean" else dloss)
+    if ignored is not None:
+        p.masked_fill_(ignored, 0.0)
+    if not is_own:
+        dlogits.copy_(p.view(dlogits.shape))
+
+
 def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: tuple[Tensor, ...]) -> None:
     """Into the loss, log-probabilities where they are asked for, targets, L and the number of labels."""
     out, log_probabilities, targets, sizes, count = outputs
     classes = logits.shape[-1]
+    if is_plain(targets, classes, loss) and _forward_plain(logits, labels, loss, outputs):
+        return
     tokens = tokens_of(labels, classes, loss, fault)
     write_count(tokens, count)
     write_targets(tokens, targets)
@@ -195,6 +262,8 @@ def backward(
 ) -> None:  # fmt: skip
     """Into dlogits, which may be the logits themselves."""
     classes, kind = logits.shape[-1], wide_dtype(logits.dtype)
+    if dloss is not None and dlog_probabilities is None and is_plain(targets, classes, loss):
+        return _backward_plain(dloss, logits, targets, count, loss, dlogits)
     g, h = upstream_of_rows(dloss, dlog_probabilities, count, len(targets), loss)
     tokens, rows = tokens_from(targets), logits.reshape(-1, classes)
     into = dlogits.view(-1, classes) if dlogits.is_contiguous() else rows.new_empty(rows.shape)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
+from adjoint.ops.loss import eager
+from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from tests.conftest import device_under_test
 from tests.promises import broken
 
@@ -241,3 +243,35 @@ def test_a_bound_without_the_error_of_its_sums_is_passed() -> None:
     limit = plan.guarantee["loss"].error.bound(logits.double(), labels)
     assert bool(((loss - exact).abs() <= limit).all())
     assert not bool(((loss - exact).abs() <= limit * 1e-4).all())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("labels", [(0, 8, 3, -100, -100, 7), (-100,) * 6, (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_torchs_few_calls_give_the_loss_of_the_blocks(
+    reuse: bool, labels: tuple[int, ...], reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain loss of few logits on the CPU takes a way of its own: what it gives and keeps is what blocks give and
+    keep, also for labels to ignore, whatever their logits, and of logits that do not lie row by row."""
+    logits = torch.randn(9, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64).permute(1, 2, 0)
+    if -100 in labels:
+        logits[1, 1] = torch.nan
+    target = torch.tensor(labels).view(2, 3)
+    values = Loss(-100, 0.0, 0.0, 0.0, reduction, False, False)
+    results = []
+    for is_plain in (True, False):
+        monkeypatch.setattr(eager, "is_plain", lambda *_, value=is_plain: value)
+        leaf = logits.clone(memory_format=torch.preserve_format).requires_grad_()
+        loss = adjoint.cross_entropy(leaf * 1.0, target, reduction=reduction, reuse_inputs=reuse)  # type: ignore[call-overload]
+        kept = [torch.full((), torch.nan, dtype=torch.float64), torch.empty(0, dtype=torch.float64)]
+        kept += [torch.full((6,), 77, dtype=torch.int32), torch.full((6,), torch.nan, dtype=torch.float64)]
+        kept.append(torch.full((1,), torch.nan, dtype=torch.float64))
+        eager.forward(logits, target, values, LABEL_OUT_OF_RANGE["cross_entropy"], tuple(kept))
+        results.append((loss, *torch.autograd.grad(3 * loss, leaf), *kept))
+    for plain, blocks in zip(*results, strict=True):
+        assert torch.isfinite(plain).all()
+        assert plain.numel() == 0 or (plain - blocks).abs().max() <= 1e-14
+    assert any(label >= 0 for label in labels) or not results[0][1].any()
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="got 9 at position 1"):
+        adjoint.cross_entropy(logits, torch.tensor([[0, 9, 1], [2, 3, 4]]))

@@ -209,7 +209,7 @@ def test_torchs_few_calls_give_the_loss_of_the_blocks(monkeypatch: pytest.Monkey
         for reduction in ("mean", "sum"):
             results = []
             for is_plain in (True, False):
-                monkeypatch.setattr(eager, "_is_plain", lambda *_, value=is_plain: value)
+                monkeypatch.setattr(eager, "is_plain", lambda *_, value=is_plain: value)
                 leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
                 loss = adjoint.linear_cross_entropy(*leaves, torch.tensor(labels), reduction=reduction)  # type: ignore[call-overload]
                 results.append((loss, *torch.autograd.grad(loss, leaves)))

@@ -9,10 +9,11 @@ from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
-    BLOCK_ELEMENTS,
-    Tokens,
     cap,
+    is_plain,
     part,
+    plain_slopes,
+    reduction_of,
     row_blocks,
     row_results,
     row_slopes,
@@ -70,21 +71,20 @@ def forward(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...
         _forward(arguments, outputs)
 
 
-def _is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
-    """Whether the loss is torch's own, one number of few logits on the CPU, and takes torch's few calls."""
-    is_small = labels.is_cpu and 0 < labels.numel() * classes <= BLOCK_ELEMENTS
-    return is_small and loss.is_total and not (loss.shift or loss.label_smoothing or loss.z_loss or loss.softcap)
-
-
 def _forward_plain(arguments: tuple[Any, ...], loss: Loss, outputs: tuple[Tensor, ...]) -> bool:
     """The same in torch's own calls; False, with nothing written, where a label is out of range."""
     hidden, weight, labels, bias, *_ = arguments
-    out, _, _, _, count, hidden_sums, weight_sums, bias_sums = outputs
-    rows, target = hidden.reshape(-1, weight.shape[1]).to(count.dtype), labels.reshape(-1).long()
-    wide, wide_bias = weight.to(count.dtype), None if bias is None else bias.to(count.dtype)
-    logits = _logits(rows, wide, wide_bias)
+    out, _, _, _, count, *sums = outputs
+    kind = count.dtype
+    rows, wide, target = hidden, weight, labels
+    if hidden.dim() != 2:
+        rows, target = hidden.reshape(-1, weight.shape[1]), labels.reshape(-1)
+    if hidden.dtype != kind:
+        rows, wide, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
+    target = target.long()
+    logits = _logits(rows, wide, bias)
     logarithms = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)  # as in `row_results`
-    reduction = 1 if loss.reduction == "mean" else 2
+    reduction = reduction_of(loss)
     try:
         value, number = torch.ops.aten.nll_loss_forward(logarithms, target, None, reduction, loss.ignore_index)
     except IndexError:
@@ -92,23 +92,27 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss, outputs: tuple[Tensor
     counted = int(number.item())
     out.copy_(value) if counted else out.zero_()
     count.fill_(max(1, counted))
+    hidden_sums, weight_sums, bias_sums = sums
     if not (hidden_sums.numel() or weight_sums.numel() or bias_sums.numel()):
         return True
-    tokens = Tokens(target, None)
-    if counted < len(target):
-        used = target != loss.ignore_index
-        tokens = Tokens(torch.where(used, target, 0), used)
-    slopes = row_slopes(logarithms.exp_(), None, tokens, logarithms[:, 0], None, None, loss)
-    g = 1 / max(1, counted) if loss.reduction == "mean" and hidden.dtype != torch.float16 else None
-    by_row = hidden_sums.view(rows.shape) if hidden_sums.numel() else hidden_sums
-    _add_products(slopes, rows, wide, g, True, (by_row, weight_sums, bias_sums))
+    # float16 is divided by the number of labels later: see `plans.divides_later`.
+    own = reduction_of(loss._replace(reduction="sum")) if hidden.dtype == torch.float16 else reduction
+    slopes = plain_slopes(logarithms, target, number, loss.ignore_index, own)
+    if counted < len(target):  # what does not count has no gradient, whatever its logits
+        slopes.masked_fill_((target == loss.ignore_index)[:, None], 0.0)
+    if hidden_sums.numel():
+        _multiply(slopes, wide, hidden_sums if hidden.dim() == 2 else hidden_sums.view(rows.shape))
+    if weight_sums.numel():
+        _multiply(slopes.T, rows, weight_sums)
+    if bias_sums.numel():
+        torch.sum(slopes, 0, out=bias_sums)
     return True
 
 
 def _forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     hidden, weight, labels, bias, *numbers, _frozen, _keep = arguments
     loss = Loss(*numbers)
-    if _is_plain(labels, len(weight), loss) and _forward_plain(arguments, loss, outputs):
+    if is_plain(labels, len(weight), loss) and _forward_plain(arguments, loss, outputs):
         return
     out, log_probabilities, targets, sizes, count, hidden_sums, weight_sums, bias_sums = outputs
     (classes, columns), kind = weight.shape, count.dtype

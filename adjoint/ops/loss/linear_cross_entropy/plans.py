@@ -174,7 +174,9 @@ def _candidates(kernel: str, launch: str, compute: Compute) -> tuple[Candidate, 
             schedules=SCHEDULES,
         )
 
-    in_torch = in_pytorch("eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute))
+    in_torch = in_pytorch(
+        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute), revision=2
+    )
     return on_kernels("vendor", _refuse_vendor), on_kernels("tiles", _refuse_tiles), in_torch
 
 
