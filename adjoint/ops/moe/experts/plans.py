@@ -60,6 +60,9 @@ def refuse(problem: Problem) -> str:
 HOPPER_MULTIPLE = 64
 """Of D and I, for the kernels for Hopper: the terms that a stage of theirs has."""
 
+HOPPER_LEAST_HIDDEN = 128
+"""Of D: Triton 3.6 does not compile the product of gradients by token for 64 columns, which are half a tile."""
+
 
 def _refuse_hopper(problem: Problem) -> str:
     """Why the kernels for Hopper cannot serve a problem."""
@@ -68,6 +71,8 @@ def _refuse_hopper(problem: Problem) -> str:
         return f"takes 16-bit types, this layer is {short(problem.dtypes[0])}"
     if hidden % HOPPER_MULTIPLE or inner % HOPPER_MULTIPLE:
         return f"D and I must be multiples of {HOPPER_MULTIPLE} for its kernels, they are {hidden} and {inner}"
+    if hidden < HOPPER_LEAST_HIDDEN:
+        return f"D must be at least {HOPPER_LEAST_HIDDEN} for its kernels, it is {hidden}"
     return refuse(problem)
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+import adjoint
 from adjoint.core import kernels
 from adjoint.core.kernels import TARGETS, Variant
 from adjoint.core.launch import setups
@@ -70,3 +71,12 @@ def test_kernels_for_hopper_copy_by_tma_and_multiply_256_columns_at_once(directi
         assert "cp.async.bulk.tensor.2d" in ptx and "setmaxnreg" in ptx, variant.kernel
         built = kernels.build(variant, "sm_90")
         assert built.spilled_bytes == 0 and built.shared_bytes <= 232_448, (variant.kernel, built)
+
+
+@pytest.mark.parametrize(("hidden", "plan"), [(64, "triton.grouped"), (128, "gluon.grouped")])
+def test_narrow_layers_have_a_plan_that_every_triton_compiles(hidden: int, plan: str) -> None:
+    x, gate_up, down = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((3, hidden), (2, 128, hidden), (2, hidden, 64))
+    )
+    routing = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.bfloat16)
+    assert adjoint.plan(adjoint.moe.experts, x, gate_up, down, *routing, target="sm_90").name == plan
