@@ -97,10 +97,10 @@ class Layer:
 
 
 LAYERS: dict[str, Callable[[], Layer]] = {
-    "one expert": lambda: Layer.of(64, 64, (40,)),
+    "one expert": lambda: Layer.of(128, 64, (40,)),
     "tails on both sides of 64 rows": lambda: Layer.of(128, 128, (64, 65, 0, 1, 130), slots=3),
     "columns in halves of tiles": lambda: Layer.of(320, 192, (3, 70, 128), slots=2, dtype=torch.float16),
-    "more tiles than a group has": lambda: Layer.of(64, 192, (1,) * 7 + (0, 130) + (2,) * 8),
+    "more tiles than a group has": lambda: Layer.of(192, 192, (1,) * 7 + (0, 130) + (2,) * 8),
     "two launches of columns": lambda: Layer.of(576, 64, (20, 5), slots=5),
 }
 """Layers that go through every kernel, on both sides of each choice between ways."""

@@ -88,7 +88,7 @@ def test_nan_stays_in_its_token_and_its_experts() -> None:
 
 
 def test_experts_without_rows_have_zero_gradients() -> None:
-    results = Layer.of(64, 128, (0, 10, 0)).results()
+    results = Layer.of(128, 128, (0, 10, 0)).results()
     for output in ("dgate_up", "ddown"):
         assert not results[output][[0, 2]].any() and results[output][1].any()
 

@@ -187,10 +187,10 @@ def record() -> None:
 
 LAYERS: tuple[Callable[[], Layer], ...] = (
     lambda: Layer.of(320, 128, (70, 20)),
-    lambda: Layer.of(64, 192, (3, 0, 65, *(1,) * 10), slots=2, dtype=torch.float16).with_infinite_u(),
+    lambda: Layer.of(192, 192, (3, 0, 65, *(1,) * 10), slots=2, dtype=torch.float16).with_infinite_u(),
     lambda: Layer.of(576, 64, (9, 130)),
     lambda: Layer.of(256, 64, (1,) * 8),
-    lambda: Layer.of(64, 256, (70, 64)).with_nan_in_the_first_token(),
+    lambda: Layer.of(128, 256, (70, 64)).with_nan_in_the_first_token(),
 )
 """More stages than shared memory holds, halves of tiles of rows and of columns, an expert without rows, more tiles than
 a group has, two launches of columns; a whole group, and whole tiles of columns. Of u, a number past the largest, which
