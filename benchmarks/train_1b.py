@@ -5,7 +5,7 @@
 Rows are of random tokens, one sequence each. Both models have the same configuration, begin with the same weights, take
 the same steps (loss, clipping, AdamW, float32 weights beside bfloat16 ones). Their first losses and the norms of their
 gradients are compared. What ran is printed, and a model that fails has a row that says so. With `--bits` two short runs
-of a shallower model, and one that is resumed, are compared bit for bit.
+of a smaller model, and one that is resumed, are compared bit for bit.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def compare(rows: list[dict[str, Any]], report: Report) -> str:
 def compare_bits(device: str, report: Report) -> str:
     """Two runs of eight steps, and one of four that is resumed: equal losses and weights."""
     deep = PRESETS["1b"]
-    model = {**deep.model, "num_hidden_layers": 4}
+    model = {**deep.model, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 1024}  # small checkpoints
     if device == "cpu":
         model |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
         model |= {"head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2}

@@ -13,9 +13,9 @@ import adjoint
 from adjoint.models import HybridConfig, HybridLM, pack
 from adjoint.models.packing import next_labels
 from tests.models import oracle
-from tests.models.small import CONFIGS, GRADIENTS, LOGITS, SIZES, distance, sequences, small_model
+from tests.models.small import CONFIGS, GRADIENTS, PACKED_LOGITS, SIZES, distance, sequences, small_model
 
-BOUNDS = {torch.float64: (1e-12, 1e-11), torch.float32: (LOGITS, GRADIENTS)}
+BOUNDS = {torch.float64: (1e-12, 1e-11), torch.float32: (PACKED_LOGITS, GRADIENTS)}
 """What the error of logits, and of any parameter's gradient, is at most, by their norms."""
 
 MARGIN = 2.0
