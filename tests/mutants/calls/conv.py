@@ -26,6 +26,8 @@ SMALL = {"channels": 16, "rows": 4, "edge_rows": 2, "rest_rows": 2, "stages": 1,
 OF_A_STEP = SMALL | {"channels": 32}
 """Words have multiples of 16 channels: 48 leave the last tile half full."""
 
+BACKWARD = "adjoint.ops.conv.triton.backward"
+
 LAYOUTS = {**edges.LAYOUTS, "time adjacent": lambda t: edges.LAYOUTS[""](t.mT).mT}
 
 _lookup = Schedules.lookup
@@ -34,7 +36,7 @@ _lookup = Schedules.lookup
 def shrink() -> None:
     """Short stretches and runs, small blocks, so that few tokens fill several."""
     vars(plans).update(MOST_STRETCHES=3, SHORTEST_STRETCH=8, LONGEST_STRETCH=16, RUN_LEVELS=1)
-    vars(import_module("adjoint.ops.conv.triton.backward")).update(
+    vars(import_module(BACKWARD)).update(
         MOST_STRETCHES=3, LONGEST_STRETCH=16, RUN_LEVELS=1, stretch_of=plans.stretch_of
     )
 
@@ -197,11 +199,13 @@ _recorded: dict[str, list[tuple[Tensor, ...] | str]] = {}
 def record(modules: tuple[str, ...]) -> None:
     """Keeps the bits of the kernels as they are."""
     if interpreting() and not _recorded:
-        kept = dict(vars(plans)), Schedules.lookup
+        shrunk = plans, import_module(BACKWARD)
+        kept, lookup = [dict(vars(module)) for module in shrunk], Schedules.lookup
         shrink()
         _recorded.update({module: [_outcome(call) for call in calls(module)] for module in modules})
-        vars(plans).update(kept[0])
-        Schedules.lookup = kept[1]  # type: ignore[method-assign]
+        for module, names in zip(shrunk, kept, strict=True):  # other tests of this process have them as they were
+            vars(module).update(names)
+        Schedules.lookup = lookup  # type: ignore[method-assign]
         forget()
 
 
