@@ -317,6 +317,8 @@ _TABLES: tuple[tuple[int, int, int, torch.dtype, str], ...] = (
     (151936, 4096, 32768, torch.bfloat16, "all one token"),
     (248320, 2048, 32768, torch.bfloat16, "zipf"),
     (248320, 4096, 65536, torch.bfloat16, "zipf"),
+    (32000, 4096, 16384, torch.bfloat16, "zipf"),
+    (151936, 2048, 1024, torch.float32, "zipf"),
 )
 
 

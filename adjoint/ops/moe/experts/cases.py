@@ -303,9 +303,18 @@ def _workload(tokens: int, columns: int, number: int, inner: int, slots: int, sk
     )
 
 
-WORKLOADS = tuple(
-    _workload(16384, 2048, *sizes, skewed) for sizes in ((512, 512, 10), (128, 768, 8)) for skewed in (False, True)
+_LAYERS = (
+    (16384, 2048, 512, 512, 10, False),
+    (16384, 2048, 512, 512, 10, True),
+    (16384, 2048, 128, 768, 8, False),
+    (16384, 2048, 128, 768, 8, True),
+    (8192, 2880, 32, 2880, 4, False),
+    (4096, 4096, 64, 1536, 6, False),
+    (256, 2048, 512, 512, 10, False),
 )
+"""Tokens, D, experts, I, slots, and whether few experts have most of the tokens."""
+
+WORKLOADS = tuple(_workload(*layer) for layer in _LAYERS)
 
 # -------------------------------------------------------------------------------------------- builds
 
