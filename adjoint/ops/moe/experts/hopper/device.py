@@ -163,17 +163,17 @@ class Tiles:
     count: gl.tensor
 
     @gluon.jit
-    def place(self, number, COLUMN_TILES: gl.constexpr, GROUP: gl.constexpr):
+    def place(self, number, column_tiles, GROUP: gl.constexpr):
         """The tile of rows and the tile of columns of a number: GROUP tiles of rows share columns that are in cache."""
-        group = number // (GROUP * COLUMN_TILES)
-        within = number % (GROUP * COLUMN_TILES)
+        group = number // (GROUP * column_tiles)
+        within = number % (GROUP * column_tiles)
         height = gl.minimum(self.count - group * GROUP, GROUP)
         return group * GROUP + within % height, within // height
 
     @gluon.jit
-    def rows(self, number, COLUMN_TILES: gl.constexpr, GROUP: gl.constexpr):
+    def rows(self, number, column_tiles, GROUP: gl.constexpr):
         """Where the rows of a number's tile begin and end, and its tile of columns; of the last where there is none."""
-        tile, column_tile = self.place(gl.minimum(number, self.count * COLUMN_TILES - 1), COLUMN_TILES, GROUP)
+        tile, column_tile = self.place(gl.minimum(number, self.count * column_tiles - 1), column_tiles, GROUP)
         return gl.load(self.begin + tile), gl.load(self.end + tile), column_tile
 
 
@@ -220,6 +220,16 @@ def store_sums(out, total, rows, columns, STRIDE: gl.constexpr):
     for part in gl.static_range(4):
         rounded = rounded_to(parts[part], out.dtype.element_ty)
         store_rows(out + part * QUARTER, rounded, rows, columns - part * QUARTER, STRIDE)
+
+
+@gluon.jit
+def store_turned_sums(out, total, lines, STRIDE: gl.constexpr):
+    """Rounds sums of 64 rows and stores their columns as lines, STRIDE apart: the first `lines` of them."""
+    parts = quarters(total)
+    QUARTER: gl.constexpr = COLUMNS // 4
+    for part in gl.static_range(4):
+        rounded = gl.permute(rounded_to(parts[part], out.dtype.element_ty), (1, 0))
+        store_rows(out + part * QUARTER * STRIDE, rounded, lines - part * QUARTER, HALF, STRIDE)
 
 
 # --------------------------------------------------------------------------------------------------- gates

@@ -12,7 +12,7 @@ from torch import Tensor
 from adjoint.core.errors import check
 from adjoint.core.launch import Execute, Setup, is_aligned
 from adjoint.core.workspace import Memory
-from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF
+from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH
 from adjoint.ops.moe.experts.hopper.hidden_gradients import moe_experts_down_adjoint_hopper
 from adjoint.ops.moe.experts.hopper.outer import moe_experts_outer_hopper
 from adjoint.ops.moe.experts.hopper.product import moe_experts_product_hopper
@@ -52,13 +52,23 @@ def _room(output: Tensor) -> Tensor:
     return output if is_aligned(output) else torch.empty_like(output)
 
 
+def _launch_width(setup: Setup) -> int:
+    """Columns of rows that are in memory at once: as many as the backward has in the same place before, or the least.
+
+    Launches have whole tiles of columns, and the same number of them if they can.
+    """
+    _, hidden, _, inner, _ = setup.problem.sizes
+    tiles, most = (_divide(columns, COLUMNS.value) for columns in (hidden, max(setup.schedule["chunk"], inner)))
+    return min(hidden, _divide(tiles, _divide(tiles, most)) * COLUMNS.value)
+
+
 class _TokenSums:
     """A product over rows, summed into tokens, some columns at a time; the arguments are those of the kernel."""
 
     def __init__(self, setup: Setup, rows: Rows, terms: int, by_column: bool, weighted: bool) -> None:
         hidden = setup.problem.sizes[1]
-        self._sums = SlotSums(setup, weighted)
-        self.width = width = self._sums.width
+        self.width = width = _launch_width(setup)
+        self._sums = SlotSums(setup, weighted, width)
         self._product = Persistent(
             setup, moe_experts_product_hopper, rows.most_tiles * _divide(width, COLUMNS.value), K=terms, N=hidden,
             WIDTH=width, BY_COLUMN=by_column, WEIGHT_LINES=COLUMNS.value if by_column else DEPTH.value,
@@ -129,12 +139,12 @@ def backward(setup: Setup) -> Execute:
         setup.add_numeric(hidden_columns=COLUMNS.value)
         partial_sums = PartialSums(setup, COLUMNS.value)
     if need & NEED_DOWN:
-        to_down = _outer(setup, hidden, inner, left_by_token=True)
+        to_down = _outer(setup, inner, turned=False)
     if need & NEED_X:
         sums = _TokenSums(setup, rows, terms=2 * inner, by_column=False, weighted=False)
         width = sums.width
     if need & NEED_GATE_UP:
-        to_gate_up = _outer(setup, 2 * inner, hidden, left_by_token=False)
+        to_gate_up = _outer(setup, 2 * inner, turned=True)
     if needs_pairs:
         setup.scratch(dgu=(element, count * 2 * inner))
     # Holds w·h, and later columns of dx for each row: these are computed when w·h is no longer needed.
@@ -179,10 +189,8 @@ def backward(setup: Setup) -> Execute:
     return execute
 
 
-def _outer(setup: Setup, m: int, n: int, left_by_token: bool) -> Persistent:
-    """The product of columns of rows, m on the left and n on the right, for each expert; one side is read by token."""
-    tiles = setup.problem.sizes[2] * _divide(m, TILE_ROWS) * _divide(n, COLUMNS.value)
-    return Persistent(
-        setup, moe_experts_outer_hopper, tiles, M=m, N=n, LEFT_BY_TOKEN=left_by_token,
-        ROW_COLUMNS=COLUMNS.value if left_by_token else HALF.value,
-    )  # fmt: skip
+def _outer(setup: Setup, columns: int, turned: bool) -> Persistent:
+    """The product of D columns that are read by token with columns of rows, for each expert; or that product turned."""
+    hidden, experts = setup.problem.sizes[1:3]
+    tiles = experts * _divide(hidden, TILE_ROWS) * _divide(columns, COLUMNS.value)
+    return Persistent(setup, moe_experts_outer_hopper, tiles, M=hidden, N=columns, TURNED=turned)
