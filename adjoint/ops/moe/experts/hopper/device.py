@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -119,9 +120,13 @@ class Stages:
 
 @gluon.jit
 def multiply(
-    stages, HALF_NUMBER: gl.constexpr, stage, phase, steps, LEFT_BY_TERM: gl.constexpr, RIGHT_BY_TERM: gl.constexpr
-):
-    """The sums of 64 rows of a tile, and the stage and phase after it. One product is under way beside the waits."""
+    stages, HALF_NUMBER: gl.constexpr, stage, phase, steps, LEFT_BY_TERM: gl.constexpr, RIGHT_BY_TERM: gl.constexpr,
+    lent=None,
+):  # fmt: skip
+    """The sums of 64 rows of a tile, and the stage and phase after it. One product is under way beside the waits.
+
+    Where the stage before may have been `lent` for results, it is let go when TMA has copied them from there.
+    """
     total = gl.zeros([HALF, COLUMNS], gl.float32, product_layout(COLUMNS))
     for step in range(steps):
         mbarrier.wait(stages.full.index(stage), phase)
@@ -133,10 +138,18 @@ def multiply(
             right = right.permute((1, 0))
         total = warpgroup_mma(left, right, total, is_async=True)
         total = warpgroup_mma_wait(1, deps=[total])
-        stages.release(stages.before(stage), step > 0)
+        if lent is None:
+            stages.release(stages.before(stage), step > 0)
+        else:
+            tma.store_wait(0)
+            stages.release(stages.before(stage), (step > 0) | lent)
         stage, phase = stages.after(stage, phase)
     total = warpgroup_mma_wait(0, deps=[total])
-    stages.release(stages.before(stage), steps > 0)
+    if lent is None:
+        stages.release(stages.before(stage), steps > 0)
+    else:
+        tma.store_wait(0)
+        stages.release(stages.before(stage), (steps > 0) | lent)
     return total, stage, phase
 
 
@@ -220,16 +233,6 @@ def store_sums(out, total, rows, columns, STRIDE: gl.constexpr):
     for part in gl.static_range(4):
         rounded = rounded_to(parts[part], out.dtype.element_ty)
         store_rows(out + part * QUARTER, rounded, rows, columns - part * QUARTER, STRIDE)
-
-
-@gluon.jit
-def store_turned_sums(out, total, lines, STRIDE: gl.constexpr):
-    """Rounds sums of 64 rows and stores their columns as lines, STRIDE apart: the first `lines` of them."""
-    parts = quarters(total)
-    QUARTER: gl.constexpr = COLUMNS // 4
-    for part in gl.static_range(4):
-        rounded = gl.permute(rounded_to(parts[part], out.dtype.element_ty), (1, 0))
-        store_rows(out + part * QUARTER * STRIDE, rounded, lines - part * QUARTER, HALF, STRIDE)
 
 
 # --------------------------------------------------------------------------------------------------- gates

@@ -169,7 +169,7 @@ def backward(setup: Setup) -> Execute:
         if need & NEED_DOWN:
             scaled, target = memory.tensor("shared")[: count * inner].view(count, inner), _room(ddown)
             to_down.launch(
-                by_token=dy, rows=scaled, row_tiles=scaled, tokens=row_tokens, offsets=layout.offsets, out=target,
+                by_token=dy, rows=scaled, row_tiles=scaled, tokens=row_tokens, offsets=layout.offsets, out=target.flatten(0, 1),
                 experts=experts,
             )  # fmt: skip
             if target is not ddown:
@@ -180,7 +180,7 @@ def backward(setup: Setup) -> Execute:
         if need & NEED_GATE_UP:
             target = _room(dgate_up)
             to_gate_up.launch(
-                by_token=x, rows=pairs, row_tiles=pairs, tokens=row_tokens, offsets=layout.offsets, out=target,
+                by_token=x, rows=pairs, row_tiles=pairs, tokens=row_tokens, offsets=layout.offsets, out=target.flatten(0, 1),
                 experts=experts,
             )  # fmt: skip
             if target is not dgate_up:

@@ -8,22 +8,30 @@ and it is the narrow one, because a copy takes a thread more instructions than T
 TMA copies it, but for the last rows of an expert. Threads copy these, and zeros in the place of rows that are not
 there: a NaN of the next expert's would reach this one.
 
+After the terms of a tile comes a stage that is lent: the rounded sums lie there, and in 16 KiB besides, until TMA has
+copied them to memory, turned or as they are, while the products of the next tile are under way.
+
     operations   2·N·D·I and twice that: 1.03 TFLOP for T 16384, D 2048, E 512, I 512, k 10, at 670 TFLOP/s 1.54 ms
     bytes        rows 2·N·(3·I) read for every tile of columns, mostly from the L2 cache, x and dy; 6·E·D·I = 3.2 GB
-                 written, 0.75 ms, while the products of the next tile are under way
+                 written, 0.75 ms
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from adjoint.core.kernels import Int32, Pointer, Pointer16, Tiled, kernel
-from adjoint.device.gluon import row_layout
+from adjoint.device.gluon import TILE, rounded_to, row_layout, thread_barrier
 from adjoint.ops.moe.experts.hopper import device
 from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF, RIGHT_BYTES, ROWS, Stages
 
 ROW_TILE = Tiled.of("element", DEPTH.value, COLUMNS.value)
+
+RESULT_TILE = Tiled.of("element", HALF.value, HALF.value)
+
+PARTS = gl.constexpr(COLUMNS.value // HALF.value)
+"""Parts of a warpgroup's results that are copied to memory one by one."""
 
 
 @gluon.jit
@@ -74,12 +82,56 @@ def _producer(
             filled = device.fill_late(stages, copied, filled)
             copied += 1
             stage, phase = stages.after(stage, phase)
+        mbarrier.wait(stages.empty.index(stage), phase)
+        mbarrier.arrive(stages.full.index(stage))
+        filled = device.fill_late(stages, copied, filled)
+        copied += 1
+        stage, phase = stages.after(stage, phase)
     device.fill_rest(stages, copied, filled)
 
 
 @gluon.jit
+def _room(stages, rest, stage, HALF_NUMBER: gl.constexpr, PART: gl.constexpr):
+    """Where a quarter of a warpgroup's results lies in a stage that is lent."""
+    if PART < 2:
+        room = stages.pairs().index(stage * 4 + 2 * HALF_NUMBER + PART)
+    elif PART == 2:
+        room = stages.lefts.index(stage * 2 + HALF_NUMBER)
+    else:
+        room = rest.index(HALF_NUMBER)
+    return room
+
+
+@gluon.jit
+def _store(
+    out, total, stages, rest, stage, expert, m, n, HALF_NUMBER: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    TURNED: gl.constexpr,
+):  # fmt: skip
+    """Rounds sums into a stage that is lent, from where TMA copies them; columns past the last are not copied."""
+    parts = device.quarters(total)
+    for part in gl.static_range(PARTS):
+        room = _room(stages, rest, stage, HALF_NUMBER, part)
+        rounded = rounded_to(parts[part], room.dtype)
+        if TURNED:
+            room.permute((1, 0)).store(rounded)
+        else:
+            room.store(rounded)
+    fence_async_shared()
+    thread_barrier()
+    for part in gl.static_range(PARTS):
+        room = _room(stages, rest, stage, HALF_NUMBER, part)
+        column = n + part * HALF
+        if column < N:
+            if TURNED:
+                tma.async_copy_shared_to_global(out, [expert * N + column, m], room)
+            else:
+                tma.async_copy_shared_to_global(out, [expert * M + m, column], room)
+
+
+@gluon.jit
 def _consumer(
-    out, offsets, experts, stages, HALF_NUMBER: gl.constexpr, M: gl.constexpr, N: gl.constexpr, TURNED: gl.constexpr
+    out, offsets, experts, stages, rest, HALF_NUMBER: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    TURNED: gl.constexpr,
 ):  # fmt: skip
     """64 lines of every tile."""
     ROW_TILES: gl.constexpr = (M + ROWS - 1) // ROWS
@@ -91,6 +143,7 @@ def _consumer(
     expert = gl.minimum(program, last) // (ROW_TILES * COLUMN_TILES)
     begin = gl.load(offsets + expert)
     end = gl.load(offsets + expert + 1)
+    lent = program < 0
     for number in range(program, last + 1, gl.num_programs(0)):
         next_expert = gl.minimum(number + gl.num_programs(0), last) // (ROW_TILES * COLUMN_TILES)
         next_begin = gl.load(offsets + next_expert)
@@ -99,36 +152,38 @@ def _consumer(
         n = number % COLUMN_TILES * COLUMNS
         steps = (end - begin + (DEPTH - 1)) // DEPTH
         if m < M:
-            total, stage, phase = device.multiply(stages, HALF_NUMBER, stage, phase, steps, True, True)
-            if TURNED:
-                place = (expert.to(gl.int64) * N + n) * M + m
-                device.store_turned_sums(out + place, total, N - n, M)
-            else:
-                place = (expert.to(gl.int64) * M + m) * N + n
-                device.store_sums(out + place, total, HALF, N - n, N)
+            total, stage, phase = device.multiply(stages, HALF_NUMBER, stage, phase, steps, True, True, lent)
+            mbarrier.wait(stages.full.index(stage), phase)
+            _store(out, total, stages, rest, stage, expert, m, n, HALF_NUMBER, M, N, TURNED)
+            stage, phase = stages.after(stage, phase)
         else:
-            stage, phase = device.pass_by(stages, stage, phase, steps)
+            tma.store_wait(0)
+            stages.release(stages.before(stage), lent)
+            stage, phase = device.pass_by(stages, stage, phase, steps + 1)
+        lent = m < M
         expert = next_expert
         begin = next_begin
         end = next_end
+    tma.store_wait(0)
 
 
 @kernel(budget=device.BUDGET, targets=("sm_90",), schedule=("STAGES",))
 @gluon.jit
 def moe_experts_outer_hopper(
     by_token: Pointer16.element, rows: Pointer16.element, row_tiles: ROW_TILE, tokens: Pointer.int32,
-    offsets: Pointer.int32, out: Pointer16.element, experts: Int32,
+    offsets: Pointer.int32, out: RESULT_TILE, experts: Int32,
     M: gl.constexpr, N: gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """out[e] = Σ by_token[token of row, :]ᵀ · rows[row, :] over the expert's rows, in their order; zeros where it has none.
 
     The left operand has M columns, the right one N, multiples of 64. An expert has [M, N] in `out`; TURNED, [N, M].
     """
-    stages = Stages.allocate(out.dtype.element_ty, STAGES, True, True)
+    stages = Stages.allocate(rows.dtype.element_ty, STAGES, True, True)
+    rest = gl.allocate_shared_memory(rows.dtype.element_ty, [2, HALF, HALF], TILE)
     gl.warp_specialize(
         [
-            (_consumer, (out, offsets, experts, stages, 0, M, N, TURNED)),
-            (_consumer, (out, offsets, experts, stages, 1, M, N, TURNED)),
+            (_consumer, (out, offsets, experts, stages, rest, 0, M, N, TURNED)),
+            (_consumer, (out, offsets, experts, stages, rest, 1, M, N, TURNED)),
             (_producer, (by_token, rows, row_tiles, tokens, offsets, experts, stages, M, N)),
         ],
         worker_num_warps=[4, 4], worker_num_regs=[200, 104],
