@@ -83,6 +83,24 @@ class _TokenSums:
             self._sums.launch(is_aligned(out), chunk, scratch, weights, layout, out)
 
 
+class _Outer:
+    """The product of D columns that are read by token with columns of rows, for each expert; or that product turned."""
+
+    def __init__(self, setup: Setup, columns: int, turned: bool) -> None:
+        hidden, self._experts = setup.problem.sizes[1:3]
+        tiles = self._experts * _divide(hidden, TILE_ROWS) * _divide(columns, COLUMNS.value)
+        self._product = Persistent(setup, moe_experts_outer_hopper, tiles, M=hidden, N=columns, TURNED=turned)
+
+    def launch(self, by_token: Tensor, rows: Tensor, tokens: Any, layout: Layout, out: Tensor) -> None:
+        target = _room(out)
+        self._product.launch(
+            by_token=by_token, rows=rows, row_tiles=rows, tokens=tokens, offsets=layout.offsets,
+            out=target.flatten(0, 1), experts=self._experts,
+        )  # fmt: skip
+        if target is not out:
+            out.copy_(target)
+
+
 def forward(setup: Setup) -> Execute:
     """y, and what the backward needs: g and u of each row, and the layout."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
@@ -125,7 +143,7 @@ def forward(setup: Setup) -> Execute:
 
 def backward(setup: Setup) -> Execute:
     """The gradients that are needed."""
-    tokens, hidden, experts, inner, slots = setup.problem.sizes
+    tokens, hidden, _, inner, slots = setup.problem.sizes
     element = setup.problem.dtypes[0]
     (need,) = setup.problem.options
     count, group, width = tokens * slots, setup.schedule["group"], 0
@@ -139,12 +157,12 @@ def backward(setup: Setup) -> Execute:
         setup.add_numeric(hidden_columns=COLUMNS.value)
         partial_sums = PartialSums(setup, COLUMNS.value)
     if need & NEED_DOWN:
-        to_down = _outer(setup, inner, turned=False)
+        to_down = _Outer(setup, inner, turned=False)
     if need & NEED_X:
         sums = _TokenSums(setup, rows, terms=2 * inner, by_column=False, weighted=False)
         width = sums.width
     if need & NEED_GATE_UP:
-        to_gate_up = _outer(setup, 2 * inner, turned=True)
+        to_gate_up = _Outer(setup, 2 * inner, turned=True)
     if needs_pairs:
         setup.scratch(dgu=(element, count * 2 * inner))
     # Holds w·h, and later columns of dx for each row: these are computed when w·h is no longer needed.
@@ -167,30 +185,12 @@ def backward(setup: Setup) -> Execute:
         if need & NEED_WEIGHTS:
             partial_sums.launch(memory, layout, dweights)
         if need & NEED_DOWN:
-            scaled, target = memory.tensor("shared")[: count * inner].view(count, inner), _room(ddown)
-            to_down.launch(
-                by_token=dy, rows=scaled, row_tiles=scaled, tokens=row_tokens, offsets=layout.offsets, out=target.flatten(0, 1),
-                experts=experts,
-            )  # fmt: skip
-            if target is not ddown:
-                ddown.copy_(target)
+            scaled = memory.tensor("shared")[: count * inner].view(count, inner)
+            to_down.launch(dy, scaled, row_tokens, layout, ddown)
         pairs = memory.tensor("dgu").view(count, 2 * inner) if needs_pairs else dy
         if need & NEED_X:
             sums.launch(pairs, gate_up, tiles, memory["shared"], weights, layout, dx)
         if need & NEED_GATE_UP:
-            target = _room(dgate_up)
-            to_gate_up.launch(
-                by_token=x, rows=pairs, row_tiles=pairs, tokens=row_tokens, offsets=layout.offsets, out=target.flatten(0, 1),
-                experts=experts,
-            )  # fmt: skip
-            if target is not dgate_up:
-                dgate_up.copy_(target)
+            to_gate_up.launch(x, pairs, row_tokens, layout, dgate_up)
 
     return execute
-
-
-def _outer(setup: Setup, columns: int, turned: bool) -> Persistent:
-    """The product of D columns that are read by token with columns of rows, for each expert; or that product turned."""
-    hidden, experts = setup.problem.sizes[1:3]
-    tiles = experts * _divide(hidden, TILE_ROWS) * _divide(columns, COLUMNS.value)
-    return Persistent(setup, moe_experts_outer_hopper, tiles, M=hidden, N=columns, TURNED=turned)

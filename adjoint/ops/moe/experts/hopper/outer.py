@@ -153,7 +153,8 @@ def _consumer(
         steps = (end - begin + (DEPTH - 1)) // DEPTH
         if m < M:
             total, stage, phase = device.multiply(stages, HALF_NUMBER, stage, phase, steps, True, True, lent)
-            mbarrier.wait(stages.full.index(stage), phase)
+            if steps == 0:  # else a stage before it was filled after this one had been found empty
+                mbarrier.wait(stages.full.index(stage), phase)
             _store(out, total, stages, rest, stage, expert, m, n, HALF_NUMBER, M, N, TURNED)
             stage, phase = stages.after(stage, phase)
         else:
@@ -174,7 +175,7 @@ def moe_experts_outer_hopper(
     offsets: Pointer.int32, out: RESULT_TILE, experts: Int32,
     M: gl.constexpr, N: gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out[e] = Σ by_token[token of row, :]ᵀ · rows[row, :] over the expert's rows, in their order; zeros where it has none.
+    """out[e] = Σ by_token[token of row, :]ᵀ · rows[row, :] over the expert's rows in their order; zeros if it has none.
 
     The left operand has M columns, the right one N, multiples of 64. An expert has [M, N] in `out`; TURNED, [N, M].
     """
