@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not kernels.interpreting(), reason="portable kernels beside them need the interpreter"),
 ]
 
-LAYER = Layer.of(320, 128, (200, 0, 20))
+LAYER = Layer.of(320, 256, (276, 0, 84))
 """With more stages than shared memory holds, an expert without rows, and a tile that has none for one warpgroup."""
 
 CHECKED = {

@@ -76,10 +76,20 @@ class _TokenSums:
         )  # fmt: skip
 
     def launch(
-        self, rows: Tensor, weight: Tensor, tiles: RowTiles, scratch: Any, weights: Tensor, layout: Layout, out: Tensor
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        tiles: RowTiles,
+        scratch: Tensor,
+        weights: Tensor,
+        layout: Layout,
+        out: Tensor,
     ) -> None:
+        scratch = scratch[: len(rows) * self.width].view(-1, self.width)
         for chunk in range(self._sums.chunks):
-            self._product.launch(rows=rows, weight=weight.flatten(0, 1), out=scratch, chunk=chunk, **tiles._asdict())
+            self._product.launch(
+                rows=rows, weight=weight.flatten(0, 1), out=scratch, out_tiles=scratch, chunk=chunk, **tiles._asdict()
+            )
             self._sums.launch(is_aligned(out), chunk, scratch, weights, layout, out)
 
 
@@ -136,7 +146,7 @@ def forward(setup: Setup) -> Execute:
         if pairs is not gu:
             gu.copy_(pairs)
         hidden_rows = memory.tensor("h").view(-1, inner)
-        sums.launch(hidden_rows, down, tiles, memory["rows"], weights, layout, y)
+        sums.launch(hidden_rows, down, tiles, memory.tensor("rows"), weights, layout, y)
 
     return execute
 
@@ -189,7 +199,7 @@ def backward(setup: Setup) -> Execute:
             to_down.launch(dy, scaled, row_tokens, layout, ddown)
         pairs = memory.tensor("dgu").view(count, 2 * inner) if needs_pairs else dy
         if need & NEED_X:
-            sums.launch(pairs, gate_up, tiles, memory["shared"], weights, layout, dx)
+            sums.launch(pairs, gate_up, tiles, memory.tensor("shared"), weights, layout, dx)
         if need & NEED_GATE_UP:
             to_gate_up.launch(x, pairs, row_tokens, layout, dgate_up)
 

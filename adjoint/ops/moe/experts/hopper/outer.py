@@ -8,9 +8,6 @@ and it is the narrow one, because a copy takes a thread more instructions than T
 TMA copies it, but for the last rows of an expert. Threads copy these, and zeros in the place of rows that are not
 there: a NaN of the next expert's would reach this one.
 
-After the terms of a tile comes a stage that is lent: the rounded sums lie there, and in 16 KiB besides, until TMA has
-copied them to memory, turned or as they are, while the products of the next tile are under way.
-
     operations   2·N·D·I and twice that: 1.03 TFLOP for T 16384, D 2048, E 512, I 512, k 10, at 670 TFLOP/s 1.54 ms
     bytes        rows 2·N·(3·I) read for every tile of columns, mostly from the L2 cache, x and dy; 6·E·D·I = 3.2 GB
                  written, 0.75 ms
@@ -19,19 +16,23 @@ copied them to memory, turned or as they are, while the products of the next til
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from adjoint.core.kernels import Int32, Pointer, Pointer16, Tiled, kernel
-from adjoint.device.gluon import TILE, rounded_to, row_layout, thread_barrier
+from adjoint.device.gluon import row_layout
 from adjoint.ops.moe.experts.hopper import device
-from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF, RIGHT_BYTES, ROWS, Stages
+from adjoint.ops.moe.experts.hopper.device import (
+    COLUMNS,
+    DEPTH,
+    HALF,
+    RESULT_PARTS,
+    RESULT_TILE,
+    RIGHT_BYTES,
+    ROWS,
+    Stages,
+)
 
 ROW_TILE = Tiled.of("element", DEPTH.value, COLUMNS.value)
-
-RESULT_TILE = Tiled.of("element", HALF.value, HALF.value)
-
-PARTS = gl.constexpr(COLUMNS.value // HALF.value)
-"""Parts of a warpgroup's results that are copied to memory one by one."""
 
 
 @gluon.jit
@@ -91,44 +92,6 @@ def _producer(
 
 
 @gluon.jit
-def _room(stages, rest, stage, HALF_NUMBER: gl.constexpr, PART: gl.constexpr):
-    """Where a quarter of a warpgroup's results lies in a stage that is lent."""
-    if PART < 2:
-        room = stages.pairs().index(stage * 4 + 2 * HALF_NUMBER + PART)
-    elif PART == 2:
-        room = stages.lefts.index(stage * 2 + HALF_NUMBER)
-    else:
-        room = rest.index(HALF_NUMBER)
-    return room
-
-
-@gluon.jit
-def _store(
-    out, total, stages, rest, stage, expert, m, n, HALF_NUMBER: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    TURNED: gl.constexpr,
-):  # fmt: skip
-    """Rounds sums into a stage that is lent, from where TMA copies them; columns past the last are not copied."""
-    parts = device.quarters(total)
-    for part in gl.static_range(PARTS):
-        room = _room(stages, rest, stage, HALF_NUMBER, part)
-        rounded = rounded_to(parts[part], room.dtype)
-        if TURNED:
-            room.permute((1, 0)).store(rounded)
-        else:
-            room.store(rounded)
-    fence_async_shared()
-    thread_barrier()
-    for part in gl.static_range(PARTS):
-        room = _room(stages, rest, stage, HALF_NUMBER, part)
-        column = n + part * HALF
-        if column < N:
-            if TURNED:
-                tma.async_copy_shared_to_global(out, [expert * N + column, m], room)
-            else:
-                tma.async_copy_shared_to_global(out, [expert * M + m, column], room)
-
-
-@gluon.jit
 def _consumer(
     out, offsets, experts, stages, rest, HALF_NUMBER: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     TURNED: gl.constexpr,
@@ -155,7 +118,15 @@ def _consumer(
             total, stage, phase = device.multiply(stages, HALF_NUMBER, stage, phase, steps, True, True, lent)
             if steps == 0:  # else a stage before it was filled after this one had been found empty
                 mbarrier.wait(stages.full.index(stage), phase)
-            _store(out, total, stages, rest, stage, expert, m, n, HALF_NUMBER, M, N, TURNED)
+            device.write_results(total, stages, rest, stage, HALF_NUMBER, TURNED)
+            for part in gl.static_range(RESULT_PARTS):
+                room = device.result_room(stages, rest, stage, HALF_NUMBER, part)
+                column = n + part * HALF
+                if column < N:
+                    if TURNED:
+                        tma.async_copy_shared_to_global(out, [expert * N + column, m], room)
+                    else:
+                        tma.async_copy_shared_to_global(out, [expert * M + m, column], room)
             stage, phase = stages.after(stage, phase)
         else:
             tma.store_wait(0)
@@ -180,7 +151,7 @@ def moe_experts_outer_hopper(
     The left operand has M columns, the right one N, multiples of 64. An expert has [M, N] in `out`; TURNED, [N, M].
     """
     stages = Stages.allocate(rows.dtype.element_ty, STAGES, True, True)
-    rest = gl.allocate_shared_memory(rows.dtype.element_ty, [2, HALF, HALF], TILE)
+    rest = device.allocate_rest(rows.dtype.element_ty)
     gl.warp_specialize(
         [
             (_consumer, (out, offsets, experts, stages, rest, 0, M, N, TURNED)),
