@@ -4,9 +4,7 @@
     dgu = w·dh ⊙ u ⊙ silu'(g) beside w·dh ⊙ silu(g)               scaled = w·h
 
 A tile has 128 rows and 256 columns of dh, which stay in registers. After the terms of its sums come four stages with g
-and u, 64 columns each, by TMA as well: so nobody waits for memory when dh has been summed. Their gradients take the
-place of g and u there, w·h that of the left operand, and TMA copies them to memory while the next stage goes through
-the gate.
+and u, 64 columns each, by TMA as well: so nobody waits for memory when dh has been summed.
 
     operations   2·N·D·I: 0.34 TFLOP for T 16384, D 2048, E 512, I 512, k 10, at 670 TFLOP/s 0.51 ms
     bytes        down 2·E·D·I = 1.1 GB, dy 2·T·D, g and u 4·N·I read, dgu 4·N·I and w·h 2·N·I written: 2.0 GB, 0.47 ms
@@ -18,18 +16,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from adjoint.core.kernels import Int32, Pointer, Pointer16, Tiled, kernel
-from adjoint.device.gluon import fields, product_layout, rounded_to, row_layout, thread_barrier
+from adjoint.device.gluon import fields, product_layout, rounded_to
 from adjoint.ops.moe.experts.hopper import device
-from adjoint.ops.moe.experts.hopper.device import (
-    COLUMNS,
-    DEPTH,
-    HALF,
-    LEFT_BYTES,
-    RESULT_TILE,
-    RIGHT_BYTES,
-    Stages,
-    Tiles,
-)
+from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF, LEFT_BYTES, RIGHT_BYTES, Stages, Tiles
 
 DOWN_TILE = Tiled.of("element", DEPTH.value, COLUMNS.value)
 
@@ -44,7 +33,7 @@ PART = gl.constexpr(DEPTH.value // 2)
 WAITING = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 """Sums in shared memory."""
 
-Gradients = fields("row_weights dgu dgu_tiles scaled scaled_tiles partials count")
+Gradients = fields("row_weights dgu scaled partials count")
 """What is read and written of every row."""
 
 
@@ -99,44 +88,32 @@ def _producer(
 
 
 @gluon.jit
-def _through_gate(g_room, u_room, h_room, dh, weight, columns):
-    """Writes dgu in the place of g and u, and w·h, of 64 rows and PART columns; gives the sum of h·dh of each row."""
+def _through_gate(
+    gradients, dh, g, u, weight, first, rows, column, INNER: gl.constexpr, HIDDEN: gl.constexpr, SCALED: gl.constexpr
+):
+    """Stores dgu and w·h of 64 rows and PART columns, and gives the sum of h·dh of each row."""
     LAYOUT: gl.constexpr = product_layout(PART)
-    kind: gl.constexpr = g_room.dtype
-    u = u_room.load(LAYOUT).to(gl.float32)
-    value, slope, d = device.silu_parts(g_room.load(LAYOUT).to(gl.float32))
+    kind: gl.constexpr = g.dtype
+    columns = INNER - column
+    u = u.to(gl.float32)
+    value, slope, d = device.silu_parts(g.to(gl.float32))
     h = value * (u * d)
-    h_room.store(rounded_to(weight * h, kind))
+    # All is rounded before anything is stored: threads wait for each other there, with less in their registers.
+    scaled = rounded_to(weight * h, kind)
     gated = (weight * dh) * d
-    g_room.store(rounded_to(gated * (u * (d * (0.5 * slope))) * 2.0, kind))
-    u_room.store(rounded_to(gated * value, kind))
+    dg = rounded_to(gated * (u * (d * (0.5 * slope))) * 2.0, kind)
+    du = rounded_to(gated * value, kind)
     # What is past the last column is of another expert, and may be no finite number.
     inside = gl.arange(0, PART, gl.SliceLayout(0, LAYOUT)) < columns
-    return gl.sum(gl.where(inside[None, :], h * dh, 0.0), 1)
-
-
-@gluon.jit
-def _store(
-    gradients, g_room, u_room, h_room, first, rows, column, INNER: gl.constexpr, HIDDEN: gl.constexpr,
-    SCALED: gl.constexpr,
-):  # fmt: skip
-    """Copies 64 columns to memory: 64 rows by TMA, fewer by threads, because the next rows are another expert's."""
-    if rows >= HALF:
-        if SCALED:
-            tma.async_copy_shared_to_global(gradients.scaled_tiles, [first, column], h_room)
-        if HIDDEN:
-            tma.async_copy_shared_to_global(gradients.dgu_tiles, [first, column], g_room)
-            tma.async_copy_shared_to_global(gradients.dgu_tiles, [first, column + INNER], u_room)
-    else:
-        LAYOUT: gl.constexpr = row_layout(DEPTH)
-        if SCALED:
-            place = gradients.scaled + (first.to(gl.int64) * INNER + column)
-            device.store_rows(place, h_room.load(LAYOUT), rows, DEPTH, INNER, True)
-        if HIDDEN:
-            place = gradients.dgu + (first.to(gl.int64) * (2 * INNER) + column)
-            device.store_rows(place, g_room.load(LAYOUT), rows, DEPTH, 2 * INNER, True)
-            device.store_rows(place + INNER, u_room.load(LAYOUT), rows, DEPTH, 2 * INNER, True)
-        fence_async_shared()  # what is copied there next must not overtake the loads
+    total = gl.sum(gl.where(inside[None, :], h * dh, 0.0), 1)
+    if SCALED:
+        place = gradients.scaled + (first.to(gl.int64) * INNER + column)
+        device.store_rows(place, scaled, rows, columns, INNER, True)
+    if HIDDEN:
+        place = gradients.dgu + (first.to(gl.int64) * (2 * INNER) + column)
+        device.store_rows(place, dg, rows, columns, 2 * INNER, True)
+        device.store_rows(place + INNER, du, rows, columns, 2 * INNER, True)
+    return total
 
 
 @gluon.jit
@@ -152,13 +129,12 @@ def _consumer(
     program = gl.program_id(0)
     row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     begin, end, column_tile = tiles.rows(program, COLUMN_TILES, GROUP)
-    lent = program < 0
     for number in range(program, tiles.count * COLUMN_TILES, gl.num_programs(0)):
         next_number = number + gl.num_programs(0)
         if begin + HALF_NUMBER * HALF < end:
             first = begin + HALF_NUMBER * HALF
             rows = end - first
-            dh, stage, phase = device.multiply(stages, HALF_NUMBER, stage, phase, D // DEPTH, False, True, lent)
+            dh, stage, phase = device.multiply(stages, HALF_NUMBER, stage, phase, D // DEPTH, False, True)
             parts = device.quarters(dh)
             # The last columns wait in shared memory: there are not registers enough for them beside the first.
             _, last = device.halves(parts[PARTS - 1])
@@ -170,40 +146,26 @@ def _consumer(
                 dh_left, dh_right = device.halves(parts[part])
                 if part == PARTS - 1:  # not earlier, for want of registers
                     next_begin, next_end, next_column_tile = tiles.rows(next_number, COLUMN_TILES, GROUP)
-                g_room = pairs.index(stage * 4 + 2 * HALF_NUMBER)
-                u_room = pairs.index(stage * 4 + 2 * HALF_NUMBER + 1)
-                h_room = stages.lefts.index(stage * 2 + HALF_NUMBER)
-                column = column_tile * COLUMNS + part * DEPTH
                 for side in gl.static_range(2):
+                    column = column_tile * COLUMNS + part * DEPTH + side * PART
+                    g = pairs.index(stage * 4 + 2 * HALF_NUMBER).slice(side * PART, PART, 1).load(LAYOUT)
+                    u = pairs.index(stage * 4 + 2 * HALF_NUMBER + 1).slice(side * PART, PART, 1).load(LAYOUT)
                     dh_side = dh_left if side == 0 else dh_right
                     if part * 2 + side == 2 * PARTS - 1:
                         dh_side = waiting.index(HALF_NUMBER).load(LAYOUT)
-                    total += _through_gate(
-                        g_room.slice(side * PART, PART, 1), u_room.slice(side * PART, PART, 1),
-                        h_room.slice(side * PART, PART, 1), dh_side, weight, INNER - column - side * PART,
-                    )  # fmt: skip
-                fence_async_shared()
-                if part > 0:  # the stage before is let go when TMA has copied what was there
-                    tma.store_wait(0)
-                    stages.release(stages.before(stage), True)
-                else:
-                    thread_barrier()
-                if column < INNER:
-                    _store(gradients, g_room, u_room, h_room, first, rows, column, INNER, HIDDEN, SCALED)
+                    total += _through_gate(gradients, dh_side, g, u, weight, first, rows, column, INNER, HIDDEN, SCALED)
+                fence_async_shared()  # what is copied there next must not overtake the loads
+                stages.release(stage, True)
                 stage, phase = stages.after(stage, phase)
             if WEIGHTS:
                 place = gradients.partials + (column_tile.to(gl.int64) * gradients.count + first)
                 gl.store(place + row, total, mask=row < rows)
         else:
             next_begin, next_end, next_column_tile = tiles.rows(next_number, COLUMN_TILES, GROUP)
-            tma.store_wait(0)
-            stages.release(stages.before(stage), lent)
             stage, phase = device.pass_by(stages, stage, phase, D // DEPTH + PARTS)
-        lent = begin + HALF_NUMBER * HALF < end
         begin = next_begin
         end = next_end
         column_tile = next_column_tile
-    tma.store_wait(0)
 
 
 @kernel(budget=device.BUDGET, targets=("sm_90",), schedule=("STAGES", "GROUP"))
@@ -211,8 +173,7 @@ def _consumer(
 def moe_experts_down_adjoint_hopper(
     dy: Pointer16.element, down: DOWN_TILE, gu: PAIR_TILE, tokens: Pointer.int32, row_weights: Pointer.float32,
     tile_expert: Pointer.int32, tile_begin: Pointer.int32, tile_end: Pointer.int32, tile_count: Pointer.int32,
-    dgu: Pointer16.element, dgu_tiles: RESULT_TILE, scaled: Pointer16.element, scaled_tiles: RESULT_TILE,
-    partials: Pointer.float32, count: Int32,
+    dgu: Pointer16.element, scaled: Pointer16.element, partials: Pointer.float32, count: Int32,
     D: gl.constexpr, INNER: gl.constexpr, HIDDEN: gl.constexpr, SCALED: gl.constexpr, WEIGHTS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -228,7 +189,7 @@ def moe_experts_down_adjoint_hopper(
     tiles = Tiles(tile_expert, tile_begin, tile_end, gl.load(tile_count))
     stages = Stages.allocate(dy.dtype.element_ty, STAGES, False, True)
     waiting = gl.allocate_shared_memory(gl.float32, [2, HALF, PART], WAITING)
-    gradients = Gradients(row_weights, dgu, dgu_tiles, scaled, scaled_tiles, partials, count)
+    gradients = Gradients(row_weights, dgu, scaled, partials, count)
     gl.warp_specialize(
         [
             (_consumer, (gradients, tiles, stages, waiting, 0, D, INNER, HIDDEN, SCALED, WEIGHTS, COLUMN_TILES, GROUP)),

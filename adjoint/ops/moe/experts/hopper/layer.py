@@ -187,17 +187,17 @@ def backward(setup: Setup) -> Execute:
         dy, x, gate_up, down, gu = (_at_16_bytes(memory, name, tensor) for name, tensor in named)
         tiles = rows.find(memory, layout.permutation, layout.offsets, weights)
         row_tokens, absent = memory["tokens"], memory["tokens"]  # also stands for a pointer that nobody uses
-        pairs = memory.tensor("dgu").view(count, 2 * inner) if needs_pairs else gu
-        scaled = memory.tensor("shared")[: count * inner].view(count, inner) if need & NEED_DOWN else gu
         to_hidden.launch(
             dy=dy, down=down.flatten(0, 1), gu=gu, tokens=row_tokens, row_weights=memory["row_weights"],
-            dgu=pairs, dgu_tiles=pairs, scaled=scaled, scaled_tiles=scaled, partials=memory.get("partials", absent),
-            count=count, **tiles._asdict(),
+            dgu=memory.get("dgu", absent), scaled=memory.get("shared", absent),
+            partials=memory.get("partials", absent), count=count, **tiles._asdict(),
         )  # fmt: skip
         if need & NEED_WEIGHTS:
             partial_sums.launch(memory, layout, dweights)
         if need & NEED_DOWN:
+            scaled = memory.tensor("shared")[: count * inner].view(count, inner)
             to_down.launch(dy, scaled, row_tokens, layout, ddown)
+        pairs = memory.tensor("dgu").view(count, 2 * inner) if needs_pairs else dy
         if need & NEED_X:
             sums.launch(pairs, gate_up, tiles, memory.tensor("shared"), weights, layout, dx)
         if need & NEED_GATE_UP:
