@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, ModuleType
 
-SYNCHRONISATION = ("wait", "arrive", "wait_group", "commit_group", "mbarrier_arrive", "warpgroup_mma_wait", "expect")
+SYNCHRONISATION = (
+    "wait", "arrive", "wait_group", "commit_group", "mbarrier_arrive", "warpgroup_mma_wait", "expect", "store_wait",
+)  # fmt: skip
 """Calls that a program cannot do without."""
 
 

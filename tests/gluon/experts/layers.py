@@ -102,5 +102,6 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "columns in halves of tiles": lambda: Layer.of(320, 192, (3, 70, 128), slots=2, dtype=torch.float16),
     "more tiles than a group has": lambda: Layer.of(192, 192, (1,) * 7 + (0, 130) + (2,) * 8),
     "two launches of columns": lambda: Layer.of(576, 64, (20, 5), slots=5),
+    "one launch of more columns than a program sums": lambda: Layer.of(704, 576, (9, 70)),
 }
 """Layers that go through every kernel, on both sides of each choice between ways."""

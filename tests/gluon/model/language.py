@@ -104,6 +104,7 @@ NAMES = {
     "inline_asm_elementwise": _assembly,
     "barrier": lambda: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
     "async_copy_global_to_shared": _copy, "commit_group": memory.commit, "wait_group": memory.wait_group,
+    "async_copy_shared_to_global": memory.copy_to_memory, "store_wait": memory.wait_stores,
     "mbarrier_arrive": memory.arrive_after_copies,
     "init": memory.initialise, "wait": memory.wait, "arrive": memory.arrive, "expect": memory.expect,
     "MBarrierLayout": memory.BarrierLayout,

@@ -162,6 +162,27 @@ def copy_tile(source: Matrix, coordinates: list[Any], barrier: Barrier, target: 
         partition.arrivals.append(arrive)
 
 
+def copy_to_memory(target: Matrix, coordinates: list[Any], source: Shared) -> None:
+    """A group of its own: it reads shared memory, and writes, until it is waited for."""
+    place = [int(unwrap(each)) for each in coordinates]
+    if place[1] * source.tensor.itemsize % 16:
+        raise Fault(f"{target.name}: a tile begins at column {place[1]}, not at a multiple of 16 bytes")
+
+    def finish() -> None:
+        target.store(place, source.tensor)
+
+    current.partition.stores.append(finish)
+    if current.program.schedule.eager:
+        wait_stores(0)
+
+
+def wait_stores(number: int) -> None:
+    """Waits until so few groups of copies to memory are left."""
+    stores = current.partition.stores
+    while len(stores) > number:
+        stores.popleft()()
+
+
 def commit() -> None:
     partition = current.partition
     partition.copies.append(partition.group)

@@ -52,6 +52,7 @@ class Partition:
     group: list[Callable[[], None]] = field(default_factory=list)
     arrivals: list[Callable[[], None]] = field(default_factory=list)
     products: deque["Product"] = field(default_factory=deque)
+    stores: deque[Callable[[], None]] = field(default_factory=deque)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     needs: Callable[[], bool] | None = None
     ended: bool = False
@@ -72,7 +73,7 @@ class Program:
         self._finish(self.partitions[0])
 
     def _finish(self, partition: Partition) -> None:
-        if partition.copies or partition.group:
+        if partition.copies or partition.group or partition.stores:
             raise Fault("a partition ends before its copies do")
         if partition.products:
             raise Fault("a partition ends before its products do")

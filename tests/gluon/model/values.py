@@ -213,9 +213,16 @@ class Matrix:
         self.name, self.shape = name, list(tensor.shape)
         self.pointer = Pointer.to_tensor(name, tensor, launch)
 
-    def load(self, coordinates: list[int], shape: list[int]) -> Tensor:
-        """The tile that begins at a row and a column."""
+    def _places(self, coordinates: list[int], shape: list[int]) -> tuple[Pointer, Value]:
+        """The places of the tile that begins at a row and a column, and which of them are inside."""
         row, column = (first + torch.arange(size) for first, size in zip(coordinates, shape, strict=True))
         inside = ((row >= 0) & (row < self.shape[0]))[:, None] & ((column >= 0) & (column < self.shape[1]))[None, :]
-        place = self.pointer + Value(row[:, None] * self.shape[1] + column[None, :])
-        return place.load(Value(inside)).tensor
+        return self.pointer + Value(row[:, None] * self.shape[1] + column[None, :]), Value(inside)
+
+    def load(self, coordinates: list[int], shape: list[int]) -> Tensor:
+        place, inside = self._places(coordinates, shape)
+        return place.load(inside).tensor
+
+    def store(self, coordinates: list[int], tile: Tensor) -> None:
+        place, inside = self._places(coordinates, list(tile.shape))
+        place.store(Value(tile), inside)

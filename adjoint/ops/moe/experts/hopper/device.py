@@ -10,6 +10,9 @@ them are 192 of the 227 KiB that a program may have; the rest is room for result
     shared memory   80 KiB of operands read, 48 written: 128 bytes in each of 1024 cycles, which is all that there is
     registers       64·256 sums a warpgroup: 128 a thread, of 216 to 232
 
+After the terms of a tile may come a stage that is lent to results: they lie there, and in 16 KiB besides, until TMA has
+copied them to memory, while the products of the next tile are under way.
+
 So 128 × 256 is the tile: with fewer columns shared memory would be the limit, and more sums have no registers. A tile
 of at most 64 rows (the last of an expert, or its only one) is multiplied by one warpgroup; the other lets stages go.
 
@@ -23,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from adjoint.core.kernels import Budget
+from adjoint.core.kernels import Budget, Tiled
 from adjoint.device.gluon import TILE, bundle, product_layout, rounded_to, row_layout, thread_barrier
 
 HALF = gl.constexpr(64)
@@ -51,6 +55,11 @@ BUDGET = Budget(registers=255, shared_bytes=227 * 1024)
 
 LEFT_BYTES = gl.constexpr(HALF.value * DEPTH.value * 2)
 RIGHT_BYTES = gl.constexpr(COLUMNS.value * DEPTH.value * 2)
+
+RESULT_TILE = Tiled.of("element", HALF.value, HALF.value)
+
+RESULT_PARTS = gl.constexpr(COLUMNS.value // HALF.value)
+"""Parts of a warpgroup's results that are copied to memory one by one."""
 
 
 # ------------------------------------------------------------------------------------------------- stages
@@ -119,9 +128,13 @@ class Stages:
 
 @gluon.jit
 def multiply(
-    stages, HALF_NUMBER: gl.constexpr, stage, phase, steps, LEFT_BY_TERM: gl.constexpr, RIGHT_BY_TERM: gl.constexpr
-):
-    """The sums of 64 rows of a tile, and the stage and phase after it. One product is under way beside the waits."""
+    stages, HALF_NUMBER: gl.constexpr, stage, phase, steps, LEFT_BY_TERM: gl.constexpr, RIGHT_BY_TERM: gl.constexpr,
+    lent=None,
+):  # fmt: skip
+    """The sums of 64 rows of a tile, and the stage and phase after it. One product is under way beside the waits.
+
+    Where the stage before may have been `lent` for results, it is let go when TMA has copied them from there.
+    """
     total = gl.zeros([HALF, COLUMNS], gl.float32, product_layout(COLUMNS))
     for step in range(steps):
         mbarrier.wait(stages.full.index(stage), phase)
@@ -133,10 +146,18 @@ def multiply(
             right = right.permute((1, 0))
         total = warpgroup_mma(left, right, total, is_async=True)
         total = warpgroup_mma_wait(1, deps=[total])
-        stages.release(stages.before(stage), step > 0)
+        if lent is None:
+            stages.release(stages.before(stage), step > 0)
+        else:
+            tma.store_wait(0)
+            stages.release(stages.before(stage), (step > 0) | lent)
         stage, phase = stages.after(stage, phase)
     total = warpgroup_mma_wait(0, deps=[total])
-    stages.release(stages.before(stage), steps > 0)
+    if lent is None:
+        stages.release(stages.before(stage), steps > 0)
+    else:
+        tma.store_wait(0)
+        stages.release(stages.before(stage), (steps > 0) | lent)
     return total, stage, phase
 
 
@@ -163,17 +184,17 @@ class Tiles:
     count: gl.tensor
 
     @gluon.jit
-    def place(self, number, COLUMN_TILES: gl.constexpr, GROUP: gl.constexpr):
+    def place(self, number, column_tiles, GROUP: gl.constexpr):
         """The tile of rows and the tile of columns of a number: GROUP tiles of rows share columns that are in cache."""
-        group = number // (GROUP * COLUMN_TILES)
-        within = number % (GROUP * COLUMN_TILES)
+        group = number // (GROUP * column_tiles)
+        within = number % (GROUP * column_tiles)
         height = gl.minimum(self.count - group * GROUP, GROUP)
         return group * GROUP + within % height, within // height
 
     @gluon.jit
-    def rows(self, number, COLUMN_TILES: gl.constexpr, GROUP: gl.constexpr):
+    def rows(self, number, column_tiles, GROUP: gl.constexpr):
         """Where the rows of a number's tile begin and end, and its tile of columns; of the last where there is none."""
-        tile, column_tile = self.place(gl.minimum(number, self.count * COLUMN_TILES - 1), COLUMN_TILES, GROUP)
+        tile, column_tile = self.place(gl.minimum(number, self.count * column_tiles - 1), column_tiles, GROUP)
         return gl.load(self.begin + tile), gl.load(self.end + tile), column_tile
 
 
@@ -212,14 +233,40 @@ def store_rows(out, x, rows, columns, STRIDE: gl.constexpr, LATE: gl.constexpr =
     gl.store(out + place, gl.convert_layout(x, LAYOUT), mask=mask)
 
 
+# ------------------------------------------------------------------------------------------------- results
+
+
 @gluon.jit
-def store_sums(out, total, rows, columns, STRIDE: gl.constexpr):
-    """Rounds and stores the sums of 64 rows, 64 columns at a time: all of them would not fit in registers."""
+def allocate_rest(kind: gl.constexpr):
+    """Room for the last part of both warpgroups' results: a stage has room for the others."""
+    return gl.allocate_shared_memory(kind, [2, HALF, HALF], TILE)
+
+
+@gluon.jit
+def result_room(stages, rest, stage, HALF_NUMBER: gl.constexpr, PART: gl.constexpr):
+    """Where a part of a warpgroup's results lies: in a stage that is lent, or besides."""
+    if PART < 2:
+        room = stages.pairs().index(stage * 4 + 2 * HALF_NUMBER + PART)
+    elif PART == 2:
+        room = stages.lefts.index(stage * 2 + HALF_NUMBER)
+    else:
+        room = rest.index(HALF_NUMBER)
+    return room
+
+
+@gluon.jit
+def write_results(total, stages, rest, stage, HALF_NUMBER: gl.constexpr, TURNED: gl.constexpr):
+    """Rounds the sums of 64 rows into a stage that is lent, 64 columns a part; TURNED, columns become lines."""
     parts = quarters(total)
-    QUARTER: gl.constexpr = COLUMNS // 4
-    for part in gl.static_range(4):
-        rounded = rounded_to(parts[part], out.dtype.element_ty)
-        store_rows(out + part * QUARTER, rounded, rows, columns - part * QUARTER, STRIDE)
+    for part in gl.static_range(RESULT_PARTS):
+        room = result_room(stages, rest, stage, HALF_NUMBER, part)
+        rounded = rounded_to(parts[part], room.dtype)
+        if TURNED:
+            room.permute((1, 0)).store(rounded)
+        else:
+            room.store(rounded)
+    fence_async_shared()
+    thread_barrier()
 
 
 # --------------------------------------------------------------------------------------------------- gates

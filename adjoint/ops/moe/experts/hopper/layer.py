@@ -12,7 +12,7 @@ from torch import Tensor
 from adjoint.core.errors import check
 from adjoint.core.launch import Execute, Setup, is_aligned
 from adjoint.core.workspace import Memory
-from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH, HALF
+from adjoint.ops.moe.experts.hopper.device import COLUMNS, DEPTH
 from adjoint.ops.moe.experts.hopper.hidden_gradients import moe_experts_down_adjoint_hopper
 from adjoint.ops.moe.experts.hopper.outer import moe_experts_outer_hopper
 from adjoint.ops.moe.experts.hopper.product import moe_experts_product_hopper
@@ -52,13 +52,23 @@ def _room(output: Tensor) -> Tensor:
     return output if is_aligned(output) else torch.empty_like(output)
 
 
+def _launch_width(setup: Setup) -> int:
+    """Columns of rows that are in memory at once: as many as the backward has in the same place before, or the least.
+
+    Launches have whole tiles of columns, and the same number of them if they can.
+    """
+    _, hidden, _, inner, _ = setup.problem.sizes
+    tiles, most = (_divide(columns, COLUMNS.value) for columns in (hidden, max(setup.schedule["chunk"], inner)))
+    return min(hidden, _divide(tiles, _divide(tiles, most)) * COLUMNS.value)
+
+
 class _TokenSums:
     """A product over rows, summed into tokens, some columns at a time; the arguments are those of the kernel."""
 
     def __init__(self, setup: Setup, rows: Rows, terms: int, by_column: bool, weighted: bool) -> None:
         hidden = setup.problem.sizes[1]
-        self._sums = SlotSums(setup, weighted)
-        self.width = width = self._sums.width
+        self.width = width = _launch_width(setup)
+        self._sums = SlotSums(setup, weighted, width)
         self._product = Persistent(
             setup, moe_experts_product_hopper, rows.most_tiles * _divide(width, COLUMNS.value), K=terms, N=hidden,
             WIDTH=width, BY_COLUMN=by_column, WEIGHT_LINES=COLUMNS.value if by_column else DEPTH.value,
@@ -66,11 +76,39 @@ class _TokenSums:
         )  # fmt: skip
 
     def launch(
-        self, rows: Tensor, weight: Tensor, tiles: RowTiles, scratch: Any, weights: Tensor, layout: Layout, out: Tensor
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        tiles: RowTiles,
+        scratch: Tensor,
+        weights: Tensor,
+        layout: Layout,
+        out: Tensor,
     ) -> None:
+        scratch = scratch[: len(rows) * self.width].view(-1, self.width)
         for chunk in range(self._sums.chunks):
-            self._product.launch(rows=rows, weight=weight.flatten(0, 1), out=scratch, chunk=chunk, **tiles._asdict())
+            self._product.launch(
+                rows=rows, weight=weight.flatten(0, 1), out=scratch, out_tiles=scratch, chunk=chunk, **tiles._asdict()
+            )
             self._sums.launch(is_aligned(out), chunk, scratch, weights, layout, out)
+
+
+class _Outer:
+    """The product of D columns that are read by token with columns of rows, for each expert; or that product turned."""
+
+    def __init__(self, setup: Setup, columns: int, turned: bool) -> None:
+        hidden, self._experts = setup.problem.sizes[1:3]
+        tiles = self._experts * _divide(hidden, TILE_ROWS) * _divide(columns, COLUMNS.value)
+        self._product = Persistent(setup, moe_experts_outer_hopper, tiles, M=hidden, N=columns, TURNED=turned)
+
+    def launch(self, by_token: Tensor, rows: Tensor, tokens: Any, layout: Layout, out: Tensor) -> None:
+        target = _room(out)
+        self._product.launch(
+            by_token=by_token, rows=rows, row_tiles=rows, tokens=tokens, offsets=layout.offsets,
+            out=target.flatten(0, 1), experts=self._experts,
+        )  # fmt: skip
+        if target is not out:
+            out.copy_(target)
 
 
 def forward(setup: Setup) -> Execute:
@@ -108,14 +146,14 @@ def forward(setup: Setup) -> Execute:
         if pairs is not gu:
             gu.copy_(pairs)
         hidden_rows = memory.tensor("h").view(-1, inner)
-        sums.launch(hidden_rows, down, tiles, memory["rows"], weights, layout, y)
+        sums.launch(hidden_rows, down, tiles, memory.tensor("rows"), weights, layout, y)
 
     return execute
 
 
 def backward(setup: Setup) -> Execute:
     """The gradients that are needed."""
-    tokens, hidden, experts, inner, slots = setup.problem.sizes
+    tokens, hidden, _, inner, slots = setup.problem.sizes
     element = setup.problem.dtypes[0]
     (need,) = setup.problem.options
     count, group, width = tokens * slots, setup.schedule["group"], 0
@@ -129,12 +167,12 @@ def backward(setup: Setup) -> Execute:
         setup.add_numeric(hidden_columns=COLUMNS.value)
         partial_sums = PartialSums(setup, COLUMNS.value)
     if need & NEED_DOWN:
-        to_down = _outer(setup, hidden, inner, left_by_token=True)
+        to_down = _Outer(setup, inner, turned=False)
     if need & NEED_X:
         sums = _TokenSums(setup, rows, terms=2 * inner, by_column=False, weighted=False)
         width = sums.width
     if need & NEED_GATE_UP:
-        to_gate_up = _outer(setup, 2 * inner, hidden, left_by_token=False)
+        to_gate_up = _Outer(setup, 2 * inner, turned=True)
     if needs_pairs:
         setup.scratch(dgu=(element, count * 2 * inner))
     # Holds w·h, and later columns of dx for each row: these are computed when w·h is no longer needed.
@@ -157,32 +195,12 @@ def backward(setup: Setup) -> Execute:
         if need & NEED_WEIGHTS:
             partial_sums.launch(memory, layout, dweights)
         if need & NEED_DOWN:
-            scaled, target = memory.tensor("shared")[: count * inner].view(count, inner), _room(ddown)
-            to_down.launch(
-                by_token=dy, rows=scaled, row_tiles=scaled, tokens=row_tokens, offsets=layout.offsets, out=target,
-                experts=experts,
-            )  # fmt: skip
-            if target is not ddown:
-                ddown.copy_(target)
+            scaled = memory.tensor("shared")[: count * inner].view(count, inner)
+            to_down.launch(dy, scaled, row_tokens, layout, ddown)
         pairs = memory.tensor("dgu").view(count, 2 * inner) if needs_pairs else dy
         if need & NEED_X:
-            sums.launch(pairs, gate_up, tiles, memory["shared"], weights, layout, dx)
+            sums.launch(pairs, gate_up, tiles, memory.tensor("shared"), weights, layout, dx)
         if need & NEED_GATE_UP:
-            target = _room(dgate_up)
-            to_gate_up.launch(
-                by_token=x, rows=pairs, row_tiles=pairs, tokens=row_tokens, offsets=layout.offsets, out=target,
-                experts=experts,
-            )  # fmt: skip
-            if target is not dgate_up:
-                dgate_up.copy_(target)
+            to_gate_up.launch(x, pairs, row_tokens, layout, dgate_up)
 
     return execute
-
-
-def _outer(setup: Setup, m: int, n: int, left_by_token: bool) -> Persistent:
-    """The product of columns of rows, m on the left and n on the right, for each expert; one side is read by token."""
-    tiles = setup.problem.sizes[2] * _divide(m, TILE_ROWS) * _divide(n, COLUMNS.value)
-    return Persistent(
-        setup, moe_experts_outer_hopper, tiles, M=m, N=n, LEFT_BY_TOKEN=left_by_token,
-        ROW_COLUMNS=COLUMNS.value if left_by_token else HALF.value,
-    )  # fmt: skip

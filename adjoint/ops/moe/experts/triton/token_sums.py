@@ -104,6 +104,10 @@ def moe_experts_sum_slots(
 # ------------------------------------------------------------------------------------------------ launches
 
 
+SUM_COLUMNS = 512
+"""Columns of a token that one program sums."""
+
+
 def chunk_width(setup: Setup) -> int:
     """Columns of rows that are in memory at once."""
     return min(setup.schedule["chunk"], -(-setup.problem.sizes[1] // 16) * 16)
@@ -119,12 +123,11 @@ class SlotSums:
         width, chunks: columns of a launch, and launches.
     """
 
-    def __init__(self, setup: Setup, weighted: bool) -> None:
+    def __init__(self, setup: Setup, weighted: bool, width: int) -> None:
         self._tokens, hidden, self._experts, _, slots = setup.problem.sizes
         element, weight = setup.problem.dtypes[0], setup.problem.dtypes[-1]
-        self.width = width = chunk_width(setup)
-        self.chunks = -(-hidden // width)
-        block, tokens = 1 << (width - 1).bit_length(), setup.schedule["sum_tokens"]
+        self.width, self.chunks = width, -(-hidden // width)
+        block, tokens = min(1 << (width - 1).bit_length(), SUM_COLUMNS), setup.schedule["sum_tokens"]
         unroll, warps = setup.schedule["sum_unroll"], max(1, min(setup.schedule["sum_warps"], block // 256))
         self._sums = {
             aligned: setup.kernel(
@@ -135,7 +138,7 @@ class SlotSums:
             )
             for aligned in (True, False)
         }  # fmt: skip
-        self._grid = (-(-self._tokens // tokens),)
+        self._grid = (-(-self._tokens // tokens), -(-width // block))
 
     def launch(self, aligned: bool, chunk: int, rows: Any, weights: Tensor, layout: Layout, out: Tensor) -> None:
         """Sums the columns of a chunk."""
@@ -159,7 +162,7 @@ class TokenSums:
         self.products = bind_over_rows(
             setup, moe_experts_product, part, width, K=terms, N=hidden, WIDTH=width, BY_COLUMN=by_column
         )
-        self._sums = SlotSums(setup, weighted)
+        self._sums = SlotSums(setup, weighted, width)
         self.width = self._sums.width
 
     def launch(
