@@ -49,13 +49,31 @@ def load_words(at, inside, COUNT: tl.constexpr):
 
 
 @triton.jit
-def store_words(at, numbers, inside, COUNT: tl.constexpr):
-    """2·COUNT numbers of a 16-bit type beside each other, by words of two."""
-    words = at.to(tl.pointer_type(tl.int32), bitcast=True)
+def words_of(numbers, COUNT: tl.constexpr):
+    """COUNT words of two numbers of a 16-bit type each, the first of them in the lower half."""
+    words = ()
     for place in tl.static_range(COUNT):
         low = numbers[2 * place].to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high = numbers[2 * place + 1].to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(words + place, low | high, inside)
+        words = words + (low | (numbers[2 * place + 1].to(tl.int16, bitcast=True).to(tl.int32) << 16),)
+    return words
+
+
+@triton.jit
+def store_states(
+    at, numbers, is_row, count, COUNT: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, LEVELS: tl.constexpr
+):
+    """The states of PAIRS pairs of channels of each row, COUNT ≤ 2^LEVELS words a pair, from the addresses `at` of rows
+    on; `count` pairs are there. The words of a row are put in the order of memory first, so that neighbouring threads
+    write neighbouring words: those of a pair, one by one, would touch each sector COUNT times.
+    """
+    word = tl.arange(0, PAIRS * 2**LEVELS)[None, :]
+    words = side_by_side(words_of(numbers, COUNT), ROWS, PAIRS, LEVELS)
+    words = tl.reshape(words, (ROWS, PAIRS * 2**LEVELS))
+    if COUNT < 2**LEVELS:
+        source = tl.minimum(word // COUNT, PAIRS - 1) * 2**LEVELS + word % COUNT
+        words = tl.gather(words, tl.broadcast_to(source, (ROWS, PAIRS * 2**LEVELS)), 1)
+    inside = is_row & (word < tl.minimum(count, PAIRS) * COUNT)
+    tl.store(at.to(tl.pointer_type(tl.int32), bitcast=True) + word, words, inside)
 
 
 @triton.jit
@@ -86,7 +104,8 @@ def step_pairs(
         other_result = activate(convolve(other_rows, other_taps, other_start, 0, WIDTH), SILU, NARROW, NATIVE)
         result = tl.where(is_live, result, 0.0).to(KIND)
         other_result = tl.where(is_live, other_result, 0.0).to(KIND)
-        store_words(y + t * y_token, (result, other_result), inside, 1)
+        (both,) = words_of((result, other_result), 1)
+        tl.store((y + t * y_token).to(tl.pointer_type(tl.int32), bitcast=True), both, inside)
         window = rows[1:]
         other_window = other_rows[1:]
     return window + other_window
@@ -137,10 +156,12 @@ def conv_step(
             widened(pairs, 0, WIDTH, COMPUTED), widened(pairs, WIDTH, WIDTH, COMPUTED), start, other_start, live,
             inside, place >= 0, time, x_token, channels, WIDTH, SILU, NARROW, NATIVE,
         )  # fmt: skip
-        if IN_PLACE:
-            store_words(state + at, after, live, BEFORE)
-        else:
-            store_words(new_state + (row * channels + channel) * BEFORE, after, inside, BEFORE)
+        if BEFORE > 0:
+            first = tile * CHANNELS
+            out, is_row = new_state + (row * channels + first) * BEFORE, row < batch
+            if IN_PLACE:
+                out, is_row = state + place * state_sequence + first * BEFORE, (row < batch) & (place >= 0)
+            store_states(out, after, is_row, (channels - first) // 2, BEFORE, ROWS, CHANNELS // 2, LEVELS)
     else:
         window = load_rows(state, at, live, state_column, 0, BEFORE)
         taps = load_taps(weight, channel, channel < channels, weight_channel, weight_tap, WIDTH, COMPUTED)
