@@ -101,14 +101,14 @@ def group_sum_counts(
 @triton.jit
 def sum_blocks(counts, block, blocks, CHUNK: tl.constexpr):
     """The counts of the blocks before one, and of all blocks, bin by bin."""
-    before = tl.zeros([CHUNK, _BINS], tl.int32)
-    total = tl.zeros([CHUNK, _BINS], tl.int32)
+    before = tl.zeros([_BINS], tl.int32)
+    total = tl.zeros([_BINS], tl.int32)
     for first in range(0, blocks, CHUNK):
         row = first + tl.arange(0, CHUNK)[:, None]
         terms = tl.load(counts + row * _BINS + tl.arange(0, _BINS)[None, :], row < blocks, other=0)
-        total += terms
-        before += tl.where(row < block, terms, 0)
-    return tl.sum(before, 0), tl.sum(total, 0)
+        total += tl.sum(terms, 0)
+        before += tl.sum(tl.where(row < block, terms, 0), 0)
+    return before, total
 
 
 @kernel(budget=_SORT, schedule=("FEW", "CHUNK", "BLOCK"))

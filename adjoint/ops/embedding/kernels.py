@@ -364,9 +364,9 @@ class GroupSums:
         if not listed:
             self.zeros_tile = tile_of(schedule, "zeros", self.columns)
             self.zeros_programs = schedule["zeros_programs"]
-            self.write_zeros = by_access(
-                setup, embedding_write_zeros, {"ids": ids, "output": output, **self.zeros_tile.settings}
-            )
+            settings = {"ids": ids, "output": output, **self.zeros_tile.settings}
+            # Addresses of single elements take registers: of more rows at once they would spill.
+            self.write_zeros = by_access(setup, embedding_write_zeros, settings, strided={"ROWS": 1})
             self.concurrently = self.rows * self.columns * output.itemsize >= CONCURRENT_BYTES
         self.device = setup.device
 
