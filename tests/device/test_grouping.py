@@ -36,16 +36,16 @@ def _setup(device: torch.device) -> Setup:
 
 
 def _sort(
-    ids: Tensor, groups: int, skipped: int = -1, *, listed: bool = False, stamped: bool = False, most: int = 0,
+    ids: Tensor, groups: int, skipped: int = -1, *, listed: bool = False, flagged: bool = False, most: int = 0,
     fill: int = 0xAB,
 ) -> _Sorted:  # fmt: skip
     """Sorts in a workspace full of what nobody wrote, which has room for `most` ids."""
     setup, count = _setup(ids.device), ids.numel()
-    grouping = Grouping(setup, ids.dtype, max(most, count), groups, listed=listed, stamped=stamped)
+    grouping = Grouping(setup, ids.dtype, max(most, count), groups, listed=listed, flagged=flagged)
     workspace = torch.full((setup.regions.bytes,), fill, dtype=torch.uint8, device=ids.device)
     memory = setup.regions.tensors(workspace)
-    grouping.make_keys(memory, ids, count, groups, skipped)
-    return _Sorted(grouping, memory, *grouping.sort(memory, count, groups))
+    grouping.begin(memory, ids, count, groups, skipped)
+    return _Sorted(grouping, memory, *grouping.finish(memory, count, groups))
 
 
 def _ids(count: int, groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -138,16 +138,12 @@ FILLS = pytest.mark.parametrize("fill", [0, 0xAB], ids=["zeros", "negative"])
 
 
 @pytest.mark.kernels
-@FILLS
 @_sizes((600, 1), (600, 5000), (600, 2**20))
-def test_stamps_tell_which_groups_occur(count: int, groups: int, fill: int, device: torch.device) -> None:
-    """Before anything is sorted, whatever stood in their place."""
-    ids = _ids(count, groups)
-    if count == 0:
-        return
-    stamps = _sort(ids.to(device), groups, stamped=True, fill=fill).memory["stamps"][:groups].cpu()
-    occurs = torch.bincount(_keys(ids, groups, -1), minlength=groups + 1)[:groups] > 0
-    assert torch.equal(_members(stamps, ids), occurs)
+def test_flags_tell_which_groups_occur(count: int, groups: int, device: torch.device) -> None:
+    """The one that is skipped does not."""
+    ids = _ids(count, groups).to(device)
+    flags = _sort(ids, groups, skipped=0, flagged=True).memory["occurs"][:groups]
+    assert torch.equal(flags.long(), torch.bincount(_keys(ids, groups, 0), minlength=groups + 1)[:groups].clamp(max=1))
 
 
 @pytest.mark.kernels

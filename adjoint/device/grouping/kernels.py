@@ -2,8 +2,8 @@
 
     grouping = Grouping(setup, ids.dtype, count, groups)     # in a plan's setup: binds kernels, declares scratch memory
 
-    grouping.make_keys(memory, ids, count, groups)                # in its execution, with memory = setup.memory(...)
-    keys, positions = grouping.sort(memory, count, groups)
+    grouping.begin(memory, ids, count, groups)                    # in its execution, with memory = setup.memory(...)
+    keys, positions = grouping.finish(memory, count, groups)
     grouping.mark_groups(memory, keys, count, groups)
 
 A key is 31 bits. Digits of `DIGIT` bits are sorted from the lowest up, each pass stable: every block of positions has
@@ -32,6 +32,9 @@ from adjoint.device.grouping import DIGIT, LISTED_PASSES, passes
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 _SORT = Budget(registers=128, shared_bytes=16384)
 
+_CLEARING_PROGRAMS = 256
+"""The most programs whose only work is to write zeros."""
+
 _DIGIT = tl.constexpr(DIGIT)
 _BINS = tl.constexpr(1 << DIGIT)
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -40,27 +43,30 @@ _LAST = tl.constexpr(0x7FFFFFFF)
 @kernel(budget=_SORT, schedule=("BLOCK",))
 @triton.jit
 def group_make_keys(
-    ids: Pointer.ids, keys: Pointer.int32, counts: Pointer.int32, cleared: Pointer.int32, stamps: Pointer.int32,
-    count: Int32, groups: Int32, skipped: Int32,
-    STAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    ids: Pointer.ids, keys: Pointer.int32, counts: Pointer.int32, cleared: Pointer.int32, occurs: Pointer.int32,
+    count: Int32, groups: Int32, skipped: Int32, blocks: Int32,
+    FLAGGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys, counts[block, digit] = how many keys of the block have the lowest digit, and zeros in `cleared`.
 
-    An id that is out of range, or skipped, gets the key `groups`. STAMPED, every group that occurs gets one of its
-    positions, whichever is written last: a group's stamp is a position of that group if and only if it occurs.
+    An id that is out of range, or skipped, gets the key `groups`. FLAGGED, `occurs` is 0 for every group; there may be
+    more programs than blocks, for that alone.
     """
     block = tl.program_id(0)
-    bin = tl.arange(0, _BINS)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    value = tl.load(ids + index, inside, other=0)
-    valid = (value >= 0) & (value < groups) & (value != skipped)
-    key = tl.where(inside, tl.where(valid, value, groups).to(tl.int32), _LAST)
-    tl.store(keys + index, key)
-    if STAMPED:
-        tl.store(stamps + key, index, inside & valid)
-    tl.store(counts + block * _BINS + bin, tl.histogram(key & (_BINS - 1), _BINS))
-    tl.store(cleared + block * _BINS + bin, tl.zeros([_BINS], tl.int32))
+    local = tl.arange(0, BLOCK)
+    if FLAGGED:
+        for first in range(block.to(tl.int64) * BLOCK, groups, tl.num_programs(0) * BLOCK):
+            tl.store(occurs + first + local, tl.zeros([BLOCK], tl.int32), first + local < groups)
+    if block < blocks:
+        bin = tl.arange(0, _BINS)
+        index = block * BLOCK + local
+        inside = index < count
+        value = tl.load(ids + index, inside, other=0)
+        valid = (value >= 0) & (value < groups) & (value != skipped)
+        key = tl.where(inside, tl.where(valid, value, groups).to(tl.int32), _LAST)
+        tl.store(keys + index, key)
+        tl.store(counts + block * _BINS + bin, tl.histogram(key & (_BINS - 1), _BINS))
+        tl.store(cleared + block * _BINS + bin, tl.zeros([_BINS], tl.int32))
 
 
 @triton.jit
@@ -115,15 +121,16 @@ def sum_blocks(counts, block, blocks, CHUNK: tl.constexpr):
 @triton.jit
 def group_move(
     keys: Pointer.int32, positions: Pointer.int32, counts: Pointer.int32, begins: Pointer.int32,
-    totals: Pointer.int32, next_counts: Pointer.int32, cleared: Pointer.int32,
-    sorted_keys: Pointer.int32, sorted_positions: Pointer.int32, shift: Int32, is_last: Int32,
-    FIRST: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    totals: Pointer.int32, next_counts: Pointer.int32, cleared: Pointer.int32, occurs: Pointer.int32,
+    sorted_keys: Pointer.int32, sorted_positions: Pointer.int32, groups: Int32, shift: Int32, is_last: Int32,
+    FIRST: tl.constexpr, FLAGGED: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Moves every key, and its position, to its place in the order of one digit; counts its next digit there.
 
     A block is sorted by digit and index first: keys with the same digit then stand together, in order, behind
     those of the blocks before. FEW, a block sums the counts of all others itself. Unless this pass is the last, the
     counts of the next are added up in `next_counts`, which are zeros before; those of the one after are `cleared`.
+    FLAGGED, `occurs` becomes 1 for every group that does.
     """
     block = tl.program_id(0)
     local = tl.arange(0, BLOCK)
@@ -142,6 +149,8 @@ def group_move(
     key = tl.load(keys + index)
     tl.store(sorted_keys + place, key)
     tl.store(sorted_positions + place, index if FIRST else tl.load(positions + index))
+    if FLAGGED:
+        tl.store(occurs + key, tl.full([BLOCK], 1, tl.int32), key < groups)
     if is_last == 0:
         next_digit = (key >> (shift + _DIGIT)) & (_BINS - 1)
         one = tl.full([BLOCK], 1, tl.int32)
@@ -230,22 +239,22 @@ class CountSums:
 class Grouping:
     """Groups positions by their ids, in scratch memory that it adds to the plan's workspace.
 
-    After `make_keys` and `sort` comes `mark_groups`, or with `listed` `list_groups`. Sorted keys and positions have room
+    After `begin` and `finish` comes `mark_groups`, or with `listed` `list_groups`. Sorted keys and positions have room
     for at least one place past the end, whose key is above every other.
 
     Args:
         setup: binds the kernels; the workspace gets the regions "keys_a", "keys_b", "positions_a", "positions_b",
-            "counts_a", "counts_b", "counts_c", "begins", "totals", "starts" and "ends", with `stamped` also "stamps",
+            "counts_a", "counts_b", "counts_c", "begins", "totals", "starts" and "ends", with `flagged` also "occurs",
             with `listed` also "group_keys", "segment_of" and "group_count".
         ids: the dtype of the ids.
         count: the most ids of a sort.
         groups: the most groups.
         listed: whether the groups that occur are listed, instead of all being marked.
-        stamped: whether the groups that occur can be told by their "stamps" (`is_member`) before the sort.
+        flagged: whether `begin` says in "occurs" which groups do, 1, and which do not, 0.
     """
 
     def __init__(
-        self, setup: Setup, ids: torch.dtype, count: int, groups: int, *, listed: bool = False, stamped: bool = False
+        self, setup: Setup, ids: torch.dtype, count: int, groups: int, *, listed: bool = False, flagged: bool = False
     ) -> None:
         schedule = _schedule(setup, "grouping")
         warps = {"num_warps": schedule["num_warps"]}
@@ -253,7 +262,7 @@ class Grouping:
         # Few positions are divided into small blocks, so that more processors have some; large ones cost less each.
         self.block = blocks[count > schedule["small_count"]]
         self.few = count <= schedule["few_count"]
-        self.listed = listed
+        self.listed, self.flagged = listed, flagged
 
         def bind(kernel: Kernel, **settings: Any) -> Launch:
             """The kernel for the block of this sort; the other one is bound for sorts of other sizes."""
@@ -261,12 +270,12 @@ class Grouping:
             return launches[blocks.index(self.block)]
 
         def bind_move(first: bool) -> Launch:
-            settings = {"FIRST": first, "CHUNK": schedule["chunk"], **warps}
+            settings = {"FIRST": first, "FLAGGED": first and flagged, "CHUNK": schedule["chunk"], **warps}
             many = setup.kernel(group_move, FEW=False, BLOCK=blocks[1], **settings)
             few = [setup.kernel(group_move, FEW=True, BLOCK=block, **settings) for block in blocks]
             return few[blocks.index(self.block)] if self.few else many
 
-        self._make_keys = bind(group_make_keys, ids=ids, STAMPED=stamped)
+        self._make_keys = bind(group_make_keys, ids=ids, FLAGGED=flagged)
         self._move = {first: bind_move(first) for first in (True, False)}
         self._sums = CountSums(setup)
         number = self._blocks(count)
@@ -275,8 +284,8 @@ class Grouping:
         setup.scratch(keys_a=room, keys_b=room, positions_a=room, positions_b=room)
         setup.scratch(counts_a=digits, counts_b=digits, counts_c=digits)
         setup.scratch(begins=(torch.int32, number) if self.few else digits, totals=(torch.int32, 1 << DIGIT))
-        if stamped:
-            setup.scratch(stamps=(torch.int32, max(1, groups)))
+        if flagged:
+            setup.scratch(occurs=(torch.int32, max(1, groups)))
         if listed:
             self._count_heads, self._list = bind(group_count_heads), bind(group_list)
             setup.scratch(starts=room, ends=room, group_keys=room, segment_of=room, group_count=(torch.int32, 1))
@@ -288,39 +297,45 @@ class Grouping:
         """Blocks of positions; the last one has room for at least one place past the end."""
         return count // self.block + 1
 
-    def make_keys(self, memory: Mapping[str, Any], ids: Any, count: int, groups: int, skipped: int = -1) -> None:
-        """Makes the keys of ids, where they are to be sorted.
+    def begin(self, memory: Mapping[str, Any], ids: Any, count: int, groups: int, skipped: int = -1) -> None:
+        """Makes the keys of ids and sorts them by their lowest digit.
 
         An id below 0, at least `groups`, or equal to `skipped` has the key `groups`.
         """
+        blocks, occurs = self._blocks(count), memory.get("occurs", memory["keys_a"])
+        programs = max(blocks, min(_CLEARING_PROGRAMS, -(-groups // self.block))) if self.flagged else blocks
         self._make_keys.launch(
-            (self._blocks(count),), ids=ids, keys=memory["keys_b"], counts=memory["counts_a"],
-            cleared=memory["counts_b"], stamps=memory.get("stamps", memory["keys_a"]), count=count, groups=groups,
-            skipped=skipped,
+            (programs,), ids=ids, keys=memory["keys_b"], counts=memory["counts_a"], cleared=memory["counts_b"],
+            occurs=occurs, count=count, groups=groups, skipped=skipped, blocks=blocks,
         )  # fmt: skip
+        self._pass(memory, 0, count, groups)
 
-    def sort(self, memory: Mapping[str, Any], count: int, groups: int) -> tuple[Any, Any]:
-        """Sorts the keys, stably; gives the sorted keys and the position each had. Both live in `memory`.
+    def finish(self, memory: Mapping[str, Any], count: int, groups: int) -> tuple[Any, Any]:
+        """Sorts by the other digits; gives the sorted keys and the position each had. Both live in `memory`."""
+        number = self._passes(groups)
+        for index in range(1, number):
+            self._pass(memory, index, count, groups)
+        last = "ba"[number % 2]
+        return memory[f"keys_{last}"], memory[f"positions_{last}"]
 
-        Where groups are listed, at least `LISTED_PASSES` passes are made, so that listing takes as long for a large
-        table as for a small one.
-        """
-        grid, begins, totals = (self._blocks(count),), memory["begins"], memory["totals"]
-        source, target = (memory["keys_b"], memory["positions_b"]), (memory["keys_a"], memory["positions_a"])
-        counts = memory["counts_a"], memory["counts_b"], memory["counts_c"]
-        number = max(passes(groups), LISTED_PASSES) if self.listed else passes(groups)
-        for index in range(number):
-            (keys, positions), (sorted_keys, sorted_positions) = source, target
-            these, following, cleared = counts
-            if not self.few:
-                self._sums.launch(these, begins, totals, 1 << DIGIT, grid[0])
-            self._move[index == 0].launch(
-                grid, keys=keys, positions=positions, counts=these, begins=begins, totals=totals,
-                next_counts=following, cleared=cleared, sorted_keys=sorted_keys, sorted_positions=sorted_positions,
-                shift=index * DIGIT, is_last=int(index == number - 1),
-            )  # fmt: skip
-            source, target, counts = target, source, (following, cleared, these)
-        return source
+    def _passes(self, groups: int) -> int:
+        """Where groups are listed, at least `LISTED_PASSES`: listing takes as long for a large table as for a small."""
+        return max(passes(groups), LISTED_PASSES) if self.listed else passes(groups)
+
+    def _pass(self, memory: Mapping[str, Any], index: int, count: int, groups: int) -> None:
+        """Sorts by one digit, stably, from one of two lists into the other."""
+        blocks, begins, totals = self._blocks(count), memory["begins"], memory["totals"]
+        source, target = "ba" if index % 2 == 0 else "ab"
+        counts, following, cleared = (memory[f"counts_{'abc'[(index + n) % 3]}"] for n in range(3))
+        if not self.few:
+            self._sums.launch(counts, begins, totals, 1 << DIGIT, blocks)
+        self._move[index == 0].launch(
+            (blocks,), keys=memory[f"keys_{source}"], positions=memory[f"positions_{source}"], counts=counts,
+            begins=begins, totals=totals, next_counts=following, cleared=cleared,
+            occurs=memory.get("occurs", counts), sorted_keys=memory[f"keys_{target}"],
+            sorted_positions=memory[f"positions_{target}"], groups=groups, shift=index * DIGIT,
+            is_last=int(index == self._passes(groups) - 1),
+        )  # fmt: skip
 
     def mark_groups(self, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
         """Group g has the places from memory["starts"][g] to memory["ends"][g], where that start `is_member` of it;

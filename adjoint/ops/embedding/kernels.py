@@ -24,7 +24,7 @@ from adjoint.core.launch import Launch, Setup, run_concurrently
 from adjoint.core.layout import Rows
 from adjoint.core.problem import wide_dtype
 from adjoint.device.grouping import MAX_GROUPS
-from adjoint.device.grouping.kernels import Grouping, is_member
+from adjoint.device.grouping.kernels import Grouping
 from adjoint.ops.embedding.plans import SEQUENTIAL, TILE_BITS
 
 LEVELS = 5
@@ -223,11 +223,11 @@ def embedding_write_groups(
 @kernel(budget=COPY, schedule=("ROWS", "BLOCK"))
 @triton.jit
 def embedding_write_zeros(
-    ids: Pointer.ids, stamps: Pointer.int32, out: PointerIf16.output, count: Int32, rows: Int32, skipped: Int32,
-    columns: Int32If16, out_row_stride: Int64If16, out_column_stride: Int64,
+    occurs: Pointer.int32, out: PointerIf16.output, rows: Int32, columns: Int32If16,
+    out_row_stride: Int64If16, out_column_stride: Int64,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for the rows that no token refers to, by their stamps: nearly all of a large table.
+    """Zeros for the rows that no token refers to: nearly all of a large table.
 
     Its programs are few, each with many rows, and leave room for those that sort and sum at the same time.
     """
@@ -236,8 +236,7 @@ def embedding_write_zeros(
     zeros = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        stamp = tl.load(stamps + row, row < rows, other=-1)
-        empty = (row < rows) & ((row == skipped) | (is_member(ids, stamp, row, count) == 0))
+        empty = tl.load(occurs + row, row < rows, other=1) == 0
         target = out + row.to(tl.int64)[:, None] * out_row_stride + step[None, :]
         tl.store(target, zeros, empty[:, None] & (column < columns)[None, :])
 
@@ -349,7 +348,7 @@ class GroupSums:
                 for has_factors in scaled
             }
 
-        self.grouping = Grouping(setup, ids, self.count, self.rows, listed=listed, stamped=not listed)
+        self.grouping = Grouping(setup, ids, self.count, self.rows, listed=listed, flagged=not listed)
         if tile < SEQUENTIAL:
             setup.scratch(partials=(accumulator, sum(self.slots) * self.columns))
             self.tiles_tile, settings = tile_and_settings("tiles")
@@ -364,7 +363,7 @@ class GroupSums:
         if not listed:
             self.zeros_tile = tile_of(schedule, "zeros", self.columns)
             self.zeros_programs = schedule["zeros_programs"]
-            settings = {"ids": ids, "output": output, **self.zeros_tile.settings}
+            settings = {"output": output, **self.zeros_tile.settings}
             # Addresses of single elements take registers: of more rows at once they would spill.
             self.write_zeros = by_access(setup, embedding_write_zeros, settings, strided={"ROWS": 1})
             self.concurrently = self.rows * self.columns * output.itemsize >= CONCURRENT_BYTES
@@ -380,7 +379,7 @@ class GroupSums:
         that has won each element.
         """
         count, columns = self.count, self.columns
-        self.grouping.make_keys(memory, ids, count, self.rows, skipped)
+        self.grouping.begin(memory, ids, count, self.rows, skipped)
         _, inner, outer_stride, inner_stride = Rows.of(gradient)
         column_stride, (out_row_stride, out_column_stride) = gradient.stride(-1), out.stride()
         is_adjacent = outer_stride == 0 and (columns == 1 or column_stride == out_column_stride == 1)
@@ -388,19 +387,17 @@ class GroupSums:
             is_adjacent, gradient, out, columns, inner_stride, out_row_stride, 0 if winners is None else winners
         )
         into = {"out": out, "out_row_stride": out_row_stride, "out_column_stride": out_column_stride}
-        # What a variant does not read, something else stands for.
         terms: dict[str, Any] = {
-            "gradient": gradient, "winners": memory["starts"] if winners is None else winners,
-            "columns": columns, "count": count,
-            "inner": inner, "outer_stride": outer_stride, "inner_stride": inner_stride, "column_stride": column_stride,
+            "gradient": gradient, "winners": winners, "columns": columns, "count": count, "inner": inner,
+            "outer_stride": outer_stride, "inner_stride": inner_stride, "column_stride": column_stride,
         }  # fmt: skip
 
         def write_zeros() -> None:
             if columns:
                 row_tiles, column_tiles = self.zeros_tile.grid(self.rows, columns)
                 self.write_zeros[access].launch(
-                    (min(row_tiles, self.zeros_programs), column_tiles), ids=ids, stamps=memory["stamps"], count=count,
-                    rows=self.rows, skipped=skipped, columns=columns, **into,
+                    (min(row_tiles, self.zeros_programs), column_tiles), occurs=memory["occurs"], rows=self.rows,
+                    columns=columns, **into,
                 )  # fmt: skip
 
         def write_groups() -> None:
@@ -414,17 +411,19 @@ class GroupSums:
     def _write_groups(
         self, memory: Mapping[str, Any], terms: dict[str, Any], into: dict[str, Any], scaled: bool, access: str
     ) -> None:
-        """Sorts the keys and writes the rows of the groups that occur."""
+        """Finishes the sort and writes the rows of the groups that occur."""
         count, columns, limit, levels, grouping = self.count, self.columns, self.limit, self.levels, self.grouping
-        keys, positions = grouping.sort(memory, count, self.rows)
+        keys, positions = grouping.finish(memory, count, self.rows)
         if self.listed:
             grouping.list_groups(memory, keys, count, self.rows)
         else:
             grouping.mark_groups(memory, keys, count, self.rows)
         if columns == 0:
             return
+        # What a variant does not read, something else stands for.
         terms = terms | {
             "positions": positions, "bag_of": memory.get("bag_of", positions),
+            "winners": positions if terms["winners"] is None else terms["winners"],
             "factors": memory.get("factors", positions), "segment_of": memory.get("segment_of", keys),
             "ends": memory["ends"], "partials": memory.get("partials", positions), "segments": limit,
         }  # fmt: skip

@@ -187,8 +187,8 @@ def by_sorting(setup: Setup) -> Execute:
             (-(-count // keys_block),), indices=indices, ids=memory["ids"], count=count, first_line=first_line,
             **lines.select(take_keys.types),
         )  # fmt: skip
-        grouping.make_keys(memory, memory["ids"], count, groups)
-        keys, positions = grouping.sort(memory, count, groups)
+        grouping.begin(memory, memory["ids"], count, groups)
+        keys, positions = grouping.finish(memory, count, groups)
         grouping.mark_groups(memory, keys, count, groups)
         sorted_entries = {name: memory[name] for name in ("starts", "ends", "partials")}
         for bits in levels:
