@@ -23,7 +23,7 @@ from tests.mutants.calls import edges
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TRITON = Preference(backend="triton")
 SMALL = {"channels": 16, "rows": 4, "edge_rows": 2, "rest_rows": 2, "stages": 1, "blocks": 2, "columns": 16, "warps": 4}
-OF_A_STEP = SMALL | {"channels": 32}
+OF_A_STEP = SMALL | {"channels": 32, "word_rows": 2}
 """Words have multiples of 16 channels: 48 leave the last tile half full."""
 
 BACKWARD = "adjoint.ops.conv.triton.backward"
