@@ -128,7 +128,7 @@ def test_one_key_for_all_keeps_the_order(groups: int, device: torch.device) -> N
 
 
 def _members(places: Tensor, members: Tensor) -> Tensor:
-    """Which groups have a place of theirs at the number that stands for them, as `is_member` says it of each."""
+    """Which groups have a place of theirs at the number that stands for them, by the key there."""
     inside = (places >= 0) & (places < len(members))
     return inside & (members[places.clamp(0, len(members) - 1).long()] == torch.arange(len(places)))
 

@@ -32,9 +32,6 @@ from adjoint.device.grouping import DIGIT, LISTED_PASSES, passes
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 _SORT = Budget(registers=128, shared_bytes=16384)
 
-_CLEARING_PROGRAMS = 256
-"""The most programs whose only work is to write zeros."""
-
 _DIGIT = tl.constexpr(DIGIT)
 _BINS = tl.constexpr(1 << DIGIT)
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -67,13 +64,6 @@ def group_make_keys(
         tl.store(keys + index, key)
         tl.store(counts + block * _BINS + bin, tl.histogram(key & (_BINS - 1), _BINS))
         tl.store(cleared + block * _BINS + bin, tl.zeros([_BINS], tl.int32))
-
-
-@triton.jit
-def is_member(members, place, group, count):
-    """Whether a number is a place of the group, in a list of the groups of `count` places."""
-    inside = (place >= 0) & (place < count)
-    return inside & (tl.load(members + place, inside, other=-1) == group)
 
 
 @kernel(budget=_SORT, schedule=("WIDTH", "CHUNK"))
@@ -262,7 +252,7 @@ class Grouping:
         # Few positions are divided into small blocks, so that more processors have some; large ones cost less each.
         self.block = blocks[count > schedule["small_count"]]
         self.few = count <= schedule["few_count"]
-        self.listed, self.flagged = listed, flagged
+        self.listed, self.flagged, self.clearing_programs = listed, flagged, schedule["clearing_programs"]
 
         def bind(kernel: Kernel, **settings: Any) -> Launch:
             """The kernel for the block of this sort; the other one is bound for sorts of other sizes."""
@@ -303,7 +293,7 @@ class Grouping:
         An id below 0, at least `groups`, or equal to `skipped` has the key `groups`.
         """
         blocks, occurs = self._blocks(count), memory.get("occurs", memory["keys_a"])
-        programs = max(blocks, min(_CLEARING_PROGRAMS, -(-groups // self.block))) if self.flagged else blocks
+        programs = max(blocks, min(self.clearing_programs, -(-groups // self.block))) if self.flagged else blocks
         self._make_keys.launch(
             (programs,), ids=ids, keys=memory["keys_b"], counts=memory["counts_a"], cleared=memory["counts_b"],
             occurs=occurs, count=count, groups=groups, skipped=skipped, blocks=blocks,
@@ -338,8 +328,11 @@ class Grouping:
         )  # fmt: skip
 
     def mark_groups(self, memory: Mapping[str, Any], keys: Any, count: int, groups: int) -> None:
-        """Group g has the places from memory["starts"][g] to memory["ends"][g], where that start `is_member` of it;
-        else it is empty."""
+        """Group g has the places from memory["starts"][g] to memory["ends"][g], if it has any.
+
+        Of a group that has none, both are what they were. Its key is then not the one at that start, if that is a
+        place at all, so this tells such groups.
+        """
         self._mark.launch(
             (self._blocks(count),), sorted_keys=keys, starts=memory["starts"], ends=memory["ends"], groups=groups
         )

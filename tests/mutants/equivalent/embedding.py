@@ -69,6 +69,9 @@ EQUIVALENT = {
     ("group_make_keys", "value < groups -> value <= groups"): (
         "the key of an id that is in no group is the number of groups: that id itself"
     ),
+    ("group_move", "tl.full([BLOCK], 1, tl.int32) -> tl.full([BLOCK], 2, tl.int32) (1)"): (
+        "anything but 0 says that a group occurs"
+    ),
     ("group_sum_counts", "tl.minimum(first + share, rows) -> tl.maximum(first + share, rows)"): (
         "a program goes on into the rows of others, with the sums that they find"
     ),

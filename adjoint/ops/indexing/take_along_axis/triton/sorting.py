@@ -18,7 +18,7 @@ from adjoint.core.kernels import Budget, Int32, Int64, Pointer, kernel
 from adjoint.core.launch import Execute, Launch, Setup
 from adjoint.core.problem import wide_dtype
 from adjoint.core.workspace import Memory
-from adjoint.device.grouping.kernels import Grouping, is_member
+from adjoint.device.grouping.kernels import Grouping
 from adjoint.ops.indexing.take_along_axis.layout import Lines, lines_of
 from adjoint.ops.indexing.take_along_axis.plans import TILE, TILE_BITS, lines_at_once
 from adjoint.ops.indexing.take_along_axis.triton.take import bind_for_axes, from_the_beginning, offset_of, place_of
@@ -63,6 +63,13 @@ def load_group(keys, starts, ends, count, groups, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + place, place < count, other=groups)
     return place, tl.load(starts + key, key < groups, other=0), tl.load(ends + key, key < groups, other=0)
+
+
+@triton.jit
+def has_entries(keys, start, element, count):
+    """Whether elements have entries: their first is then at `start`, which is anything for one that has none."""
+    inside = (start >= 0) & (start < count)
+    return inside & (tl.load(keys + start, inside, other=-1) == element)
 
 
 @kernel(budget=_SUM, schedule=("BLOCK",))
@@ -122,7 +129,7 @@ def take_write_sums(
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < groups
     start = tl.load(starts + element, inside, other=-1)
-    size = tl.where(is_member(keys, start, element, count), tl.load(ends + element, inside, other=0) - start, 0)
+    size = tl.where(has_entries(keys, start, element, count), tl.load(ends + element, inside, other=0) - start, 0)
     total = tl.zeros([BLOCK], tl.float64 if DOUBLE else tl.float32)
     number = tl.where(size <= _TILE, size, 0)
     for step in range(0, tl.max(number)):
