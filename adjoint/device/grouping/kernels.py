@@ -247,7 +247,7 @@ class Grouping:
         self, setup: Setup, ids: torch.dtype, count: int, groups: int, *, listed: bool = False, flagged: bool = False
     ) -> None:
         schedule = _schedule(setup, "grouping")
-        warps = {"num_warps": schedule["num_warps"]}
+        warps: dict[str, Any] = {"num_warps": schedule["num_warps"]}
         blocks = schedule["small_block"], schedule["block"]
         # Few positions are divided into small blocks, so that more processors have some; large ones cost less each.
         self.block = blocks[count > schedule["small_count"]]

@@ -22,7 +22,7 @@ from adjoint.ops.conv.triton.rows import activate, convolve, load_bias, load_row
 
 
 @triton.jit
-def side_by_side(columns, SHAPE: tl.constexpr, LEVELS: tl.constexpr):
+def side_by_side(columns, ROWS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr):
     """Tiles along a last axis of 2^LEVELS; what it has more than those repeats the first."""
     for _ in tl.static_range(2**LEVELS - len(columns)):
         columns = columns + (columns[0],)
@@ -31,7 +31,7 @@ def side_by_side(columns, SHAPE: tl.constexpr, LEVELS: tl.constexpr):
         for number in tl.static_range(2 ** (LEVELS - 1 - level)):
             joined = joined + (tl.join(columns[number], columns[number + 2 ** (LEVELS - 1 - level)]),)
         columns = joined
-    return tl.reshape(columns[0], SHAPE + (2**LEVELS,))
+    return tl.reshape(columns[0], (ROWS, CHANNELS, 2**LEVELS))
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def apart(flat, COUNT: tl.constexpr, PAIRS: tl.constexpr, LEVELS: tl.constexpr):
 def together(words, COUNT: tl.constexpr, PAIRS: tl.constexpr, LEVELS: tl.constexpr):
     """The other way round; what is past the last pair's words repeats some of them."""
     word = tl.arange(0, PAIRS * 2**LEVELS)
-    flat = tl.reshape(side_by_side(words, (PAIRS,), LEVELS), (PAIRS * 2**LEVELS,))
+    flat = tl.reshape(side_by_side(words, 1, PAIRS, LEVELS), (PAIRS * 2**LEVELS,))
     if COUNT < 2**LEVELS:
         flat = tl.gather(flat, (tl.minimum(word // COUNT, PAIRS - 1) << LEVELS) + word % COUNT, 0)
     return flat
@@ -103,7 +103,8 @@ def step_pairs(
         other_result = activate(convolve(other_rows, other_taps, other_start, 0, WIDTH), SILU, True, NATIVE)
         result = tl.where(is_live, result, 0.0).to(KIND)
         other_result = tl.where(is_live, other_result, 0.0).to(KIND)
-        tl.store(as_words(y + t * channels), words_of((result, other_result), 1)[0], inside)
+        words = words_of((result, other_result), 1)
+        tl.store(as_words(y + t * channels), words[0], inside)
         token = tl.load(as_words(x + (t + 1) * x_token), live & (t + 1 < time), other=0)
         window = rows[1:]
         other_window = other_rows[1:]
@@ -226,7 +227,7 @@ def conv_step(
         if IN_PLACE:
             out, inside = state + at, live
         out = out[:, :, None] + column * (state_column if IN_PLACE else 1)
-        tl.store(out, side_by_side(window, (ROWS, CHANNELS), LEVELS), inside[:, :, None] & (column < BEFORE))
+        tl.store(out, side_by_side(window, ROWS, CHANNELS, LEVELS), inside[:, :, None] & (column < BEFORE))
 
 
 def _in_words(width: int, weight: Tensor, state: Tensor) -> bool:
