@@ -69,6 +69,9 @@ EQUIVALENT = {
     ("group_make_keys", "value < groups -> value <= groups"): (
         "the key of an id that is in no group is the number of groups: that id itself"
     ),
+    ("group_make_keys", "tl.num_programs(0) * BLOCK -> tl.num_programs(0) + BLOCK"): (
+        "some memory is cleared more than once: a program has more than one block of it only where there are others"
+    ),
     ("group_move", "tl.full([BLOCK], 1, tl.int32) -> tl.full([BLOCK], 2, tl.int32) (1)"): (
         "anything but 0 says that a group occurs"
     ),
