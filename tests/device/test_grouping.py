@@ -35,13 +35,17 @@ def _setup(device: torch.device) -> Setup:
     return Setup(Problem("grouping", device, ()), {})
 
 
-def _sort(ids: Tensor, groups: int, skipped: int = -1, *, listed: bool = False, most: int = 0) -> _Sorted:
+def _sort(
+    ids: Tensor, groups: int, skipped: int = -1, *, listed: bool = False, flagged: bool = False, most: int = 0,
+    fill: int = 0xAB,
+) -> _Sorted:  # fmt: skip
     """Sorts in a workspace full of what nobody wrote, which has room for `most` ids."""
     setup, count = _setup(ids.device), ids.numel()
-    grouping = Grouping(setup, ids.dtype, max(most, count), groups, listed=listed)
-    workspace = torch.full((setup.regions.bytes,), 0xAB, dtype=torch.uint8, device=ids.device)
+    grouping = Grouping(setup, ids.dtype, max(most, count), groups, listed=listed, flagged=flagged)
+    workspace = torch.full((setup.regions.bytes,), fill, dtype=torch.uint8, device=ids.device)
     memory = setup.regions.tensors(workspace)
-    return _Sorted(grouping, memory, *grouping.sort(memory, ids, count, groups, skipped))
+    grouping.begin(memory, ids, count, groups, skipped)
+    return _Sorted(grouping, memory, *grouping.finish(memory, count, groups))
 
 
 def _ids(count: int, groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -123,16 +127,36 @@ def test_one_key_for_all_keeps_the_order(groups: int, device: torch.device) -> N
 # ---------------------------------------------------------------------------------------------- groups
 
 
+def _members(places: Tensor, members: Tensor) -> Tensor:
+    """Which groups have a place of theirs at the number that stands for them, by the key there."""
+    inside = (places >= 0) & (places < len(members))
+    return inside & (members[places.clamp(0, len(members) - 1).long()] == torch.arange(len(places)))
+
+
+FILLS = pytest.mark.parametrize("fill", [0, 0xAB], ids=["zeros", "negative"])
+"""What was in the workspace before: places that are there, or none."""
+
+
 @pytest.mark.kernels
-@_sizes((600, 1), (600, 5000))
-def test_groups_are_marked_where_they_begin_and_end(count: int, groups: int, device: torch.device) -> None:
+@_sizes((600, 1), (600, 5000), (600, 2**20))
+def test_flags_tell_which_groups_occur(count: int, groups: int, device: torch.device) -> None:
+    """The one that is skipped does not."""
     ids = _ids(count, groups).to(device)
-    sorting, memory, keys, _ = _sort(ids, groups)
+    flags = _sort(ids, groups, skipped=0, flagged=True).memory["occurs"][:groups]
+    assert torch.equal(flags.long(), torch.bincount(_keys(ids, groups, 0), minlength=groups + 1)[:groups].clamp(max=1))
+
+
+@pytest.mark.kernels
+@FILLS
+@_sizes((600, 1), (600, 5000))
+def test_groups_are_marked_where_they_begin_and_end(count: int, groups: int, fill: int, device: torch.device) -> None:
+    ids = _ids(count, groups).to(device)
+    sorting, memory, keys, _ = _sort(ids, groups, fill=fill)
     sorting.mark_groups(memory, keys, count, groups)
     sizes = torch.bincount(_keys(ids, groups, -1), minlength=groups + 1)[:groups]
     ends = sizes.cumsum(0)
     starts, occurs = memory["starts"][:groups], sizes > 0
-    assert (starts[~occurs] == -1).all()
+    assert torch.equal(_members(starts.cpu(), keys.cpu()), occurs.cpu())
     assert torch.equal(starts[occurs].long(), (ends - sizes)[occurs])
     assert torch.equal(memory["ends"][:groups][occurs].long(), ends[occurs])
 
@@ -160,5 +184,5 @@ def test_a_group_may_span_blocks(device: torch.device) -> None:
     ids = torch.tensor([4] * 255 + [5] + [6] * 300 + [1], device=device)
     sorting, memory, keys, _ = _sort(ids, 7)
     sorting.mark_groups(memory, keys, len(ids), 7)
-    assert memory["starts"][:7].tolist() == [-1, 0, -1, -1, 1, 256, 257]
+    assert memory["starts"][:7][[1, 4, 5, 6]].tolist() == [0, 1, 256, 257]
     assert memory["ends"][:7][[1, 4, 5, 6]].tolist() == [1, 256, 257, 557]

@@ -175,9 +175,12 @@ def small_schedules(sizes: dict[str, int]) -> None:
 
 
 SMALL_GROUPING = {
-    "grouping": {"small_block": 8, "block": 16, "small_count": 19, "num_warps": 4},
+    "grouping": {
+        "small_block": 8, "block": 16, "small_count": 19, "few_count": 40, "chunk": 2, "clearing_programs": 2,
+        "num_warps": 4,
+    },
     "group_sum_counts": {"width": 4, "chunk": 2, "shares": 2, "num_warps": 4},
-}
+}  # fmt: skip
 
 
 def small_digits() -> None:

@@ -255,7 +255,7 @@ def shrink(sources: dict[str, str], load: Callable[[str, str], None]) -> None:
         path = Path(str(module.__file__))
         source = rewrite(module, path.read_text(encoding="utf-8"), changes)
         exec(compile(source, str(path), "exec"), vars(module))
-    small_schedules({"block": 16, "elements": 256, "unroll": 2, "warps": 4})
+    small_schedules({"block": 16, "elements": 32, "programs": 2, "unroll": 2, "warps": 4})
     small_digits()
     for name, source in sources.items():
         load(name, source)

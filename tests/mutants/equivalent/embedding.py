@@ -66,17 +66,19 @@ EQUIVALENT = {
     ("embedding_bag_entries", "bags - 1 -> bags + 1"): "the bag of an entry that is in none is never used",
     ("embedding_bag_entries", "other=1 -> other=2"): "the factor of an entry that counts for nothing is never used",
     # grouping
-    ("group_count_digits", "value < groups -> value <= groups"): (
+    ("group_make_keys", "value < groups -> value <= groups"): (
         "the key of an id that is in no group is the number of groups: that id itself"
     ),
-    ("group_sum_counts", "tl.full([size], -1, tl.int32) -> tl.full([size], -2, tl.int32)"): (
-        "anything below 0 says that a group is empty"
+    ("group_make_keys", "tl.num_programs(0) * BLOCK -> tl.num_programs(0) + BLOCK"): (
+        "some memory is cleared more than once: a program has more than one block of it only where there are others"
+    ),
+    ("group_move", "tl.full([BLOCK], 1, tl.int32) -> tl.full([BLOCK], 2, tl.int32) (1)"): (
+        "anything but 0 says that a group occurs"
     ),
     ("group_sum_counts", "tl.minimum(first + share, rows) -> tl.maximum(first + share, rows)"): (
         "a program goes on into the rows of others, with the sums that they find"
     ),
     ("group_sum_counts", "bin < bins -> bin <= bins (1)"): "the bin past the last is summed and not stored",
-    ("group_sum_counts", "tl.num_programs(1) -> tl.num_programs(2)"): "the same memory is filled more than once",
     ("load_neighbours", "other=-1 -> other=-2 (1)"): "any number that is no key",
     ("load_neighbours", "other=-1 -> other=-2 (2)"): "what is in no group is not the last of one, whatever follows",
     ("load_neighbours", "other=-1 -> other=1 (2)"): "what is in no group is not the last of one, whatever follows",

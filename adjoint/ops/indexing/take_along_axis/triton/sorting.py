@@ -65,6 +65,13 @@ def load_group(keys, starts, ends, count, groups, BLOCK: tl.constexpr):
     return place, tl.load(starts + key, key < groups, other=0), tl.load(ends + key, key < groups, other=0)
 
 
+@triton.jit
+def has_entries(keys, start, element, count):
+    """Whether elements have entries: their first is then at `start`, which is anything for one that has none."""
+    inside = (start >= 0) & (start < count)
+    return inside & (tl.load(keys + start, inside, other=-1) == element)
+
+
 @kernel(budget=_SUM, schedule=("BLOCK",))
 @triton.jit
 def take_sum_tiles(
@@ -111,8 +118,9 @@ def take_sum_partials(
 @kernel(budget=replace(_SUM, spilled_elsewhere=16), schedule=("BLOCK",))
 @triton.jit
 def take_write_sums(
-    dout: Pointer.element, positions: Pointer.int32, starts: Pointer.int32, ends: Pointer.int32,
-    partials: Pointer.accumulator, dx: Pointer.element, groups: Int32, entries: Int32, length: Int32, axis_step: Int64,
+    dout: Pointer.element, keys: Pointer.int32, positions: Pointer.int32, starts: Pointer.int32, ends: Pointer.int32,
+    partials: Pointer.accumulator, dx: Pointer.element, count: Int32, groups: Int32, entries: Int32, length: Int32,
+    axis_step: Int64,
     first_line: Int64, line_sizes: Int64 * 3, dx_steps: Int64 * 4, line_dout_steps: Int64 * 4, entry_sizes: Int32 * 3,
     dout_steps: Int64 * 4,
     DOUBLE: tl.constexpr, ONE: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
@@ -121,10 +129,9 @@ def take_write_sums(
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < groups
     start = tl.load(starts + element, inside, other=-1)
-    end = tl.load(ends + element, start >= 0, other=-1)
-    count = end - start
+    size = tl.where(has_entries(keys, start, element, count), tl.load(ends + element, inside, other=0) - start, 0)
     total = tl.zeros([BLOCK], tl.float64 if DOUBLE else tl.float32)
-    number = tl.where(count <= _TILE, count, 0)
+    number = tl.where(size <= _TILE, size, 0)
     for step in range(0, tl.max(number)):
         position = tl.load(positions + start + step, step < number, other=0)
         total += load_entry(
@@ -134,8 +141,8 @@ def take_write_sums(
     # The level of partial sums with at most TILE of them for this element.
     bits = tl.full([BLOCK], _BITS, tl.int32)
     for _ in tl.static_range(5):
-        bits = tl.where(((count - 1) >> bits) >= _TILE, bits + _BITS, bits)
-    number = tl.where(count > _TILE, ((count - 1) >> bits) + 1, 0)
+        bits = tl.where(((size - 1) >> bits) >= _TILE, bits + _BITS, bits)
+    number = tl.where(size > _TILE, ((size - 1) >> bits) + 1, 0)
     for step in range(0, tl.max(number)):
         total += tl.load(partials + start + (step << bits), step < number, other=0)
     line = element // length + first_line
@@ -187,7 +194,8 @@ def by_sorting(setup: Setup) -> Execute:
             (-(-count // keys_block),), indices=indices, ids=memory["ids"], count=count, first_line=first_line,
             **lines.select(take_keys.types),
         )  # fmt: skip
-        keys, positions = grouping.sort(memory, memory["ids"], count, groups)
+        grouping.begin(memory, memory["ids"], count, groups)
+        keys, positions = grouping.finish(memory, count, groups)
         grouping.mark_groups(memory, keys, count, groups)
         sorted_entries = {name: memory[name] for name in ("starts", "ends", "partials")}
         for bits in levels:
@@ -199,8 +207,8 @@ def by_sorting(setup: Setup) -> Execute:
             else:
                 sum_partials.launch(sums_grid, keys=keys, count=count, groups=groups, bits=bits, **sorted_entries)
         write_sums.launch(
-            (-(-groups // sums_block),), dout=dout, positions=positions, dx=dx, groups=groups, first_line=first_line,
-            **sorted_entries, **lines.select(take_write_sums.types),
+            (-(-groups // sums_block),), dout=dout, keys=keys, positions=positions, dx=dx, count=count, groups=groups,
+            first_line=first_line, **sorted_entries, **lines.select(take_write_sums.types),
         )  # fmt: skip
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
