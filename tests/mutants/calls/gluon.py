@@ -197,6 +197,10 @@ a group has, two launches of columns; a whole group, and whole tiles of columns.
 stays beside the last column; and a token that is NaN, and reaches no expert but its own."""
 
 
+ONE_AFTER_THE_OTHER = Layer.of(320, 64, (64, 64, 0, 0, 64, 5))
+"""Tiles of 64 rows, which have none for one warpgroup, and experts without rows, behind which one program has more."""
+
+
 @cache
 def record_experts() -> None:
     """Keeps the same of the expert layer's kernels."""
@@ -205,6 +209,7 @@ def record_experts() -> None:
     with _recording():
         for make in LAYERS:
             make().results(SCHEDULES[0])
+        ONE_AFTER_THE_OTHER.results(SCHEDULES[0], programs=1)
     _recorded.sort(key=lambda launch: launch.seconds)
 
 

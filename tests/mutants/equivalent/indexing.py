@@ -27,5 +27,4 @@ EQUIVALENT = {
         for change in ("end - start > _TILE -> end - start >= _TILE", "end - start -> end + start")
     },
     ("take_write_sums", "tl.static_range(5) -> tl.static_range(6)"): "no element has entries for a sixth level",
-    ("take_write_sums", "other=-1 -> other=-2 (2)"): "fewer entries than none are none",
 }  # fmt: skip

@@ -196,10 +196,22 @@ EQUIVALENT = {
         "experts.hopper.device.token_lines",
         "inside[:, None] & (column < DEPTH)[None, :] -> inside[:, None] | (column < DEPTH)[None, :]",
     ): "in the place of a row past the last, the first token's is copied and multiplied, and not stored",
-    (
-        "moe_experts_down_adjoint_hopper",
-        "[2, HALF, PART] -> [3, HALF, PART]",
-    ): "more shared memory than is used, which the budget of a build limits",
+    **{
+        (function, change): "more shared memory than is used, which the budget of a build limits"
+        for function, change in (
+            ("moe_experts_down_adjoint_hopper", "[2, HALF, PART] -> [3, HALF, PART]"),
+            ("experts.hopper.device.allocate_rest", "[2, HALF, HALF] -> [3, HALF, HALF]"),
+        )
+    },
+    **{
+        ("experts.hopper.device.result_room", change): "two parts change places, for who writes and who copies them"
+        for change in ("PART == 2 -> PART == 3", "PART == 2 -> PART != 2")
+    },
+    ("experts.hopper.device.multiply", "steps > 0 -> steps >= 0 (1)"): "products that lend no stage have steps",
+    ("experts.hopper.product._store", "rows >= HALF -> rows > HALF"): "threads store the rows that TMA would copy",
+    ("experts.hopper.product._store", "columns - part * HALF -> columns + part * HALF"): (
+        "columns are a multiple of 64, so that a part that is stored has all of its own"
+    ),
     **{
         (f"experts.hopper.{function}", change): "a half without rows is copied too, and passed by"
         for function, change in (
@@ -210,8 +222,7 @@ EQUIVALENT = {
         )
     },
     **{
-        (f"experts.hopper.{function}._consumer", change): "a half without rows is multiplied too, and not stored"
-        for function in ("up", "product")
+        ("experts.hopper.up._consumer", change): "a half without rows is multiplied too, and not stored"
         for change in (
             "begin + HALF_NUMBER * HALF < end -> begin + HALF_NUMBER * HALF <= end",
             "begin + HALF_NUMBER * HALF -> begin - HALF_NUMBER * HALF (1)",
@@ -225,7 +236,7 @@ EQUIVALENT = {
         for function, change in (
             ("moe_experts_down_adjoint_hopper", "INNER + COLUMNS - 1 -> INNER + COLUMNS - 2"),
             ("moe_experts_up_hopper", "INNER + GATE - 1 -> INNER + GATE - 2"),
-            ("moe_experts_product_hopper", "WIDTH + COLUMNS - 1 -> WIDTH + COLUMNS - 2"),
+            ("moe_experts_product_hopper", "COLUMNS - 1 -> COLUMNS - 2"),
             ("experts.hopper.outer._producer", "M + ROWS - 1 -> M + ROWS - 2"),
             ("experts.hopper.outer._producer", "N + COLUMNS - 1 -> N + COLUMNS - 2"),
             ("experts.hopper.outer._consumer", "M + ROWS - 1 -> M + ROWS - 2"),
@@ -237,8 +248,12 @@ EQUIVALENT = {
         for function, change in (
             ("moe_experts_up_hopper", "INNER + GATE - 1 -> INNER + GATE + 1"),
             ("moe_experts_up_hopper", "(INNER + GATE - 1) // GATE -> (INNER + GATE - 1) % GATE"),
-            ("moe_experts_product_hopper", "WIDTH + COLUMNS - 1 -> WIDTH + COLUMNS + 1"),
-            ("moe_experts_product_hopper", "(WIDTH + COLUMNS - 1) // COLUMNS -> (WIDTH + COLUMNS - 1) % COLUMNS"),
+            ("moe_experts_product_hopper", "COLUMNS - 1 -> COLUMNS + 1"),
+            ("moe_experts_product_hopper", "N - first_column -> N + first_column"),
+            (
+                "moe_experts_product_hopper",
+                "gl.minimum(WIDTH, N - first_column) -> gl.maximum(WIDTH, N - first_column)",
+            ),
         )
     },
     **{
