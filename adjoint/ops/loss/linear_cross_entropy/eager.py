@@ -93,7 +93,7 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
     element = hidden.dtype
     kind, rows, target = wide_dtype(element), hidden, labels
     if hidden.dim() != 2:
-        rows, target = hidden.reshape(-1, weight.shape[1]), labels.reshape(-1)
+        rows, target = hidden.reshape(labels.numel(), weight.shape[1]), labels.reshape(-1)
     if element != kind:
         rows, weight, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
     target = target.long()
@@ -136,13 +136,13 @@ def _forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     write_count(tokens, count)
     if targets.numel():
         write_targets(tokens, targets)
-    rows = hidden.reshape(-1, columns)
+    rows = hidden.reshape(labels.numel(), columns)
     kept = hidden_sums.numel() + weight_sums.numel() + bias_sums.numel()
     # float16 is divided by the number of labels later: see `divides_later`.
     g: Tensor | float | None = None
     if kept and loss.reduction == "mean" and hidden.dtype != torch.float16:
         g = 1 / max(1, len(rows)) if tokens.counted is None else count.reciprocal()
-    by_row = hidden_sums.view(-1, columns) if hidden_sums.numel() else hidden_sums
+    by_row = hidden_sums.view(rows.shape) if hidden_sums.numel() else hidden_sums
     wide, wide_bias = weight.to(kind), None if bias is None else bias.to(kind)
     losses = [count.new_empty(0)]
     for block in row_blocks(len(rows), classes):
@@ -187,8 +187,8 @@ def _again(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     loss, kind, columns = Loss(*numbers), wide_dtype(hidden.dtype), weight.shape[1]
     g, h = upstream_of_rows(dloss, dlog_probabilities, count, len(targets), loss)
     dhidden, dweight, dbias = outputs
-    rows, tokens = hidden.reshape(-1, columns), tokens_from(targets)
-    by_row = dhidden.view(-1, columns) if dhidden.numel() else dhidden
+    rows, tokens = hidden.reshape(len(targets), columns), tokens_from(targets)
+    by_row = dhidden.view(rows.shape) if dhidden.numel() else dhidden
     sums = tuple(x if x.dtype == kind else x.new_empty(x.shape, dtype=kind) for x in (dweight, dbias))
     wide, wide_bias = weight.to(kind), None if bias is None else bias.to(kind)
     for block in row_blocks(len(rows), weight.shape[0]):
