@@ -32,7 +32,6 @@ from adjoint.ops.loss.linear_cross_entropy.kept import (
     NEED_HIDDEN,
     NEED_WEIGHT,
     divides_later,
-    hidden_sums_dtype,
     needed_sums,
 )
 
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
 
 HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 """Whether torch multiplies 16-bit matrices on a GPU and leaves the result in float32."""
-
-
-NOTHING = {kind: torch.empty(0, dtype=kind) for kind in (torch.int32, torch.bfloat16, torch.float32, torch.float64)}
-"""What is not kept, on the CPU."""
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,23 +97,27 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
-    nothing = NOTHING[kind]
-    public, saved = (plain.value, logits.new_empty(0)), (NOTHING[torch.int32], nothing, plain.count)
     needed = needed_sums(loss, frozen, keep, bias is not None)
-    if not needed:
-        return *public, *saved, NOTHING[hidden_sums_dtype(element)], nothing, nothing
-    own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
-    slopes = plain_slopes(logarithms, target, plain.number, loss.ignore_index, reduction_of(own))
-    if not plain.is_whole:  # what does not count has no gradient, whatever its logits
-        slopes.masked_fill_((target == loss.ignore_index).unsqueeze(1), 0.0)
-    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else nothing
+    slopes = logarithms  # not read, unless they are
+    if needed:
+        own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
+        slopes = plain_slopes(logarithms, target, plain.number, loss.ignore_index, reduction_of(own))
+        if not plain.is_whole:  # what does not count has no gradient, whatever its logits
+            slopes.masked_fill_((target == loss.ignore_index).unsqueeze(1), 0.0)
+    empty = logits.new_empty
+    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else empty(0)
     if element == torch.bfloat16:
         of_hidden = of_hidden.to(element)
-    if needed & NEED_HIDDEN and hidden.dim() != 2:
-        of_hidden = of_hidden.view(hidden.shape)
-    of_weight = torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else nothing
-    of_bias = slopes.sum(0) if needed & NEED_BIAS else nothing
-    return *public, *saved, of_hidden, of_weight, of_bias
+    return (
+        plain.value,
+        empty(0),
+        empty(0, dtype=torch.int32),
+        empty(0),
+        plain.count,
+        of_hidden if hidden.dim() == 2 or not needed & NEED_HIDDEN else of_hidden.view(hidden.shape),
+        torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else empty(0),
+        slopes.sum(0) if needed & NEED_BIAS else empty(0),
+    )
 
 
 def forward(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
