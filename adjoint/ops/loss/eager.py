@@ -207,7 +207,7 @@ class Plain(NamedTuple):
         return Plain(value if counted else torch.zeros_like(value), number, counted, counted == target.shape[0])
 
     @property
-    def count(self) -> Tensor:
+    def kept_count(self) -> Tensor:
         """The number of labels, at least 1, as it is kept."""
         return self.number.view(1) if self.counted else self.number.new_ones(1)
 
@@ -240,7 +240,7 @@ def forward_plain(logits: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, .
     sizes = rows.gather(1, index).sub_(logarithms.gather(1, index)).view(-1)
     if ignored is not None:
         sizes.masked_fill_(ignored, 0.0)
-    return plain.value, plain.value.new_empty(0), targets, sizes, plain.count
+    return plain.value, plain.value.new_empty(0), targets, sizes, plain.kept_count
 
 
 def _backward_plain(dloss: Tensor, logits: Tensor, targets: Tensor, count: Tensor, loss: Loss, dlogits: Tensor) -> None:

@@ -113,7 +113,7 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
         empty(0),
         empty(0, dtype=torch.int32),
         empty(0),
-        plain.count,
+        plain.kept_count,
         of_hidden if hidden.dim() == 2 or not needed & NEED_HIDDEN else of_hidden.view(hidden.shape),
         torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else empty(0),
         slopes.sum(0) if needed & NEED_BIAS else empty(0),
