@@ -62,6 +62,18 @@ def require_integer(op: str, name: str, value: Any) -> int:
     return int(value)
 
 
+def require_flag(op: str, name: str, value: Any) -> bool:
+    """A truth value, and nothing that is as good as one."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{op}: {name} must be True or False, got {value!r}")
+    return value
+
+
+def reuse_form(op: str, reuse_inputs: Any) -> str:
+    """The form of the backward that `reuse_inputs` asks for, as `Op.call` takes it."""
+    return "reuse" * require_flag(op, "reuse_inputs", reuse_inputs)
+
+
 def require_size(op: str, name: str, value: Any) -> int:
     """A number of rows, columns or heads."""
     if (size := require_integer(op, name, value)) < 1:

@@ -165,6 +165,8 @@ class Rows(NamedTuple):
 
 def lies_as_rows(tensor: Tensor) -> bool:
     """Whether kernels can read a tensor where it lies: rows of adjacent elements, along at most two axes."""
+    if tensor.is_contiguous():
+        return True
     adjacent = tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
     return tensor.numel() == 0 or (adjacent and leading_axes(tensor) is not None)
 

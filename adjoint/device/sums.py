@@ -88,6 +88,7 @@ def sum_bound(
     each. For float64 the exact sum is itself one in float64, of as many roundings as terms.
     """
     info = torch.finfo(wide_dtype(dtype))
+    steps = steps.double()  # of integers and numbers torch would make float32, which has not the smallest of float64
     if dtype == torch.float64:
         steps = steps + count
     chain = steps * (info.eps / 2)

@@ -16,6 +16,7 @@ from adjoint.ops import moe
 from tests.models import oracle
 from tests.models.small import CONFIGS, GRADIENTS, LOGITS, distance, small_model
 from tests.models.test_hybrid import with_gradient_of, wrong_gradients
+from tests.stated import stated
 
 FOLDERS = {"qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
 
@@ -323,9 +324,10 @@ def test_the_auxiliary_loss_is_kept(ids: Tensor) -> None:
     )
 
 
-ADAPTED = 1e-6
+ADAPTED = stated("models", "| gradients of adapters, float64 |")
+ADAPTED_BESIDE_ROUTERS = stated("models", "| gradients of adapters beside routers, float64 |")
 """How far gradients of adapters in float64 may be from the oracle's, of their norm. Adapters of random numbers multiply
-roundings by up to ten thousand, which makes float32 no measure of them; routers round their weights to it even so."""
+roundings by up to ten thousand, which makes float32 no measure of them."""
 
 
 def exact_adapters(name: str, ids: Tensor, adapters: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
@@ -365,8 +367,9 @@ def test_adapters(name: str, patch_first: bool, ids: Tensor) -> None:
     adapters = {key: p for key, p in wrapped.named_parameters() if "lora" in key}
     exact = exact_adapters(name, ids, adapters, scale=4.0)
     assert exact.keys() == {key for key, p in wrapped.named_parameters() if p.grad is not None}
+    bound = ADAPTED_BESIDE_ROUTERS if hasattr(model.config, "num_experts") else ADAPTED
     for key, gradient in exact.items():
-        assert distance(adapters[key].grad, gradient) <= ADAPTED, key
+        assert distance(adapters[key].grad, gradient) <= bound, key
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
@@ -416,7 +419,7 @@ def test_a_trainer_trains_it(ids: Tensor, tmp_path: Any) -> None:
     def losses(model: Any) -> list[float]:
         settings = transformers.TrainingArguments(
             str(tmp_path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True,
-            save_strategy="no", learning_rate=1e-3, disable_tqdm=True, gradient_checkpointing=True,
+            save_strategy="no", learning_rate=1e-3, disable_tqdm=True, gradient_checkpointing=True, optim="sgd",
         )  # fmt: skip
         rows = [{"input_ids": row, "labels": row} for row in ids.repeat(3, 1)]
         trainer = transformers.Trainer(model, settings, train_dataset=rows)
@@ -424,7 +427,9 @@ def test_a_trainer_trains_it(ids: Tensor, tmp_path: Any) -> None:
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     theirs, ours = losses(their_model("qwen3_5")), losses(patched("qwen3_5"))
-    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-3)
+    # Steps of SGD lower the loss by as much as gradients say, and no loss by more than itself.
+    assert len(ours) == 3 and ours[2] < ours[0]
+    assert all(abs(a - b) <= 2 * (LOGITS + GRADIENTS) * b for a, b in zip(ours, theirs, strict=True))
 
 
 # ------------------------------------------------------------------------------------------- refusals

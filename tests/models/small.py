@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.models import HybridConfig, HybridLM
+from tests.stated import stated
 
 SIZES = {
     "vocab_size": 61,
@@ -55,11 +56,14 @@ def sequences(lengths: tuple[int, ...] = (9, 1, 0, 14, 5)) -> list[Tensor]:
     return [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator) for length in lengths]
 
 
-LOGITS, PACKED_LOGITS = 1e-5, 2e-5
-"""How far logits in float32, and those of packed sequences, may be from the exact ones: of their norm, as
-docs/models.md states."""
-GRADIENTS = 1e-4
-"""The same of each parameter's gradient."""
+LOGITS = stated("models", "| logits, float32 |")
+PACKED_LOGITS = stated("models", "| logits of packed sequences, float32 |")
+GRADIENTS = stated("models", "| gradients of parameters, float32 |")
+EXACT_LOGITS = stated("models", "| logits, float64 |")
+EXACT_GRADIENTS = stated("models", "| gradients of parameters, float64 |")
+ANOTHER_WAY = stated("models", "| packed, in chunks or in steps, float64 |")
+"""How far results may be from the exact ones, of their norm."""
+SAME_LOSS = stated("models", "| a loss with its logits and without, float64 |")
 
 
 def distance(result: Tensor, exact: Tensor) -> float:

@@ -10,12 +10,10 @@ import adjoint
 from adjoint.models import Decoder, HybridLM, generation, pack
 from adjoint.nn.attention import attend_in_pieces
 from adjoint.nn.cache import ROOM, KeyValueCache
-from tests.models.small import CONFIGS, distance, sequences, small_model
+from tests.models.small import ANOTHER_WAY, CONFIGS, distance, sequences, small_model
+from tests.stated import stated
 
 families = pytest.mark.parametrize("name", CONFIGS)
-
-BOUND = 1e-12
-"""Of logits in float64, by their norm: other orders of the same sums."""
 
 
 def texts() -> list[list[int]]:
@@ -35,14 +33,17 @@ def test_steps_of_some_sequences_are_those_of_the_whole_forward(name: str) -> No
         assert model.decoder(cache) is decoder
         for t in range(3, 6):
             logits = decoder([texts()[1][t - 1], texts()[0][t]], slots=[0, 3])
-            assert distance(logits, torch.stack((whole[1][t - 1], whole[0][t]))) <= BOUND
+            assert distance(logits, torch.stack((whole[1][t - 1], whole[0][t]))) <= ANOTHER_WAY
         for t in range(6):
-            assert distance(decoder([texts()[2][t]], slots=[1])[0], whole[2][t]) <= BOUND
+            assert distance(decoder([texts()[2][t]], slots=[1])[0], whole[2][t]) <= ANOTHER_WAY
         assert cache.lengths == (5, 6, 0, 6)
         for t in range(6, 9):
             logits = decoder([texts()[0][t], texts()[1][t - 1]], slots=[3, 0])
-            assert distance(logits, torch.stack((whole[0][t], whole[1][t - 1]))) <= BOUND
-        assert distance(model(torch.tensor([texts()[1][8:]]), cache=cache, slots=[0]).logits[0], whole[1][8:]) <= BOUND
+            assert distance(logits, torch.stack((whole[0][t], whole[1][t - 1]))) <= ANOTHER_WAY
+        assert (
+            distance(model(torch.tensor([texts()[1][8:]]), cache=cache, slots=[0]).logits[0], whole[1][8:])
+            <= ANOTHER_WAY
+        )
 
 
 def test_what_a_step_gives_is_not_overwritten_by_the_next() -> None:
@@ -65,7 +66,7 @@ def test_a_cache_that_is_full_grows() -> None:
         assert attention.room == ROOM
         model(text[None, : ROOM - 1], cache=cache, slots=[1])
         for t in range(ROOM - 1, ROOM + 3):
-            assert distance(model.decoder(cache)([int(text[t])], slots=[1])[0], whole[t]) <= BOUND
+            assert distance(model.decoder(cache)([int(text[t])], slots=[1])[0], whole[t]) <= ANOTHER_WAY
     assert attention.room > ROOM and attention.room % ROOM == 0
 
 
@@ -80,9 +81,9 @@ def test_snapshots_and_cleared_slots_of_a_cache_with_a_decoder() -> None:
         kept = cache.snapshot()
         decoder([7]), decoder([8])
         cache.rollback(kept)
-        assert distance(decoder([text[4]])[0], whole[4]) <= BOUND
+        assert distance(decoder([text[4]])[0], whole[4]) <= ANOTHER_WAY
         cache.clear([0])
-        assert distance(decoder([text[0]])[0], whole[0]) <= BOUND
+        assert distance(decoder([text[0]])[0], whole[0]) <= ANOTHER_WAY
     assert cache.copy().decoder is None
 
 
@@ -126,7 +127,7 @@ def test_attention_in_pieces(time: int) -> None:
     q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (4, time, time))
     seen = torch.arange(time) <= torch.tensor([[5], [time - 3]])
     right = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
-    assert distance(attend_in_pieces(q, k, v, seen), right) <= 1e-14
+    assert distance(attend_in_pieces(q, k, v, seen), right) <= stated("models", "| attention in pieces, float64 |")
 
 
 BAD: dict[str, tuple[Any, str]] = {

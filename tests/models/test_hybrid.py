@@ -13,9 +13,21 @@ import adjoint
 from adjoint.models import HybridConfig, HybridLM, pack
 from adjoint.models.packing import next_labels
 from tests.models import oracle
-from tests.models.small import CONFIGS, GRADIENTS, PACKED_LOGITS, SIZES, distance, sequences, small_model
+from tests.models.small import (
+    ANOTHER_WAY,
+    CONFIGS,
+    EXACT_GRADIENTS,
+    EXACT_LOGITS,
+    GRADIENTS,
+    PACKED_LOGITS,
+    SAME_LOSS,
+    SIZES,
+    distance,
+    sequences,
+    small_model,
+)
 
-BOUNDS = {torch.float64: (1e-12, 1e-11), torch.float32: (PACKED_LOGITS, GRADIENTS)}
+BOUNDS = {torch.float64: (EXACT_LOGITS, EXACT_GRADIENTS), torch.float32: (PACKED_LOGITS, GRADIENTS)}
 """What the error of logits, and of any parameter's gradient, is at most, by their norms."""
 
 MARGIN = 2.0
@@ -92,7 +104,7 @@ def test_what_follows_in_the_row_changes_nothing(name: str) -> None:
     changed = row.clone()
     changed[0, 5:] += 1
     with torch.no_grad():
-        assert distance(model(changed, cu_seqlens=cu_seqlens).logits[0, :5], logits[:5]) <= 1e-12
+        assert distance(model(changed, cu_seqlens=cu_seqlens).logits[0, :5], logits[:5]) <= ANOTHER_WAY
 
 
 # --------------------------------------------------------------------- a gradient that is wrong is noticed
@@ -226,7 +238,7 @@ def test_the_loss_with_logits_is_the_loss_without(name: str) -> None:
     losses = [model(ids, labels=ids).loss, model(ids, labels=ids, output_logits=True).loss]
     model.lm_head = nn.Sequential(model.lm_head)
     losses.append(model(ids, labels=ids).loss)
-    assert all(distance(loss, losses[0]) <= 1e-14 for loss in losses)
+    assert all(distance(loss, losses[0]) <= SAME_LOSS for loss in losses)
 
 
 @families
@@ -234,13 +246,13 @@ def test_hooks_and_a_bias_of_the_head_take_part_in_the_loss(name: str) -> None:
     model, ids, called = small_model(name, torch.float64), torch.stack(sequences((9, 9))), []
     plain = model(ids, labels=ids).loss
     handle = model.lm_head.register_forward_hook(lambda head, inputs, output: called.append(output.shape))
-    assert distance(model(ids, labels=ids).loss, plain) <= 1e-14 and len(called) == 1
+    assert distance(model(ids, labels=ids).loss, plain) <= SAME_LOSS and len(called) == 1
     handle.remove()
     biased = nn.Linear(model.config.hidden_size, model.config.vocab_size, dtype=torch.float64)
     biased.weight = model.lm_head.weight
     model.lm_head = biased
     loss = model(ids, labels=ids).loss
-    assert distance(loss, model(ids, labels=ids, output_logits=True).loss) <= 1e-14 < distance(loss, plain)
+    assert distance(loss, model(ids, labels=ids, output_logits=True).loss) <= SAME_LOSS < distance(loss, plain)
 
 
 def test_a_token_predicts_nothing_of_another_sequence() -> None:

@@ -2,8 +2,9 @@
 stays if it brings an error closer to its limit.
 
 Numbers are scaled by powers of two, all of a tensor or each by its own; they lose their signs, become 0 or equal to one
-another; rows become equal, or are turned into each other's negatives, so that sums cancel. What leaves an op's domain
-is moved back into it.
+another; rows become equal, or are turned into each other's negatives, so that sums cancel; some become as small as
+normal numbers are, or tiny beside the rest, so that products underflow. What leaves an op's domain is moved back into
+it.
 """
 
 import random
@@ -37,7 +38,7 @@ def _changed(x: Tensor, source: random.Random, generator: torch.Generator) -> Te
     powers = source.choice((1, 2, 6))
     some = uniform(*shape) < source.choice((0.1, 0.5, 0.9))
     rows = shape[:-1] + [1] * bool(shape)
-    way = source.randrange(9)
+    way = source.randrange(12)
     if way == 0:
         wide = wide * 2.0 ** source.randint(-powers, powers)
     elif way == 1:
@@ -52,6 +53,12 @@ def _changed(x: Tensor, source: random.Random, generator: torch.Generator) -> Te
         wide = wide * (1 + (uniform(*shape) - 0.5) * source.choice((1e-3, 1e-2, 0.1)))
     elif way == 6:
         wide = torch.where(some, wide.flatten()[source.randrange(wide.numel())], wide)
+    elif way == 9:
+        wide = torch.where(some, torch.finfo(x.dtype).smallest_normal, wide)
+    elif way == 10:
+        wide = torch.where(some, wide * 2.0 ** -source.choice((40, 100)), wide)
+    elif way == 11:
+        wide = (1 + (uniform(*shape) * 8).floor() * torch.finfo(x.dtype).eps) * wide.sign()
     elif way == 7 and len(shape) > 1:
         wide = torch.where(uniform(*rows) < 0.5, wide.select(-2, source.randrange(shape[-2])).unsqueeze(-2), wide)
     elif shape:

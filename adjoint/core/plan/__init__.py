@@ -10,11 +10,12 @@ by GPU name, beside the kernels.
 """
 
 from adjoint.core.plan.calls import Call, bind, plan, publish, published
-from adjoint.core.plan.candidates import Candidate, Compute, Run, allocating_outputs, in_pytorch
+from adjoint.core.plan.candidates import AtOnce, Candidate, Compute, Run, allocating_outputs, in_pytorch
 from adjoint.core.plan.execution import Plan
 from adjoint.core.plan.selection import forget_plans, select
 
 __all__ = [
+    "AtOnce",
     "Call",
     "Candidate",
     "Compute",

@@ -23,6 +23,9 @@ Run = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | Non
 Compute = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
 """What writes into outputs that are there: `(plan, arguments, outputs, workspace or None)`."""
 
+AtOnce = Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None]
+"""What gives outputs that it allocates itself, from the operator's arguments; None where it has no way to."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -107,12 +110,20 @@ class Candidate:
         return setup.regions.bytes
 
 
-def allocating_outputs(compute: Compute) -> Run:
-    """A candidate's `run` from what writes into outputs that are there."""
+def allocating_outputs(compute: Compute, at_once: AtOnce | None = None) -> Run:
+    """A candidate's `run` from what writes into outputs that are there; `at_once` may give them in memory of their own
+    instead, which saves allocating and copying."""
 
     def run(
         plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None
     ) -> tuple[Tensor, ...]:
+        results = None if at_once is None else at_once(arguments)
+        if results is not None:
+            if outputs is None:
+                return results
+            for output, result in zip(outputs, results, strict=True):
+                output.copy_(result)
+            return outputs
         if outputs is None:
             outputs = plan.allocate(arguments)
         compute(plan, arguments, outputs, workspace)

@@ -89,7 +89,7 @@ class Bounds:
         lost = self.used.underflow + torch.where(gate.abs() < 4 * self.normal, _size(factor), 0.0)
         if self.dtype == torch.float64:  # the silu of the reference underflows where ours does not
             lost = 2 + gate.abs() + _size(factor)
-        return self._rounded(gate, silu, error, factor, self.tiny * lost)
+        return self._rounded(gate, silu, error, factor, self.tiny * lost + self._of_reference(gate, _size(factor), 1.0))
 
     def slope(self, dy: Tensor, gate: Tensor, up: Tensor | None) -> Tensor:
         """For dy·up·silu'(gate): silu' has a root, so the error is relative to the sizes of its terms."""
@@ -97,7 +97,17 @@ class Bounds:
         terms = sigma + gate.abs().clamp_max(1e300) * sigma * reference.sigmoid(-gate)  # σ at infinite gates
         error = self._relative(self.used.slope, gate) * terms
         lost = self._lost(dy.abs(), _size(up), gate, torch.minimum(sigma, slope.abs() - error), terms)
-        return self._rounded(gate, dy * slope, error * dy.abs(), up, self.tiny * lost)
+        lost = self.tiny * lost + self._of_reference(gate, dy.abs(), _size(up))
+        return self._rounded(gate, dy * slope, error * dy.abs(), up, lost)
+
+    def _of_reference(self, gate: Tensor, first: Tensor | float, second: Tensor | float) -> Tensor | float:
+        """What the reference itself, in float64, loses where its σ is subnormal: η·(2 + |gate|) of silu and of silu',
+        times both factors. Neither factor is multiplied by η alone, which would round it."""
+        if self.dtype != torch.float64:
+            return 0.0
+        half = self.tiny**0.5
+        product = (2 + gate.abs().clamp_max(2048)) * (first * half + self.tiny) * (second * half + self.tiny)
+        return torch.where(gate < -708, product, 0.0)
 
     def _lost(self, dy: Tensor, up: Tensor | float, gate: Tensor, least: Tensor, terms: Tensor) -> Tensor:
         """Numbers η that products of a slope lose by underflow: what is lost by one is multiplied by the other.
@@ -151,6 +161,8 @@ def in_words(used: Arithmetic, dtype: torch.dtype, kind: str, has_up: bool) -> s
         lost = (
             f"2 + 4·|dy| + 4{'·|up|' * has_up}" if kind == "dgate" else f"2 + |{x}| + {f'|{factor}|' * has_factor or 1}"
         )
+        factors = ("·|dy·up|" if has_up else "·|dy|") if kind == "dgate" else f"·|{factor}|" * has_factor
+        lost += f" + (2 + |{x}|){factors}·[{x} < −708]"
     parts = [f"{relative}·{size}", f"η·({lost})"]
     if has_factor and used.rounds_between:
         parts.insert(0, f"½ ulp({value})·|{factor}|")

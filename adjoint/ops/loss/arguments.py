@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.arguments import require_flag, require_floating, require_ids, require_integer
 from adjoint.core.errors import ArgumentError, Fault, register_fault
 from adjoint.core.problem import short, wide_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+"""Of a softcap, and of z_loss at most: float32 has these numbers, their quotients with 0 and their products with 1."""
+
+_POSITIVE = "None or a positive number, from 2^-126 to 2^127"
 
 MAX_CLASSES = 2**24
 """Columns of logits that the kernels' integers and sums are made for."""
@@ -64,13 +70,11 @@ def options(
     log_probabilities: bool,
 ) -> Loss:
     """The options of a call, as plain numbers."""
-    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
-        raise ArgumentError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise ArgumentError(f"{op}: ignore_index must be an integer, got {ignore_index!r}")
-    for name, flag in (("shift", shift), ("return_log_probabilities", log_probabilities)):
-        if not isinstance(flag, bool):
-            raise ArgumentError(f"{op}: {name} must be True or False, got {flag!r}")
+    if softcap is not None and not (_is_number(softcap) and SMALLEST <= softcap <= LARGEST):
+        raise ArgumentError(f"{op}: softcap must be {_POSITIVE}, got {softcap!r}")
+    ignore_index = require_integer(op, "ignore_index", ignore_index)
+    require_flag(op, "shift", shift)
+    require_flag(op, "return_log_probabilities", log_probabilities)
     if not _is_number(label_smoothing) or not _is_number(z_loss):
         name, value = ("z_loss", z_loss) if _is_number(label_smoothing) else ("label_smoothing", label_smoothing)
         raise ArgumentError(f"{op}: {name} must be a number, got {value!r}")
@@ -80,7 +84,16 @@ def options(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """A number, numpy's too, that a float can be."""
+    if type(value) is float:
+        return True
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def check_options(op: str, loss: Loss) -> None:
@@ -90,10 +103,12 @@ def check_options(op: str, loss: Loss) -> None:
         raise ArgumentError(f"{op}: reduction must be one of {names}, got {loss.reduction!r}")
     if not 0 <= loss.label_smoothing <= 1:
         raise ArgumentError(f"{op}: label_smoothing must be from 0 to 1, got {loss.label_smoothing!r}")
-    if not 0 <= loss.z_loss < math.inf:
-        raise ArgumentError(f"{op}: z_loss must be at least 0 and finite, got {loss.z_loss!r}")
-    if not 0 <= loss.softcap < math.inf:
-        raise ArgumentError(f"{op}: softcap must be None or a positive number, got {loss.softcap!r}")
+    if not 0 <= loss.z_loss <= LARGEST:
+        raise ArgumentError(f"{op}: z_loss must be at least 0 and finite, at most 2^127, got {loss.z_loss!r}")
+    if loss.softcap and not SMALLEST <= loss.softcap <= LARGEST:
+        raise ArgumentError(f"{op}: softcap must be {_POSITIVE}, got {loss.softcap!r}")
+    if not -(2**63) <= loss.ignore_index < 2**63:
+        raise ArgumentError(f"{op}: ignore_index must be an integer of 64 bits, got {loss.ignore_index}")
 
 
 def check_labels(op: str, labels: Tensor, like_name: str, like: Tensor, loss: Loss) -> None:

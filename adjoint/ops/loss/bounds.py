@@ -36,6 +36,11 @@ class Arithmetic(NamedTuple):
     def smallest(self) -> float:
         return torch.finfo(wide_dtype(self.element)).smallest_normal
 
+    @property
+    def tiny(self) -> float:
+        """The smallest number there is: η."""
+        return self.smallest * torch.finfo(wide_dtype(self.element)).eps
+
 
 class Rows(NamedTuple):
     """What is known of rows of logits: z and dz/dx, errors of x and of z, L and its error, labels and which count."""
@@ -126,7 +131,9 @@ def slopes_and_error(g: Tensor, h: Tensor, rows: Rows, loss: Loss, arithmetic: A
     size, of_size = rows.size[..., None], rows.size_error[..., None]
     p = torch.exp(rows.z - size)
     far = (size - rows.z).abs().nan_to_num(nan=0.0, posinf=0.0)
-    of_p_itself = p * (torch.expm1(rows.z_error + of_size) + u * (3 * far + 10)) + arithmetic.smallest
+    of_exponent = rows.z_error + of_size
+    of_p_itself = p * (torch.expm1(of_exponent) + u * (3 * far + 10)) + arithmetic.smallest
+    of_p_itself = torch.where(of_exponent > 50, 2.0, of_p_itself)  # of which nothing is known, but that p is at most 1
     of_p = g * (1 + 2 * loss.z_loss * size) - h
     factor = g.abs() * (1 + 2 * loss.z_loss * size.abs()) + h.abs()
     label = torch.nn.functional.one_hot(rows.target, classes).to(p.dtype)
@@ -134,11 +141,12 @@ def slopes_and_error(g: Tensor, h: Tensor, rows: Rows, loss: Loss, arithmetic: A
     magnitude = label * (h.abs() + g.abs()) + g.abs() * loss.label_smoothing / classes
     value = of_p * p + fixed
     error = factor * of_p_itself + g.abs() * 2 * loss.z_loss * of_size * (p + of_p_itself)
-    error = error + 10 * u * (factor * p + magnitude)
+    # What is below the smallest normal number is rounded by up to half of η; g, by way of 1 + 2λL, by more.
+    error = error + 10 * u * (factor * p + magnitude) + arithmetic.tiny * (10 + 2 * loss.z_loss * size.abs())
     if loss.softcap:
         steep = rows.slope * (torch.expm1(2 * rows.x_error / loss.softcap) + u * 24) + u * 8
         steep = steep + u * 6 * rows.slope * torch.atanh((rows.z / loss.softcap).clamp(-1 + 1e-16, 1 - 1e-16)).abs()
-        error = error * (rows.slope + steep) + value.abs() * steep
+        error = error * (rows.slope + steep) + value.abs() * steep + arithmetic.tiny
         value = value * rows.slope
     zero = torch.zeros_like(value)
     counted = rows.counted[..., None]

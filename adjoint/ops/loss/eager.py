@@ -183,50 +183,76 @@ def is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
     return is_small and loss.is_total and not (loss.shift or loss.label_smoothing or loss.z_loss or loss.softcap)
 
 
+UNITS = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.float64)}
+"""Upstream gradients of 1."""
+
+
+class Plain(NamedTuple):
+    """A plain loss: its value, the number of labels as a tensor and as a number, and whether every token counts."""
+
+    value: Tensor
+    number: Tensor
+    counted: int
+    is_whole: bool
+
+    @staticmethod
+    def of(logarithms: Tensor, target: Tensor, loss: Loss) -> "Plain | None":
+        """From the logarithms of all probabilities; None where a label is out of range."""
+        reduction, ignored = reduction_of(loss), loss.ignore_index
+        try:
+            value, number = torch.ops.aten.nll_loss_forward.default(logarithms, target, None, reduction, ignored)
+        except IndexError:
+            return None
+        counted = int(number.item())
+        return Plain(value if counted else torch.zeros_like(value), number, counted, counted == target.shape[0])
+
+    @property
+    def kept_count(self) -> Tensor:
+        """The number of labels, at least 1, as it is kept."""
+        return self.number.view(1) if self.counted else self.number.new_ones(1)
+
+
 def plain_slopes(logarithms: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: int) -> Tensor:
     """dx of a plain loss for an upstream gradient of 1, NaN where a token does not count and has logits of NaN."""
-    unit = logarithms.new_ones(())
-    chosen = torch.ops.aten.nll_loss_backward(unit, logarithms, target, None, reduction, ignore_index, number)
-    return torch.ops.aten._log_softmax_backward_data(chosen, logarithms, 1, logarithms.dtype)  # type: ignore[no-any-return]
+    unit = UNITS[logarithms.dtype]
+    chosen = torch.ops.aten.nll_loss_backward.default(unit, logarithms, target, None, reduction, ignore_index, number)
+    return torch.ops.aten._log_softmax_backward_data.default(chosen, logarithms, 1, logarithms.dtype)  # type: ignore[no-any-return]
 
 
-def _forward_plain(logits: Tensor, labels: Tensor, loss: Loss, outputs: tuple[Tensor, ...]) -> bool:
-    """The same in torch's own calls; False, with nothing written, where a label is out of range."""
-    out, _, targets, sizes, count = outputs
-    rows, target = logits, labels
+def forward_plain(logits: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, ...] | None:
+    """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
+    if not is_plain(labels, logits.shape[-1], loss):
+        return None
+    kind, rows, target = wide_dtype(logits.dtype), logits, labels
     if logits.dim() != 2:
         rows, target = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    rows, target = rows.to(sizes.dtype), target.long()
+    rows, target = rows if rows.dtype == kind else rows.to(kind), target.long()
     logarithms = torch.log_softmax(rows, 1)
-    try:
-        value, number = torch.ops.aten.nll_loss_forward(logarithms, target, None, reduction_of(loss), loss.ignore_index)
-    except IndexError:
-        return False
-    counted = int(number.item())
-    out.copy_(value) if counted else out.zero_()
-    count.fill_(max(1, counted))
-    targets.copy_(target)
-    ignored = None
-    if counted < len(target):
+    plain = Plain.of(logarithms, target, loss)
+    if plain is None:
+        return None
+    targets, ignored = target.int(), None
+    if not plain.is_whole:
         ignored = target == loss.ignore_index
         targets.masked_fill_(ignored, -1)
         target = target.masked_fill(ignored, 0)
-    index = target[:, None]
-    torch.sub(rows.gather(1, index)[:, 0], logarithms.gather(1, index)[:, 0], out=sizes)
+    index = target.unsqueeze(1)
+    sizes = rows.gather(1, index).sub_(logarithms.gather(1, index)).view(-1)
     if ignored is not None:
         sizes.masked_fill_(ignored, 0.0)
-    return True
+    return plain.value, plain.value.new_empty(0), targets, sizes, plain.kept_count
 
 
 def _backward_plain(dloss: Tensor, logits: Tensor, targets: Tensor, count: Tensor, loss: Loss, dlogits: Tensor) -> None:
     """The same in few calls: (p − 1_y)·g, written over p."""
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     is_own = dlogits.is_contiguous() and dlogits.dtype == count.dtype
-    p = torch.softmax(rows.to(count.dtype), 1, out=dlogits.view(rows.shape) if is_own else None)
-    target, ignored = targets.long(), None
-    if target.min() < 0:
-        ignored, target = (target < 0)[:, None], target.clamp_min(0)
-    p.scatter_add_(1, target[:, None], p.new_full((1, 1), -1.0).expand(len(target), 1))
+    into = None if not is_own else dlogits if rows is logits else dlogits.view(rows.shape)
+    p = torch.softmax(rows if rows.dtype == count.dtype else rows.to(count.dtype), 1, out=into)
+    target, ignored, counted = targets.long(), None, count.item()
+    if counted == 1 or counted != target.shape[0]:  # a count of 1 may be that of no label
+        ignored, target = (target < 0).unsqueeze(1), target.clamp_min(0)
+    p.scatter_(1, target.unsqueeze(1), -1.0, reduce="add")
     p.mul_(dloss / count if loss.reduction == "mean" else dloss)
     if ignored is not None:
         p.masked_fill_(ignored, 0.0)
@@ -238,8 +264,6 @@ def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: t
     """Into the loss, log-probabilities where they are asked for, targets, L and the number of labels."""
     out, log_probabilities, targets, sizes, count = outputs
     classes = logits.shape[-1]
-    if is_plain(targets, classes, loss) and _forward_plain(logits, labels, loss, outputs):
-        return
     tokens = tokens_of(labels, classes, loss, fault)
     write_count(tokens, count)
     write_targets(tokens, targets)

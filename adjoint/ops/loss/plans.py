@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
+from adjoint.core.plan import Candidate, Plan, Run, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
 from adjoint.ops.loss import eager
@@ -100,6 +100,11 @@ def refuse_sizes(problem: Problem, tokens: int, classes: int) -> str:
     return ""
 
 
+def _run_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+    logits, labels, *options = arguments
+    return eager.forward_plain(logits, labels, Loss(*options[: len(Loss._fields)]))
+
+
 def _run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     logits, labels, *options = arguments
     loss = Loss(*options[: len(Loss._fields)])
@@ -114,7 +119,7 @@ def _run_backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor,
     )
 
 
-def _candidates(kernel: str, launch: str, run: Any) -> tuple[Candidate, ...]:
+def _candidates(kernel: str, launch: str, run: Run) -> tuple[Candidate, ...]:
     on_kernels = Candidate(
         name="triton.rows",
         backend="triton",
@@ -125,10 +130,8 @@ def _candidates(kernel: str, launch: str, run: Any) -> tuple[Candidate, ...]:
         setup=imported(f"adjoint.ops.loss.cross_entropy.launches:{launch}"),
         schedules=SCHEDULES,
     )
-    return on_kernels, in_pytorch(
-        "eager", lambda problem: _guarantee(problem, False), allocating_outputs(run), revision=2
-    )
+    return on_kernels, in_pytorch("eager", lambda problem: _guarantee(problem, False), run, revision=2)
 
 
-CROSS_ENTROPY = _candidates("cross_entropy", "forward", _run)
-CROSS_ENTROPY_BACKWARD = _candidates("cross_entropy_backward", "backward", _run_backward)
+CROSS_ENTROPY = _candidates("cross_entropy", "forward", allocating_outputs(_run, _run_plain))
+CROSS_ENTROPY_BACKWARD = _candidates("cross_entropy_backward", "backward", allocating_outputs(_run_backward))

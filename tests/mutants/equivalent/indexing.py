@@ -27,4 +27,13 @@ EQUIVALENT = {
         for change in ("end - start > _TILE -> end - start >= _TILE", "end - start -> end + start")
     },
     ("take_write_sums", "tl.static_range(5) -> tl.static_range(6)"): "no element has entries for a sixth level",
+    **{
+        ("take_write_sums", change): "an element past the last is not written"
+        for change in ("other=-1 -> other=-2", "other=-1 -> other=1")
+    },
+    **{
+        ("has_entries", change): "what is not loaded does not count"
+        for change in ("other=-1 -> other=-2", "other=-1 -> other=1")
+    },
+    ("has_entries", "start < count -> start <= count"): "the key past the last is above every element",
 }  # fmt: skip

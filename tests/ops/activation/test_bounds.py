@@ -215,6 +215,22 @@ def test_hard_products_are_inside_the_bounds(
     assert zero.holds == (gate < lowest)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("subject", [SWIGLU, SIGMOID_GATE], ids=lambda subject: subject.name)
+def test_gates_of_float64_where_the_reference_underflows(subject: Subject, backend: str, device: torch.device) -> None:
+    """Its σ is subnormal for gates below −708, and 0 below −745, and factors make large numbers of what that loses."""
+    count, generator = 2**10 if backend == "triton" else 2**16, torch.Generator().manual_seed(3)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, dtype=torch.float64, generator=generator)
+
+    gate, up, dy = uniform(-780, -690), 2.0 ** uniform(-300, 300), 2.0 ** uniform(-300, 300)
+    problem = Problem(subject, *(x.to(device) for x in (gate, up, dy)))
+    preference = Preference(backend=backend)
+    for output, value, limit in _shares(plan_of(subject, problem.inputs, preference), problem):
+        assert value <= limit, output
+
+
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_silu_of_a_16_bit_number_is_enumerated(dtype: torch.dtype, device: str) -> None:

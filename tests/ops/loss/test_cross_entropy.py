@@ -11,8 +11,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
-from adjoint.ops.loss import eager
-from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
+from adjoint.ops.loss import eager, reference
 from tests.conftest import device_under_test
 from tests.promises import broken
 
@@ -234,6 +233,49 @@ def test_the_bound_survives_a_search(backend: str) -> None:
     assert max(reached) > 1e-3, "a bound a thousand times too wide says nothing"
 
 
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("upstream", [2.0**-126, 3e-40, 2.0**-149])
+def test_the_bound_holds_where_gradients_are_subnormal(backend: str, dtype: torch.dtype, upstream: float) -> None:
+    """Products below the smallest normal number are rounded by half of the smallest one, however small they are."""
+    logits, labels = _logits(6, 40, scale=9.0).to(dtype), _labels(6, classes=40)
+    preference, of_loss = Preference(backend=backend), torch.tensor(upstream, device=logits.device)
+    for options in ({"reduction": "sum"}, {"softcap": 4.0, "z_loss": 50.0, "label_smoothing": 0.1}):
+        leaf = logits.clone().requires_grad_()
+        loss = adjoint.cross_entropy(leaf, labels, preference=preference, **options)  # type: ignore[call-overload]
+        (slopes,) = torch.autograd.grad(loss, leaf, of_loss)
+        exact = reference.cross_entropy_backward((of_loss.double(),), logits.double(), labels, **options)  # type: ignore[arg-type]
+        pairs = {"dlogits": (slopes, exact)}
+        assert not broken(adjoint.cross_entropy, (logits, labels), pairs, (of_loss,), preference, **options)
+
+
+@every_backend
+@pytest.mark.parametrize("softcap", [2.0**-126, 1e-30, 1e30, 2.0**127])
+def test_the_smallest_and_the_largest_softcap(backend: str, softcap: float) -> None:
+    logits, labels = _logits(6, 40).float(), _labels(6, classes=40)
+    logits[:, ::4] = 0
+    preference, upstream = Preference(backend=backend), torch.ones((), device=logits.device)
+    leaf, options = logits.clone().requires_grad_(), {"softcap": softcap}
+    loss = adjoint.cross_entropy(leaf, labels, softcap=softcap, preference=preference)
+    pairs = {
+        "loss": (loss, reference.cross_entropy(logits.double(), labels, **options)[0]),  # type: ignore[arg-type]
+        "dlogits": (
+            torch.autograd.grad(loss, leaf)[0],
+            reference.cross_entropy_backward((upstream.double(),), logits.double(), labels, **options),  # type: ignore[arg-type]
+        ),
+    }
+    assert not broken(adjoint.cross_entropy, (logits, labels), pairs, (upstream,), preference, **options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    logits, labels = _logits(6, 40), _labels(6, classes=40)
+    options = {"ignore_index": numpy.int64(3), "label_smoothing": numpy.float32(0.25), "z_loss": numpy.float64(0.5)}
+    loss = adjoint.cross_entropy(logits, labels.clamp_min(0), softcap=numpy.float32(2.0), **options)
+    plain = {"ignore_index": 3, "label_smoothing": 0.25, "z_loss": 0.5, "softcap": 2.0}
+    assert torch.equal(loss, adjoint.cross_entropy(logits, labels.clamp_min(0), **plain))  # type: ignore[arg-type]
+
+
 def test_a_bound_without_the_error_of_its_sums_is_passed() -> None:
     """The search can fail: a bound that knows of one rounding alone does not hold."""
     logits, labels = _logits(4, 300, scale=9.0).float(), _labels(4, classes=300, ignored=False)
@@ -256,22 +298,29 @@ def test_torchs_few_calls_give_the_loss_of_the_blocks(
     logits = torch.randn(9, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64).permute(1, 2, 0)
     if -100 in labels:
         logits[1, 1] = torch.nan
-    target = torch.tensor(labels).view(2, 3)
-    values = Loss(-100, 0.0, 0.0, 0.0, reduction, False, False)
-    results = []
+    target, options = torch.tensor(labels).view(2, 3), {"reduction": reduction}
+    unit, finite = torch.tensor(3.0, dtype=torch.float64), logits.nan_to_num()
+    (exact,) = reference.cross_entropy(finite, target, **options)  # type: ignore[arg-type]
+    slopes = reference.cross_entropy_backward((unit,), finite, target, **options)  # type: ignore[arg-type]
     for is_plain in (True, False):
         monkeypatch.setattr(eager, "is_plain", lambda *_, value=is_plain: value)
         leaf = logits.clone(memory_format=torch.preserve_format).requires_grad_()
-        loss = adjoint.cross_entropy(leaf * 1.0, target, reduction=reduction, reuse_inputs=reuse)  # type: ignore[call-overload]
-        kept = [torch.full((), torch.nan, dtype=torch.float64), torch.empty(0, dtype=torch.float64)]
-        kept += [torch.full((6,), 77, dtype=torch.int32), torch.full((6,), torch.nan, dtype=torch.float64)]
-        kept.append(torch.full((1,), torch.nan, dtype=torch.float64))
-        eager.forward(logits, target, values, LABEL_OUT_OF_RANGE["cross_entropy"], tuple(kept))
-        results.append((loss, *torch.autograd.grad(3 * loss, leaf), *kept))
-    for plain, blocks in zip(*results, strict=True):
-        assert torch.isfinite(plain).all()
-        assert plain.numel() == 0 or (plain - blocks).abs().max() <= 1e-14
-    assert any(label >= 0 for label in labels) or not results[0][1].any()
+        loss = adjoint.cross_entropy(leaf * 1.0, target, **options, reuse_inputs=reuse)  # type: ignore[call-overload]
+        named = {"loss": (loss, exact), "dlogits": (torch.autograd.grad(loss, leaf, unit)[0], slopes)}
+        assert not broken(adjoint.cross_entropy, (logits, target), named, (unit,), **options)
+        _, _, targets, sizes, count = torch.ops.adjoint.cross_entropy(
+            logits, target, -100, 0.0, 0.0, 0.0, reduction, False, False, True, ""
+        )
+        counted = target.flatten() >= 0
+        assert torch.equal(targets, torch.where(counted, target.flatten(), -1)) and targets.dtype == torch.int32
+        assert count.tolist() == [max(1, int(counted.sum()))]
+        own = finite.reshape(6, 9)[counted], target.flatten()[counted]
+        logs = own[0].gather(1, own[1][:, None])[:, 0] - sizes[counted]  # the log-probabilities, of L as it is kept
+        assert not sizes[~counted].any()
+        with_logs = {"reduction": "none", "return_log_probabilities": True}
+        right = reference.cross_entropy(*own, **with_logs)[1]  # type: ignore[arg-type]
+        assert not broken(adjoint.cross_entropy, own, {"log_probabilities": (logs, right)}, **with_logs)
+    assert any(label >= 0 for label in labels) or not named["dlogits"][0].any()
     monkeypatch.undo()
     with pytest.raises(ArgumentError, match="got 9 at position 1"):
         adjoint.cross_entropy(logits, torch.tensor([[0, 9, 1], [2, 3, 4]]))

@@ -15,6 +15,7 @@ from adjoint.ops.loss import reference
 from adjoint.ops.loss.linear_cross_entropy import cases, eager, plans
 from adjoint.verify.checks import bits
 from tests.conftest import device_under_test
+from tests.promises import broken
 
 KERNELS = pytest.mark.kernels
 PLANS = ["eager", pytest.param("triton.vendor", marks=KERNELS), pytest.param("triton.tiles", marks=KERNELS)]
@@ -205,20 +206,39 @@ def test_torchs_few_calls_give_the_loss_of_the_blocks(monkeypatch: pytest.Monkey
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 5), (9, 5)))
     hidden[4] = 1e308  # logits that are infinite, and their logarithms NaN
-    for labels in ([0, 8, 3, -100, -100, 7], [-100] * 6):
+    finite = hidden.clone()
+    finite[4] = 0
+    for values in ([0, 8, 3, -100, -100, 7], [-100] * 6):
+        labels = torch.tensor(values)
         for reduction in ("mean", "sum"):
-            results = []
+            (exact,) = reference.linear_cross_entropy(finite, weight, labels, reduction=reduction)
+            unit = torch.ones((), dtype=torch.float64)
+            slopes = reference.linear_cross_entropy_backward((unit,), finite, weight, labels, reduction=reduction)
             for is_plain in (True, False):
                 monkeypatch.setattr(eager, "is_plain", lambda *_, value=is_plain: value)
                 leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-                loss = adjoint.linear_cross_entropy(*leaves, torch.tensor(labels), reduction=reduction)  # type: ignore[call-overload]
-                results.append((loss, *torch.autograd.grad(loss, leaves)))
-            for plain, blocks in zip(*results, strict=True):
-                assert torch.isfinite(plain).all() and (plain - blocks).abs().max() <= 1e-14
-                assert any(label >= 0 for label in labels) or not plain.any()
+                loss = adjoint.linear_cross_entropy(*leaves, labels, reduction=reduction)  # type: ignore[call-overload]
+                found = loss, *torch.autograd.grad(loss, leaves)
+                named = zip(("loss", "dhidden", "dweight"), zip(found, (exact, *slopes), strict=False), strict=True)
+                inputs = hidden, weight, labels
+                assert not broken(adjoint.linear_cross_entropy, inputs, dict(named), (unit,), reduction=reduction)
+                assert any(label >= 0 for label in values) or not any(x.any() for x in found)
     monkeypatch.undo()
     with pytest.raises(ArgumentError, match="got 9 at position 1"):
         adjoint.linear_cross_entropy(hidden, weight, torch.tensor([0, 9, 1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("tokens", [(4,), (2, 3), ()])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_hidden_without_columns_has_logits_of_zero(reduction: str, tokens: tuple[int, ...]) -> None:
+    """Or those of the bias; and gradients without elements."""
+    hidden, weight = torch.randn(*tokens, 0, requires_grad=True), torch.randn(5, 0, requires_grad=True)
+    bias, labels = torch.randn(5, requires_grad=True), torch.ones(tokens, dtype=torch.int64)
+    loss = adjoint.linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)  # type: ignore[call-overload]
+    expected = adjoint.cross_entropy(bias.expand(*tokens, 5), labels, reduction=reduction)  # type: ignore[call-overload]
+    assert torch.equal(loss, expected)
+    shapes = [x.shape for x in torch.autograd.grad(loss.sum(), (hidden, weight, bias))]
+    assert shapes == [hidden.shape, weight.shape, bias.shape]
 
 
 @every_plan

@@ -27,6 +27,11 @@ def _normal(seed: int, *shape: int, dtype: torch.dtype = torch.float64, device: 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(device)
 
 
+def _whole(seed: int, *shape: int) -> Tensor:
+    """Whole numbers, of which products and sums are exact."""
+    return (20 * _normal(seed, *shape)).round()
+
+
 def _angles(time: int, pairs: int, seed: int = 5) -> Tensor:
     return _normal(seed, time, pairs) * 3
 
@@ -40,28 +45,34 @@ def _wide(table: Tensor, interleaved: bool) -> Tensor:
 
 @both_pairs
 def test_the_reference_multiplies_complex_numbers(interleaved: bool) -> None:
-    """Pairs as complex numbers, times e^(i·angle); and the gradient is the product with the conjugate."""
-    x, angles = _normal(0, 2, 5, 3, 10), _angles(5, 3)
-    rotation = torch.polar(torch.ones_like(angles), angles)[:, None]
+    """Pairs as complex numbers, times cos + i·sin; and the gradient is the product with the conjugate."""
+    x, cos, sin = (
+        (20 * _normal(seed, *shape)).round() for seed, shape in ((0, (2, 5, 3, 10)), (1, (5, 3)), (2, (5, 3)))
+    )
+    rotation = torch.complex(cos, sin)[:, None]
 
     def as_complex(x: Tensor) -> Tensor:
         first, second = (x[..., 0:6:2], x[..., 1:6:2]) if interleaved else (x[..., :3], x[..., 3:6])
         return torch.complex(first, second)
 
     for compute, factor in ((reference.rotate, rotation), (reference.rotate_back, rotation.conj())):
-        y = compute(x, angles.cos(), angles.sin(), 6, interleaved)
-        assert torch.allclose(as_complex(y), as_complex(x) * factor, rtol=0, atol=2.0**-48)
+        y = compute(x, cos, sin, 6, interleaved)
+        assert torch.equal(as_complex(y), as_complex(x) * factor)
         assert torch.equal(y[..., 6:], x[..., 6:])
 
 
 @both_pairs
 def test_the_reference_s_adjoint_is_autograd_s_for_any_table(interleaved: bool) -> None:
     """Tables whose columns of a pair differ: no rotation, and the adjoint is not the same kernel with −sin."""
-    x, dy, cos, sin = _normal(0, 2, 5, 3, 10).requires_grad_(), _normal(1, 2, 5, 3, 10), *_normal(2, 2, 5, 6)
+    x, dy, tables = (
+        (20 * _normal(seed, *shape)).round() for seed, shape in ((0, (2, 5, 3, 10)), (1, (2, 5, 3, 10)), (2, (2, 5, 6)))
+    )
+    x.requires_grad_()
+    cos, sin = tables
     (expected,) = torch.autograd.grad(reference.rotate(x, cos, sin, 6, interleaved), x, dy)
-    assert torch.allclose(reference.rotate_back(dy, cos, sin, 6, interleaved), expected, rtol=0, atol=2.0**-48)
+    assert torch.equal(reference.rotate_back(dy, cos, sin, 6, interleaved), expected)
     negated = reference.rotate(dy, cos, -sin, 6, interleaved)
-    assert not torch.allclose(negated, expected, rtol=0, atol=1e-3)
+    assert not torch.equal(negated, expected)
 
 
 @every_backend

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjoint.core.arguments import alike, require_floating, require_like
+from adjoint.core.arguments import alike, require_floating, require_like, reuse_form
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.activation.plans import describe, reuse
@@ -62,4 +62,5 @@ def sigmoid_gate(
     >>> sigmoid_gate(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([-90.0, 0.0, 1.0]), preference=accurate)
     tensor([1.6388e-39, 1.0000e+00, 1.4621e+00])
     """
-    return _sigmoid_gate.call(x, gate, preference=preference, form="reuse" * reuse_inputs)  # type: ignore[no-any-return]
+    form = "" if reuse_inputs is False else reuse_form("sigmoid_gate", reuse_inputs)
+    return _sigmoid_gate.call(x, gate, preference=preference, form=form)  # type: ignore[no-any-return]

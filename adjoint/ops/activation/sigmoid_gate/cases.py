@@ -121,6 +121,11 @@ BAD_CALLS = (
     BadCall("a second backward over reused memory", _run_second_backward, "reuse_inputs", error=Unsupported),
     BadCall("reuse of overlapping memory", _reuse_overlapping, "reuse_inputs", "gate", "overlap"),
     BadCall("reuse of one tensor twice", _reuse_twice, "reuse_inputs", "x and gate", "overlap"),
+    BadCall(
+        "reuse_inputs that is text",
+        lambda d: sigmoid_gate(_zeros(d), _zeros(d), reuse_inputs="no"),  # type: ignore[arg-type]
+        *("reuse_inputs", "True or False", "'no'"),
+    ),
 )
 
 

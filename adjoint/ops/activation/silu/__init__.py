@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating
+from adjoint.core.arguments import require_floating, reuse_form
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.activation import plans
@@ -48,4 +48,4 @@ def silu(
     >>> silu(torch.tensor([-90.0, 0.0, 1.0]), preference=Preference(plan="eager"))
     tensor([-7.3746e-38,  0.0000e+00,  7.3106e-01])
     """
-    return _silu.call(x, preference=preference, form="reuse" * reuse_inputs)  # type: ignore[no-any-return]
+    return _silu.call(x, preference=preference, form="" if reuse_inputs is False else reuse_form("silu", reuse_inputs))  # type: ignore[no-any-return]

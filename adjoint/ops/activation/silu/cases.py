@@ -79,6 +79,11 @@ BAD_CALLS = (
         error=Unsupported,
     ),
     BadCall("an unknown backend", lambda device: adjoint.Preference(backend="cuda"), "backend", "triton", "cuda"),
+    BadCall(
+        "reuse_inputs that is text",
+        lambda device: silu(torch.zeros(4, 6, device=device), reuse_inputs="yes"),  # type: ignore[arg-type]
+        *("reuse_inputs", "True or False", "'yes'"),
+    ),
     BadCall("out= over an input", _run_over_input, "out=", "shares memory", "x"),
 )
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjoint.core.arguments import alike, require_floating, require_like
+from adjoint.core.arguments import alike, require_floating, require_like, reuse_form
 from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
@@ -113,7 +113,7 @@ def swiglu(
     >>> swiglu(torch.tensor([1.0, 2.0, 3.0, 4.0]), order="gate_up")
     tensor([2.1932, 7.0464])
     """
-    form = "reuse" * reuse_inputs
+    form = "" if reuse_inputs is False else reuse_form("swiglu", reuse_inputs)
     if up is None:
         order = "gate_up" if order is None else order
         return _packed.call(gate, order, preference=preference, form=form)  # type: ignore[no-any-return]

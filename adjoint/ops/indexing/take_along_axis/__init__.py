@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import as_int, require_floating, require_ids
+from adjoint.core.arguments import as_int, require_flag, require_floating, require_ids
 from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
@@ -56,8 +56,7 @@ def _check(x: Tensor, indices: Tensor, axis: int, out_of_range: str, distinct: b
     if out_of_range not in plans.OUT_OF_RANGE:
         names = ", ".join(map(repr, plans.OUT_OF_RANGE))
         raise ArgumentError(f"{_OP}: out_of_range must be one of {names}, got {out_of_range!r}")
-    if not isinstance(distinct, bool):
-        raise ArgumentError(f"{_OP}: distinct must be True or False, got {distinct!r}")
+    require_flag(_OP, "distinct", distinct)
     if distinct and indices.shape[axis] > x.shape[axis]:
         raise ArgumentError(
             f"{_OP}: distinct promises that no index repeats within a line, and the axis has {x.shape[axis]} elements; "

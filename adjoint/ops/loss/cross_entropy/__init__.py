@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating
+from adjoint.core.arguments import require_floating, reuse_form
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
@@ -171,7 +171,6 @@ def cross_entropy(
             [ 0.0000,  0.0000]])
     """
     values = options(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, shift, return_log_probabilities)
-    loss, log_probabilities = _cross_entropy.call(
-        logits, labels, *values, preference=preference, form="reuse" * reuse_inputs
-    )
+    form = "" if reuse_inputs is False else reuse_form(_OP, reuse_inputs)
+    loss, log_probabilities = _cross_entropy.call(logits, labels, *values, preference=preference, form=form)
     return (loss, log_probabilities) if return_log_probabilities else loss

@@ -122,6 +122,13 @@ BAD_CALLS = (
     BadCall("a negative z_loss", _changed(z_loss=-1.0), "z_loss", "-1.0"),
     BadCall("a softcap of 0", _changed(softcap=0.0), "softcap", "positive", "0.0"),
     BadCall("an infinite softcap", _changed(softcap=float("inf")), "softcap", "inf"),
+    BadCall("a softcap that float32 has not", _changed(softcap=1e300), "softcap", "2^127", "1e+300"),
+    BadCall("a softcap that is 0 in float32", _changed(softcap=1e-60), "softcap", "2^-126", "1e-60"),
+    BadCall("a z_loss that float32 has not", _changed(z_loss=1e39), "z_loss", "2^127", "1e+39"),
+    BadCall("a z_loss that no float is", _changed(z_loss=10**400), "z_loss", "must be a number"),
+    BadCall("an ignore_index of 65 bits", _changed(ignore_index=2**63), "ignore_index", "64 bits", str(2**63)),
+    BadCall("an ignore_index of 201 bits", _changed(ignore_index=-(2**200), shift=True), "ignore_index", "64 bits"),
+    BadCall("reuse_inputs that is a number", _changed(reuse_inputs=2), "reuse_inputs", "True or False", "got 2"),
     BadCall("ignore_index that is no integer", _changed(ignore_index=1.0), "ignore_index", "1.0"),
     BadCall("shift that is a number", _changed(shift=1), "shift", "got 1"),
     BadCall(

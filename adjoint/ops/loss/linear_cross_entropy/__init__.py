@@ -28,6 +28,13 @@ from adjoint.core.preference import Preference
 from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.loss.arguments import OPTIONS, Loss, check_labels, check_options, check_saved, check_upstream, options
 from adjoint.ops.loss.linear_cross_entropy import plans
+from adjoint.ops.loss.linear_cross_entropy.kept import (
+    NEED_BIAS,
+    NEED_HIDDEN,
+    NEED_WEIGHT,
+    hidden_sums_dtype,
+    needed_sums,
+)
 
 _OP = "linear_cross_entropy"
 
@@ -137,7 +144,7 @@ def _allocate(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | Non
     *numbers, frozen, keep = values
     loss, kind = Loss(*numbers), wide_dtype(hidden.dtype)
     number = 0 if loss.is_total else labels.numel()
-    needed = plans.needed_sums(loss, frozen, keep, bias is not None)
+    needed = needed_sums(loss, frozen, keep, bias is not None)
 
     def sums(like: Tensor | None, bit: int, dtype: torch.dtype) -> Tensor:
         return hidden.new_empty(like.shape if like is not None and needed & bit else 0, dtype=dtype)
@@ -148,9 +155,9 @@ def _allocate(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | Non
         hidden.new_empty(number, dtype=torch.int32),
         hidden.new_empty(number, dtype=kind),
         hidden.new_empty(1, dtype=kind),
-        sums(hidden, plans.NEED_HIDDEN, plans.hidden_sums_dtype(hidden.dtype)),
-        sums(weight, plans.NEED_WEIGHT, kind),
-        sums(bias, plans.NEED_BIAS, kind),
+        sums(hidden, NEED_HIDDEN, hidden_sums_dtype(hidden.dtype)),
+        sums(weight, NEED_WEIGHT, kind),
+        sums(bias, NEED_BIAS, kind),
     )
 
 
@@ -190,7 +197,7 @@ def _allocate_again(
 def _flops(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *values: Any) -> int:
     """The logits, and where gradients are computed with them a product for each."""
     *numbers, frozen, keep = values
-    needed = plans.needed_sums(Loss(*numbers), frozen, keep, False)
+    needed = needed_sums(Loss(*numbers), frozen, keep, False)
     return 2 * hidden.numel() * weight.shape[0] * (1 + needed.bit_count())
 
 

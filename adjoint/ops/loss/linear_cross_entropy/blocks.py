@@ -21,15 +21,14 @@ from adjoint.ops.loss.kernels import (
     upstream_kind,
 )
 from adjoint.ops.loss.linear_cross_entropy import kernels
-from adjoint.ops.loss.linear_cross_entropy.plans import (
+from adjoint.ops.loss.linear_cross_entropy.kept import (
     NEED_BIAS,
     NEED_HIDDEN,
     NEED_WEIGHT,
-    SEGMENT,
-    block_rows,
     divides_later,
     needed_sums,
 )
+from adjoint.ops.loss.linear_cross_entropy.plans import SEGMENT, block_rows
 
 SCALE_BLOCK = 1024
 """Tokens whose upstream gradients `loss_scale` compares at once."""

@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
+    Plain,
     cap,
     is_plain,
     part,
@@ -25,6 +27,13 @@ from adjoint.ops.loss.eager import (
     write_loss,
     write_targets,
 )
+from adjoint.ops.loss.linear_cross_entropy.kept import (
+    NEED_BIAS,
+    NEED_HIDDEN,
+    NEED_WEIGHT,
+    divides_later,
+    needed_sums,
+)
 
 if TYPE_CHECKING:
     from adjoint.core.plan import Plan
@@ -34,7 +43,7 @@ HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(rows, weight.T) if bias is None else torch.addmm(bias, rows, weight.T)
+    return F.linear(rows, weight, bias)
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
@@ -63,70 +72,76 @@ def _add_products(
         of_bias.copy_(total if is_first else of_bias + total)
 
 
+def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+    """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
+    loss = Loss(*arguments[4:-2])
+    if not is_plain(arguments[2], arguments[1].shape[0], loss):
+        return None
+    if not torch.is_autocast_enabled("cpu"):
+        return _forward_plain(arguments, loss)
+    with torch.autocast("cpu", enabled=False):
+        return _forward_plain(arguments, loss)
+
+
+def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...] | None:
+    hidden, weight, labels, bias, *_, frozen, keep = arguments
+    element = hidden.dtype
+    kind, rows, target = wide_dtype(element), hidden, labels
+    if hidden.dim() != 2:
+        rows, target = hidden.reshape(labels.numel(), weight.shape[1]), labels.reshape(-1)
+    if element != kind:
+        rows, weight, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
+    target = target.long()
+    logits = _logits(rows, weight, bias)
+    logarithms = torch.log_softmax(logits, 1, out=logits)  # as in `row_results`
+    plain = Plain.of(logarithms, target, loss)
+    if plain is None:
+        return None
+    needed = needed_sums(loss, frozen, keep, bias is not None)
+    slopes = logarithms  # not read, unless they are
+    if needed:
+        own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
+        slopes = plain_slopes(logarithms, target, plain.number, loss.ignore_index, reduction_of(own))
+        if not plain.is_whole:  # what does not count has no gradient, whatever its logits
+            slopes.masked_fill_((target == loss.ignore_index).unsqueeze(1), 0.0)
+    empty = logits.new_empty
+    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else empty(0)
+    if element == torch.bfloat16:
+        of_hidden = of_hidden.to(element)
+    return (
+        plain.value,
+        empty(0),
+        empty(0, dtype=torch.int32),
+        empty(0),
+        plain.kept_count,
+        of_hidden if hidden.dim() == 2 or not needed & NEED_HIDDEN else of_hidden.view(hidden.shape),
+        torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else empty(0),
+        slopes.sum(0) if needed & NEED_BIAS else empty(0),
+    )
+
+
 def forward(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     """The loss, log-probabilities where they are asked for, what a backward reads, and gradients that are kept."""
-    if not torch.is_autocast_enabled(arguments[0].device.type):
-        return _forward(arguments, outputs)
     with torch.autocast(arguments[0].device.type, enabled=False):
         _forward(arguments, outputs)
-
-
-def _forward_plain(arguments: tuple[Any, ...], loss: Loss, outputs: tuple[Tensor, ...]) -> bool:
-    """The same in torch's own calls; False, with nothing written, where a label is out of range."""
-    hidden, weight, labels, bias, *_ = arguments
-    out, _, _, _, count, *sums = outputs
-    kind = count.dtype
-    rows, wide, target = hidden, weight, labels
-    if hidden.dim() != 2:
-        rows, target = hidden.reshape(-1, weight.shape[1]), labels.reshape(-1)
-    if hidden.dtype != kind:
-        rows, wide, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
-    target = target.long()
-    logits = _logits(rows, wide, bias)
-    logarithms = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)  # as in `row_results`
-    reduction = reduction_of(loss)
-    try:
-        value, number = torch.ops.aten.nll_loss_forward(logarithms, target, None, reduction, loss.ignore_index)
-    except IndexError:
-        return False
-    counted = int(number.item())
-    out.copy_(value) if counted else out.zero_()
-    count.fill_(max(1, counted))
-    hidden_sums, weight_sums, bias_sums = sums
-    if not (hidden_sums.numel() or weight_sums.numel() or bias_sums.numel()):
-        return True
-    # float16 is divided by the number of labels later: see `plans.divides_later`.
-    own = reduction_of(loss._replace(reduction="sum")) if hidden.dtype == torch.float16 else reduction
-    slopes = plain_slopes(logarithms, target, number, loss.ignore_index, own)
-    if counted < len(target):  # what does not count has no gradient, whatever its logits
-        slopes.masked_fill_((target == loss.ignore_index)[:, None], 0.0)
-    if hidden_sums.numel():
-        _multiply(slopes, wide, hidden_sums if hidden.dim() == 2 else hidden_sums.view(rows.shape))
-    if weight_sums.numel():
-        _multiply(slopes.T, rows, weight_sums)
-    if bias_sums.numel():
-        torch.sum(slopes, 0, out=bias_sums)
-    return True
 
 
 def _forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     hidden, weight, labels, bias, *numbers, _frozen, _keep = arguments
     loss = Loss(*numbers)
-    if is_plain(labels, len(weight), loss) and _forward_plain(arguments, loss, outputs):
-        return
     out, log_probabilities, targets, sizes, count, hidden_sums, weight_sums, bias_sums = outputs
     (classes, columns), kind = weight.shape, count.dtype
     tokens = tokens_of(labels, classes, loss, LABEL_OUT_OF_RANGE["linear_cross_entropy"])
     write_count(tokens, count)
     if targets.numel():
         write_targets(tokens, targets)
-    rows = hidden.reshape(-1, columns)
+    rows = hidden.reshape(labels.numel(), columns)
     kept = hidden_sums.numel() + weight_sums.numel() + bias_sums.numel()
-    # float16 is divided by the number of labels later: see `plans.divides_later`.
+    # float16 is divided by the number of labels later: see `divides_later`.
     g: Tensor | float | None = None
     if kept and loss.reduction == "mean" and hidden.dtype != torch.float16:
         g = 1 / max(1, len(rows)) if tokens.counted is None else count.reciprocal()
-    by_row = hidden_sums.view(-1, columns) if hidden_sums.numel() else hidden_sums
+    by_row = hidden_sums.view(rows.shape) if hidden_sums.numel() else hidden_sums
     wide, wide_bias = weight.to(kind), None if bias is None else bias.to(kind)
     losses = [count.new_empty(0)]
     for block in row_blocks(len(rows), classes):
@@ -171,8 +186,8 @@ def _again(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     loss, kind, columns = Loss(*numbers), wide_dtype(hidden.dtype), weight.shape[1]
     g, h = upstream_of_rows(dloss, dlog_probabilities, count, len(targets), loss)
     dhidden, dweight, dbias = outputs
-    rows, tokens = hidden.reshape(-1, columns), tokens_from(targets)
-    by_row = dhidden.view(-1, columns) if dhidden.numel() else dhidden
+    rows, tokens = hidden.reshape(len(targets), columns), tokens_from(targets)
+    by_row = dhidden.view(rows.shape) if dhidden.numel() else dhidden
     sums = tuple(x if x.dtype == kind else x.new_empty(x.shape, dtype=kind) for x in (dweight, dbias))
     wide, wide_bias = weight.to(kind), None if bias is None else bias.to(kind)
     for block in row_blocks(len(rows), weight.shape[0]):

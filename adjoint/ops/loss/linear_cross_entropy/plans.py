@@ -11,9 +11,8 @@ import torch
 
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import imported
-from adjoint.core.plan import Candidate, Compute, allocating_outputs, in_pytorch
+from adjoint.core.plan import AtOnce, Candidate, Compute, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
-from adjoint.ops.loss.arguments import Loss
 from adjoint.ops.loss.linear_cross_entropy import eager
 from adjoint.ops.loss.linear_cross_entropy.bounds import Linear, Rounding, linear_bound
 from adjoint.ops.loss.plans import (
@@ -27,9 +26,6 @@ from adjoint.ops.loss.plans import (
 )
 
 DTYPES = {short(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-
-NEED_HIDDEN, NEED_WEIGHT, NEED_BIAS = 1, 2, 4
-"""Bits of gradients."""
 
 BLOCK_BYTES = 5 * 2**28
 """Of a block's logits, at most; half of it in a backward, where the gradients are in memory too."""
@@ -46,22 +42,6 @@ MAX_COLUMNS = 2**15
 
 SEGMENT = 2048
 """Classes whose exponentials one program of our own products adds."""
-
-
-def needed_sums(loss: Loss, frozen: int, keep: bool, has_bias: bool) -> int:
-    """The gradients that the forward computes."""
-    every = NEED_HIDDEN | NEED_WEIGHT | (NEED_BIAS if has_bias else 0)
-    return every & ~frozen if keep and loss.is_total else 0
-
-
-def hidden_sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the gradient of hidden is kept in until the upstream gradient is known."""
-    return dtype if dtype == torch.bfloat16 else wide_dtype(dtype)
-
-
-def divides_later(dtype: torch.dtype, loss: Loss) -> bool:
-    """Whether kept gradients are yet to be divided by the number of labels: float16 would lose them to underflow."""
-    return dtype == torch.float16 and loss.reduction == "mean"
 
 
 def block_rows(tokens: int, classes: int, itemsize: int, is_backward: bool) -> int:
@@ -161,7 +141,7 @@ def _refuse_tiles(problem: Problem) -> str:
     return _refuse(problem)
 
 
-def _candidates(kernel: str, launch: str, compute: Compute) -> tuple[Candidate, ...]:
+def _candidates(kernel: str, launch: str, compute: Compute, at_once: AtOnce | None = None) -> tuple[Candidate, ...]:
     def on_kernels(name: str, refuse: Callable[[Problem], str]) -> Candidate:
         return Candidate(
             name=f"triton.{name}",
@@ -175,11 +155,11 @@ def _candidates(kernel: str, launch: str, compute: Compute) -> tuple[Candidate, 
         )
 
     in_torch = in_pytorch(
-        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute), revision=2
+        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute, at_once), revision=2
     )
     return on_kernels("vendor", _refuse_vendor), on_kernels("tiles", _refuse_tiles), in_torch
 
 
-FORWARD = _candidates("linear_cross_entropy", "forward", eager.forward)
+FORWARD = _candidates("linear_cross_entropy", "forward", eager.forward, eager.forward_plain)
 SCALING = _candidates("linear_cross_entropy_scaling", "scaling", eager.scaling)
 AGAIN = _candidates("linear_cross_entropy_again", "again", eager.again)

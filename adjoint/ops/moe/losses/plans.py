@@ -114,10 +114,11 @@ def _forward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
     def balance(logits: Tensor, indices: Tensor, mask: Tensor | None = None) -> Tensor:
         loss = reference.load_balancing_loss(logits, indices, mask)
         if arithmetic.rounds_once:
-            return 1.001 * u * loss.abs()
+            return 1.001 * u * loss.abs() + 2 * u * arithmetic.smallest
         _, relative, _, _, counted = _parts(logits, mask, arithmetic)
         worst = relative[counted].amax() if counted.any() else loss.new_zeros(())
-        return loss.abs() * (1.001 * worst + u * (arithmetic.over_tokens + arithmetic.over_experts + 16))
+        lost = logits.shape[-1] * (indices.shape[-1] + 2) * arithmetic.smallest  # by probabilities that underflow
+        return loss.abs() * (1.001 * worst + u * (arithmetic.over_tokens + arithmetic.over_experts + 16)) + lost
 
     def z(logits: Tensor, mask: Tensor | None = None) -> Tensor:
         loss = reference.z_loss(logits, mask)
@@ -165,7 +166,7 @@ def _guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
     formula = (
         "½ ulp + c·u·Σ|terms|, c the roundings a term goes through"
         if backward
-        else "c·u·|loss|, c the additions a token goes through and the error of its own term"
+        else "c·u·|loss|, c the additions a token goes through and the error of its own term, + what underflows"
     )
     units = "u = 2⁻⁵³" if problem.dtypes[0] == torch.float64 else "u = 2⁻²⁴"
     stated = Guarantee(

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import as_int, require_floating, require_integer
+from adjoint.core.arguments import as_int, require_flag, require_floating, require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
@@ -45,8 +45,7 @@ def _check(
     experts = logits.shape[-1]
     for name, value in (("k", k), ("num_groups", num_groups), ("groups_kept", groups_kept)):
         require_integer(_OP, name, value)
-    if not isinstance(renormalize, bool):
-        raise ArgumentError(f"{_OP}: renormalize must be True or False, got {renormalize!r}")
+    require_flag(_OP, "renormalize", renormalize)
     if not 1 <= k <= min(experts, plans.MAX_K):
         raise ArgumentError(
             f"{_OP}: k must be from 1 to {min(experts, plans.MAX_K)}, the number of experts and at most "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Preference
+from adjoint.device.sums import sum_bound
 from adjoint.ops.embedding.bag import reference
 from adjoint.verify.checks.bits import same_bits
 from tests.ops.embedding.sums import in_tiles
@@ -515,3 +516,9 @@ def test_the_stated_workspace_is_enough(layout: str, device: torch.device) -> No
         with pytest.raises(adjoint.ArgumentError, match=f"too small: {needed} bytes are needed"):
             chosen.run(*arguments, workspace=memory[: needed - 1])
     assert same_bits(plan.run(*inputs)[0], expected)
+
+
+def test_the_bound_of_products_that_underflow_in_float64() -> None:
+    """Each may be off by half of the smallest number, however small they are: numbers that float32 has not."""
+    smallest, exact = 2.0**-1074, torch.full((1,), 5 * 2.0**-1074, dtype=torch.float64)
+    assert float(sum_bound(exact, exact, torch.tensor([3]), torch.tensor([4]), torch.float64)) >= 3 * smallest

@@ -52,6 +52,18 @@ def inside(function: Callable[..., Tensor], backend: str, expected: Callable[[Te
 
 
 @backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distance", [90.0, 104.0, 300.0])
+def test_probabilities_that_underflow(distance: float, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Experts of no probability that were chosen all the same: their loss is 0, or the smallest of numbers."""
+    logits = torch.zeros(6, 12, dtype=dtype, device=device)
+    logits[:, :2] = -distance
+    indices = torch.tensor([[0, 1]], device=device).expand(6, 2).contiguous()
+    expected = lambda x: reference.load_balancing_loss(x, indices)  # noqa: E731
+    assert inside(moe.load_balancing_loss, backend, expected, logits, indices)
+
+
+@backends
 @pytest.mark.parametrize("masked", [False, True])
 def test_load_balancing_is_hugging_faces(masked: bool, backend: str, device: torch.device) -> None:
     logits = _logits(50, 12).to(device)

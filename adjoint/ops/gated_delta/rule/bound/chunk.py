@@ -64,11 +64,17 @@ class Chunk:
         # What running sums and exponentials cost. A factor e^x has x rounded, and is 4 units off itself.
         sums = g.clamp_min(RESET[a.wide]).cumsum(-1)
         apart = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).abs()
+        from_start, to_end = sums.abs(), (sums[..., -1:] - sums).abs()
         if a.short_sums:
             apart = apart + (sums.unsqueeze(-1) + sums.unsqueeze(-2)).abs()
+        if a.wide == torch.float64:  # every sum is rounded, and a difference has all sums between its ends
+            steps = torch.arange(sums.shape[-1], device=sums.device)
+            apart = apart + (1 + steps[:, None] - steps).clamp_min(0) * sums.unsqueeze(-1).abs() / 4
+            from_start = from_start + (1 + steps) * sums.abs() / 4
+            to_end = to_end + (len(steps) - steps) * sums[..., -1:].abs() / 4
         self.decay_error = (self.D * a.unit * (4 * apart + 8) + FLUSHED).tril()
-        self.start_error = self.start * a.unit * (4 * sums.abs() + 8) + FLUSHED
-        self.end_error = self.end * a.unit * (4 * (sums[..., -1:] - sums).abs() + 8) + FLUSHED
+        self.start_error = self.start * a.unit * (4 * from_start + 8) + FLUSHED
+        self.end_error = self.end * a.unit * (4 * to_end + 8) + FLUSHED
         # The chunk's matrix and its inverse.
         A_error = self.kk_abs * (self.over_keys * strict + self.decay_error.tril(-1))
         A_error = self.beta.unsqueeze(-1) * A_error
