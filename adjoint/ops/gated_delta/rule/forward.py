@@ -141,8 +141,12 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
 
     spans = shape.forward_spans * shape.heads * (shape.V // 128)
-    is_whole = _can_scan_whole(shape) and spans > setup.schedule["spans_in_halves"]
+    is_ahead = _can_scan_ahead(shape) and spans <= setup.schedule["spans_ahead"]
+    is_ahead = is_ahead and shape.time >= setup.schedule["tokens_ahead"]
+    is_whole = is_ahead or (_can_scan_whole(shape) and spans > setup.schedule["spans_in_halves"])
     inverse, scan, split_scan = _bind_whole_scan(setup, shape) if is_whole else _bind_scan_in_halves(setup, shape)
+    if is_ahead:
+        scan = _bind_scan_ahead(setup, shape)
     if _can_scan_whole(shape):
         (_bind_scan_in_halves if is_whole else _bind_whole_scan)(setup, shape)
     if not is_whole:
@@ -157,6 +161,11 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
 def _can_scan_whole(shape: Shape) -> bool:
     """Whether a program may have 128 columns of V: of an odd number of heads, scores in memory have other bits."""
     return shape.V % 128 == 0 and shape.heads % 2 == 0
+
+
+def _can_scan_ahead(shape: Shape) -> bool:
+    """Whether states may be scanned ahead of the outputs, and stretches of a sequence side by side."""
+    return _can_scan_whole(shape) and not shape.may_split
 
 
 _Scans = tuple[Callable[..., None], ...]
@@ -183,6 +192,13 @@ def _bind_whole_scan(setup: Setup, shape: Shape) -> _Scans:
     scan = bind_whole_scan(setup, shape, segmented=False, saves=keep, **states)
     split_scan = bind_whole_scan(setup, shape, segmented=True, saves=False, **states) if shape.may_split else scan
     return inverse, scan, split_scan
+
+
+def _bind_scan_ahead(setup: Setup, shape: Shape) -> Callable[..., None]:
+    from adjoint.ops.gated_delta.rule.hopper.states_ahead import bind_scan_ahead
+
+    *_, output_final_state, _checking, keep = setup.problem.options
+    return bind_scan_ahead(setup, shape, saves=keep, initial=shape.has_initial_state, final=output_final_state)
 
 
 def _without_scores(inverse: Callable[..., None]) -> Callable[..., None]:
