@@ -3,10 +3,6 @@
 One sequence leaves most of a card idle in a scan from chunk to chunk. Without outputs the scan is faster, and with the
 states it finds, stretches of the sequence are scanned with outputs side by side, bit for bit as in one scan. A program
 has 64 columns of V, in one warpgroup, and waits for nothing but its own products; another warpgroup copies.
-
-    predicted = Sᵀ kᵀ          beside it: gates and v are read
-    v' = r + r T°ᵀ             beside it: S decays
-    Sᵀ += w k                  one half of k after the other: beside the second, the first half of S is rounded
 """
 
 from collections.abc import Callable, Mapping
@@ -16,72 +12,16 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from adjoint.core.kernels import Int32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup, run_concurrently
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.rule.hopper import device
-from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, TILE, V_BLOCK
+from adjoint.ops.gated_delta.rule.hopper import device, state_chunks
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, V_BLOCK
+from adjoint.ops.gated_delta.rule.hopper.state_chunks import HALF
 from adjoint.ops.gated_delta.rule.hopper.whole_scan import PLACES, Stretches, bind_whole_scan
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
-
-HALF = gl.constexpr(64)
-"""Columns of k, and rows of S, that have an accumulator of their own."""
-
-Chunks = device.fields("ks vs Ts gates ring")
-"""The chunks in shared memory, a stage each: k by columns of 64, v, T and the gates."""
-
-
-@gluon.jit
-def _producer(
-    k, v, T, gates, tiles, count, chunks,
-    HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr,
-):  # fmt: skip
-    """Copies a chunk as soon as there is room for it; rows past the end of its sequence are zeros."""
-    k_rows = device.Rows.of(CHUNK, K, K_STRIDE)
-    v_rows = device.Rows.of(CHUNK, V_BLOCK, V_STRIDE)
-    T_rows = device.Rows.of(CHUNK, CHUNK, CHUNK)
-    remaining = count
-    stage = 0
-    phase = 1
-    pending = 0
-    for chunk in range(chunks):
-        mbarrier.wait(tiles.ring.empty.index(stage), phase)
-        k_rows.fetch_tokens(tiles.ks.index(stage), k, remaining)
-        tiles.gates.fetch(stage, gates)
-        v_rows.fetch_tokens(tiles.vs.index(stage), v, remaining)
-        T_rows.fetch(tiles.Ts.index(stage), T)
-        async_copy.commit_group()
-        if chunk > 0:
-            async_copy.wait_group(1)
-            tiles.ring.fill(pending)
-            pending = stage
-        k += CHUNK * K_STRIDE
-        v += CHUNK * V_STRIDE
-        T += HEADS * (CHUNK * CHUNK)
-        gates += HEADS * (GATE_ROWS * CHUNK)
-        remaining -= CHUNK
-        stage, phase = tiles.ring.after(stage, phase)
-    async_copy.wait_group(0)
-    if chunks > 0:
-        tiles.ring.fill(pending)
-
-
-@gluon.jit
-def _rounded(x, kind: gl.constexpr):
-    """float32 x in a 16-bit type, rounded here and nowhere else: compilers would put it off to where it is used."""
-    if kind == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=False, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=False, pack=2
-        )
-
 
 @gluon.jit
 def _load_half(source, v_row, k_column, source_rows, V: gl.constexpr):
@@ -97,63 +37,27 @@ def _scan(
 ):  # fmt: skip
     """The products from chunk to chunk; the state is stored after `until` chunks, and then after each `every`."""
     kind: gl.constexpr = tiles.vs.dtype
-    HALVES: gl.constexpr = K // HALF
     VALUES: gl.constexpr = device.product_layout(CHUNK)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
     v_row = gl.arange(0, V_BLOCK, gl.SliceLayout(1, VALUES)).to(gl.int64)
-    k_column = gl.arange(0, HALF, COLUMNS).to(gl.int64)
-    nothing = gl.zeros([V_BLOCK, CHUNK], gl.float32, VALUES)
+    k_column = gl.arange(0, HALF, gl.SliceLayout(0, VALUES)).to(gl.int64)
     S = _load_half(source, v_row, k_column, source_rows, V)
-    narrow = _rounded(S, kind)
+    narrow = state_chunks.rounded(S, kind)
     S_rest = S
     narrow_rest = narrow
-    if HALVES == 2:
+    if K > HALF:
         S_rest = _load_half(source + HALF * V, v_row, k_column, source_rows, V)
-        narrow_rest = _rounded(S_rest, kind)
+        narrow_rest = state_chunks.rounded(S_rest, kind)
     stage = 0
     phase = 0
     for chunk in range(chunks):
-        mbarrier.wait(tiles.ring.full.index(stage), phase)
-        k_chunk = tiles.ks.index(stage)
-        operand = narrow
-        if HALVES == 2:
-            operand = gl.reshape(gl.permute(gl.join(narrow, narrow_rest), (0, 2, 1)), [V_BLOCK, K])
-        operand = gl.convert_layout(operand, OPERAND)
-        predicted = device.start_product(operand, k_chunk.permute((1, 0)), nothing)
-        if chunk > 0:
-            tiles.ring.release(tiles.ring.before(stage))  # whose last product all have waited for
-        values = tiles.vs.index(stage).permute((1, 0)).load(VALUES)
-        strength = tiles.gates.strengths.index(stage).load(COLUMNS)
-        from_start = tiles.gates.starts.index(stage).load(COLUMNS)
-        to_end = tiles.gates.ends.index(stage).load(COLUMNS)
-        decay = tiles.gates.starts.index(stage).slice(CHUNK - 1, 1).load(COLUMNS)
-        fresh = strength[None, :] * values.to(gl.float32)
-        old = strength * from_start
-        predicted = warpgroup_mma_wait(0, deps=[predicted])
-        residual = fresh - old[None, :] * predicted
-        rounded = gl.convert_layout(residual.to(kind), OPERAND)
-        v_new = warpgroup_mma(rounded, tiles.Ts.index(stage).permute((1, 0)), residual, is_async=True)
-        S = S * decay[None, :]
-        if HALVES == 2:
-            S_rest = S_rest * decay[None, :]
-        v_new = warpgroup_mma_wait(0, deps=[v_new])
-        carried = gl.convert_layout((to_end[None, :] * v_new).to(kind), OPERAND)
-        S = warpgroup_mma(carried, k_chunk.slice(0, HALF, dim=1), S, is_async=True)
-        if HALVES == 2:
-            S_rest = warpgroup_mma(carried, k_chunk.slice(HALF, HALF, dim=1), S_rest, is_async=True)
-            S = warpgroup_mma_wait(1, deps=[S])
-            narrow = _rounded(S, kind)
-            S_rest = warpgroup_mma_wait(0, deps=[S_rest])
-            narrow_rest = _rounded(S_rest, kind)
-        else:
-            S = warpgroup_mma_wait(0, deps=[S])
-            narrow = _rounded(S, kind)
+        S, S_rest, narrow, narrow_rest = state_chunks.advance(
+            S, S_rest, narrow, narrow_rest, tiles, chunk, stage, phase, 0, K
+        )
         until -= 1
         if until == 0:
             until = every
             gl.store(starts + v_row[:, None] + (k_column * V)[None, :], S)
-            if HALVES == 2:
+            if K > HALF:
                 gl.store(starts + HALF * V + v_row[:, None] + (k_column * V)[None, :], S_rest)
             starts += HEADS * (K * V)
         stage, phase = tiles.ring.after(stage, phase)
@@ -204,14 +108,13 @@ def rule_states_ahead_hopper(
     gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (CHUNK * CHUNK)
 
-    ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
-    vs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, V_BLOCK], TILE)
-    Ts = gl.allocate_shared_memory(kind, [STAGES, CHUNK, CHUNK], TILE)
-    tiles = Chunks(ks, vs, Ts, device.Gates.allocate(STAGES), device.Ring.allocate(STAGES, 1, 1))
+    tiles = state_chunks.allocate(kind, STAGES, K, V_BLOCK, 1)
     gl.warp_specialize(
         [
             (_scan, (source, source_rows, starts, tiles, chunks, first_state - first_chunk, every, HEADS, K, V)),
-            (_producer, (k, v, T, gates, tiles, count, chunks, HEADS, K_STRIDE, V_STRIDE, K)),
+            (state_chunks.copy, (
+                k, v, T, gates, tiles, count, first_row, chunks, HEADS, K_STRIDE, V_STRIDE, K, V,
+            )),
         ],
         worker_num_warps=[4], worker_num_regs=[88],
     )  # fmt: skip
