@@ -145,8 +145,9 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
     is_ahead = is_ahead and shape.time >= setup.schedule["tokens_ahead"]
     is_whole = is_ahead or (_can_scan_whole(shape) and spans > setup.schedule["spans_in_halves"])
     inverse, scan, split_scan = _bind_whole_scan(setup, shape) if is_whole else _bind_scan_in_halves(setup, shape)
-    if is_ahead:
-        scan = _bind_scan_ahead(setup, shape)
+    if _can_scan_ahead(shape):
+        scan_ahead = _bind_scan_ahead(setup, shape, needed=is_ahead)
+        scan = scan_ahead if is_ahead else scan
     if _can_scan_whole(shape):
         (_bind_scan_in_halves if is_whole else _bind_whole_scan)(setup, shape)
     if not is_whole:
@@ -194,9 +195,12 @@ def _bind_whole_scan(setup: Setup, shape: Shape) -> _Scans:
     return inverse, scan, split_scan
 
 
-def _bind_scan_ahead(setup: Setup, shape: Shape) -> Callable[..., None]:
-    from adjoint.ops.gated_delta.rule.hopper.states_ahead import bind_scan_ahead
+def _bind_scan_ahead(setup: Setup, shape: Shape, needed: bool) -> Callable[..., None]:
+    """The scan of stretches; with memory for their states where it is needed."""
+    from adjoint.ops.gated_delta.rule.hopper.states_ahead import bind_scan_ahead, start_region
 
+    if needed:
+        setup.scratch(**start_region(shape))
     *_, output_final_state, _checking, keep = setup.problem.options
     return bind_scan_ahead(setup, shape, saves=keep, initial=shape.has_initial_state, final=output_final_state)
 

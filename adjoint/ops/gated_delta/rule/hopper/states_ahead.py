@@ -23,6 +23,7 @@ from adjoint.ops.gated_delta.rule.hopper.whole_scan import PLACES, Stretches, bi
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
 
+
 @gluon.jit
 def _load_half(source, v_row, k_column, source_rows, V: gl.constexpr):
     place = source + v_row[:, None] + (k_column * V)[None, :]
@@ -77,8 +78,8 @@ def rule_states_ahead_hopper(
     `first_state` to `last_state`, `every` so many chunks.
 
     The scan begins with the chunk `first_chunk`, and the initial state or, in the middle of a sequence, the state in
-    the place before `place`, where the first of its results goes. A sequence has `places`, and writes those of stretches
-    it reaches. For 16-bit types, K of 64 or 128 and V a multiple of 64.
+    the place before `place`, where the first of its results goes. A sequence has `places`, and writes those of the
+    stretches it reaches. For 16-bit types, K of 64 or 128 and V a multiple of 64.
     """
     blocks: gl.constexpr = V // V_BLOCK
     size_of_state: gl.constexpr = K * V
@@ -147,8 +148,8 @@ def rounds_of(chunks: int) -> tuple[int, int]:
 
 
 def bind_states_ahead(setup: Setup, shape: Shape, initial: bool) -> Callable[..., None]:
-    """States that stretches begin with: `launch(memory, k, v, initial_state, first_chunk, first_state, every, last_state,
-    place)`, into `starts`."""
+    """States that stretches begin with: `launch(memory, k, v, initial_state, first_chunk, first_state, every,
+    last_state, place)`, into `starts`."""
     scan = device.ByStrides(
         setup, shape, rule_states_ahead_hopper, "K V", HEADS=shape.heads, STAGES=setup.schedule["ahead_stages"],
         INITIAL=initial,
@@ -175,7 +176,6 @@ def bind_scan_ahead(setup: Setup, shape: Shape, *, saves: bool, initial: bool, f
     whole = bind_whole_scan(setup, shape, segmented=False, saves=saves, initial=initial, final=final)
     ahead = bind_states_ahead(setup, shape, initial)
     a, x = rounds_of(-(-shape.time // packing.CHUNK))
-    setup.scratch(**start_region(shape))
 
     def launch(
         memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, scale: float,
