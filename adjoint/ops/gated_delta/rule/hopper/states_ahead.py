@@ -19,7 +19,7 @@ from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.hopper import device, state_chunks
 from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, V_BLOCK
 from adjoint.ops.gated_delta.rule.hopper.state_chunks import HALF
-from adjoint.ops.gated_delta.rule.hopper.whole_scan import PLACES, Stretches, bind_whole_scan
+from adjoint.ops.gated_delta.rule.hopper.whole_scan import PLACES, Stretches
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
 
@@ -171,9 +171,8 @@ def bind_states_ahead(setup: Setup, shape: Shape, initial: bool) -> Callable[...
     return launch
 
 
-def bind_scan_ahead(setup: Setup, shape: Shape, *, saves: bool, initial: bool, final: bool) -> Callable[..., None]:
-    """What `bind_whole_scan` computes of whole sequences, in three rounds."""
-    whole = bind_whole_scan(setup, shape, segmented=False, saves=saves, initial=initial, final=final)
+def bind_scan_ahead(setup: Setup, shape: Shape, whole: Callable[..., None], initial: bool) -> Callable[..., None]:
+    """What `bind_whole_scan` computes of whole sequences, which is given, in three rounds."""
     ahead = bind_states_ahead(setup, shape, initial)
     a, x = rounds_of(-(-shape.time // packing.CHUNK))
 
