@@ -134,10 +134,10 @@ def rounds_of(chunks: int) -> tuple[int, int]:
         2       a + 2x, ... a + 5x         [a, a + x), [a + x, a + 2x)
         3                                  four stretches of x from a + 2x on
 
-    A chunk with outputs takes 2.5 µs of a multiprocessor of an H200, and one ahead 0.7: with a = n/16 and x = 5n/32
-    both finish at the same time in each of the first two rounds. Of the whole numbers around it, those that take less.
+    A chunk with outputs takes 2.6 µs of a multiprocessor of an H200, and one ahead 0.85: with a = n/16 and x = 5n/32
+    both finish at about the same time in the first two rounds. Of the whole numbers around it, those that take less.
     """
-    outputs, ahead = 2.5, 0.7
+    outputs, ahead = 2.6, 0.85
 
     def time(x: int) -> float:
         a = max(chunks - 6 * x, 0)

@@ -26,7 +26,7 @@ LINES = gl.constexpr(64)
 
 
 @gluon.jit
-def _scan(transitions, first_line, tiles, chunks, PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+def _scan_columns(transitions, first_line, tiles, chunks, PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     """64 columns of M and B, that is lines of their transposes."""
     kind: gl.constexpr = tiles.vs.dtype
     VALUES: gl.constexpr = device.product_layout(CHUNK)
@@ -96,8 +96,8 @@ def rule_transitions_hopper(
     tiles = state_chunks.allocate(kind, STAGES, K, WIDTH, 2)
     gl.warp_specialize(
         [
-            (_scan, (transitions, first_line, tiles, chunks, 0, K, V)),
-            (_scan, (transitions, first_line, tiles, chunks, 1, K, V)),
+            (_scan_columns, (transitions, first_line, tiles, chunks, 0, K, V)),
+            (_scan_columns, (transitions, first_line, tiles, chunks, 1, K, V)),
             (state_chunks.copy, (
                 k, v, T, gates, tiles, chunks * CHUNK, v_column, chunks, HEADS, K_STRIDE, V_STRIDE, K, V,
             )),
