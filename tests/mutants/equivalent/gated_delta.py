@@ -298,7 +298,10 @@ EQUIVALENT = {
         )
     },
     ("_producer", "AHEAD - 1 -> AHEAD - 2"): "it waits for more copies than it needs",
-    ("_producer", "chunks > 0 -> chunks >= 0"): "of a sequence without tokens, nobody waits for the barrier",
+    **{
+        (function, "chunks > 0 -> chunks >= 0"): "of a sequence without tokens, nobody waits for the barrier"
+        for function in ("_producer", "copy")
+    },
     **{
         (function, change): "what is read for a sequence without tokens is not used"
         for function, change in (
