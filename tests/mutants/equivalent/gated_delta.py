@@ -307,8 +307,7 @@ EQUIVALENT = {
         for function, change in (
             ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (1)"),
             ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (2)"),
-            ("rule_whole_scan_hopper", "count > 0 -> count >= 0 (1)"),
-            ("rule_whole_scan_hopper", "count > 0 -> count >= 0 (2)"),
+            ("rule_whole_scan_hopper", "count > 0 -> count >= 0"),
             ("rule_states_ahead_hopper", "chunks > 0 -> chunks >= 0"),
             ("rule_state_scan_hopper", "count > 0 -> count >= 0"),
         )
