@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -140,7 +141,7 @@ def _instructions(cubin: bytes) -> list[str]:
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
 
 
-def _products(kernel: str, wanted: dict[str, object], changed: dict[str, object]) -> tuple[list[str], list[str]]:
+def _products(kernel: str, wanted: Mapping[str, object], changed: Mapping[str, object]) -> tuple[list[str], list[str]]:
     """The instructions of a kernel's products of matrices, and those that are waited for; nothing is spilled."""
     from triton.backends.compiler import GPUTarget
 
@@ -149,7 +150,7 @@ def _products(kernel: str, wanted: dict[str, object], changed: dict[str, object]
         for _, variant in builds("sm_90")
         if variant.kernel == kernel and wanted.items() <= dict(variant.constants).items()
     )
-    constants = tuple((dict(variant.constants) | changed).items())
+    constants = tuple((dict(variant.constants) | dict(changed)).items())
     code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
     assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
     products = [line for line in code if line.startswith("HGMMA")]
