@@ -298,10 +298,7 @@ EQUIVALENT = {
         )
     },
     ("_producer", "AHEAD - 1 -> AHEAD - 2"): "it waits for more copies than it needs",
-    **{
-        (function, "chunks > 0 -> chunks >= 0"): "of a sequence without tokens, nobody waits for the barrier"
-        for function in ("_producer", "copy")
-    },
+    ("_producer", "chunks > 0 -> chunks >= 0"): "of a sequence without tokens, nobody waits for the barrier",
     **{
         (function, change): "what is read for a sequence without tokens is not used"
         for function, change in (

@@ -35,11 +35,11 @@ def allocate(kind: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr, WIDTH: g
 
 @gluon.jit
 def copy(
-    k, v, T, gates, tiles, v_column, chunks,
+    k, v, T, gates, tiles, count, v_column, chunks,
     HEADS: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Copies a chunk as soon as there is room for it; columns of v that are none of V are zeros, where `v_column` is
-    the first. Chunks are whole: a state within a sequence follows all of them."""
+    """Copies a chunk as soon as there is room for it; rows past `count` are zeros, and so are columns of v that are
+    none of V, where `v_column` is the first."""
     k_rows = device.Rows.of(CHUNK, K, K_STRIDE)
     v_rows = device.Rows.of(CHUNK, tiles.vs.shape[2], V_STRIDE)
     T_rows = device.Rows.of(CHUNK, CHUNK, CHUNK)
@@ -48,10 +48,10 @@ def copy(
     pending = 0
     for chunk in range(chunks):
         mbarrier.wait(tiles.ring.empty.index(stage), phase)
-        k_rows.fetch(tiles.ks.index(stage), k)
+        k_rows.fetch_tokens(tiles.ks.index(stage), k, count)
         tiles.gates.fetch(stage, gates)
         column = v_column + v_rows.column
-        inside = v_rows.inside(CHUNK) & ((column >= 0) & (column < V))[None, :]
+        inside = v_rows.inside(count) & ((column >= 0) & (column < V))[None, :]
         async_copy.async_copy_global_to_shared(tiles.vs.index(stage), v + v_rows.offset, mask=inside)
         T_rows.fetch(tiles.Ts.index(stage), T)
         async_copy.commit_group()
@@ -63,6 +63,7 @@ def copy(
         v += CHUNK * V_STRIDE
         T += HEADS * (CHUNK * CHUNK)
         gates += HEADS * (GATE_ROWS * CHUNK)
+        count -= CHUNK
         stage, phase = tiles.ring.after(stage, phase)
     async_copy.wait_group(0)
     if chunks > 0:

@@ -114,7 +114,7 @@ def rule_states_ahead_hopper(
         [
             (_scan, (source, source_rows, starts, tiles, chunks, first_state - first_chunk, every, HEADS, K, V)),
             (state_chunks.copy, (
-                k, v, T, gates, tiles, first_row, chunks, HEADS, K_STRIDE, V_STRIDE, K, V,
+                k, v, T, gates, tiles, count, first_row, chunks, HEADS, K_STRIDE, V_STRIDE, K, V,
             )),
         ],
         worker_num_warps=[4], worker_num_regs=[88],

@@ -99,7 +99,7 @@ def rule_transitions_hopper(
             (_scan_columns, (transitions, first_line, tiles, chunks, 0, K, V)),
             (_scan_columns, (transitions, first_line, tiles, chunks, 1, K, V)),
             (state_chunks.copy, (
-                k, v, T, gates, tiles, v_column, chunks, HEADS, K_STRIDE, V_STRIDE, K, V,
+                k, v, T, gates, tiles, chunks * CHUNK, v_column, chunks, HEADS, K_STRIDE, V_STRIDE, K, V,
             )),
         ],
         worker_num_warps=[4, 4], worker_num_regs=[208, 88],
