@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -140,25 +141,38 @@ def _instructions(cubin: bytes) -> list[str]:
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
 
 
+def _products(kernel: str, wanted: Mapping[str, object], changed: Mapping[str, object]) -> tuple[list[str], list[str]]:
+    """The instructions of a kernel's products of matrices, and those that are waited for; nothing is spilled."""
+    from triton.backends.compiler import GPUTarget
+
+    (variant, *_) = (
+        variant
+        for _, variant in builds("sm_90")
+        if variant.kernel == kernel and wanted.items() <= dict(variant.constants).items()
+    )
+    constants = tuple((dict(variant.constants) | dict(changed)).items())
+    code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
+    assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
+    products = [line for line in code if line.startswith("HGMMA")]
+    return products, [line for line in products if "gsb0" in line]
+
+
 @compiles
 @pytest.mark.parametrize(("segmented", "saves"), [(False, True), (False, False), (True, False)])
 def test_products_of_the_whole_scan_are_not_serialised(segmented: bool, saves: bool) -> None:
     """Where registers are short, ptxas ends every instruction of a product with a wait, and spills nothing."""
-    from triton.backends.compiler import GPUTarget
-
     wanted = {"K": 128, "SEGMENTED": segmented, "FINAL": True}
-    (variant, *_) = (
-        variant
-        for _, variant in builds("sm_90")
-        if variant.kernel == "rule_whole_scan_hopper" and wanted.items() <= dict(variant.constants).items()
-    )
-    constants = tuple((dict(variant.constants) | {"SAVES": saves}).items())
-    code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
-    products = [line for line in code if line.startswith("HGMMA")]
-    ends = [line for line in products if "gsb0" in line]
+    products, ends = _products("rule_whole_scan_hopper", wanted, {"SAVES": saves})
     assert len(products) == 2 * 32 + 8, "of each half of V, and of the scores"
     assert len(ends) == 2 * 6 + 1, "one for each product of matrices"
-    assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
+
+
+@compiles
+@pytest.mark.parametrize(("kernel", "warpgroups"), [("rule_states_ahead_hopper", 1), ("rule_transitions_hopper", 2)])
+def test_products_of_the_state_scan_ahead_are_not_serialised(kernel: str, warpgroups: int) -> None:
+    products, ends = _products(kernel, {"K": 128}, {})
+    assert len(products) == 20 * warpgroups, "Sᵀ kᵀ of 8, r T°ᵀ of 4, w k of 4 for each half of k"
+    assert len(ends) == 4 * warpgroups, "one for each product of matrices"
 
 
 @cache

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import adjoint
 from adjoint.core import schedules
 from adjoint.core.schedules import Schedules
 
@@ -52,3 +53,13 @@ def test_a_device_is_looked_up(table: Schedules, monkeypatch: pytest.MonkeyPatch
 def test_an_entry_is_a_copy(table: Schedules) -> None:
     table.named("scan")["stages"] = 7
     assert table.named("scan") == {"stages": 1}
+
+
+@pytest.mark.parametrize("file", sorted(Path(str(adjoint.__file__)).parent.rglob("schedules.json")), ids=str)
+def test_every_parameter_can_be_varied(file: Path) -> None:
+    """Checks double and halve what is no depth of a pipeline, and plans take powers of two."""
+    table = json.loads(file.read_text(encoding="utf-8"))
+    for target, entries in ((target, entries) for target, entries in table.items() if isinstance(entries, dict)):
+        for entry, parameters in entries.items():
+            wrong = {name: value for name, value in parameters.items() if value < 1 or value & (value - 1)}
+            assert all(name.endswith("stages") for name in wrong), (target, entry, wrong)

@@ -49,6 +49,26 @@ def test_a_graph_captures_both() -> None:
     assert bool((left == 4).all() and (right == 4).all())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_captures_one_within_another() -> None:
+    """The inner pieces share the second stream with the outer one, in order."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    left, right, beside = (torch.zeros(16, device=device) for _ in range(3))
+
+    def inner() -> None:
+        for _ in range(2):
+            run_concurrently(device, lambda: left.add_(right), lambda: right.add_(0), worthwhile=True)
+            right.add_(1)
+
+    run_concurrently(device, inner, lambda: beside.add_(1), worthwhile=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_concurrently(device, inner, lambda: beside.add_(1), worthwhile=True)
+    for _ in range(3):
+        graph.replay()
+    assert bool((left == sum(range(8))).all() and (right == 8).all() and (beside == 4).all())
+
+
 def test_what_waits_cannot_be_recorded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)

@@ -24,8 +24,11 @@ MULTIPROCESSORS = 3
 """So few that a program has several items, and not all the same number."""
 
 
-HALVES, WHOLE_V = {"spans_in_halves": 10**9}, {"spans_in_halves": 0}
-"""The parameter of the rule's schedule with which every span's columns of V are halved, and with which none are."""
+HALVES, WHOLE_V = {"spans_in_halves": 10**9, "spans_ahead": 0}, {"spans_in_halves": 0, "spans_ahead": 0}
+"""Parameters of the rule's schedule with which every span's columns of V are halved, and with which none are."""
+
+AHEAD = {"spans_ahead": 10**9, "tokens_ahead": 1}
+"""Those with which states are scanned ahead of the outputs."""
 
 
 def candidate_of(operator: Operator) -> Candidate:

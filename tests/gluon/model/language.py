@@ -98,6 +98,7 @@ NAMES = {
     "reduce": _reduce,
     "associative_scan": _scan,
     "split": lambda x: tuple(map(Value, x.tensor.unbind(-1))),
+    "join": lambda x, y: Value(torch.stack((x.tensor, y.tensor), -1)),
     "permute": lambda x, order: Value(x.tensor.permute(order)),
     "reshape": lambda x, shape: x.reshape(shape),
     "expand_dims": lambda x, axis: Value(x.tensor.unsqueeze(axis)),

@@ -32,7 +32,7 @@ CHECKED = {
     "forward_scan": (("few heads", "forward"),),
     "whole_scan": (("all of V", "forward"),),
     "chunk_inverse": (("few heads", "forward"),),
-    "transitions": (("split", "forward"),),
+    "state_chunks": (("split", "forward"),),
     "state_scan": (("few heads", "backward"),),
     "local_gradients": (("few heads", "backward"),),
     "reverse_scan": (("many heads", "backward"),),

@@ -39,6 +39,8 @@ RULE_MODULES = tuple(
         "chunk_inverse",
         "forward_scan",
         "whole_scan",
+        "state_chunks",
+        "states_ahead",
         "transitions",
         "state_scan",
         "local_gradients",
@@ -162,9 +164,18 @@ WHOLE_V_EXAMPLES: tuple[Callable[[], Example], ...] = (
 sequences without tokens, which keep their states."""
 
 
-def _whole(V: int) -> Example:
-    """More chunks in a segment than shared memory holds, where segments have the size they have."""
-    return Example.of((1, 330, 1, 2, 64, V), decay=0.05)
+AHEAD_EXAMPLES: tuple[Callable[[], Example], ...] = (
+    lambda: Example.of((1, 820, 1, 2, 64, 128), decay=0.05),
+    lambda: Example.of((1, 400, 2, 2, 128, 128), torch.float16, cu_seqlens=(0, 0, 1, 66, 390, 400)),
+    lambda: Example.of((2, 192, 1, 4, 64, 256), state=False, final=False, decay=0.05),
+)
+"""Stretches side by side: more chunks of states ahead than shared memory holds, sequences that end in any stretch, and
+stretches that begin with the sequence. States are saved within stretches and at their ends."""
+
+
+def _whole(V: int, K: int = 64) -> Example:
+    """More chunks in a segment than shared memory holds, where segments have the size they have, or as many as that."""
+    return Example.of((1, 330, 1, 2, K, V), decay=0.05)
 
 
 @cache
@@ -177,11 +188,16 @@ def record() -> None:
             for example in (make() for make in EXAMPLES):
                 _run(example)
                 if example.inputs[2].shape[-1] % 128 == 0:
-                    _run_whole_V(example)
+                    _run_forward(example, hopper.WHOLE_V)
             for example in (make() for make in WHOLE_V_EXAMPLES):
-                _run_whole_V(example)
+                _run_forward(example, hopper.WHOLE_V)
+            with patch.object(rule_shape, "FEW_HEADS", 0):
+                for example in (make() for make in AHEAD_EXAMPLES):
+                    _run_forward(example, hopper.AHEAD)
+            with patch.object(packing, "SEGMENT", 320):
+                _run_forward(_whole(V=64, K=128), hopper.HALVES)
         _run(_whole(V=64))
-        _run_whole_V(_whole(V=128))
+        _run_forward(_whole(V=128), hopper.WHOLE_V)
     _recorded.sort(key=lambda launch: launch.seconds)
 
 
@@ -217,9 +233,9 @@ def _run(example: Example) -> None:
     hopper.run_both(example.call, example.upstream(), SCHEDULES[0])
 
 
-def _run_whole_V(example: Example) -> None:
+def _run_forward(example: Example, parameters: dict[str, int]) -> None:
     call = example.call
-    hopper.run(call.operator, call.arguments, SCHEDULES[0], parameters=hopper.WHOLE_V)
+    hopper.run(call.operator, call.arguments, SCHEDULES[0], parameters=parameters)
 
 
 def noticed(mutant: Mutant, schedule: Schedule) -> bool:

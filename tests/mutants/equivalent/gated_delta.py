@@ -239,6 +239,8 @@ EQUIVALENT = {
             ("_state_consumer", "v_row < V -> v_row <= V"),
             ("_consumer", "k_column < K -> k_column <= K"),
             ("_fetch", "T_rows.column < CHUNK -> T_rows.column <= CHUNK"),
+            ("_load_half", "k_column < k_column.shape[0] -> k_column <= k_column.shape[0]"),
+            ("_scan_columns", "k_column < HALF -> k_column <= HALF"),
         )
     },
     **{
@@ -248,7 +250,6 @@ EQUIVALENT = {
             ("rule_chunk_inverse_hopper", "[2, HALF, HALF] -> [3, HALF, HALF] (1)"),
             ("rule_chunk_inverse_hopper", "[2, HALF, HALF] -> [3, HALF, HALF] (2)"),
             ("rule_chunk_inverse_hopper", "3 * PARTS -> 4 * PARTS"),
-            ("rule_transitions_hopper", "STAGES: gl.constexpr = 2 -> STAGES: gl.constexpr = 3"),
             ("rule_whole_scan_hopper", "[2, CHUNK, CHUNK] -> [3, CHUNK, CHUNK]"),
             ("rule_whole_scan_hopper", "[2, CHUNK, V_BLOCK] -> [3, CHUNK, V_BLOCK]"),
             ("rule_whole_scan_hopper", "[2, 1] -> [3, 1]"),
@@ -303,22 +304,17 @@ EQUIVALENT = {
         for function, change in (
             ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (1)"),
             ("rule_forward_scan_hopper", "count > 0 -> count >= 0 (2)"),
-            ("rule_whole_scan_hopper", "count > 0 -> count >= 0 (1)"),
-            ("rule_whole_scan_hopper", "count > 0 -> count >= 0 (2)"),
-            ("rule_transitions_hopper", "count > 0 -> count >= 0"),
-            ("rule_transitions_hopper", "0.0 -> 1.0 (2)"),
+            ("rule_whole_scan_hopper", "count > 0 -> count >= 0"),
+            ("rule_states_ahead_hopper", "chunks > 0 -> chunks >= 0"),
             ("rule_state_scan_hopper", "count > 0 -> count >= 0"),
         )
     },
-    **{
-        ("rule_transitions_hopper", change): "the count of a segment is never more than what its sequence has left"
-        for change in (
-            "gl.load(sequence_begins + sequence + 1) - begin - index * SEGMENT -> "
-            "gl.load(sequence_begins + sequence + 1) - begin + index * SEGMENT",
-            "gl.load(sequence_begins + sequence + 1) - begin -> gl.load(sequence_begins + sequence + 1) + begin",
-        )
-    },
-    ("rule_transitions_hopper", "chunk + 1 -> chunk - 1 (3)"): "the other of two stages",
+    ("_scan_columns", "K > HALF -> K >= HALF (1)"): "of keys of 64, a second half of M and B that is not stored",
+    ("rule_transitions_hopper", "K + V + WIDTH - 1 -> K + V + WIDTH - 2"): "K and V are multiples of 64",
+    (
+        "rule_states_ahead_hopper",
+        "last_state - first_chunk -> last_state + first_chunk",
+    ): "no stretch begins with a state after the last, and none is stored",
     **{
         ("_fetch", change): "of rows past a chunk's last token T is 0, and their gates meet zeros"
         for change in (

@@ -64,6 +64,7 @@ _CASES = (
         heavy=True,
     ),
     Case("many heads", tokens((1, 200, 8, 16, 128, 128), decay=0.1), heavy=True),
+    Case("many heads, long", tokens((1, 4200, 5, 10, 64, 128), decay=0.05), heavy=True),
     Case("few heads of 64, packed", tokens((1, 300, 1, 3, 64, 64), cu_seqlens=(0, 65, 220, 300)), heavy=True),
     Case("largest heads, packed", tokens((1, 700, 1, 2, 256, 256), cu_seqlens=(0, 1, 300, 700)), heavy=True),
 )

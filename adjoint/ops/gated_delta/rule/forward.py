@@ -10,7 +10,8 @@
     output                      triton/output                   for both
 
 Where spans and heads alone keep the GPU busy, hopper/whole_scan takes the place of hopper/forward_scan, bit for bit. It
-computes the scores itself, and hopper/chunk_inverse none.
+computes the scores itself, and hopper/chunk_inverse none. It does so for a long sequence, too, stretches of which it
+scans side by side from the states that hopper/states_ahead finds.
 
 Only where a sequence is split have segments transitions, and states that are composed of them; only where it is asked
 for are q and k normalised.
@@ -137,14 +138,18 @@ def _bind_triton(setup: Setup, shape: Shape) -> _Kernels:
 
 
 def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
-    """Binds both scans where both can serve, as other numbers of sequences and lengths ask for the other one."""
+    """Binds every scan that can serve, as other numbers of sequences and lengths ask for another one."""
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
 
     spans = shape.forward_spans * shape.heads * (shape.V // 128)
-    is_whole = _can_scan_whole(shape) and spans > setup.schedule["spans_in_halves"]
-    inverse, scan, split_scan = _bind_whole_scan(setup, shape) if is_whole else _bind_scan_in_halves(setup, shape)
+    is_ahead = _can_scan_ahead(shape) and spans <= setup.schedule["spans_ahead"]
+    is_ahead = is_ahead and shape.time >= setup.schedule["tokens_ahead"]
+    is_whole = is_ahead or (_can_scan_whole(shape) and spans > setup.schedule["spans_in_halves"])
+    scans = _bind_scan_in_halves(setup, shape)
     if _can_scan_whole(shape):
-        (_bind_scan_in_halves if is_whole else _bind_whole_scan)(setup, shape)
+        whole_scans = _bind_whole_scan(setup, shape, is_ahead)
+        scans = whole_scans if is_whole else scans
+    inverse, scan, split_scan = scans
     if not is_whole:
         setup.scratch(**score_region(shape))
     if not shape.may_split:
@@ -157,6 +162,11 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
 def _can_scan_whole(shape: Shape) -> bool:
     """Whether a program may have 128 columns of V: of an odd number of heads, scores in memory have other bits."""
     return shape.V % 128 == 0 and shape.heads % 2 == 0
+
+
+def _can_scan_ahead(shape: Shape) -> bool:
+    """Whether states may be scanned ahead of the outputs, and stretches of a sequence side by side."""
+    return _can_scan_whole(shape) and not shape.may_split
 
 
 _Scans = tuple[Callable[..., None], ...]
@@ -173,8 +183,9 @@ def _bind_scan_in_halves(setup: Setup, shape: Shape) -> _Scans:
     return inverse, scan, bind_forward_scan(setup, shape, segmented=True, **states) if shape.may_split else scan
 
 
-def _bind_whole_scan(setup: Setup, shape: Shape) -> _Scans:
+def _bind_whole_scan(setup: Setup, shape: Shape, is_ahead: bool) -> _Scans:
     from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
+    from adjoint.ops.gated_delta.rule.hopper.states_ahead import bind_scan_ahead, start_region
     from adjoint.ops.gated_delta.rule.hopper.whole_scan import bind_whole_scan
 
     *_, output_final_state, _checking, keep = setup.problem.options
@@ -182,6 +193,11 @@ def _bind_whole_scan(setup: Setup, shape: Shape) -> _Scans:
     inverse = _without_scores(bind_inverse(setup, shape, PARTS))
     scan = bind_whole_scan(setup, shape, segmented=False, saves=keep, **states)
     split_scan = bind_whole_scan(setup, shape, segmented=True, saves=False, **states) if shape.may_split else scan
+    if _can_scan_ahead(shape):
+        scan_ahead = bind_scan_ahead(setup, shape, scan, shape.has_initial_state)
+        if is_ahead:
+            setup.scratch(**start_region(shape))
+            scan = scan_ahead
     return inverse, scan, split_scan
 
 

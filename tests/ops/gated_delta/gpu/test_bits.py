@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import adjoint
+from adjoint.contract.inputs import as_tuple
 from adjoint.ops.gated_delta.packing import CHUNK, SEGMENT
 from tests.ops.gated_delta.gpu.examples import (
     BFLOAT16,
@@ -39,8 +40,8 @@ pytestmark = pytest.mark.gpu
 def test_packed_sequences_are_separate_ones(
     device: torch.device, name: str, heads: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    """Five sequences of many heads are scanned with all of V in a program, one alone in halves."""
-    bounds = (0, 0, 1, 66, 1200, 3400)
+    """Five sequences of many heads are scanned with all of V in a program, one alone in halves, or in stretches."""
+    bounds = (0, 0, 1, 66, 1200, 5400)
     example = drawn(device, bounds[-1], heads, bounds=bounds, **options)
     plan_of(name, example)
     batch = results(preference_for(name), example)
@@ -83,18 +84,33 @@ def test_a_row_of_a_batch_is_the_row_alone(device: torch.device, name: str, head
 @both_scans
 def test_prefixes_and_causality(device: torch.device, name: str, heads: tuple[int, int]) -> None:
     """The output of a prefix is the prefix of the output, and nothing that comes later changes it."""
-    example = drawn(device, 3000, heads)
+    example = drawn(device, 5000, heads)
     plan_of(name, example)
     o, _ = forward(preference_for(name), example)
-    for cut in (1, 64, 1000, 1025, 2048, 2500):
+    for cut in (1, 64, 1000, 1025, 2048, 2500, 4096, 4500):
         short, _ = forward(preference_for(name), example.of(0, cut, 0))
         assert torch.equal(short, o[:, :cut]), cut
-    for cut in (63, 1024, 1777, 2999):
+    for cut in (63, 1024, 1777, 2999, 4999):
         changed = example._replace(**{key: x.clone() for key, x in zip(Example._fields, example.tokens, strict=False)})
         for x in changed.tokens:
             x[:, cut:] *= 0.5
         again, _ = forward(preference_for(name), changed)
         assert torch.equal(again[:, :cut], o[:, :cut]) and not torch.equal(again[:, cut:], o[:, cut:]), cut
+
+
+@pytest.mark.parametrize("bounds", (None, (0, 70, 70, 2900, 3000)), ids=("one sequence", "packed"))
+def test_every_scan_for_hopper_has_the_same_bits(device: torch.device, bounds: tuple[int, ...] | None) -> None:
+    """In halves, with all of V in a program, and in stretches from states ahead; saved states too."""
+    example = drawn(device, 3000, MANY, bounds=bounds)
+    plan = plan_of("gluon.fused", example)
+    many = 2**20
+    schedules = (
+        {"spans_in_halves": many, "spans_ahead": 1},
+        {"spans_in_halves": 1, "spans_ahead": 1},
+        {"spans_ahead": many, "tokens_ahead": 1},
+    )
+    scans = [as_tuple(plan.with_schedule(**parameters).run(*example[:7])) for parameters in schedules]
+    assert all(same(scan, scans[0]) for scan in scans[1:])
 
 
 @every_plan

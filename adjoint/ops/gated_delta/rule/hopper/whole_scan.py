@@ -17,7 +17,7 @@ chunk costs is counted in docs/gated-delta-kernels.md.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adjoint.core.kernels import Float32, Pointer, Pointer16, PointerIf16, kernel
+from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, PointerIf16, kernel
 from adjoint.core.launch import Setup, is_aligned
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.hopper import device
@@ -105,9 +105,9 @@ def _producer(
 
 @gluon.jit
 def _state_consumer(
-    source, source_columns, saved, final_state, out, tiles, scores, outs, count, scale, ends_here,
-    PART: gl.constexpr, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SEGMENTED: gl.constexpr,
-    SAVES: gl.constexpr, FINAL: gl.constexpr, SEGMENT: gl.constexpr,
+    source, source_columns, saved, final_state, out, tiles, scores, outs, count, length, into_segment, scale, ends_here,
+    PART: gl.constexpr, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SAVES: gl.constexpr,
+    FINAL: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """The products from chunk to chunk and the outputs, of 64 columns of V."""
     kind: gl.constexpr = tiles.ks.dtype
@@ -162,7 +162,7 @@ def _state_consumer(
         total = warpgroup_mma(low, P, total, is_async=True)
         narrow = gl.convert_layout(S.to(kind), BY_CHUNK)
         if SAVES:  # noqa: SIM102  (a constant, and what only the GPU knows)
-            if ((first + CHUNK) % SEGMENT == 0) & (first + CHUNK < count):
+            if ((first + into_segment) % SEGMENT == 0) & (first + CHUNK < length):
                 gl.store(saved + v_row[:, None] + (k_column * V)[None, :], S)
                 saved += HEADS * (K * V)
         total = warpgroup_mma_wait(0, deps=[total])
@@ -174,7 +174,7 @@ def _state_consumer(
         inside = out_rows.inside((count - 1) % CHUNK + 1)
         gl.store(out + out_rows.offset, outs.load(device.row_layout(V_BLOCK)), mask=inside)
         if FINAL:  # noqa: SIM102
-            if ends_here if SEGMENTED else True:
+            if ends_here:
                 # 0, and known after the loop alone: or the places would stay in registers through it.
                 place = final_state + gl.minimum(stage, 0)
                 gl.store(place + v_row[:, None] + (k_column * V)[None, :], S)
@@ -185,8 +185,9 @@ def _state_consumer(
 def rule_whole_scan_hopper(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
     segment_indices: Pointer.int32, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
-    initial_state: Pointer.float32, saved: Pointer.float32, final_state: Pointer.float32, out: PointerIf16.element,
-    scale: Float32,
+    initial_state: Pointer.float32, starts: Pointer.float32, saved: Pointer.float32, final_state: Pointer.float32,
+    out: PointerIf16.element, scale: Float32, first_chunk: Int32, stretch: Int32, stretches: Int32, place: Int32,
+    places: Int32,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr, SEGMENTED: gl.constexpr, INITIAL: gl.constexpr, SAVES: gl.constexpr,
@@ -194,9 +195,11 @@ def rule_whole_scan_hopper(
 ):  # fmt: skip
     """o of a sequence and value head, 128 columns of V; for 16-bit types, K of 64 or 128 and V a multiple of 128.
 
-    The state is saved after every SEGMENT tokens but the last ones, if SAVES, and is final after the last token. A
-    sequence without tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved
-    at its start.
+    A program scans one of `stretches` of a sequence, of `stretch` chunks each, the first of which begins with the
+    `first_chunk`: a stretch begins with the state in its place in `starts`, or the sequence. The state is saved after
+    every SEGMENT tokens of a sequence but the last ones, if SAVES, and is final after the last token. A sequence
+    without tokens is left alone. Over segments (SEGMENTED) a program scans one, from the state that was saved at its
+    start.
     """
     blocks: gl.constexpr = V // WIDTH
     size: gl.constexpr = K * V
@@ -206,26 +209,29 @@ def rule_whole_scan_hopper(
     span = (program // (HEADS * blocks)).to(gl.int64)
     head = (program // blocks) % HEADS
     first_row = (program % blocks) * WIDTH
-    sequence = span
-    index = 0
+    sequence = span // stretches
+    start = (first_chunk + (span % stretches).to(gl.int32) * stretch) * CHUNK
+    limit = stretch * CHUNK
     if SEGMENTED:
         sequence = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_SEQUENCE).to(gl.int64)
-        index = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_NUMBER)
+        start = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_NUMBER) * SEGMENT
+        limit = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT)
     begin = gl.load(sequence_begins + sequence)
-    first = begin.to(gl.int64) + index * SEGMENT
-    count = gl.load(sequence_begins + sequence + 1) - begin - index * SEGMENT
-    ends_here = count <= SEGMENT
-    if SEGMENTED:
-        count = gl.minimum(gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT), count)
+    first = begin.to(gl.int64) + start
+    length = gl.load(sequence_begins + sequence + 1) - begin - start
+    count = gl.maximum(gl.minimum(length, limit), 0)
     chunks = (count + CHUNK - 1) // CHUNK
-    saved_slot = (begin // SEGMENT + index).to(gl.int64)
+    saved_slot = (begin // SEGMENT + start // SEGMENT).to(gl.int64)
     of_sequence = (sequence * HEADS + head) * size + first_row
     source = initial_state + of_sequence
-    source_columns = gl.where(count > 0, K if INITIAL else 0, 0)
-    if SEGMENTED:  # noqa: SIM102
-        if index > 0:
+    source_columns = K if INITIAL else 0
+    if start > 0:
+        if SEGMENTED:
             source = saved + ((saved_slot - 1) * HEADS + head) * size + first_row
-            source_columns = gl.where(count > 0, K, 0)
+        else:
+            source = starts + ((sequence * places + place + span % stretches) * HEADS + head) * size + first_row
+        source_columns = K
+    source_columns = gl.where(count > 0, source_columns, 0)
     saved += (saved_slot * HEADS + head) * size + first_row
     final_state += of_sequence
 
@@ -233,7 +239,7 @@ def rule_whole_scan_hopper(
     q += first * Q_STRIDE + key_head * Q_HEAD
     k += first * K_STRIDE + key_head * K_HEAD
     v += first * V_STRIDE + head.to(gl.int64) * V_HEAD + first_row
-    lane = (gl.load(first_chunks + sequence) + index * (SEGMENT // CHUNK)).to(gl.int64) * HEADS + head
+    lane = (gl.load(first_chunks + sequence) + start // CHUNK).to(gl.int64) * HEADS + head
     gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (CHUNK * CHUNK)
     out += (first * HEADS + head) * V + first_row
@@ -251,15 +257,16 @@ def rule_whole_scan_hopper(
     mbarrier.init(scores_full.index(0), count=1)
     mbarrier.init(scores_full.index(1), count=1)
     scores = Scores(Ps, scores_full)
+    into_segment = start % SEGMENT + CHUNK
     gl.warp_specialize(
         [
             (_state_consumer, (
-                source, source_columns, saved, final_state, out, tiles, scores, outs.index(0), count, scale,
-                ends_here, 0, HEADS, K, V, SEGMENTED, SAVES, FINAL, SEGMENT,
+                source, source_columns, saved, final_state, out, tiles, scores, outs.index(0), count, length,
+                into_segment, scale, length == count, 0, HEADS, K, V, SAVES, FINAL, SEGMENT,
             )),
             (_state_consumer, (
-                source, source_columns, saved, final_state, out, tiles, scores, outs.index(1), count, scale,
-                ends_here, 1, HEADS, K, V, SEGMENTED, SAVES, FINAL, SEGMENT,
+                source, source_columns, saved, final_state, out, tiles, scores, outs.index(1), count, length,
+                into_segment, scale, length == count, 1, HEADS, K, V, SAVES, FINAL, SEGMENT,
             )),
             (_producer, (
                 q, k, v, T, gates, tiles, scores, count, chunks, scale, HEADS, Q_STRIDE, K_STRIDE, V_STRIDE, STAGES,
@@ -269,13 +276,32 @@ def rule_whole_scan_hopper(
     )  # fmt: skip
 
 
+class Stretches(NamedTuple):
+    """Parts of every sequence that are scanned side by side, in chunks: where the first begins, the size of each, how
+    many they are, and the place of the state that the first begins with."""
+
+    first: int
+    size: int
+    count: int
+    place: int
+
+
+WHOLE = Stretches(0, 2**25 - 1, 1, 0)
+"""All of a sequence, as one stretch."""
+
+PLACES = 6
+"""Those of a sequence in `starts`."""
+
+
 def bind_whole_scan(
     setup: Setup, shape: Shape, *, segmented: bool, saves: bool, initial: bool, final: bool
 ) -> Callable[..., None]:
-    """o, and the states that are needed: `launch(memory, q, k, v, scale, initial_state, saved, final_state, out)`.
+    """o, and the states that are needed: `launch(memory, q, k, v, scale, initial_state, saved, final_state, out,
+    stretches)`.
 
     Args:
-        segmented: over segments, from the states in `saved`; otherwise over whole sequences.
+        segmented: over segments, from the states in `saved`; otherwise over whole sequences, or stretches of them from
+            the states in `starts`.
         saves: whether states between segments are written to `saved`.
         initial: whether there is an initial state.
         final: whether final states are written.
@@ -287,22 +313,26 @@ def bind_whole_scan(
         )
         for aligned in (True, False)
     }  # fmt: skip
-    grid = ((shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // WIDTH.value),)
+    programs = (shape.segments if segmented else shape.sequences) * shape.heads * (shape.V // WIDTH.value)
     spans_of = "segment_indices" if segmented else "sequence_begins"
 
     def launch(
         memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, scale: float,
         initial_state: Tensor | None, saved: Tensor | None, final_state: Tensor | None, out: Tensor,
+        stretches: Stretches = WHOLE,
     ) -> None:  # fmt: skip
-        if final_state is not None and shape.is_packed:  # for sequences without tokens, which no program scans
+        if final_state is not None and shape.is_packed and stretches.first == 0:
+            # For sequences without tokens, which no program scans.
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         absent = memory["gates"]  # stands for a pointer that no variant reads
         scan[is_aligned(out)].of(q, k, v).launch(
-            grid, q=q.start, k=k.start, v=v.start, gates=memory["gates"], T=memory["T"],
+            (programs * stretches.count,), q=q.start, k=k.start, v=v.start, gates=memory["gates"], T=memory["T"],
             segment_indices=memory[spans_of], sequence_begins=memory["sequence_begins"],
             first_chunks=memory["first_chunks"], initial_state=absent if initial_state is None else initial_state,
-            saved=absent if saved is None else saved, final_state=absent if final_state is None else final_state,
-            out=out, scale=scale,
+            starts=memory.get("starts", absent), saved=absent if saved is None else saved,
+            final_state=absent if final_state is None else final_state, out=out, scale=scale,
+            first_chunk=stretches.first, stretch=stretches.size, stretches=stretches.count, place=stretches.place,
+            places=PLACES,
         )  # fmt: skip
 
     return launch
