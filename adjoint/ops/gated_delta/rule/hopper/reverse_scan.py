@@ -254,18 +254,17 @@ def rule_reverse_scan_hopper(
     length = gl.load(sequence_begins + sequence + 1) - begin
     count = length - index * SEGMENT
     rows = V_BLOCK  # of dSᵀ, or none where another program scans the tokens
-    ends_here = True
     if SEGMENTED:
         ends_here = count <= REVERSE_SEGMENT
-        count = gl.minimum(count, REVERSE_SEGMENT)
-        is_first = index % (REVERSE_SEGMENT // SEGMENT) == 0
         is_there = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT) > 0
+        is_first = index % (REVERSE_SEGMENT // SEGMENT) == 0
         rows = gl.where(is_there & is_first & (length > UNSPLIT), V_BLOCK, 0)
         if TRANSITION:
             rows = gl.where(index > 0, rows, 0)
+        count = gl.where(rows > 0, gl.minimum(count, REVERSE_SEGMENT), 0)
     elif UNSPLIT > 0:
         rows = gl.where(length <= UNSPLIT, V_BLOCK, 0)
-    count = gl.where(rows > 0, count, 0)
+        count = gl.where(rows > 0, count, 0)
     chunks = (count + CHUNK - 1) // CHUNK
     last = gl.maximum(chunks - 1, 0)
     key_head = (head // GROUP).to(gl.int64)
@@ -281,14 +280,16 @@ def rule_reverse_scan_hopper(
     of_sequence = (sequence * HEADS + head) * (K * V) + first_row
 
     source = dfinal_state + of_sequence
-    source_rows = gl.where(ends_here, rows, 0) if FINAL else 0
+    source_rows = rows if FINAL else 0
     source_v = 1
     source_k = V
     target = dinitial_state + of_sequence
-    target_rows = gl.where(index == 0, rows, 0)
+    target_rows = rows
     if SEGMENTED:
         # A sequence has a place for each of its segments but the first, and no two meet: see `saved_states`.
         after = (begin // REVERSE_SEGMENT + index // (REVERSE_SEGMENT // SEGMENT)).to(gl.int64)
+        source_rows = gl.where(ends_here, source_rows, 0)
+        target_rows = gl.where(index == 0, rows, 0)
         if TRANSITION:
             target = dsegment_states + ((after - 1) * HEADS + head) * (V * K) + first_row * K
             target_rows = rows
