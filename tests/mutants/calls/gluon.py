@@ -41,7 +41,6 @@ RULE_MODULES = tuple(
         "whole_scan",
         "transitions",
         "state_scan",
-        "local_gradients",
         "reverse_scan",
         "gradients",
     )

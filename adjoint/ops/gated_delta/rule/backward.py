@@ -5,7 +5,7 @@
     normalised q and k          triton/normalize                the same
     chunk inverse T             triton/chunk_inverse            hopper/chunk_inverse
     local gradients             triton/local_gradients          part of the reverse scan
-    state scan of segments      triton/state_scan               hopper/state_scan, or Triton's: see `scans_on_hopper`
+    state scan of segments      triton/state_scan               hopper/state_scan
     reverse scan                triton/reverse_scan             hopper/reverse_scan
     matrices                    triton/gradients                hopper/gradients,
     gradients                   triton/gradients                one kernel
@@ -52,9 +52,6 @@ from adjoint.ops.gated_delta.rule.triton.state_scan import bind_reverse_transiti
 
 TOKEN_GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")
 """Gradients with a row for each token, in the order of their bits in `need`."""
-
-FEW_PROGRAMS = 64
-"""Of a reverse scan on Hopper, which are all that one sequence of 32 heads has with V = 128."""
 
 
 def parts_of(shape: Shape) -> int:
@@ -123,34 +120,17 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
 # --------------------------------------------------------------------------------------------------- scans
 
 
-def scans_on_hopper(shape: Shape, hopper: bool) -> bool:
-    """Whether a plan takes the state scan for Hopper, which has the bits of the one in Triton, and is faster.
-
-    Not beside a reverse scan of few programs, which it slows down by more than it saves: on an H200 the backward of one
-    sequence of 32768 tokens, 32 heads and K = V = 128 took 2551 µs with it (with a third chunk in shared memory), and
-    2450 without.
-    """
-    if not hopper:
-        return False
-    from adjoint.ops.gated_delta.rule.hopper.reverse_scan import programs
-
-    return shape.may_split or programs(shape) > FEW_PROGRAMS
-
-
 def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
     """States and new values of the forward again: `launch(memory, k, v, initial_state, saved)`.
 
-    Where the number of sequences decides between two kernels, both are bound.
+    The kernel for Hopper has the bits of the one in Triton.
     """
     initial = shape.has_initial_state
-    scans: dict[bool, Callable[..., None]] = {}
-    if not (hopper and shape.may_split):
-        scans[False] = bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
     if hopper:
         from adjoint.ops.gated_delta.rule.hopper.state_scan import bind_segment_states
 
-        scans[True] = bind_segment_states(setup, shape, initial)
-    return scans[scans_on_hopper(shape, hopper)]
+        return bind_segment_states(setup, shape, initial)
+    return bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
 
 
 def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:

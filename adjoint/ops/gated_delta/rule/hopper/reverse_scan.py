@@ -329,11 +329,6 @@ def rule_reverse_scan_hopper(
     )  # fmt: skip
 
 
-def programs(shape: Shape) -> int:
-    """Programs of a reverse scan of whole sequences."""
-    return shape.sequences * shape.heads * (shape.V // V_BLOCK.value)
-
-
 def bind_reverse_scan(setup: Setup, shape: Shape, *, final: bool, initial: bool) -> ReverseScan:
     """Y and dS⁺ of every chunk, and the initial states' gradient; but for sequences that are split.
 
