@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,25 +141,40 @@ def _instructions(cubin: bytes) -> list[str]:
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
 
 
+def _products(kernel: str, wanted: dict[str, Any], changed: dict[str, Any] | None = None) -> tuple[int, int]:
+    """Of a kernel's first variant with these constants: matrix instructions, and those that end a product. None of its
+    registers is spilled."""
+    from triton.backends.compiler import GPUTarget
+
+    (variant, *_) = (
+        variant
+        for _, variant in builds("sm_90")
+        if variant.kernel == kernel and wanted.items() <= dict(variant.constants).items()
+    )
+    constants = tuple((dict(variant.constants) | (changed or {})).items())
+    code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
+    assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
+    products = [line for line in code if line.startswith("HGMMA")]
+    return len(products), len([line for line in products if "gsb0" in line])
+
+
 @compiles
 @pytest.mark.parametrize(("segmented", "saves"), [(False, True), (False, False), (True, False)])
 def test_products_of_the_whole_scan_are_not_serialised(segmented: bool, saves: bool) -> None:
     """Where registers are short, ptxas ends every instruction of a product with a wait, and spills nothing."""
-    from triton.backends.compiler import GPUTarget
-
     wanted = {"K": 128, "SEGMENTED": segmented, "FINAL": True}
-    (variant, *_) = (
-        variant
-        for _, variant in builds("sm_90")
-        if variant.kernel == "rule_whole_scan_hopper" and wanted.items() <= dict(variant.constants).items()
-    )
-    constants = tuple((dict(variant.constants) | {"SAVES": saves}).items())
-    code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
-    products = [line for line in code if line.startswith("HGMMA")]
-    ends = [line for line in products if "gsb0" in line]
-    assert len(products) == 2 * 32 + 8, "of each half of V, and of the scores"
-    assert len(ends) == 2 * 6 + 1, "one for each product of matrices"
-    assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
+    instructions, ends = _products("rule_whole_scan_hopper", wanted, {"SAVES": saves})
+    assert instructions == 2 * 32 + 8, "of each half of V, and of the scores"
+    assert ends == 2 * 6 + 1, "one for each product of matrices"
+
+
+@compiles
+@pytest.mark.parametrize(("segmented", "transition"), [(False, False), (True, False), (True, True)])
+def test_products_of_the_reverse_scan_are_not_serialised(segmented: bool, transition: bool) -> None:
+    wanted = {"K": 128, "SEGMENTED": segmented, "TRANSITION": transition, "FINAL": True}
+    instructions, ends = _products("rule_reverse_scan_hopper", wanted)
+    assert instructions == 40 + 16, "of the scan, and of Pᵀ do"
+    assert ends == 8 + 3, "one for each product of matrices"
 
 
 @cache
