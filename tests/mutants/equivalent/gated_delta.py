@@ -238,6 +238,8 @@ EQUIVALENT = {
             ("_state_consumer", "k_column < K -> k_column <= K"),
             ("_state_consumer", "v_row < V -> v_row <= V"),
             ("_consumer", "k_column < K -> k_column <= K"),
+            ("_consumer", "k_column < K -> k_column <= K (1)"),
+            ("_consumer", "k_column < K -> k_column <= K (2)"),
             ("_fetch", "T_rows.column < CHUNK -> T_rows.column <= CHUNK"),
         )
     },
@@ -252,11 +254,6 @@ EQUIVALENT = {
             ("rule_whole_scan_hopper", "[2, CHUNK, CHUNK] -> [3, CHUNK, CHUNK]"),
             ("rule_whole_scan_hopper", "[2, CHUNK, V_BLOCK] -> [3, CHUNK, V_BLOCK]"),
             ("rule_whole_scan_hopper", "[2, 1] -> [3, 1]"),
-            ("rule_local_gradients_hopper", "[4, CHUNK, CHUNK] -> [5, CHUNK, CHUNK]"),
-            ("rule_local_gradients_hopper", "2 * BLOCKS -> 3 * BLOCKS"),
-            ("rule_local_gradients_hopper", "2 * BLOCKS -> 2 + BLOCKS"),
-            ("rule_local_gradients_hopper", "[2, CHUNK] -> [3, CHUNK] (1)"),
-            ("rule_local_gradients_hopper", "[2, CHUNK] -> [3, CHUNK] (2)"),
             ("rule_gradients_hopper", "[1, CHUNK, K] -> [2, CHUNK, K] (1)"),
             ("rule_gradients_hopper", "[1, CHUNK, K] -> [2, CHUNK, K] (2)"),
             ("rule_gradients_hopper", "[2, CHUNK, V] -> [3, CHUNK, V]"),
@@ -288,11 +285,6 @@ EQUIVALENT = {
         for function, change in (
             ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (2)"),
             ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (4)"),
-            ("rule_local_gradients_hopper", "member > 0 -> member >= 0"),
-            (
-                "rule_local_gradients_hopper",
-                "warpgroup_mma_wait(2, deps=[scores]) -> warpgroup_mma_wait(3, deps=[scores])",
-            ),
             ("_consumer", "warpgroup_mma_wait(2, deps=[dS]) -> warpgroup_mma_wait(3, deps=[dS])"),
         )
     },
@@ -319,6 +311,9 @@ EQUIVALENT = {
         )
     },
     ("rule_transitions_hopper", "chunk + 1 -> chunk - 1 (3)"): "the other of two stages",
+    ("rule_reverse_scan_hopper", "length > UNSPLIT -> length >= UNSPLIT"): (
+        "a sequence of one segment, which is scanned whole, is then scanned twice, to one result"
+    ),
     **{
         ("_fetch", change): "of rows past a chunk's last token T is 0, and their gates meet zeros"
         for change in (
@@ -333,7 +328,7 @@ EQUIVALENT = {
         for function, change in (
             ("_state_consumer", "final_state + (chunk + 1 - chunks) -> final_state - (chunk + 1 - chunks)"),
             ("_state_consumer", "final_state + gl.minimum(stage, 0) -> final_state - gl.minimum(stage, 0)"),
-            ("_consumer", "state += gl.minimum(stage, 0) -> state -= gl.minimum(stage, 0)"),
+            ("_consumer", "target + gl.minimum(stage, 0) -> target - gl.minimum(stage, 0)"),
             ("rule_gradients_hopper", "index >> 30 -> index >> 31"),
             (
                 "rule_gradients_hopper",

@@ -49,7 +49,7 @@ Results = device.fields("Ys dSs handoff")
 """What a chunk leaves in shared memory: Yᵀ and dS⁺ᵀ."""
 
 WIDE_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-"""A matrix of float32 that accumulators are written to, and read from transposed, without conflicts."""
+"""A matrix of float32 that accumulators are written to without conflicts, and read from transposed, two to a bank."""
 
 
 @gluon.jit
