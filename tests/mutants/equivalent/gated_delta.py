@@ -240,7 +240,6 @@ EQUIVALENT = {
             ("_consumer", "k_column < K -> k_column <= K"),
             ("_consumer", "k_column < K -> k_column <= K (1)"),
             ("_consumer", "k_column < K -> k_column <= K (2)"),
-            ("_fetch", "T_rows.column < CHUNK -> T_rows.column <= CHUNK"),
         )
     },
     **{
@@ -314,14 +313,6 @@ EQUIVALENT = {
     ("rule_reverse_scan_hopper", "length > UNSPLIT -> length >= UNSPLIT"): (
         "a sequence of one segment, which is scanned whole, is then scanned twice, to one result"
     ),
-    **{
-        ("_fetch", change): "of rows past a chunk's last token T is 0, and their gates meet zeros"
-        for change in (
-            "T_rows.row * 0 -> T_rows.row + 0",
-            "lane * 0 -> lane + 0 (1)",
-            "lane * 0 -> lane + 0 (2)",
-        )
-    },
     ("_unnormalized", "0.0 -> 1.0"): "rows past a chunk's last token are not stored",
     **{
         (function, change): "plus or minus 0, which is there for the registers it saves"

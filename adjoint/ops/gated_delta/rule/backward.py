@@ -16,6 +16,7 @@ the reverse scan is split in both plans: see `triton/compose_transitions.py`.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -139,7 +140,9 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
     ends = {"final": shape.has_final_gradient, "initial": bool(need & NEED_STATE)}
     states = _bind_state_scan(setup, shape, parts, hopper)
     if hopper:
-        from adjoint.ops.gated_delta.rule.hopper import reverse_scan as scans
+        from adjoint.ops.gated_delta.rule.hopper import reverse_scan as on_hopper
+
+        scans: ModuleType = on_hopper
     else:
         scans, ends["upstream"] = reverse_scan, shape.has_output_gradient
     whole = scans.bind_reverse_scan(setup, shape, **ends)
