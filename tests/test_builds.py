@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,8 +142,9 @@ def _instructions(cubin: bytes) -> list[str]:
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
 
 
-def _products(kernel: str, wanted: Mapping[str, object], changed: Mapping[str, object]) -> tuple[list[str], list[str]]:
-    """The instructions of a kernel's products of matrices, and those that are waited for; nothing is spilled."""
+def _products(kernel: str, wanted: dict[str, Any], changed: dict[str, Any] | None = None) -> tuple[int, int]:
+    """Of a kernel's first variant with these constants: matrix instructions, and those that end a product. None of its
+    registers is spilled."""
     from triton.backends.compiler import GPUTarget
 
     (variant, *_) = (
@@ -150,11 +152,11 @@ def _products(kernel: str, wanted: Mapping[str, object], changed: Mapping[str, o
         for _, variant in builds("sm_90")
         if variant.kernel == kernel and wanted.items() <= dict(variant.constants).items()
     )
-    constants = tuple((dict(variant.constants) | dict(changed)).items())
+    constants = tuple((dict(variant.constants) | (changed or {})).items())
     code = _instructions(replace(variant, constants=constants).compile(GPUTarget(*TARGETS["sm_90"])).asm["cubin"])
     assert not any(line.startswith(("STL", "LDL")) for line in code), "registers are spilled"
     products = [line for line in code if line.startswith("HGMMA")]
-    return products, [line for line in products if "gsb0" in line]
+    return len(products), len([line for line in products if "gsb0" in line])
 
 
 @compiles
@@ -162,17 +164,26 @@ def _products(kernel: str, wanted: Mapping[str, object], changed: Mapping[str, o
 def test_products_of_the_whole_scan_are_not_serialised(segmented: bool, saves: bool) -> None:
     """Where registers are short, ptxas ends every instruction of a product with a wait, and spills nothing."""
     wanted = {"K": 128, "SEGMENTED": segmented, "FINAL": True}
-    products, ends = _products("rule_whole_scan_hopper", wanted, {"SAVES": saves})
-    assert len(products) == 2 * 32 + 8, "of each half of V, and of the scores"
-    assert len(ends) == 2 * 6 + 1, "one for each product of matrices"
+    instructions, ends = _products("rule_whole_scan_hopper", wanted, {"SAVES": saves})
+    assert instructions == 2 * 32 + 8, "of each half of V, and of the scores"
+    assert ends == 2 * 6 + 1, "one for each product of matrices"
 
 
 @compiles
 @pytest.mark.parametrize(("kernel", "warpgroups"), [("rule_states_ahead_hopper", 1), ("rule_transitions_hopper", 2)])
 def test_products_of_the_state_scan_ahead_are_not_serialised(kernel: str, warpgroups: int) -> None:
-    products, ends = _products(kernel, {"K": 128}, {})
-    assert len(products) == 20 * warpgroups, "Sᵀ kᵀ of 8, r T°ᵀ of 4, w k of 4 for each half of k"
-    assert len(ends) == 4 * warpgroups, "one for each product of matrices"
+    instructions, ends = _products(kernel, {"K": 128})
+    assert instructions == 20 * warpgroups, "Sᵀ kᵀ of 8, r T°ᵀ of 4, w k of 4 for each half of k"
+    assert ends == 4 * warpgroups, "one for each product of matrices"
+
+
+@compiles
+@pytest.mark.parametrize(("segmented", "transition"), [(False, False), (True, False), (True, True)])
+def test_products_of_the_reverse_scan_are_not_serialised(segmented: bool, transition: bool) -> None:
+    wanted = {"K": 128, "SEGMENTED": segmented, "TRANSITION": transition, "FINAL": True}
+    instructions, ends = _products("rule_reverse_scan_hopper", wanted)
+    assert instructions == 40 + 16, "of the scan, and of Pᵀ do"
+    assert ends == 8 + 3, "one for each product of matrices"
 
 
 @cache

@@ -34,7 +34,6 @@ CHECKED = {
     "chunk_inverse": (("few heads", "forward"),),
     "state_chunks": (("split", "forward"),),
     "state_scan": (("few heads", "backward"),),
-    "local_gradients": (("few heads", "backward"),),
     "reverse_scan": (("many heads", "backward"),),
     "gradients": (("few heads", "backward"),),
     "device": (("few heads", "forward"), ("few heads", "backward"), ("many heads", "backward")),
@@ -46,8 +45,8 @@ EQUIVALENT = {
         "of the outputs: the state of a chunk is there only after its tiles are, and is waited for next"
     ),
     ("state_scan", "async_copy.wait_group(0)"): "every copy has completed a barrier that the other partition waits for",
-    ("local_gradients", "scores = warpgroup_mma_wait(2, deps=[scores])"): "it waits for nothing, and says so",
     ("reverse_scan", "dS = warpgroup_mma_wait(2, deps=[dS])"): "it waits for nothing, and says so",
+    ("reverse_scan", "async_copy.wait_group(0)"): "every copy has completed a barrier that the others wait for",
     (
         "gradients",
         "async_copy.commit_group()",

@@ -43,7 +43,6 @@ RULE_MODULES = tuple(
         "states_ahead",
         "transitions",
         "state_scan",
-        "local_gradients",
         "reverse_scan",
         "gradients",
     )
@@ -149,10 +148,10 @@ EXAMPLES: tuple[Callable[[], Example], ...] = (
     lambda: Example.of((1, 384, 5, 10, 128, 64), torch.float16, final=False, decay=0.05),
     lambda: Example.of((1, 200, 3, 9, 64, 128), cu_seqlens=(0, 0, 1, 66, 200), decay=0.05),
     lambda: Example.of((2, 66, 2, 6, 128, 128), normalize=True, state=False),
-    lambda: Example.of((1, 322, 2, 2, 128, 128), cu_seqlens=(0, 65, 322), decay=0.05, resets=(5, 64, 130, 300)),
+    lambda: Example.of((1, 385, 2, 2, 128, 128), cu_seqlens=(0, 128, 385), decay=0.05, resets=(5, 64, 130, 300)),
 )
-"""Keys of 64 and 128, one value head to a key head and more, more than eight, one sequence and several,
-resets."""
+"""Keys of 64 and 128, one value head to a key head and more, more than eight, one sequence and several, of which the
+first is as long as one that is not split may be, resets."""
 
 
 WHOLE_V_EXAMPLES: tuple[Callable[[], Example], ...] = (

@@ -241,6 +241,8 @@ EQUIVALENT = {
             ("_fetch", "T_rows.column < CHUNK -> T_rows.column <= CHUNK"),
             ("_load_half", "k_column < k_column.shape[0] -> k_column <= k_column.shape[0]"),
             ("_scan_columns", "k_column < HALF -> k_column <= HALF"),
+            ("_consumer", "k_column < K -> k_column <= K (1)"),
+            ("_consumer", "k_column < K -> k_column <= K (2)"),
         )
     },
     **{
@@ -253,11 +255,6 @@ EQUIVALENT = {
             ("rule_whole_scan_hopper", "[2, CHUNK, CHUNK] -> [3, CHUNK, CHUNK]"),
             ("rule_whole_scan_hopper", "[2, CHUNK, V_BLOCK] -> [3, CHUNK, V_BLOCK]"),
             ("rule_whole_scan_hopper", "[2, 1] -> [3, 1]"),
-            ("rule_local_gradients_hopper", "[4, CHUNK, CHUNK] -> [5, CHUNK, CHUNK]"),
-            ("rule_local_gradients_hopper", "2 * BLOCKS -> 3 * BLOCKS"),
-            ("rule_local_gradients_hopper", "2 * BLOCKS -> 2 + BLOCKS"),
-            ("rule_local_gradients_hopper", "[2, CHUNK] -> [3, CHUNK] (1)"),
-            ("rule_local_gradients_hopper", "[2, CHUNK] -> [3, CHUNK] (2)"),
             ("rule_gradients_hopper", "[1, CHUNK, K] -> [2, CHUNK, K] (1)"),
             ("rule_gradients_hopper", "[1, CHUNK, K] -> [2, CHUNK, K] (2)"),
             ("rule_gradients_hopper", "[2, CHUNK, V] -> [3, CHUNK, V]"),
@@ -289,11 +286,6 @@ EQUIVALENT = {
         for function, change in (
             ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (2)"),
             ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (4)"),
-            ("rule_local_gradients_hopper", "member > 0 -> member >= 0"),
-            (
-                "rule_local_gradients_hopper",
-                "warpgroup_mma_wait(2, deps=[scores]) -> warpgroup_mma_wait(3, deps=[scores])",
-            ),
             ("_consumer", "warpgroup_mma_wait(2, deps=[dS]) -> warpgroup_mma_wait(3, deps=[dS])"),
         )
     },
@@ -323,13 +315,16 @@ EQUIVALENT = {
             "lane * 0 -> lane + 0 (2)",
         )
     },
+    ("rule_reverse_scan_hopper", "length > UNSPLIT -> length >= UNSPLIT"): (
+        "a sequence of one segment, which is scanned whole, is then scanned twice, to one result"
+    ),
     ("_unnormalized", "0.0 -> 1.0"): "rows past a chunk's last token are not stored",
     **{
         (function, change): "plus or minus 0, which is there for the registers it saves"
         for function, change in (
             ("_state_consumer", "final_state + (chunk + 1 - chunks) -> final_state - (chunk + 1 - chunks)"),
             ("_state_consumer", "final_state + gl.minimum(stage, 0) -> final_state - gl.minimum(stage, 0)"),
-            ("_consumer", "state += gl.minimum(stage, 0) -> state -= gl.minimum(stage, 0)"),
+            ("_consumer", "target + gl.minimum(stage, 0) -> target - gl.minimum(stage, 0)"),
             ("rule_gradients_hopper", "index >> 30 -> index >> 31"),
             (
                 "rule_gradients_hopper",

@@ -4,9 +4,9 @@
     gates                       triton/gates                    the same
     normalised q and k          triton/normalize                the same
     chunk inverse T             triton/chunk_inverse            hopper/chunk_inverse
-    local gradients             triton/local_gradients          hopper/local_gradients
-    state scan of segments      triton/state_scan               hopper/state_scan, or Triton's: see `scans_on_hopper`
-    reverse scan                triton/reverse_scan             hopper/reverse_scan; of few heads Triton's
+    local gradients             triton/local_gradients          part of the reverse scan
+    state scan of segments      triton/state_scan               hopper/state_scan
+    reverse scan                triton/reverse_scan             hopper/reverse_scan
     matrices                    triton/gradients                hopper/gradients,
     gradients                   triton/gradients                one kernel
     gate gradients              triton/gradients                for all three
@@ -16,6 +16,7 @@ the reverse scan is split in both plans: see `triton/compose_transitions.py`.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from adjoint.ops.gated_delta.arguments import NEED_BETA, NEED_G, NEED_STATE
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import shape as sizes
 from adjoint.ops.gated_delta.rule.shape import Copies, Shape, TokenRows
+from adjoint.ops.gated_delta.rule.triton import reverse_scan
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import bind_clear, index_regions
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import bind_chunk_inverse, inverse_region
 from adjoint.ops.gated_delta.rule.triton.compose_transitions import (
@@ -46,21 +48,11 @@ from adjoint.ops.gated_delta.rule.triton.gradients import (
 )
 from adjoint.ops.gated_delta.rule.triton.local_gradients import bind_local_gradients, local_regions
 from adjoint.ops.gated_delta.rule.triton.normalize import bind_normalize
-from adjoint.ops.gated_delta.rule.triton.reverse_scan import (
-    ReverseScan,
-    Upstream,
-    bind_reverse_scan,
-    bind_segment_scan,
-    bind_segment_terms,
-    reverse_scan_regions,
-)
+from adjoint.ops.gated_delta.rule.triton.reverse_scan import Upstream, reverse_scan_regions
 from adjoint.ops.gated_delta.rule.triton.state_scan import bind_reverse_transitions, bind_state_scan, scan_regions
 
 TOKEN_GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")
 """Gradients with a row for each token, in the order of their bits in `need`."""
-
-FEW_PROGRAMS = 64
-"""Of a reverse scan on Hopper, which are all that one sequence of 32 heads has with V = 128."""
 
 
 def parts_of(shape: Shape) -> int:
@@ -84,18 +76,18 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
     copies = Copies(setup, shape, normalize)
     setup.scratch(
         **index_regions(shape, segments=True), **gate_region(shape), **inverse_region(shape, parts),
-        **scan_regions(shape), **local_regions(shape), **reverse_scan_regions(shape),
+        **scan_regions(shape), **reverse_scan_regions(shape),
     )  # fmt: skip
     gates = bind_gates(setup, shape, (True,), raises=False)
     normalized = bind_normalize(setup, shape, factors=True) if normalize else None
     if hopper:
-        from adjoint.ops.gated_delta.rule.hopper import local_gradients
         from adjoint.ops.gated_delta.rule.hopper.chunk_inverse import bind_inverse
 
-        inverse, local = bind_inverse(setup, shape, parts), local_gradients.bind_local_gradients(setup, shape)
+        inverse, local = bind_inverse(setup, shape, parts), None
     else:
-        local = bind_local_gradients(setup, shape, parts, shape.has_output_gradient)
+        setup.scratch(**local_regions(shape))
         inverse = bind_chunk_inverse(setup, shape, parts)
+        local = bind_local_gradients(setup, shape, parts, shape.has_output_gradient)
     scan = _bind_scans(setup, shape, parts, hopper)
     gradients = (_bind_hopper_gradients if hopper else _bind_triton_gradients)(setup, shape)
     places = [bit for bit in range(5) if need >> bit & 1]
@@ -114,7 +106,8 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
         values = copies.token_rows(memory, "v", v)
         gradient = None if do is None else copies.token_rows(memory, "do", do)
         inverse(memory, keys)
-        local(memory, queries, keys, gradient, scale)
+        if local:
+            local(memory, queries, keys, gradient, scale)
         upstream = Upstream(queries, keys, gradient, dfinal_state, scale)
         dinitial_state = outputs[5] if need & NEED_STATE else None
         scan(memory, upstream, values, initial_state, saved.contiguous(), dinitial_state)
@@ -128,59 +121,37 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
 # --------------------------------------------------------------------------------------------------- scans
 
 
-def reverses_on_hopper(shape: Shape, hopper: bool) -> bool:
-    """Whether a plan takes the reverse scan for Hopper: it scans whole sequences, and those of few heads are split."""
-    return hopper and not shape.may_split
-
-
-def scans_on_hopper(shape: Shape, hopper: bool) -> bool:
-    """Whether a plan takes the state scan for Hopper, which has the bits of the one in Triton, and is faster.
-
-    Not beside a reverse scan of few programs, which it slows down by more than it saves: on an H200 the backward of one
-    sequence of 32768 tokens, 32 heads and K = V = 128 took 2551 µs with it (with a third chunk in shared memory), and
-    2450 without.
-    """
-    if not hopper:
-        return False
-    from adjoint.ops.gated_delta.rule.hopper.reverse_scan import programs
-
-    return not (reverses_on_hopper(shape, hopper) and programs(shape) <= FEW_PROGRAMS)
-
-
 def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
     """States and new values of the forward again: `launch(memory, k, v, initial_state, saved)`.
 
-    Where the number of sequences decides between two kernels, both are bound.
+    The kernel for Hopper has the bits of the one in Triton.
     """
     initial = shape.has_initial_state
-    scans: dict[bool, Callable[..., None]] = {}
-    if not hopper or reverses_on_hopper(shape, hopper):
-        scans[False] = bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
     if hopper:
         from adjoint.ops.gated_delta.rule.hopper.state_scan import bind_segment_states
 
-        scans[True] = bind_segment_states(setup, shape, initial)
-    return scans[scans_on_hopper(shape, hopper)]
+        return bind_segment_states(setup, shape, initial)
+    return bind_state_scan(setup, shape, parts, segmented=True, initial=initial, saves=False, final=False)
 
 
 def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
     """The state scan and the reverse scan: `launch(memory, upstream, v, initial_state, saved, dinitial_state)`."""
     *_, need = setup.problem.options
     ends = {"final": shape.has_final_gradient, "initial": bool(need & NEED_STATE)}
-    has_do = shape.has_output_gradient
     states = _bind_state_scan(setup, shape, parts, hopper)
-    if reverses_on_hopper(shape, hopper):
-        from adjoint.ops.gated_delta.rule.hopper import reverse_scan
+    if hopper:
+        from adjoint.ops.gated_delta.rule.hopper import reverse_scan as on_hopper
 
-        whole: ReverseScan = reverse_scan.bind_reverse_scan(setup, shape, **ends)
+        scans: ModuleType = on_hopper
     else:
-        whole = bind_reverse_scan(setup, shape, upstream=has_do, **ends)
+        scans, ends["upstream"] = reverse_scan, shape.has_output_gradient
+    whole = scans.bind_reverse_scan(setup, shape, **ends)
     if shape.may_split:
         setup.add_numeric(reverse_segment=sizes.REVERSE_SEGMENT, unsplit_reverse=sizes.UNSPLIT_REVERSE)
         transitions = bind_reverse_transitions(setup, shape, parts)
-        terms = bind_segment_terms(setup, shape, upstream=has_do, final=ends["final"])
+        terms = scans.bind_segment_terms(setup, shape, **{key: x for key, x in ends.items() if key != "initial"})
         compose = bind_compose_reverse_transitions(setup, shape)
-        segments = bind_segment_scan(setup, shape, upstream=has_do, **ends)
+        segments = scans.bind_segment_scan(setup, shape, **ends)
     if shape.is_split_in_reverse:
         setup.scratch(**reverse_transition_regions(shape))
     device, is_large, may_be_whole = setup.device, shape.is_large, shape.is_packed and shape.sequences > 1

@@ -50,6 +50,9 @@ Forward: T, the state, the residual, the new values, and with o itself. Backward
 W, Tᵀ Pᵀ do, dS⁺, β·e^G·Y, Y; M or E; and the gradient itself.
 """
 
+_WITHOUT_W = 2
+"""Fewer on Hopper on the way of what depends on dS: W and Tᵀ Pᵀ do."""
+
 _THROUGH_M = 3
 """More on the way of what depends on dS, where it passes through the M of a segment: S, the residual and v'."""
 
@@ -140,7 +143,8 @@ def arithmetic_of(problem: Problem, hopper: bool | None) -> "Arithmetic":
     u, half = torch.finfo(shape.element).eps / 2, 2.0**-8  # half: of the bfloat16 parts that merges multiply
     settings: dict[str, Any] = {"score": u**2, "new_value": u, "row_product": u, "block": 2}
     if hopper:
-        settings = {"score": u, "new_value": u**2, "inverse": half**2, "block": 2 if shape.heads % 2 else 32}
+        block = 2 if shape.heads % 2 else 32
+        settings = {"score": u, "new_value": u**2, "inverse": half**2, "block": block, "without_W": True}
     return Arithmetic(
         wide, storage=shape.element, cut=True, merge=3 * half**2, short_sums=True,
         normalized=u + of_norms if normalize else 0.0, **settings, **split,
@@ -212,7 +216,7 @@ def on_kernels(problem: Problem, hopper: bool) -> dict[str, Guarantee]:
     ceiling = (BACKWARD_CEILINGS if backward else CEILINGS)[dtype]
 
     def roundings(name: str) -> int:
-        extra = _THROUGH_M * (may_split and backward and name != "dq")
+        extra = (_THROUGH_M * may_split - _WITHOUT_W * hopper) * (backward and name != "dq")
         return _ROUNDINGS[name] + extra if dtype != torch.float32 else 0
 
     return _promises(
@@ -240,8 +244,9 @@ def _range_of_float16(backward: bool, hopper: bool) -> str:
         "where a state, β v − β e^G k S, a new value v' or q·k, with its scale or without, may be as large"
     )
     if backward:
+        of_scan = "e^{Γ−G} k dS + Pᵀ do" if hopper else "P T, Tᵀ Pᵀ do"
         domain += (
-            " (not of dv and dinitial_state), from the chunk back where dS, Y, P T, Tᵀ Pᵀ do or scale·e^G do may, "
+            f" (not of dv and dinitial_state), from the chunk back where dS, Y, {of_scan} or scale·e^G do may, "
             "of dq_i and dk_j where scale·(do_i·v'_j) e^{G_i−G_j} may, and of dk_i and dk_j where "
             "β_i (Y_i·v'_j) e^{G_i−G_j} may"
         )

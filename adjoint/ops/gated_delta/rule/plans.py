@@ -86,7 +86,7 @@ def _on_kernels(kernel: str, direction: str, hopper: bool) -> Candidate:
         name="gluon.fused" if hopper else "triton.chunked",
         backend="triton",
         kernel=kernel,
-        revision=3,
+        revision=4 if hopper and direction == "backward" else 3,
         refuse=_refuse_hopper if hopper else refuse,
         guarantee=partial(guarantee.on_kernels, hopper=hopper),
         setup=imported(f"adjoint.ops.gated_delta.rule.{direction}:{direction}", hopper=hopper),

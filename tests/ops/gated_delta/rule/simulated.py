@@ -135,22 +135,37 @@ class Rule:
             S = after
         results = []
         for (_, _, v_c, _, _, do_c), (c, S, new) in reversed(list(zip(chunks, left, strict=True))):
-            T = (c.T_high + c.T_low + torch.eye(CHUNK)) * c.end.unsqueeze(-1)
-            high, low = parts(T, kind)
-            W = rounded(high.mT @ c.k + low.mT @ c.k, kind)
-            P = (c.qk * self.scale) * c.D
-            high, low = parts(P, kind)
-            P_T = P + high @ c.T_high + low @ c.T_high + high @ c.T_low
-            high, low = parts(P_T, kind)
-            local = rounded(high.mT @ do_c + low.mT @ do_c, kind)
-            high, low = parts(dS, kind)
-            Y, dS_stored = W @ low + W @ high + local, high
+            Y = (self._turned if self.hopper else self._by_W)(c, do_c, dS)
+            dS_stored = rounded(dS, kind)
             high, low = parts((c.start * self.scale).unsqueeze(-1) * do_c, kind)
             carried = rounded(-(c.beta * c.start).unsqueeze(-1) * Y, kind)
             dS = c.start[:, -1, None, None] * dS + c.q.mT @ low + c.q.mT @ high + c.k.mT @ carried
             results.append(self._gradients(c, v_c, do_c, S, new, rounded(Y, kind), dS_stored))
         flat = [torch.cat(x[::-1], 1)[:, :length] for x in zip(*results, strict=True)]
         return *(x.to(kind) for x in flat[:3]), *flat[3:], dS
+
+    def _by_W(self, c: _Chunk, do: Tensor, dS: Tensor) -> Tensor:
+        """Y of the portable plan: W dS + Tᵀ Pᵀ do."""
+        kind = self.kind
+        T = (c.T_high + c.T_low + torch.eye(CHUNK)) * c.end.unsqueeze(-1)
+        high, low = parts(T, kind)
+        W = rounded(high.mT @ c.k + low.mT @ c.k, kind)
+        P = (c.qk * self.scale) * c.D
+        high, low = parts(P, kind)
+        P_T = P + high @ c.T_high + low @ c.T_high + high @ c.T_low
+        high, low = parts(P_T, kind)
+        local = rounded(high.mT @ do + low.mT @ do, kind)
+        high, low = parts(dS, kind)
+        return W @ low + W @ high + local
+
+    def _turned(self, c: _Chunk, do: Tensor, dS: Tensor) -> Tensor:
+        """Y of the plan for Hopper: Tᵀ (k̃ dS + Pᵀ do)."""
+        high, low = parts((c.qk * self.scale) * c.D, self.kind)
+        of_scores = low.mT @ do + high.mT @ do
+        high, low = parts(dS, self.kind)
+        R = (c.k @ low + c.k @ high) * c.end.unsqueeze(-1) + of_scores
+        high, low = parts(R, self.kind)
+        return R + c.T_high.mT @ low + c.T_low.mT @ high + c.T_high.mT @ high
 
     def _gradients(
         self, c: _Chunk, v: Tensor, do: Tensor, S: Tensor, new: Tensor, Y: Tensor, dS: Tensor

@@ -13,7 +13,7 @@ from adjoint.core.plan import Candidate
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule import guarantee, plans
-from adjoint.ops.gated_delta.rule.shape import Shape, token_rows
+from adjoint.ops.gated_delta.rule.shape import token_rows
 from tests.ops.gated_delta.rule.kernels import Kernels
 from tests.ops.gated_delta.rule.test_backward import FORWARD, drawn
 from tests.ops.gated_delta.rule.test_gradients_hopper import CANDIDATE, FUSED, hopper
@@ -98,40 +98,26 @@ def recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return torch.stack(states), torch.stack(new_values, -1)
 
 
-@pytest.mark.parametrize(
-    ("sequences", "heads", "V", "chosen"),
-    (
-        (1, 32, 128, False),
-        (2, 32, 64, False),
-        (2, 32, 128, True),
-        (3, 32, 64, True),
-        (1, 48, 128, True),
-        (1, 8, 128, True),
-    ),
-)
-def test_which_scan_is_chosen(sequences: int, heads: int, V: int, chosen: bool) -> None:
-    """By the programs of a reverse scan on Hopper; and of so many heads both are bound, whatever is chosen."""
+@pytest.mark.parametrize(("sequences", "heads", "V"), ((1, 32, 128), (2, 32, 64), (3, 48, 128), (1, 8, 128)))
+def test_which_scans_are_bound(sequences: int, heads: int, V: int) -> None:
+    """Those for Hopper, whatever the number of programs; but for the transitions of segments."""
     if triton_missing():
         pytest.skip("kernels are chosen by a module that imports Triton")
     from adjoint.core.launch import set_up
-    from adjoint.ops.gated_delta.rule.backward import scans_on_hopper
 
     sizes = (sequences, 4096, sequences, heads // 2, heads, 128, V, 0, 0, 1)
     dtypes = (torch.bfloat16, torch.float32, torch.float32)
     problem = Problem("gated_delta_rule_backward", torch.device("cuda", 0), dtypes, "", sizes, (1.0, False, 31))
-    assert scans_on_hopper(Shape.of(problem), hopper=True) is chosen
-    assert not scans_on_hopper(Shape.of(problem), hopper=False)
 
     def scans(candidate: Candidate) -> set[str]:
-        """The kernels of the state scan that a plan binds, but for transitions."""
+        """The kernels of scans that a plan binds, but for transitions."""
         launches = set_up(candidate, problem, "sm_90").launches
-        bound = {launch.kernel.name for launch in launches if not launch.settings.get("TRANSITION")}
-        return bound & {"rule_state_scan", "rule_state_scan_hopper"}
+        names = {launch.kernel.name for launch in launches if not launch.settings.get("TRANSITION")}
+        return {name for name in names if "_scan" in name}
 
-    both = {"rule_state_scan", "rule_state_scan_hopper"}
-    assert scans(CANDIDATE) == ({"rule_state_scan_hopper"} if heads <= 8 else both)
+    assert scans(CANDIDATE) == {"rule_state_scan_hopper", "rule_reverse_scan_hopper"}
     (chunked,) = (candidate for candidate in plans.RULE_BACKWARD if candidate.name == "triton.chunked")
-    assert scans(chunked) == {"rule_state_scan"}
+    assert scans(chunked) == {"rule_state_scan", "rule_reverse_scan"}
 
 
 # ---------------------------------------------------------------------------------------------- on Hopper

@@ -34,6 +34,8 @@ class Arithmetic:
         score, new_value: what P and v' lose of themselves before the product that gives the outputs.
         row_product: what a row loses of itself before the products that dβ and dg take.
         gradient_product: what a product of the backward loses of its terms.
+        without_W: whether the reverse scan has k̃ dS + Pᵀ do in two parts and multiplies that with T, so that neither W
+            nor Tᵀ Pᵀ do is rounded.
         normalized: what q and k lose of themselves where they are normalised; 0 where they are not.
         segment: tokens of the segments that a long sequence is split into; 0 where none is split.
         reverse_segment, unsplit_reverse: the same of the reverse scan, and the longest sequence that it does not split.
@@ -50,6 +52,7 @@ class Arithmetic:
     new_value: float = 0.0
     row_product: float = 0.0
     gradient_product: float = 0.0
+    without_W: bool = False
     normalized: float = 0.0
     segment: int = 0
     reverse_segment: int = 0

@@ -19,7 +19,8 @@ class ReverseStep(NamedTuple):
         dS_size, dS_rounding: norms of the rows of it as it is computed, and of what rounding it once costs.
         Y: the adjoint of β ⊙ (v − Sᵀk).
         local_error, error, size: of Y, as of v' in `ForwardStep`, before it is rounded.
-        overflow: whether a number of dS, Y, P, P T, Tᵀ Pᵀ do or scale·e^G do may have no place in storage, [lanes].
+        overflow: whether a number of dS, Y, P, scale·e^G do, and of R or of P T and Tᵀ Pᵀ do, may have no place in
+            storage, [lanes].
     """
 
     dS: Tensor
@@ -35,22 +36,38 @@ class ReverseStep(NamedTuple):
 def reverse_step(
     a: Arithmetic, c: Chunk, do: Tensor, dS: Tensor, E: Ellipsoids
 ) -> tuple[ReverseStep, Tensor, Ellipsoids]:
-    """A chunk from the gradient of the state it ends with, and its error; with that of the state it begins with."""
+    """A chunk from the gradient of the state it ends with, and its error; with that of the state it begins with.
+
+    Y is Tᵀ R, R = k̃ dS + Pᵀ do, or W dS + Tᵀ Pᵀ do.
+    """
     row, tiny = a.row(do.shape[-1]) + FLUSHED, 2 * a.tiny * bool(a.storage)
     two = a.u**2  # what two parts leave of a number
     keys, tokens = c.over_keys + a.gradient_product, c.over_tokens + a.gradient_product
     T_abs, P_abs, kt_abs, upstream = c.T.abs(), c.P.abs(), c.kt.abs(), do.norm(dim=-1)
-    local = c.T.mT @ (c.P.mT @ do)
-    Y = c.W @ dS + local
     s = dS.norm(dim=-1) + E.rows()
     T_error = c.T_error + (3 * two + tokens) * T_abs + tiny
-    W_error = T_error.mT @ kt_abs.mT + T_abs.mT @ (c.end_error.unsqueeze(-1) * c.k.abs())
-    W_error = a.u * c.W.abs() + (1 + a.u) * W_error + a.tiny
-    from_scores = times(P_abs.mT, upstream)
-    P_error = (3 * two + tokens) * P_abs + c.P_error + tiny
-    slip = times(T_error.mT, from_scores) + times(T_abs.mT, times(P_error.mT, upstream))
-    local_error = a.u * local.norm(dim=-1) + (1 + a.u) * slip + row
-    local_error = local_error + times(W_error, s) + (two + keys + tokens) * times(T_abs.mT, times(kt_abs.mT, s))
+    of_scores = c.P.mT @ do
+    if a.without_W:
+        R = c.kt.mT @ dS + of_scores
+        P_error = (two + tokens) * P_abs + c.P_error + tiny
+        R_error = times(P_error.mT, upstream) + (two + keys) * times(kt_abs.mT, s)
+        R_error = R_error + c.end_error * times(c.k.abs(), s) + row
+        R_size = R.norm(dim=-1) + E.along(c.kt.mT) + R_error
+        Y = c.T.mT @ R
+        local_error = times(T_error.mT, R_size) + times(T_abs.mT, R_error + row) + row
+        overflow = matrix_may_overflow(a, R, R_size)
+    else:
+        local = c.T.mT @ of_scores
+        Y = c.W @ dS + local
+        W_error = T_error.mT @ kt_abs.mT + T_abs.mT @ (c.end_error.unsqueeze(-1) * c.k.abs())
+        W_error = a.u * c.W.abs() + (1 + a.u) * W_error + a.tiny
+        P_error = (3 * two + tokens) * P_abs + c.P_error + tiny
+        slip = times(T_error.mT, times(P_abs.mT, upstream)) + times(T_abs.mT, times(P_error.mT, upstream))
+        local_error = a.u * local.norm(dim=-1) + (1 + a.u) * slip + row
+        local_error = local_error + times(W_error, s) + (two + keys + tokens) * times(T_abs.mT, times(kt_abs.mT, s))
+        P_T = (c.P @ c.T).abs() + P_error @ T_abs + P_abs @ T_error
+        overflow = matrix_may_overflow(a, local, local.norm(dim=-1) + local_error)
+        overflow = overflow | may_overflow(a, P_T).flatten(1).any(-1)
     local_error = local_error + row * c.W.abs().sum(-1)
     error = E.along(c.W) + local_error
     size = Y.norm(dim=-1) + error
@@ -61,11 +78,9 @@ def reverse_step(
     sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2))
     columns = torch.cat([c.old.mT, c.eye], -1)
     sizes = torch.cat([local_error + (a.u + 8 * a.unit) * size + row, sums], -1)
-    overflow = matrix_may_overflow(a, dS, s) | matrix_may_overflow(a, Y, size)
-    overflow = overflow | matrix_may_overflow(a, local, local.norm(dim=-1) + local_error)
-    P_T = (c.P @ c.T).abs() + P_error @ T_abs + P_abs @ T_error
+    overflow = overflow | matrix_may_overflow(a, dS, s) | matrix_may_overflow(a, Y, size)
     far = abs(c.scale) * (c.start + c.start_error).unsqueeze(-1) * do.abs()
-    overflow = overflow | may_overflow(a, torch.cat([c.largest_score, P_T, far], -1)).flatten(1).any(-1)
+    overflow = overflow | may_overflow(a, torch.cat([c.largest_score, far], -1)).flatten(1).any(-1)
     step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), local_error, error, size, overflow)
     before = c.over[:, None, None] * dS + c.far.mT @ do - c.old.mT @ Y
     return step, before, E.move(c.M.mT).add(Ellipsoids.around(columns, sizes))
