@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module

@@ -238,7 +238,6 @@ EQUIVALENT = {
             ("_state_consumer", "k_column < K -> k_column <= K"),
             ("_state_consumer", "v_row < V -> v_row <= V"),
             ("_consumer", "k_column < K -> k_column <= K"),
-            ("_fetch", "T_rows.column < CHUNK -> T_rows.column <= CHUNK"),
             ("_load_half", "k_column < k_column.shape[0] -> k_column <= k_column.shape[0]"),
             ("_scan_columns", "k_column < HALF -> k_column <= HALF"),
             ("_consumer", "k_column < K -> k_column <= K (1)"),
@@ -307,14 +306,6 @@ EQUIVALENT = {
         "rule_states_ahead_hopper",
         "last_state - first_chunk -> last_state + first_chunk",
     ): "no stretch begins with a state after the last, and none is stored",
-    **{
-        ("_fetch", change): "of rows past a chunk's last token T is 0, and their gates meet zeros"
-        for change in (
-            "T_rows.row * 0 -> T_rows.row + 0",
-            "lane * 0 -> lane + 0 (1)",
-            "lane * 0 -> lane + 0 (2)",
-        )
-    },
     ("rule_reverse_scan_hopper", "length > UNSPLIT -> length >= UNSPLIT"): (
         "a sequence of one segment, which is scanned whole, is then scanned twice, to one result"
     ),
