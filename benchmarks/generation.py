@@ -5,7 +5,8 @@
 All have the same random parameters, of Qwen3.5-MoE's shape with `--layers` layers, and take the most likely token. The
 logits of a prompt are compared before a time is taken. After a warm-up no kernel of ours may be compiled and no step
 captured: how many are is printed. Transformers runs with FLA's rule and convolution, of prefill and of decoding,
-patched, or with its own in torch; what ran is printed. One that fails has a row that says so.
+patched, or with its own in torch; what ran is printed. One that fails has a row that says so. With `--their-new`
+transformers decodes fewer tokens, as its rows then say: its steps take equally long.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contest import Report, compiled_in_parallel, free
+from contest import Report, attention_in, compiled_in_parallel, free
 from fla_functions import fla_functions, fla_step_functions
 
 from adjoint.core.kernels import compilations
@@ -82,10 +83,11 @@ class Contest:
         compiled, captured = compilations(), captures()
         row = self._time("HybridLM", generate)
         row |= {"compiled_after_warmup": compilations() - compiled, "captured_after_warmup": captures() - captured}
-        row["captures"] = captures()
+        row |= {"captures": captures(), "ran": sorted(attention_in(lambda: generate(1), self._arguments.device))}
         self._report.add(
             f"{describe(row)}  {row['compiled_after_warmup']} kernels compiled and "
-            f"{row['captured_after_warmup']} steps captured after the warm-up, {captured} in it",
+            f"{row['captured_after_warmup']} steps captured after the warm-up, {captured} in it;  "
+            f"{', '.join(row['ran'])}",
             row,
         )
         if row["compiled_after_warmup"] or row["captured_after_warmup"]:
@@ -110,7 +112,8 @@ class Contest:
             with compiled_in_parallel(self._arguments.threads):
                 self._compare(name, theirs)
                 generate(3)
-            row = self._time(f"transformers, {name}", generate)
+            row = self._time(f"transformers, {name}", generate, self._arguments.their_new)
+            ran |= attention_in(lambda: generate(2), self._arguments.device)
         row |= {"ran": sorted(ran), "experts": theirs.config._experts_implementation}
         self._report.add(f"{describe(row)}  {', '.join(sorted(ran)) or 'adjoint'}; experts {row['experts']}", row)
 
@@ -124,19 +127,19 @@ class Contest:
         if not far <= FARTHEST[self._model.dtype]:
             self.wrong.append(f"transformers, {name} computes other logits")
 
-    def _time(self, name: str, generate: Generate) -> dict[str, Any]:
-        """Medians of whole runs, and of those that end with the prefill's token."""
+    def _time(self, name: str, generate: Generate, new: int | None = None) -> dict[str, Any]:
+        """Medians of whole runs, of `new` tokens, and of those that end with the prefill's token."""
         arguments, batch = self._arguments, len(self._prompts)
         if arguments.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if arguments.device == "cuda" else 0
-        prefills, wholes = [], []
+        prefills, wholes, new = [], [], new or arguments.new
         for _ in range(arguments.rounds):
             prefills.append(seconds(lambda: generate(1), arguments.device))
-            wholes.append(seconds(lambda: generate(arguments.new), arguments.device))
+            wholes.append(seconds(lambda: generate(new), arguments.device))
         prefill, decode = statistics.median(prefills), statistics.median(wholes) - statistics.median(prefills)
-        steps = arguments.new - 1
-        row = {"name": name, "batch": batch, "prefill_ms": prefill * 1e3, "step_ms": decode / steps * 1e3}
+        steps = new - 1
+        row = {"name": name, "batch": batch, "new": new, "prefill_ms": prefill * 1e3, "step_ms": decode / steps * 1e3}
         row |= {"prefill_tokens_per_second": batch * arguments.prompt / prefill}
         row |= {"decode_tokens_per_second": batch * steps / decode}
         row["peak_bytes"] = torch.cuda.max_memory_allocated() - before if arguments.device == "cuda" else 0
@@ -155,7 +158,7 @@ def seconds(call: Callable[[], Any], device: str) -> float:
 
 def describe(row: dict[str, Any]) -> str:
     return (
-        f"  {row['name']:22s} batch {row['batch']:2d}: prefill {row['prefill_ms']:8.1f} ms, "
+        f"  {row['name']:22s} batch {row['batch']:2d}, {row['new']} new: prefill {row['prefill_ms']:8.1f} ms, "
         f"{row['prefill_tokens_per_second']:9.0f} tokens/s;  decoding {row['step_ms']:7.3f} ms a step, "
         f"{row['decode_tokens_per_second']:8.0f} tokens/s;  {row['peak_bytes'] / 2**30:5.2f} GiB; "
     )
@@ -214,6 +217,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--their-new", type=int, help="new tokens of transformers, if not as many")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda")

@@ -81,3 +81,26 @@ def test_a_block_that_computes_something_else_is_told_apart(tmp_path):
     result = run(code + spoilt, wrong)
     assert result.returncode == 1
     assert "torch and patched do not compute the same: their times mean nothing" in result.stderr
+
+
+def test_bits_of_runs_one_of_which_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "bits.json"
+    options = "['train_1b', '--models', '--bits', '4', '--device', 'cpu', '--save', sys.argv[1]]"
+    result = run(f"import train_1b\nsys.argv = {options}\ntrain_1b.main()\n", file)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["equal"] and row["killed_after"] in (2, 3) and len(row["losses"]) == 4
+
+
+def test_whose_attention_ran_is_told_by_names():
+    result = run(
+        "import contest, types\n"
+        "names = ['cudnn_generated_fort_native_sdpa_sm90_flash_fprop', 'void pytorch_flash::flash_fwd', 'fmha_x']\n"
+        "for name in names:\n"
+        "    contest.kernels = lambda work, device, name=name: [types.SimpleNamespace(key=name)]\n"
+        "    print(*contest.attention_in(None, 'cuda'))\n"
+    )
+    assert result.stdout.splitlines() == [
+        "cuDNN's attention", "torch's flash attention", "torch's memory-efficient attention",
+    ], result.stderr  # fmt: skip
