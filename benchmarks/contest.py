@@ -21,7 +21,8 @@ PACKAGES = ("torch", "triton", "transformers", "fla-core", "liger-kernel", "tile
 
 ATTENTION = {
     r"cudnn.*sdpa": "cuDNN's attention", r"pytorch_flash::": "torch's flash attention",
-    r"fmha|_efficient_attention": "torch's memory-efficient attention", r"flash_attention_for_cpu": "torch's attention",
+    r"fmha_cutlass|PyTorchMemEffAttention": "torch's memory-efficient attention",
+    r"flash_attention_for_cpu": "torch's attention",
 }  # fmt: skip
 """Patterns in the names of kernels, and of operators on a CPU, and whose they are."""
 

@@ -8,7 +8,9 @@ Rows are of random tokens, one sequence each. Both models have the same configur
 the same steps (loss, clipping, AdamW, float32 weights beside bfloat16 ones). Their first losses and the norms of their
 gradients are compared. What ran is printed, and a model that fails has a row that says so. Ours runs in deterministic
 mode unless told otherwise, which the peers' kernels do not have. With `--bits` two runs of a smaller model, and a third
-that is killed halfway and resumed, are compared bit for bit.
+that is killed halfway and resumed, are compared bit for bit. The model has the layers and the sizes of heads of the
+preset, which choose the kernels, and little else, so that checkpoints are small: on an H200 compiling takes most of the
+minute that it is meant to last.
 """
 
 import argparse
@@ -231,8 +233,8 @@ def compare_bits(device: str, steps: int, report: Report) -> str:
 def run_small(device: str, steps: int, folder: str) -> None:
     """A run with the heads of the 1b preset in a narrow model, or the rest of one; it ends with its parent."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    small = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
-    small |= {"num_key_value_heads": 1, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    small = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     if device == "cpu":
         small |= {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
         small |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
@@ -240,7 +242,7 @@ def run_small(device: str, steps: int, folder: str) -> None:
     PRESETS["1b"] = Preset({**PRESETS["1b"].model, **small, "layer_types": None}, PRESETS["1b"].training)
     options = Options(
         preset="1b", steps=steps, batch_rows=4, sequence_length=1024 if device == "cuda" else 64, device=device,
-        checkpoint_every=max(1, steps // 10), sample_tokens=0, heldout_bytes=4000, tensorboard="off",
+        checkpoint_every=max(1, steps // 4), sample_tokens=0, heldout_bytes=4000, tensorboard="off",
         learning_rate=1e-3, data=[str(Path(email.__file__).parent)],
     )  # fmt: skip
     place, quiet = Path(folder), Console(quiet=True)
@@ -283,7 +285,10 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-deterministic", action="store_true")
-    parser.add_argument("--bits", type=int, nargs="?", const=100, help="steps of runs that are compared bit for bit")
+    parser.add_argument(
+        "--bits", type=int, nargs="?", const=40,
+        help="steps of runs of a small model that are compared bit for bit, one of them killed halfway and resumed",
+    )  # fmt: skip
     parser.add_argument("--profile", nargs="?", const="ours", choices=["ours", "theirs"], help="the kernels of a step")
     parser.add_argument("--threads", type=int, default=8, help="that compile a peer's variants")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which it ends with what it has")

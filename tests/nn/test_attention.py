@@ -1,6 +1,7 @@
 """Which attention computes a batch of rows, and, on a GPU, that it does, beside float64."""
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -53,8 +54,14 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------ GPU
 
-MARGIN = 2.0
-"""How much of the error that plain torch has in 16 bits, against float64, others may have."""
+AS_FAR_AS_FLASH = 1.5
+"""How many times as far from float64 as flash attention's cuDNN's results may be, as docs/models.md states."""
+
+SHAPES = (
+    (4, 512, 8, 2, 256), (1, 2048, 16, 2, 256), (8, 130, 4, 4, 256), (64, 2, 8, 2, 256), (8, 77, 16, 4, 256),
+    (2, 300, 10, 2, 128), (2, 300, 12, 3, 64), (2, 200, 4, 2, 192), (4, 65, 4, 1, 32),
+)  # fmt: skip
+"""Rows, tokens, heads of queries and of keys, and columns of a head; many rows where they are short."""
 
 
 def problem(batch: int, time: int, heads: int, key_value_heads: int, size: int) -> list[Tensor]:
@@ -64,45 +71,54 @@ def problem(batch: int, time: int, heads: int, key_value_heads: int, size: int) 
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
-def results(attend: object, *inputs: Tensor) -> list[Tensor]:
+def results(attend: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     """Output and gradients."""
     q, k, v, upstream = (x.detach().clone().requires_grad_() for x in inputs)
-    y = attend(q, k, v)  # type: ignore[operator]
-    return [y.detach(), *torch.autograd.grad(y, (q, k, v), upstream.to(y.dtype))]
+    y = attend(q, k, v)
+    return [y.detach(), *torch.autograd.grad(y, (q, k, v), upstream)]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+@contextmanager
+def deterministic_mode() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses products
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "deterministic"))
-@pytest.mark.parametrize(
-    "shape",
-    (
-        (4, 512, 8, 2, 256), (1, 2048, 16, 2, 256), (2, 130, 4, 4, 256), (3, 2, 8, 2, 256), (2, 77, 16, 4, 256),
-        (2, 300, 10, 2, 128), (2, 300, 12, 3, 64), (1, 200, 4, 2, 192), (2, 65, 4, 1, 32),
-    ),
-    ids=str,
-)  # fmt: skip
-def test_attention_is_as_near_to_float64_as_plain_torch(shape: tuple[int, ...], deterministic: bool) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_about_as_near_to_float64_as_flash(shape: tuple[int, ...]) -> None:
     inputs = problem(*shape)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        ours = results(causal_attention, *inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    exact, rounded = results(exact_attention, *inputs), results(plain, *inputs)
-    for mine, right, other in zip(ours, exact, rounded, strict=True):
-        assert distance(mine, right) <= MARGIN * distance(other, right)
+    exact = results(exact_attention, *(x.double() for x in inputs))
+    ours, others = results(causal_attention, *inputs), results(flash, *inputs)
+    for name, mine, other, right in zip(("y", "dq", "dk", "dv"), ours, others, exact, strict=True):
+        assert distance(mine, right) <= AS_FAR_AS_FLASH * distance(other, right), name
 
 
-def kernels(call: object) -> str:
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_in_deterministic_mode_has_the_bits_of_flash(shape: tuple[int, ...]) -> None:
+    inputs = problem(*shape)
+    with deterministic_mode():
+        ours, others = results(causal_attention, *inputs), results(flash, *inputs)
+    for name, mine, other in zip(("y", "dq", "dk", "dv"), ours, others, strict=True):
+        assert torch.equal(mine, other), name
+
+
+def kernels(call: Callable[[], object]) -> str:
     """The names of the kernels that a call runs."""
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        call()  # type: ignore[operator]
+        call()
         torch.cuda.synchronize()
     return " ".join(event.key for event in record.key_averages())
 
@@ -115,30 +131,25 @@ def test_what_prefers_cudnn_runs_it_and_nothing_of_torch_changes() -> None:
         pytest.skip(f"not on {facts}")
     inputs = problem(2, 256, 8, 2, 256)
     before = torch._C._get_sdp_priority_order()
-    assert "cudnn" in kernels(lambda: results(causal_attention, *inputs))
+    names = kernels(lambda: results(causal_attention, *inputs))
+    assert "cudnn" in names and "pytorch_flash" not in names
     assert torch._C._get_sdp_priority_order() == before
-    for forbidden in (sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), nullcontext()):
-        torch.use_deterministic_algorithms(isinstance(forbidden, nullcontext))
-        try:
-            with forbidden:
-                names = kernels(lambda: results(causal_attention, *inputs))
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert "cudnn" not in names and "flash" in names
+    for mode in (sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), deterministic_mode()):
+        with mode:
+            names = kernels(lambda: results(causal_attention, *inputs))
+        assert "pytorch_flash" in names and "cudnn" not in names
 
 
 @pytest.mark.gpu
 def test_a_layer_in_deterministic_mode_repeats_its_bits() -> None:
+    torch.manual_seed(0)
     layer = adjoint.nn.GatedAttention(256, 8, 2, 256, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(4, 1024, 256, device="cuda", dtype=torch.bfloat16)
     angles = torch.arange(1024, device="cuda")[:, None] * torch.rand(32, device="cuda")
-    torch.use_deterministic_algorithms(True)
-    try:
-        runs = []
+    runs = []
+    with deterministic_mode():
         for _ in range(3):
             y = layer(x, angles.cos(), angles.sin())
             runs.append([y, *torch.autograd.grad(y, [*layer.parameters()], y.detach())])
-    finally:
-        torch.use_deterministic_algorithms(False)
     for other in runs[1:]:
         assert all(torch.equal(mine, right) for mine, right in zip(other, runs[0], strict=True))
