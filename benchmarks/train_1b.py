@@ -210,7 +210,7 @@ def compare_bits(device: str, steps: int, report: Report) -> str:
             run.start()
         while len(losses := _losses(folders[2])) < steps // 2 and runs[2].is_alive():
             time.sleep(0.002)
-        os.kill(runs[2].pid or 0, signal.SIGKILL)
+        runs[2].kill()
         runs[2].join()
         report.say(f"killed after {len(losses)} steps, with {runs[2].exitcode}")
         resumed = context.Process(target=run_small, args=(device, steps, str(folders[2])))

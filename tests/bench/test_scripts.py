@@ -83,7 +83,7 @@ def test_a_block_that_computes_something_else_is_told_apart(tmp_path):
     assert "torch and patched do not compute the same: their times mean nothing" in result.stderr
 
 
-def test_logits_of_another_model_are_told_apart_from_rounding(tmp_path):
+def test_logits_of_another_model_are_told_apart_from_rounding(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = (
         "['generation', '--tiny', '--device', 'cpu', '--dtype', 'bfloat16', '--batch', '1', '--prompt', '6', "
@@ -113,7 +113,7 @@ def test_logits_of_another_model_are_told_apart_from_rounding(tmp_path):
     assert result.stderr.endswith("transformers, patched computes other logits\n")
 
 
-def test_bits_of_runs_one_of_which_is_killed(tmp_path, monkeypatch):
+def test_bits_of_runs_one_of_which_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = tmp_path / "bits.json"
     options = "['train_1b', '--models', '--bits', '4', '--device', 'cpu', '--save', sys.argv[1]]"
@@ -123,7 +123,7 @@ def test_bits_of_runs_one_of_which_is_killed(tmp_path, monkeypatch):
     assert row["equal"] and row["killed_after"] in (2, 3) and len(row["losses"]) == 4
 
 
-def test_whose_attention_ran_is_told_by_names():
+def test_whose_attention_ran_is_told_by_names() -> None:
     result = run(
         "import contest, types\n"
         "names = ['cudnn_generated_fort_native_sdpa_sm90_flash_fprop', 'cudnn fmha', 'void pytorch_flash::flash_fwd']\n"
