@@ -347,6 +347,8 @@ def call(*arguments: str) -> str:
     (
         ({"data": "nowhere"}, "cannot read nowhere: No such file"),
         ({"preset": "tinny"}, "no preset 'tinny'; did you mean tiny?"),
+        ({"prompt": "a\udcff"}, "prompt must be UTF-8 text"),
+        ({"data": "a\udcff"}, "data must be UTF-8 text"),
         ({"start": "nowhere"}, "there is no folder nowhere to start from"),
         ({"start": "here", "preset": "tiny"}, "leave one of them out"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
