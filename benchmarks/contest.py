@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -17,6 +18,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 PACKAGES = ("torch", "triton", "transformers", "fla-core", "liger-kernel", "tilelang")
+
+ATTENTION = {
+    r"cudnn.*sdpa": "cuDNN's attention", r"pytorch_flash::": "torch's flash attention",
+    r"fmha_cutlass|PyTorchMemEffAttention": "torch's memory-efficient attention",
+    r"flash_attention_for_cpu": "torch's attention",
+}  # fmt: skip
+"""Patterns in the names of kernels, and of operators on a CPU, and whose they are."""
 
 
 class Report:
@@ -59,13 +67,8 @@ class Report:
 
     def profile(self, work: Callable[[], Any], device: str, count: int = 24) -> None:
         """The kernels (on a CPU: the operators) that take longest in `work`, printed and kept."""
-        activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-        with profile(activities=[activity]) as record:
-            work()
-            if device == "cuda":
-                torch.cuda.synchronize()
         key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-        events = sorted(record.key_averages(), key=lambda event: -getattr(event, key))
+        events = sorted(kernels(work, device), key=lambda event: -getattr(event, key))
         whole = sum(getattr(event, key) for event in events) or 1.0
         print(f"  {'milliseconds':>12s}  share  calls  {'kernel' if device == 'cuda' else 'operator'}")
         for event in events[:count]:
@@ -103,6 +106,22 @@ class Report:
         os._exit(3)
 
 
+def kernels(work: Callable[[], Any], device: str) -> list[Any]:
+    """The kernels (on a CPU: the operators) that `work` runs, with their times."""
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as record:
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return list(record.key_averages())
+
+
+def attention_in(work: Callable[[], Any], device: str) -> set[str]:
+    """Whose softmax attention `work` runs."""
+    names = "\n".join(event.key for event in kernels(work, device))
+    return {whose for pattern, whose in ATTENTION.items() if re.search(pattern, names)}
+
+
 def versions() -> dict[str, str]:
     """The packages that take part and their versions, the device, the day and the command."""
     found = {"date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", *sys.argv])}
@@ -110,7 +129,7 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
+        found |= {"device": torch.cuda.get_device_name(), "cudnn": str(torch.backends.cudnn.version())}
     return found
 
 

@@ -1,18 +1,27 @@
 """Times steps of `adjoint train` at the 1b preset, and the same model in transformers with FLA and Liger, in one loop.
 
-    PYTHONPATH=.:peers python benchmarks/train_1b.py --models ours theirs --profile --save train-1b.json
+    PYTHONPATH=.:peers python benchmarks/train_1b.py --models ours theirs --no-deterministic --profile
+    FLA_FLASH_QLA=0 PYTHONPATH=.:peers python benchmarks/train_1b.py --models ours theirs  # FLA's own kernels
+    python benchmarks/train_1b.py --models --bits
 
 Rows are of random tokens, one sequence each. Both models have the same configuration, begin with the same weights, take
 the same steps (loss, clipping, AdamW, float32 weights beside bfloat16 ones). Their first losses and the norms of their
-gradients are compared. What ran is printed, and a model that fails has a row that says so. With `--bits` two short runs
-of a smaller model, and one that is resumed, are compared bit for bit.
+gradients are compared. What ran is printed, and a model that fails has a row that says so. Ours runs in deterministic
+mode unless told otherwise, which the peers' kernels do not have. With `--bits` two runs of a smaller model, and a third
+that is killed halfway and resumed, are compared bit for bit. The model has the layers and the sizes of heads of the
+preset, which choose the kernels, and little else, so that checkpoints are small: on an H200 compiling takes most of the
+minute that it is meant to last.
 """
 
 import argparse
+import email
 import json
-import shutil
+import multiprocessing
+import os
+import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -20,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contest import Report, compiled_in_parallel, free
+from contest import Report, attention_in, compiled_in_parallel, free
 from fla_functions import fla_functions
 from rich.console import Console
 from torch import Tensor, nn
@@ -121,7 +130,7 @@ class Contest:
         ran: set[str] = set()
         objective: Any
         if name == "ours":
-            objective, ran = Objective(start), {"adjoint"}
+            objective = Objective(start)
         else:
             objective = TheirObjective(their_model(start, ran), chosen.length)
         del start
@@ -137,7 +146,10 @@ class Contest:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = [self._seconds(run, step) for step in range(1 + chosen.warmups, 1 + chosen.warmups + chosen.steps)]
-        row = self._row(name, first, seconds) | {"ran": sorted(ran)}
+        row = self._row(name, first, seconds)
+        if name == "ours":
+            ran |= {"/".join(sku.split("/")[:4]) for sku in machine.used_skus()}
+        row["ran"] = sorted(ran | attention_in(lambda: run.step(59), chosen.device))
         self._report.add(describe(row), row)
         if name == chosen.profile:
             self._report.profile(lambda: run.step(60), chosen.device, count=30)
@@ -188,43 +200,76 @@ def compare(rows: list[dict[str, Any]], report: Report) -> str:
     return "" if max(apart.values()) < APART else "the two do not compute the same: their times mean nothing"
 
 
-def compare_bits(device: str, report: Report) -> str:
-    """Two runs of eight steps, and one of four that is resumed: equal losses and weights."""
-    deep = PRESETS["1b"]
-    model = {**deep.model, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 1024}  # small checkpoints
-    if device == "cpu":
-        model |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
-        model |= {"head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
-        model |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    PRESETS["1b"] = Preset(model, deep.training)
-    options = Options(
-        preset="1b", steps=8, batch_rows=4, sequence_length=1024 if device == "cuda" else 64, checkpoint_every=4,
-        device=device, sample_tokens=0, heldout_bytes=4000, tensorboard="off", learning_rate=1e-3,
-    )  # fmt: skip
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            quiet = Console(quiet=True)
-            folders = [Path(name) / text for text in ("one", "two")]
-            for folder in folders:
-                train(options, folder, console=quiet)
-            results = [_bits(folder) for folder in folders]
-            shutil.rmtree(folders[1] / "checkpoints" / "step-00000008")
-            train(read_options(folders[1], {}), folders[1], resume=True, console=quiet)
-            results.append(_bits(folders[1]))
-    finally:
-        PRESETS["1b"] = deep
-    equal = results[0] == results[1] == results[2]
+def compare_bits(device: str, steps: int, report: Report) -> str:
+    """Two runs, and a third that is killed after half of its steps and resumed: equal losses and weights."""
+    context = multiprocessing.get_context("spawn")  # which may use a GPU beside this process
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / text for text in ("one", "two", "killed")]
+        runs = [context.Process(target=run_small, args=(device, steps, str(folder))) for folder in folders]
+        for run in runs:
+            run.start()
+        while len(losses := _losses(folders[2])) < steps // 2 and runs[2].is_alive():
+            time.sleep(0.002)
+        runs[2].kill()
+        runs[2].join()
+        report.say(f"killed after {len(losses)} steps, with {runs[2].exitcode}")
+        resumed = context.Process(target=run_small, args=(device, steps, str(folders[2])))
+        resumed.start()
+        for run in (*runs[:2], resumed):
+            run.join()
+            if run.exitcode:
+                raise RuntimeError(f"a run ended with {run.exitcode}")
+        results = [_bits(folder) for folder in folders]
+    equal = results[0] == results[1] == results[2] and len(results[0][0]) == steps
+    was_killed = runs[2].exitcode == -signal.SIGKILL and steps // 2 <= len(losses) < steps
     report.add(
-        f"  bits of two runs of eight steps and of one resumed after four: {'equal' if equal else 'DIFFERENT'}; "
-        f"losses {' '.join(results[0][0])}",
-        {"name": "bits", "equal": equal, "losses": results[0][0]},
+        f"  bits of two runs of {steps} steps, and of one killed after {len(losses)} and resumed: "
+        f"{'equal' if equal else 'DIFFERENT'}; losses {results[0][0][0]} to {results[0][0][-1]}",
+        {"name": "bits", "equal": equal, "killed_after": len(losses), "losses": results[0][0]},
     )
-    return "" if equal else "the bits of two runs differ"
+    return "" if equal and was_killed else "the bits of two runs differ" if was_killed else "no run was killed"
+
+
+def run_small(device: str, steps: int, folder: str) -> None:
+    """A run with the heads of the 1b preset in a narrow model, or the rest of one; it ends with its parent."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    small = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    if device == "cpu":
+        small |= {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+        small |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+        small |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    PRESETS["1b"] = Preset({**PRESETS["1b"].model, **small, "layer_types": None}, PRESETS["1b"].training)
+    options = Options(
+        preset="1b", steps=steps, batch_rows=4, sequence_length=1024 if device == "cuda" else 64, device=device,
+        checkpoint_every=max(1, steps // 4), sample_tokens=0, heldout_bytes=4000, tensorboard="off",
+        learning_rate=1e-3, data=[str(Path(email.__file__).parent)],
+    )  # fmt: skip
+    place, quiet = Path(folder), Console(quiet=True)
+    if place.exists():
+        train(read_options(place, {}), place, resume=True, console=quiet)
+    else:
+        train(options, place, console=quiet)
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _losses(folder: Path) -> list[str]:
+    """The bits of each loss so far."""
+    file = folder / "metrics.jsonl"
+    if not file.exists():
+        return []
+    lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [row["loss_bits"] for row in map(json.loads, lines) if "loss" in row]
 
 
 def _bits(folder: Path) -> tuple[list[str], bytes]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss_bits"] for row in rows if "loss" in row], (folder / "model" / "model.safetensors").read_bytes()
+    return _losses(folder), (folder / "model" / "model.safetensors").read_bytes()
 
 
 def main() -> None:
@@ -240,7 +285,10 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-deterministic", action="store_true")
-    parser.add_argument("--bits", action="store_true", help="compares runs bit for bit")
+    parser.add_argument(
+        "--bits", type=int, nargs="?", const=40,
+        help="steps of runs of a small model that are compared bit for bit, one of them killed halfway and resumed",
+    )  # fmt: skip
     parser.add_argument("--profile", nargs="?", const="ours", choices=["ours", "theirs"], help="the kernels of a step")
     parser.add_argument("--threads", type=int, default=8, help="that compile a peer's variants")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which it ends with what it has")
@@ -261,7 +309,7 @@ def main() -> None:
         if len(rows) == 2 and all(rows):
             wrong.append(compare(sorted(rows, key=lambda row: row["name"]), report))
     if chosen.bits:
-        wrong.append(report.attempt("bits", lambda: compare_bits(chosen.device, report)) or "")
+        wrong.append(report.attempt("bits", lambda: compare_bits(chosen.device, chosen.bits, report)) or "")
     if any("failed" in row and row["name"] != "theirs" for row in report.rows):
         wrong.append("ours failed")
     report.finish("; ".join(filter(None, wrong)))

@@ -54,6 +54,10 @@ def generate(
     target = require_present(device_of(device))
     kind = dtype_of("generate", dtype)
     try:
+        prompt.encode()
+    except UnicodeEncodeError:  # a command line with other bytes
+        refuse(adjoint.ArgumentError(f"generate: the prompt must be UTF-8 text, got {prompt!r}"))
+    try:
         HybridConfig.from_folder(folder)  # a folder that is none is named before its tokenizer is missed
         language = TokenIds() if tokens else text_of(folder)
         model = HybridLM.from_pretrained(folder, device=target, dtype=kind).eval()

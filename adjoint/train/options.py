@@ -126,6 +126,10 @@ def _checked(option: "dataclasses.Field[Any]", kind: Any, value: Any) -> Any:
         raise ArgumentError(
             f"train: {option.name} must be {'a list of texts' if is_list else names[kind]}, got {value!r}"
         )
+    try:
+        "".join(value if is_list or kind is str else ()).encode()
+    except UnicodeEncodeError:  # a command line with other bytes
+        raise ArgumentError(f"train: {option.name} must be UTF-8 text, got {value!r}") from None
     least, choices = option.metadata["least"], option.metadata["choices"]
     if least is not None and not value >= least:
         raise ArgumentError(f"train: {option.name} must be at least {least}, got {value}")

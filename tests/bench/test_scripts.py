@@ -81,3 +81,57 @@ def test_a_block_that_computes_something_else_is_told_apart(tmp_path):
     result = run(code + spoilt, wrong)
     assert result.returncode == 1
     assert "torch and patched do not compute the same: their times mean nothing" in result.stderr
+
+
+def test_logits_of_another_model_are_told_apart_from_rounding(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = (
+        "['generation', '--tiny', '--device', 'cpu', '--dtype', 'bfloat16', '--batch', '1', '--prompt', '6', "
+        "'--new', '2', '--rounds', '1', '--only', 'patched']"
+    )
+    code = f"import generation\nsys.argv = {options} + ['--save', sys.argv[1]]\ngeneration.COMPARED = 64\n"
+    right, wrong = tmp_path / "right.json", tmp_path / "wrong.json"
+    result = run(code + "generation.main()\n", right)
+    assert result.returncode == 0, result.stderr
+    rows = {row["name"]: row for row in json.loads(right.read_text())["rows"]}
+    assert list(rows) == ["HybridLM", "transformers, patched"]
+    assert all(row["logits_from_float32"] > 0 for row in rows.values())
+
+    spoilt = (
+        "make = generation.their_model\n"
+        "def spoil(model):\n"
+        "    theirs = make(model)\n"
+        "    spoil.calls = getattr(spoil, 'calls', 0) + 1\n"
+        "    if spoil.calls > 2:\n"
+        "        theirs.model.norm.weight = torch.nn.Parameter(theirs.model.norm.weight + 0.05)\n"
+        "    return theirs\n"
+        "generation.their_model = spoil\n"
+        "generation.main()\n"
+    )
+    result = run(f"import torch\n{code}{spoilt}", wrong)
+    assert result.returncode == 1
+    assert result.stderr.endswith("transformers, patched computes other logits\n")
+
+
+def test_bits_of_runs_one_of_which_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "bits.json"
+    options = "['train_1b', '--models', '--bits', '4', '--device', 'cpu', '--save', sys.argv[1]]"
+    result = run(f"import train_1b\nsys.argv = {options}\ntrain_1b.main()\n", file)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["equal"] and row["killed_after"] in (2, 3) and len(row["losses"]) == 4
+
+
+def test_whose_attention_ran_is_told_by_names() -> None:
+    result = run(
+        "import contest, types\n"
+        "names = ['cudnn_generated_fort_native_sdpa_sm90_flash_fprop', 'cudnn fmha', 'void pytorch_flash::flash_fwd']\n"
+        "names += ['fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)']\n"
+        "for name in names:\n"
+        "    contest.kernels = lambda work, device, name=name: [types.SimpleNamespace(key=name)]\n"
+        "    print(*contest.attention_in(None, 'cuda'))\n"
+    )
+    assert result.stdout.splitlines() == [
+        "cuDNN's attention", "", "torch's flash attention", "torch's memory-efficient attention",
+    ], result.stderr  # fmt: skip

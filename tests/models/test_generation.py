@@ -241,6 +241,7 @@ def test_the_command_generates_text(tmp_path: Path) -> None:
         (["FOLDER", "1", "--tokens", "--temperature", "-1"], "temperature"),
         (["FOLDER", "text"], "tokenizer"),
         (["FOLDER", "1", "--tokens", "--dtype", "int8"], "dtype"),
+        (["FOLDER", "text\udcff"], "must be UTF-8 text"),
     ),
 )
 def test_mistakes_of_the_command_are_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def stream(length: int = 5, seed: int = 3, packing: bool = True) -> Stream:
 def test_every_token_comes_equally_often(packing: bool) -> None:
     """Blocks of 8 rows of 5 tokens: 41 of them are 40 epochs of 41 tokens."""
     batch = stream(packing=packing).batch(range(8 * TOKENS))
-    assert sorted(batch.tokens[0].tolist()) == sorted(40 * torch.cat(DOCUMENTS).tolist())
+    assert sorted(batch.tokens.flatten().tolist()) == sorted(40 * torch.cat(DOCUMENTS).tolist())
     if packing:
         counted = sorted(label for label in batch.labels[0].tolist() if label >= 0)
         expected = 40 * [token for document in DOCUMENTS for token in document[1:].tolist()]
@@ -67,6 +67,7 @@ def test_a_row_does_not_depend_on_what_was_read_before() -> None:
 
 def test_sequences_are_pieces_of_documents() -> None:
     batch = stream().batch(range(9))
+    assert batch.cu_seqlens is not None
     bounds = batch.cu_seqlens.tolist()
     assert bounds[0] == 0 and bounds[-1] == 45
     for begin, end in itertools.pairwise(bounds):
@@ -74,10 +75,22 @@ def test_sequences_are_pieces_of_documents() -> None:
         assert (piece.diff() == 1).all()
         assert torch.equal(labels[:-1], piece[1:]) and labels[-1] in (piece[-1] + 1, -100)
     joined = stream(packing=False).batch(range(9))
-    assert joined.cu_seqlens.tolist() == list(range(0, 46, 5)) and joined.count == 45
-    for row in range(9):
-        own = slice(5 * row, 5 * row + 4)
-        assert torch.equal(joined.labels[0, own], joined.tokens[0, 5 * row + 1 : 5 * row + 5])
+    assert joined.cu_seqlens is None and joined.tokens.shape == (9, 5) and joined.count == 45
+    assert torch.equal(joined.tokens.flatten(), batch.tokens.flatten())
+    assert torch.equal(joined.labels[:, :-1], joined.tokens[:, 1:])
+
+
+def test_packed_rows_of_one_sequence_each_are_rows() -> None:
+    data = Stream([torch.arange(40), torch.arange(100, 103)], 8, seed=3)
+    batches = {place: data.batch([place]) for place in range(10)}
+    whole = [place for place, batch in batches.items() if batch.cu_seqlens is None]
+    assert 2 <= len(whole) < 10
+    joined = data.batch(whole)
+    assert joined.cu_seqlens is None and joined.tokens.shape == (len(whole), 8)
+    assert torch.equal(joined.tokens, torch.cat([batches[place].tokens for place in whole]))
+    assert torch.equal(joined.labels, torch.cat([batches[place].labels for place in whole]))
+    mixed = data.batch(range(10))
+    assert mixed.cu_seqlens is not None and mixed.tokens.shape == (1, 80)
 
 
 def test_too_little_data_is_an_error() -> None:

@@ -14,16 +14,28 @@ from typer.testing import CliRunner
 
 import adjoint
 from adjoint.cli import app
-from adjoint.models import HybridLM
+from adjoint.models import HybridConfig, HybridLM
 from adjoint.train import machine
 from adjoint.train.options import Options
 from adjoint.train.presets import PRESETS, Preset
 from adjoint.train.run import Run, read_options, train
+from adjoint.train.step.objective import Objective
 from adjoint.train.step.ranks import Ranks
 from adjoint.train.stops import CannotSave, NotFinite
+from adjoint.train.text.stream import Batch, Stream
 from tests.models.small import LOGITS, distance
 from tests.stated import stated
-from tests.train.small import FAST, flags, loss_bits, metrics, weight_bytes, write_start, write_text
+from tests.train.small import (
+    EXPERTS,
+    FAST,
+    SIZES,
+    flags,
+    loss_bits,
+    metrics,
+    weight_bytes,
+    write_start,
+    write_text,
+)  # fmt: skip
 from tests.without_fla import import_models
 
 
@@ -230,6 +242,23 @@ def test_accumulation_is_one_batch(sparse: bool, base: dict[str, Any], tmp_path:
         assert rows[0][0]["router_loss"] > 0.19
 
 
+@pytest.mark.parametrize("sparse", (False, True), ids=("dense", "sparse"))
+def test_rows_are_packed_sequences_of_one_length(sparse: bool) -> None:
+    torch.manual_seed(0)
+    objective = Objective(HybridLM(HybridConfig(**{**SIZES, **(EXPERTS if sparse else {})})))
+    documents = [torch.randint(0, 256, (size,)) for size in (300, 70, 9)]
+    rows = Stream(documents, 32, seed=0, packing=False).batch(range(5))
+    packed = Batch(rows.tokens.view(1, -1), rows.labels.view(1, -1), torch.arange(6) * 32, rows.rows)
+    results = []
+    for batch in (rows, packed):
+        objective.zero_grad()
+        sums = objective(batch)
+        (sums.nats + sums.balance).backward()
+        norms = [float(parameter.grad.norm()) for parameter in objective.parameters() if parameter.grad is not None]
+        results.append([float(sums.nats), float(sums.balance), *norms])
+    assert results[0] == pytest.approx(results[1], rel=BOUND)
+
+
 # ------------------------------------------------------------------------------------------------- stopping
 
 
@@ -238,8 +267,11 @@ def small_run(base: dict[str, Any], folder: Path, **changes: Any) -> Run:
     return Run(Options(**{**base, **changes}).complete(), folder, Ranks(0, 1, torch.device("cpu")), Console())
 
 
-def test_a_loss_that_is_not_finite_names_the_layer_and_saves_the_batch(base: dict[str, Any], tmp_path: Path) -> None:
-    run = small_run(base, tmp_path)
+@pytest.mark.parametrize("packing", (True, False), ids=("packed", "rows"))
+def test_a_loss_that_is_not_finite_names_the_layer_and_saves_the_batch(
+    packing: bool, base: dict[str, Any], tmp_path: Path
+) -> None:
+    run = small_run(base, tmp_path, packing=packing, batch_rows=24)
     run.trainer.step(0)
     weight = run.weights.named["model.layers.1.mlp.down_proj.weight"]
     with torch.no_grad():
@@ -253,7 +285,8 @@ def test_a_loss_that_is_not_finite_names_the_layer_and_saves_the_batch(base: dic
     entries = safetensors.read_header(tmp_path / "not-finite-step-2.safetensors")
     tokens = torch.empty(entries["0.tokens"].shape, dtype=torch.int64)
     entries["0.tokens"].copy_to(tokens)
-    assert torch.equal(tokens, run.stream.batch(range(2, 4)).tokens)
+    batch = run.stream.batch(range(24, 48))
+    assert torch.equal(tokens, batch.tokens) and ("0.cu_seqlens" in entries) == packing
 
 
 def test_a_gradient_that_is_not_finite_is_named(base: dict[str, Any], tmp_path: Path) -> None:
@@ -315,6 +348,8 @@ def call(*arguments: str) -> str:
     (
         ({"data": "nowhere"}, "cannot read nowhere: No such file"),
         ({"preset": "tinny"}, "no preset 'tinny'; did you mean tiny?"),
+        ({"prompt": "a\udcff"}, "prompt must be UTF-8 text"),
+        ({"data": "a\udcff"}, "data must be UTF-8 text"),
         ({"start": "nowhere"}, "there is no folder nowhere to start from"),
         ({"start": "here", "preset": "tiny"}, "leave one of them out"),
         ({"steps": 0}, "steps must be at least 1, got 0"),

@@ -24,7 +24,8 @@ def explain(
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name in ("tokens", "labels", "cu_seqlens"):
-            tensors[f"{number}.{name}"] = getattr(batch, name).cpu()
+            if (tensor := getattr(batch, name)) is not None:
+                tensors[f"{number}.{name}"] = tensor.cpu()
     safetensors.write(path, tensors)
     rows = [row for batch in batches for row in batch.rows]
     return NotFinite(

@@ -23,15 +23,16 @@ from adjoint.models.packing import IGNORED
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows packed in one, [1, rows · T]: tokens, the label of each, and the bounds of sequences.
+    """Tokens and the label of each: rows that are a sequence each, [rows, T], or packed ones, [1, rows · T].
 
     Attributes:
+        cu_seqlens: the bounds of packed sequences; None for rows.
         rows: the numbers of the rows in the stream.
     """
 
-    tokens: Int[Tensor, "1 time"]
-    labels: Int[Tensor, "1 time"]
-    cu_seqlens: Int[Tensor, " bounds"]
+    tokens: Int[Tensor, "batch time"]
+    labels: Int[Tensor, "batch time"]
+    cu_seqlens: Int[Tensor, " bounds"] | None
     rows: tuple[int, ...]
 
     @property
@@ -40,7 +41,8 @@ class Batch:
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device) -> "Batch":
-        tokens, labels, bounds = (x.to(device, non_blocking=True) for x in (self.tokens, self.labels, self.cu_seqlens))
+        tokens, labels = (x.to(device, non_blocking=True) for x in (self.tokens, self.labels))
+        bounds = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
         return Batch(tokens, labels, bounds, self.rows)
 
 
@@ -109,7 +111,7 @@ class Stream:
         return pieces
 
     def batch(self, places: Iterable[int]) -> Batch:
-        """The rows at some places of the order, as one packed row."""
+        """The rows at some places of the order."""
         rows = tuple(self.row_at(place) for place in places)
         tokens, labels, sizes = [], [], []
         for row in rows:
@@ -122,8 +124,10 @@ class Stream:
                 following = self.pieces(row * self.length + 1, self.length)
                 labels += [self.documents[index][first : first + size].long() for index, first, size in following]
                 sizes.append(self.length)
-        bounds = torch.tensor([0, *accumulate(sizes)])
-        return Batch(torch.cat(tokens).long()[None], torch.cat(labels)[None], bounds, rows)
+        is_packed = len(sizes) > len(rows)
+        bounds = torch.tensor([0, *accumulate(sizes)]) if is_packed else None
+        shape = (1 if is_packed else len(rows), -1)
+        return Batch(torch.cat(tokens).long().view(shape), torch.cat(labels).view(shape), bounds, rows)
 
     def _labels(self, index: int, first: int, size: int) -> Tensor:
         """The token after each of a piece, in its document."""

@@ -82,4 +82,6 @@ EQUIVALENT = {
     ("load_neighbours", "other=-1 -> other=-2 (1)"): "any number that is no key",
     ("load_neighbours", "other=-1 -> other=-2 (2)"): "what is in no group is not the last of one, whatever follows",
     ("load_neighbours", "other=-1 -> other=1 (2)"): "what is in no group is not the last of one, whatever follows",
+    ("embedding_write_zeros", "other=1 -> other=2"): "neither says that a row does not occur",
+    ("embedding_write_groups", "first + step -> first - step (1)"): "positions behind a group are loaded, and not used",
 }  # fmt: skip
