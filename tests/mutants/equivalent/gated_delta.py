@@ -300,6 +300,10 @@ EQUIVALENT = {
             ("rule_state_scan_hopper", "count > 0 -> count >= 0"),
         )
     },
+    ("state_chunks.copy", "column < V -> column <= V"): "a column past the last of V is multiplied, and not stored",
+    ("state_chunks.copy", "count -= CHUNK -> count += CHUNK"): "a state within a sequence follows whole chunks",
+    ("state_chunks.copy", "chunks > 0 -> chunks >= 0"): "without chunks nobody waits for one",
+    ("state_chunks.advance", "K > HALF -> K >= HALF (2)"): "of keys of 64, a rest that is not read",
     ("_scan_columns", "K > HALF -> K >= HALF (1)"): "of keys of 64, a second half of M and B that is not stored",
     ("rule_transitions_hopper", "K + V + WIDTH - 1 -> K + V + WIDTH - 2"): "K and V are multiples of 64",
     (
