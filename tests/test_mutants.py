@@ -36,17 +36,17 @@ def _survives(mutant: Mutant, noticed: Noticed) -> bool:
 
 ONE_IN = {
     "adjoint.ops.gated_delta.rule": 50,  # seconds each
-    "adjoint.ops.gated_delta": 12,
-    "adjoint.ops.embedding": 8,
-    "adjoint.device": 8,
+    "adjoint.ops.gated_delta": 16,
+    "adjoint.ops.embedding": 12,
+    "adjoint.device": 12,
     "adjoint.ops.moe.experts.hopper": 16,  # in the model of Gluon
-    "adjoint.ops.moe": 8,
-    "adjoint.ops.indexing": 6,
-    "adjoint.ops.loss": 8,
+    "adjoint.ops.moe": 12,
+    "adjoint.ops.indexing": 12,
+    "adjoint.ops.loss": 12,
     "adjoint.ops.conv": 20,
-    "adjoint.ops.norm": 4,
-    "adjoint.ops.rotary": 4,
-    "adjoint.ops.activation": 4,
+    "adjoint.ops.norm": 8,
+    "adjoint.ops.rotary": 8,
+    "adjoint.ops.activation": 8,
 }
 """Of how many mutants of a module one is tried without --all, by how its name begins: the first that fits."""
 
