@@ -172,7 +172,7 @@ def bind_states_ahead(setup: Setup, shape: Shape, initial: bool) -> Callable[...
 
 
 def bind_scan_ahead(setup: Setup, shape: Shape, whole: Callable[..., None], initial: bool) -> Callable[..., None]:
-    """What `bind_whole_scan` computes of whole sequences, which is given, in three rounds."""
+    """The results of `whole`, the scan that `bind_whole_scan` binds for whole sequences, in three rounds."""
     ahead = bind_states_ahead(setup, shape, initial)
     a, x = rounds_of(-(-shape.time // packing.CHUNK))
 
