@@ -85,9 +85,9 @@ class Bounds:
 
     def _upstream(self, of: Inputs, dy: Tensor) -> tuple[Tensor, Tensor]:
         """dz, and its error."""
-        z, error = self._preactivation(of)
         if not self.is_silu:
             return dy, torch.zeros_like(dy)
+        z, error = self._preactivation(of)
         terms = torch.sigmoid(z) * (1 + z.abs() * torch.sigmoid(-z)) + error + self.tiny_silu
         relative = 0.5 * error + (self.slope + 2) * self.u * terms
         return dy * reference.silu_slope(z), dy.abs() * relative + self.tiny
