@@ -169,7 +169,7 @@ def upstream_of_rows(
 # ---------------------------------------------------------------------------------- logits that exist
 
 
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
 """Reductions, as torch numbers them."""
 
 
@@ -239,15 +239,11 @@ def forward_plain(logits: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, .
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
-    targets, ignored = target.int(), None
+    # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
+    of_each = [torch.ops.aten.nll_loss.default(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
+    sizes, targets = of_each[0].sub_(of_each[1]), target.int()
     if not plain.is_whole:
-        ignored = target == loss.ignore_index
-        targets.masked_fill_(ignored, -1)
-        target = target.masked_fill(ignored, 0)
-    index = target.unsqueeze(1)
-    sizes = rows.gather(1, index).sub_(logarithms.gather(1, index)).view(-1)
-    if ignored is not None:
-        sizes.masked_fill_(ignored, 0.0)
+        targets.masked_fill_(target == loss.ignore_index, -1)
     return plain.value, plain.value.new_empty(0), targets, sizes, plain.kept_count
 
 
