@@ -178,8 +178,9 @@ def copied_layout(rows: Mapping[str, Tensor | None], contiguous: Mapping[str, Te
         rows: tensors that must lie as rows.
         contiguous: tensors that must be contiguous.
     """
-    copied = [name for name, x in rows.items() if x is not None and not lies_as_rows(x)]
-    copied += [name for name, x in (contiguous or {}).items() if x is not None and not x.is_contiguous()]
+    copied = [name for name, x in rows.items() if x is not None and not (x.is_contiguous() or lies_as_rows(x))]
+    if contiguous:
+        copied += [name for name, x in contiguous.items() if x is not None and not x.is_contiguous()]
     return f"{', '.join(copied)} copied" if copied else ""
 
 

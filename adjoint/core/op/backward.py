@@ -93,8 +93,10 @@ class Backward:
 
     def _allocate(self, *arguments: Any) -> tuple[Tensor, ...]:
         """A gradient like each differentiable input, empty where `need` does not ask for it."""
-        first, need = len(self.op.upstream), arguments[-1] if self.has_mask else 1
-        saved, gradient = arguments[first:], self.op.gradient
+        saved, gradient = arguments[len(self.op.upstream) :], self.op.gradient
+        if not self.has_mask:
+            return (gradient(saved[self._places[0]]),)
+        need = arguments[-1]
         return tuple(
             [gradient(saved[x]) if need >> bit & 1 else saved[0].new_empty(0) for bit, x in enumerate(self._places)]
         )
@@ -132,7 +134,7 @@ class Backward:
         """The `autograd.Function`: it takes the arguments of the forward but `keep`, buffers and the preference."""
         op, adjoint, declared = self.op, self.adjoint, self
         forward, operator, has_mask = op.forward, self.operator, self.has_mask
-        keep, absent, always_constant = (True,) * bool(op.kept), op.absent, op.constant
+        keep, absent, constant_places = (True,) * bool(op.kept), op.absent, tuple(map(op.outputs.index, op.constant))
         input_count, own_count = op.input_count, op.argument_count
         argument_count = own_count + len(adjoint.buffers) + 1
         differentiable = tuple(map(op.inputs.index, op.differentiable))
@@ -157,10 +159,9 @@ class Backward:
                 ctx.options, ctx.preference = declared._options(arguments), preference
                 # Not saved: they are written to, by this backward and by those of other calls.
                 ctx.buffers = values[own_count:-1]
-                ctx.absent = absent(*arguments) if absent else ()
-                if always_constant or ctx.absent:
-                    constant = [outputs[op.outputs.index(x)] for x in (*always_constant, *ctx.absent)]
-                    ctx.mark_non_differentiable(*constant)
+                ctx.absent = tuple(map(op.outputs.index, absent(*arguments))) if absent else ()
+                if constant_places or ctx.absent:
+                    ctx.mark_non_differentiable(*[outputs[place] for place in (*constant_places, *ctx.absent)])
                 return outputs[0] if single else outputs[:output_count]
 
             @staticmethod
@@ -168,9 +169,8 @@ class Backward:
                 if grad_enabled() and not is_compiling():
                     raise second_derivative(op.label)
                 upstream = upstream[:upstream_count]
-                if ctx.absent:  # a compiler makes zeros of a gradient that nobody gave
-                    named = zip(op.upstream, upstream, strict=True)
-                    upstream = tuple(None if x[1:] in ctx.absent else gradient for x, gradient in named)
+                for place in ctx.absent:  # a compiler makes zeros of a gradient that nobody gave
+                    upstream = (*upstream[:place], None, *upstream[place + 1 :])
                 gradients: list[Tensor | None] = [None] * argument_count
                 if not single and all(gradient is None for gradient in upstream):
                     return tuple(gradients)

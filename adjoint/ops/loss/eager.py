@@ -169,7 +169,7 @@ def upstream_of_rows(
 # ---------------------------------------------------------------------------------- logits that exist
 
 
-_MEAN, _SUM = 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
 """Reductions, as torch numbers them."""
 
 
@@ -180,7 +180,16 @@ def reduction_of(loss: Loss) -> int:
 def is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
     """Whether the loss is torch's own, one number of few logits on the CPU, and takes torch's few calls."""
     is_small = labels.is_cpu and 0 < labels.numel() * classes <= BLOCK_ELEMENTS
-    return is_small and loss.is_total and not (loss.shift or loss.label_smoothing or loss.z_loss or loss.softcap)
+    return is_small and loss.is_total and not (loss.label_smoothing or loss.z_loss or loss.softcap)
+
+
+def plain_targets(labels: Tensor, loss: Loss) -> Tensor:
+    """The class of each token of a plain loss, ignore_index where it does not count, in one row."""
+    target = labels.long()
+    if loss.shift:
+        none = target.new_full((*target.shape[:-1], 1), loss.ignore_index)
+        target = torch.cat((target[..., 1:], none), -1)
+    return target if target.dim() == 1 else target.reshape(-1)
 
 
 UNITS = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.float64)}
@@ -223,23 +232,18 @@ def forward_plain(logits: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, .
     """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
     if not is_plain(labels, logits.shape[-1], loss):
         return None
-    kind, rows, target = wide_dtype(logits.dtype), logits, labels
-    if logits.dim() != 2:
-        rows, target = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    rows, target = rows if rows.dtype == kind else rows.to(kind), target.long()
+    kind, target = wide_dtype(logits.dtype), plain_targets(labels, loss)
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    rows = rows if rows.dtype == kind else rows.to(kind)
     logarithms = torch.log_softmax(rows, 1)
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
-    targets, ignored = target.int(), None
+    # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
+    of_each = [torch.ops.aten.nll_loss.default(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
+    sizes, targets = of_each[0].sub_(of_each[1]), target.int()
     if not plain.is_whole:
-        ignored = target == loss.ignore_index
-        targets.masked_fill_(ignored, -1)
-        target = target.masked_fill(ignored, 0)
-    index = target.unsqueeze(1)
-    sizes = rows.gather(1, index).sub_(logarithms.gather(1, index)).view(-1)
-    if ignored is not None:
-        sizes.masked_fill_(ignored, 0.0)
+        targets.masked_fill_(target == loss.ignore_index, -1)
     return plain.value, plain.value.new_empty(0), targets, sizes, plain.kept_count
 
 

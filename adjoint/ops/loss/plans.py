@@ -130,7 +130,7 @@ def _candidates(kernel: str, launch: str, run: Run) -> tuple[Candidate, ...]:
         setup=imported(f"adjoint.ops.loss.cross_entropy.launches:{launch}"),
         schedules=SCHEDULES,
     )
-    return on_kernels, in_pytorch("eager", lambda problem: _guarantee(problem, False), run, revision=2)
+    return on_kernels, in_pytorch("eager", lambda problem: _guarantee(problem, False), run, revision=3)
 
 
 CROSS_ENTROPY = _candidates("cross_entropy", "forward", allocating_outputs(_run, _run_plain))

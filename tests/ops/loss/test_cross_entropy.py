@@ -290,15 +290,17 @@ def test_a_bound_without_the_error_of_its_sums_is_passed() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("labels", [(0, 8, 3, -100, -100, 7), (-100,) * 6, (0, 1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("shift", [False, True])
 def test_torchs_few_calls_give_the_loss_of_the_blocks(
-    reuse: bool, labels: tuple[int, ...], reduction: str, monkeypatch: pytest.MonkeyPatch
+    shift: bool, reuse: bool, labels: tuple[int, ...], reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plain loss of few logits on the CPU takes a way of its own: what it gives and keeps is what blocks give and
     keep, also for labels to ignore, whatever their logits, and of logits that do not lie row by row."""
     logits = torch.randn(9, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64).permute(1, 2, 0)
     if -100 in labels:
-        logits[1, 1] = torch.nan
-    target, options = torch.tensor(labels).view(2, 3), {"reduction": reduction}
+        logits[1, 0] = torch.nan
+    target, options = torch.tensor(labels).view(2, 3), {"reduction": reduction, "shift": shift}
+    used = torch.cat((target[:, 1:], torch.full((2, 1), -100)), 1).flatten() if shift else target.flatten()
     unit, finite = torch.tensor(3.0, dtype=torch.float64), logits.nan_to_num()
     (exact,) = reference.cross_entropy(finite, target, **options)  # type: ignore[arg-type]
     slopes = reference.cross_entropy_backward((unit,), finite, target, **options)  # type: ignore[arg-type]
@@ -309,12 +311,12 @@ def test_torchs_few_calls_give_the_loss_of_the_blocks(
         named = {"loss": (loss, exact), "dlogits": (torch.autograd.grad(loss, leaf, unit)[0], slopes)}
         assert not broken(adjoint.cross_entropy, (logits, target), named, (unit,), **options)
         _, _, targets, sizes, count = torch.ops.adjoint.cross_entropy(
-            logits, target, -100, 0.0, 0.0, 0.0, reduction, False, False, True, ""
+            logits, target, -100, 0.0, 0.0, 0.0, reduction, shift, False, True, ""
         )
-        counted = target.flatten() >= 0
-        assert torch.equal(targets, torch.where(counted, target.flatten(), -1)) and targets.dtype == torch.int32
+        counted = used >= 0
+        assert torch.equal(targets, torch.where(counted, used, -1)) and targets.dtype == torch.int32
         assert count.tolist() == [max(1, int(counted.sum()))]
-        own = finite.reshape(6, 9)[counted], target.flatten()[counted]
+        own = finite.reshape(6, 9)[counted], used[counted]
         logs = own[0].gather(1, own[1][:, None])[:, 0] - sizes[counted]  # the log-probabilities, of L as it is kept
         assert not sizes[~counted].any()
         with_logs = {"reduction": "none", "return_log_probabilities": True}
@@ -323,4 +325,4 @@ def test_torchs_few_calls_give_the_loss_of_the_blocks(
     assert any(label >= 0 for label in labels) or not named["dlogits"][0].any()
     monkeypatch.undo()
     with pytest.raises(ArgumentError, match="got 9 at position 1"):
-        adjoint.cross_entropy(logits, torch.tensor([[0, 9, 1], [2, 3, 4]]))
+        adjoint.cross_entropy(logits, torch.tensor([[-100 if shift else 0, 9, 1], [2, 3, 4]]), shift=shift)

@@ -200,32 +200,34 @@ def test_gradients_belong_to_the_caller(plan: str) -> None:
         assert torch.equal(once, again)
 
 
-def test_torchs_few_calls_give_the_loss_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shift", [False, True])
+def test_torchs_few_calls_give_the_loss_of_the_blocks(shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain loss of few logits on the CPU takes a way of its own: with labels to ignore, whatever their logits, and
     none at all, and wrong ones."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 5), (9, 5)))
-    hidden[4] = 1e308  # logits that are infinite, and their logarithms NaN
+    hidden[3] = 1e308  # logits that are infinite, and their logarithms NaN
     finite = hidden.clone()
-    finite[4] = 0
+    finite[3] = 0
     for values in ([0, 8, 3, -100, -100, 7], [-100] * 6):
         labels = torch.tensor(values)
         for reduction in ("mean", "sum"):
-            (exact,) = reference.linear_cross_entropy(finite, weight, labels, reduction=reduction)
+            options: dict[str, Any] = {"reduction": reduction, "shift": shift}
+            (exact,) = reference.linear_cross_entropy(finite, weight, labels, **options)
             unit = torch.ones((), dtype=torch.float64)
-            slopes = reference.linear_cross_entropy_backward((unit,), finite, weight, labels, reduction=reduction)
+            slopes = reference.linear_cross_entropy_backward((unit,), finite, weight, labels, **options)
             for is_plain in (True, False):
                 monkeypatch.setattr(eager, "is_plain", lambda *_, value=is_plain: value)
                 leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-                loss = adjoint.linear_cross_entropy(*leaves, labels, reduction=reduction)  # type: ignore[call-overload]
+                loss = adjoint.linear_cross_entropy(*leaves, labels, **options)
                 found = loss, *torch.autograd.grad(loss, leaves)
                 named = zip(("loss", "dhidden", "dweight"), zip(found, (exact, *slopes), strict=False), strict=True)
                 inputs = hidden, weight, labels
-                assert not broken(adjoint.linear_cross_entropy, inputs, dict(named), (unit,), reduction=reduction)
+                assert not broken(adjoint.linear_cross_entropy, inputs, dict(named), (unit,), **options)
                 assert any(label >= 0 for label in values) or not any(x.any() for x in found)
     monkeypatch.undo()
     with pytest.raises(ArgumentError, match="got 9 at position 1"):
-        adjoint.linear_cross_entropy(hidden, weight, torch.tensor([0, 9, 1, 2, 3, 4]))
+        adjoint.linear_cross_entropy(hidden, weight, torch.tensor([0, 9, 1, 2, 3, 4]), shift=shift)
 
 
 @pytest.mark.parametrize("tokens", [(4,), (2, 3), ()])

@@ -30,6 +30,7 @@ float64; the running sum of g in float64.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.core.errors import report
@@ -212,17 +213,26 @@ class _Block:
         return total.sub_(y * (y * total).sum(-1, keepdim=True)).mul_(norm)
 
 
+_VANISHES = {torch.float32: -104.0, torch.float64: -746.0}
+"""The exponential of this, and of what is below, is nearer to 0 than to the smallest number of a type."""
+
+
 def _decays(log_decay: Tensor, resets: Tensor, kind: torch.dtype) -> Tensor:
     """e^{G_i−G_j} for i ≥ j, 0 above the diagonal and across a reset, which `resets` counts; differences first, of sums
-    in two parts where one is not enough."""
-    size = log_decay.shape[-1]
-    future = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu_(1)
+    in two parts where one is not enough.
+
+    What has no place, or vanishes, is left out of the exponential: MKL's takes up to 14 times as long for such numbers.
+    """
     high = log_decay.to(kind)
     between = high.unsqueeze(-1) - high.unsqueeze(-2)
     if kind != torch.float64:
         low = (log_decay - high).to(kind)
         between.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
-    return between.masked_fill_(future | (resets.unsqueeze(-1) != resets.unsqueeze(-2)), -torch.inf).exp_()
+    remains = between.tril_().clone().gt_(_VANISHES[kind])
+    decay = F.threshold(between, _VANISHES[kind], 0.0, inplace=True).exp_().mul_(remains).tril_()
+    if decay.is_cpu and not resets.any():  # elsewhere nobody waits for that
+        return decay
+    return decay.masked_fill_(resets.unsqueeze(-1) != resets.unsqueeze(-2), 0)
 
 
 def _passing(between: Tensor, since_start: Tensor, until_end: Tensor) -> Tensor:

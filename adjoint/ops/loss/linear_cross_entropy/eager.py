@@ -15,6 +15,7 @@ from adjoint.ops.loss.eager import (
     is_plain,
     part,
     plain_slopes,
+    plain_targets,
     reduction_of,
     row_blocks,
     row_results,
@@ -86,12 +87,10 @@ def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
 def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...] | None:
     hidden, weight, labels, bias, *_, frozen, keep = arguments
     element = hidden.dtype
-    kind, rows, target = wide_dtype(element), hidden, labels
-    if hidden.dim() != 2:
-        rows, target = hidden.reshape(labels.numel(), weight.shape[1]), labels.reshape(-1)
+    kind, target = wide_dtype(element), plain_targets(labels, loss)
+    rows = hidden if hidden.dim() == 2 else hidden.reshape(labels.numel(), weight.shape[1])
     if element != kind:
         rows, weight, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
-    target = target.long()
     logits = _logits(rows, weight, bias)
     logarithms = torch.log_softmax(logits, 1, out=logits)  # as in `row_results`
     plain = Plain.of(logarithms, target, loss)
@@ -103,7 +102,7 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
         own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
         slopes = plain_slopes(logarithms, target, plain.number, loss.ignore_index, reduction_of(own))
         if not plain.is_whole:  # what does not count has no gradient, whatever its logits
-            slopes.masked_fill_((target == loss.ignore_index).unsqueeze(1), 0.0)
+            slopes.index_fill_(0, (target == loss.ignore_index).nonzero().view(-1), 0.0)
     empty = logits.new_empty
     of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else empty(0)
     if element == torch.bfloat16:

@@ -155,7 +155,7 @@ def _candidates(kernel: str, launch: str, compute: Compute, at_once: AtOnce | No
         )
 
     in_torch = in_pytorch(
-        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute, at_once), revision=2
+        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute, at_once), revision=3
     )
     return on_kernels("vendor", _refuse_vendor), on_kernels("tiles", _refuse_tiles), in_torch
 

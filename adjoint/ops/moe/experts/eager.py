@@ -7,6 +7,7 @@ What is rounded, and saved, is what kernels round and save: g and u, h = silu(g)
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,16 @@ from adjoint.ops.moe.layout import Layout
 from adjoint.ops.moe.token_rows.eager import sum_rows
 
 
-def _segments(offsets: Tensor, rows: int) -> list[tuple[int, Tensor | slice]]:
-    """Each expert that may have rows, and which: a slice on the CPU; a mask elsewhere, where counting would wait."""
-    if offsets.device.type == "cpu":
-        bounds = offsets.tolist()
-        return [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(bounds) - 1) if bounds[e] < bounds[e + 1]]
+def _counts(offsets: Tensor, rows: int) -> list[int]:
+    """How many rows each expert has, and last how many no expert has; for the CPU, where counting waits for nobody."""
+    return [end - begin for begin, end in pairwise((*offsets.tolist(), rows))]
+
+
+def _masks(offsets: Tensor, rows: int) -> list[Tensor]:
+    """Which rows each expert has."""
     place = torch.arange(rows, device=offsets.device)
     owner = torch.searchsorted(offsets[1:].contiguous(), place, right=True)
-    return [(e, (owner == e)[:, None]) for e in range(len(offsets) - 1)]
+    return [(owner == e)[:, None] for e in range(len(offsets) - 1)]
 
 
 @cache
@@ -48,20 +51,23 @@ def multiplies_directly(dtype: torch.dtype) -> bool:
 def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """rows[r] @ matrices[expert of r], rounded once; rows of no expert are zero."""
     kind = wide_dtype(rows.dtype)
-    segments = _segments(offsets, rows.shape[0])
-    if not segments or not isinstance(segments[0][1], slice):
+    if not rows.is_cpu:
         out = rows.new_zeros(rows.shape[0], matrices.shape[2])
-        for e, segment in segments:
-            out = torch.where(segment, (rows.to(kind) @ matrices[e].to(kind)).to(out.dtype), out)  # type: ignore[arg-type]
+        for matrix, mask in zip(matrices, _masks(offsets, rows.shape[0]), strict=True):
+            out = torch.where(mask, (rows.to(kind) @ matrix.to(kind)).to(out.dtype), out)
         return out
-    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    out, counts = rows.new_empty(rows.shape[0], matrices.shape[2]), _counts(offsets, rows.shape[0])
+    *results, rest = out.split(counts)
+    *operands, _ = rows.split(counts)
     directly = rows.dtype == matrices.dtype and multiplies_directly(rows.dtype)
-    for e, segment in segments:
+    for count, some, matrix, result in zip(counts, operands, matrices.unbind(), results, strict=False):
+        if not count:
+            continue
         if directly:
-            torch.mm(rows[segment], matrices[e], out=out[segment])
+            torch.mm(some, matrix, out=result)
         else:
-            out[segment] = rows[segment].to(kind) @ matrices[e].to(kind)
-    out[segments[-1][1].stop :].zero_()  # type: ignore[union-attr]
+            result.copy_(some.to(kind) @ matrix.to(kind))
+    rest.zero_()
     return out
 
 
@@ -75,18 +81,22 @@ def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
         _outer(left, right, offsets, own)
         out.copy_(own)
         return
-    kind = wide_dtype(left.dtype)
-    segments = _segments(offsets, left.shape[0])
+    kind, rows = wide_dtype(left.dtype), left.shape[0]
+    if not left.is_cpu:
+        for result, mask in zip(out, _masks(offsets, rows), strict=True):
+            result.copy_(torch.where(mask, left, 0).to(kind).T @ torch.where(mask, right, 0).to(kind))
+        return
+    counts = _counts(offsets, rows)
+    *of_left, _ = left.T.split(counts, 1)
+    *of_right, _ = right.split(counts)
     directly = left.dtype == right.dtype == out.dtype and multiplies_directly(left.dtype)
-    if len(segments) < len(out):
-        out.zero_()
-    for e, segment in segments:
-        if isinstance(segment, slice) and directly:
-            torch.mm(left[segment].T, right[segment], out=out[e])
-        elif isinstance(segment, slice):
-            out[e] = left[segment].to(kind).T @ right[segment].to(kind)
+    for count, columns, some, result in zip(counts, of_left, of_right, out.unbind(), strict=False):
+        if not count:
+            result.zero_()
+        elif directly:
+            torch.mm(columns, some, out=result)
         else:
-            out[e] = (torch.where(segment, left, 0).to(kind).T @ torch.where(segment, right, 0).to(kind)).to(out.dtype)
+            result.copy_(columns.to(kind) @ some.to(kind))
 
 
 class Products(NamedTuple):
@@ -104,8 +114,8 @@ def forward(
 ) -> None:
     """The layer's output, and g and u of each row where there is room for them."""
     x, gate_up, down, weights = layer
-    token = layout.permutation.long() // layout.inverse.shape[1]
-    both = products.product(x[token], gate_up.transpose(1, 2), layout.offsets)
+    token = layout.permutation // layout.inverse.shape[1]
+    both = products.product(x.index_select(0, token), gate_up.transpose(1, 2), layout.offsets)
     if gu is not None:
         gu.copy_(both)
     kind, inner = wide_dtype(both.dtype), down.shape[2]
@@ -121,9 +131,9 @@ def backward(
     dy, x, gate_up, down, weights, gu = saved
     dx, dgate_up, ddown, dweights = outputs
     kind, inner = wide_dtype(x.dtype), down.shape[2]
-    token = layout.permutation.long() // layout.inverse.shape[1]
-    weight = weights.reshape(-1)[layout.permutation.long()].to(kind)[:, None]
-    upstream = dy[token]
+    token = layout.permutation // layout.inverse.shape[1]
+    weight = weights.reshape(-1, 1).index_select(0, layout.permutation).to(kind)
+    upstream = dy.index_select(0, token)
     g, u = gu[:, :inner].to(kind), gu[:, inner:].to(kind)
     sigma = torch.sigmoid(g)
     silu = g * sigma
@@ -135,7 +145,7 @@ def backward(
     dh = products.product(upstream.to(kind), down, layout.offsets)
     if dweights.numel():
         valid = layout.inverse.view(-1) < layout.offsets[-1]
-        sums = h.mul_(dh).sum(1)[layout.inverse.view(-1).long()]
+        sums = h.mul_(dh).sum(1).index_select(0, layout.inverse.view(-1))
         dweights.copy_(torch.where(valid, sums, 0).view(dweights.shape))
     dh = dh.to(kind).mul_(weight)
     slope = torch.rsub(sigma, 1).mul_(g).add_(1).mul_(sigma)
@@ -145,4 +155,4 @@ def backward(
     if dx.numel():
         sum_rows(products.product(dboth, gate_up, layout.offsets), None, layout.inverse, layout.offsets, dx)
     if dgate_up.numel():
-        products.outer(dboth, x[token], layout.offsets, dgate_up)
+        products.outer(dboth, x.index_select(0, token), layout.offsets, dgate_up)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.problem import wide_dtype
+from adjoint.ops.moe.layout.eager import lie_below
 
 
 def entries_of(inverse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,13 +32,17 @@ def scatter(source: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Te
 def sum_rows(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor, out: Tensor) -> None:
     """out[t] = Σ over j of rows[inverse[t, j]], or of weights[t, j] times it, in the order of j."""
     tokens, slots, columns = inverse.shape[:-1].numel(), inverse.shape[-1], rows.shape[1]
-    row, _, counts = entries_of(inverse, offsets)
-    row, counts = row.view(tokens, slots), counts.view(tokens, slots)
-    is_complete = rows.device.type == "cpu" and bool(counts.all())  # elsewhere nobody waits for that
-    total = torch.zeros(tokens, columns, dtype=wide_dtype(rows.dtype), device=rows.device)
-    for slot in range(slots):
-        term = rows.index_select(0, row[:, slot]).to(total.dtype)
+    kind, y, row, counts = wide_dtype(rows.dtype), out.view(tokens, columns), inverse.reshape(-1), None
+    if not lie_below(row, offsets[-1]):
+        row, _, counts = entries_of(inverse, offsets)
+        counts = counts.view(tokens, slots)
+    if weights is not None:
+        weights = weights.reshape(tokens, slots, 1).to(kind)
+    total = y.zero_() if y.dtype == kind else y.new_zeros(y.shape, dtype=kind)
+    for slot, of_slot in enumerate(row.view(tokens, slots).unbind(1)):
+        term = rows.index_select(0, of_slot).to(kind)
         if weights is not None:
-            term *= weights.reshape(tokens, slots)[:, slot, None].to(total.dtype)
-        total += term if is_complete else term.masked_fill_(~counts[:, slot, None], 0)
-    out.view(tokens, columns).copy_(total)
+            term *= weights[:, slot]
+        total += term if counts is None else term.masked_fill_(~counts[:, slot, None], 0)
+    if total is not y:
+        y.copy_(total)

@@ -40,6 +40,19 @@ def test_routing_is_a_stable_sort_of_the_logits(
     assert not wrongs(adversarial(experts, dtype).to(device), k, backend)
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_rows_without_equal_logits_are_selected_as_in_a_batch_with_them(renormalize: bool, dtype: torch.dtype) -> None:
+    """In plain PyTorch a batch is sorted where equal logits, or NaN, are among its best; here each row has its own."""
+    rows = torch.cat((adversarial(12, dtype), torch.randn(8, 12, generator=torch.Generator().manual_seed(3)).to(dtype)))
+    rows[-1, 4], rows[-2, 3], rows[-3, 5] = INFINITY, -INFINITY, NAN
+    options: dict[str, Any] = {"renormalize": renormalize, "preference": Preference(backend="eager")}
+    for k in (1, 5, 12):
+        together = moe.route(rows, k, **options)
+        alone = [moe.route(row, k, **options) for row in rows]
+        assert all(map(same_bits, together, map(torch.stack, zip(*alone, strict=True))))
+
+
 MODES: dict[str, dict[str, Any]] = {
     "softmax over all": {"renormalize": False},
     "sigmoid": {"score": "sigmoid"},
