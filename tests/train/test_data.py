@@ -167,6 +167,13 @@ def test_bad_data_is_one_sentence(make: object, words: str, tmp_path: Path) -> N
         read_corpus([str(make(tmp_path))], [], 100)  # type: ignore[operator]
 
 
+def test_a_folder_that_may_not_be_read_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as for a user who is not root
+    with pytest.raises(adjoint.ArgumentError, match=r"cannot read the folder .*: Permission denied"):
+        read_corpus([str(tmp_path)], [], 100)
+
+
 # ------------------------------------------------------------------------------------------------ options
 
 

@@ -1,6 +1,7 @@
 """The text of a run: whole files, of which some are held out, and their hash."""
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,11 @@ def read_corpus(paths: Sequence[str], suffixes: Sequence[str], heldout_bytes: in
     Raises:
         ArgumentError: a path is missing or cannot be read, a file is empty or not text, or a folder has no text.
     """
+    for suffix in suffixes:
+        if not suffix.startswith("."):
+            raise ArgumentError(f"train: a suffix begins with a dot, such as .py, got {suffix!r}")
+    if "" in paths:
+        raise ArgumentError("train: data must name files or folders, got an empty text")
     if paths:
         documents = [document for path in paths for document in _documents(Path(path), suffixes)]
         origin = ", ".join(paths)
@@ -60,7 +66,9 @@ def _standard_library() -> Iterator[Document]:
 
 
 def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[Document]:
-    if path.is_dir():
+    if os.path.isdir(path):
+        if not os.access(path, os.R_OK | os.X_OK):  # its files would not be seen
+            raise ArgumentError(f"train: cannot read the folder {path}: Permission denied")
         files = sorted(file for file in path.rglob("*") if file.is_file())
         texts = [
             Document(file.relative_to(path).as_posix(), content)
