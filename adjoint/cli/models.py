@@ -53,6 +53,8 @@ def generate(
 
     target = require_present(device_of(device))
     kind = dtype_of("generate", dtype)
+    if not -(2**63) <= seed < 2**64:
+        refuse(f"generate: --seed must have at most 64 bits, got {seed}")
     try:
         prompt.encode()
     except UnicodeEncodeError:  # a command line with other bytes

@@ -61,8 +61,17 @@ class Checkpoints:
         self.folder, self._keep, self._ranks = folder / "checkpoints", keep, ranks
 
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of."""
-        names = (path.name for path in self.folder.glob("step-*")) if self.folder.exists() else ()
+        """The steps that there are checkpoints of.
+
+        Raises:
+            ArgumentError: the folder cannot be read.
+        """
+        try:
+            names = os.listdir(self.folder)  # unlike glob, it does not pass over a folder that it may not read
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ArgumentError(f"train: cannot read {self.folder}: {error.strerror}") from None
         return sorted(int(match[1]) for name in names if (match := _WHOLE.fullmatch(name)))
 
     def path(self, step: int) -> Path:
@@ -133,7 +142,7 @@ class Checkpoints:
     def _last(self) -> str:
         steps = self.steps()
         if not steps:
-            return "there is no earlier checkpoint"
+            return "there is no earlier checkpoint, and --resume begins the run again"
         return f"the checkpoint of step {steps[-1]} is whole, and --resume goes on from it"
 
     def _remove_unfinished(self) -> None:
@@ -226,11 +235,18 @@ def _write_shards(folder: Path, state: State) -> None:
     try:
         save(_shards_of(state), checkpoint_id=folder)
     except CheckpointException as error:
-        raise next((x for x in _failures(error) if isinstance(x, OSError)), OSError(str(error))) from error
+        failures = _failures(error)
+        raise next((x for x in failures if isinstance(x, OSError)), OSError(_in_words(failures))) from error
 
 
 def _failures(error: Any) -> list[BaseException]:
     return [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
+
+
+def _in_words(failures: list[BaseException]) -> str:
+    """torch, which cannot end a file for which there is no room, raises an error about the position in it."""
+    lines = [line for failure in failures for line in str(failure).strip().splitlines()[:1]]
+    return f"a shard was not written, as when the disk is full ({'; '.join(dict.fromkeys(lines))})"
 
 
 @torch.no_grad()
@@ -244,12 +260,20 @@ def find_damage(folder: Path) -> str:
     """What is wrong with a checkpoint's files: empty where nothing is."""
     try:
         files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if not isinstance(files, dict) or "state.json" not in files:
+            return "manifest.json is not as it was written"
         for name, expected in files.items():
             if _describe(folder / name) != expected:
                 return f"{name} is not as it was written"
     except (OSError, ValueError) as error:
         return str(error)
     return ""
+
+
+def model_in(folder: Path) -> Path | None:
+    """The model of a run, or its newest checkpoint that is one: what another run may start from."""
+    checkpoints = sorted(folder.glob("checkpoints/step-*"), reverse=True)
+    return next((path for path in (folder / "model", *checkpoints) if (path / _WEIGHTS).exists()), None)
 
 
 def _describe(path: Path) -> dict[str, int]:

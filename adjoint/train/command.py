@@ -29,7 +29,7 @@ def parameters() -> list[inspect.Parameter]:
         kind = TYPES[option.name]
         flag = _NAMES.get(option.name, f"--{option.name.replace('_', '-')}")
         default = option.default if option.default is not MISSING else []
-        shown = "" if default in ("", [], 0, 0.0) and kind is not bool else f" [default: {_shown(default)}]"
+        shown = "" if default in ("", [], 0, 0.0) and kind is not bool else f" By default {_shown(default)}."
         if kind is bool:
             flag = f"{flag}/--no-{flag.removeprefix('--')}"
         elif get_origin(kind) is list:
@@ -80,17 +80,22 @@ def run(console: Console, values: dict[str, Any]) -> None:
     if out is None:
         if "RANK" in os.environ:
             raise ArgumentError("train: under torchrun name the run's folder, with --out, for all ranks alike")
-        out = Path("runs") / f"{options.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = "fine-tuned" if options.start else options.preset
+        out = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     _train(options, out, resume=False, console=console)
 
 
 def _train(options: Options, folder: Path, *, resume: bool, console: Console) -> None:
     """Trains until the end or until Ctrl-C, which becomes a sentence."""
-    from adjoint.train.run import train
+    from adjoint.train.run import OPTIONS, train
 
     try:
         train(options, folder, resume=resume, console=console)
     except KeyboardInterrupt:
         if any(folder.glob("checkpoints/step-*")):
             raise Interrupted(f"train: interrupted; --resume {folder} goes on from its last checkpoint") from None
-        raise Interrupted("train: interrupted before the first checkpoint: there is nothing to resume") from None
+        if (folder / OPTIONS).exists():
+            raise Interrupted(
+                f"train: interrupted before the first checkpoint; --resume {folder} begins the run again"
+            ) from None
+        raise Interrupted("train: interrupted before the run began") from None

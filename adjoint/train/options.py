@@ -19,9 +19,17 @@ SWITCHES = ("auto", "on", "off")
 SUGGESTED = "; by default as the preset suggests"
 
 
-def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+def _option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
     text = f"{help} One of {', '.join(choices)}." if choices else help
-    metadata = {"help": text, "choices": choices, "least": least}
+    metadata = {"help": text, "choices": choices, "least": least, "most": most, "below": below}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -54,20 +62,20 @@ class Options:
         0, "Steps until the learning rate is at its highest; by default a tenth of all, at most 1000.", least=0
     )
     schedule: str = _option("cosine", "How the learning rate falls afterwards.", choices=SCHEDULES)
-    final_rate: float = _option(0.1, "The last learning rate, as a part of the highest.", least=0)
+    final_rate: float = _option(0.1, "The last learning rate, as a part of the highest.", least=0, most=1)
     optimizer: str = _option("adamw", "muon moves matrices by Muon, and the rest by AdamW.", choices=OPTIMIZERS)
     weight_decay: float = _option(0.1, "Of matrices; vectors have none.", least=0)
-    beta1: float = _option(0.9, "Of AdamW.", least=0)
-    beta2: float = _option(0.95, "Of AdamW.", least=0)
-    momentum: float = _option(0.95, "Of Muon.", least=0)
+    beta1: float = _option(0.9, "Of AdamW.", least=0, below=1)
+    beta2: float = _option(0.95, "Of AdamW.", least=0, below=1)
+    momentum: float = _option(0.95, "Of Muon.", least=0, below=1)
     clip: float = _option(1.0, "The largest norm of a step's gradient; 0 for none.", least=0)
     precision: str = _option("auto", "Of the model's arithmetic; weights are float32.", choices=("auto", *PRECISIONS))
     compile: bool = _option(False, "Compile each layer with torch.compile.")
     activation_checkpointing: bool = _option(False, "Keep only what is between layers, and compute the rest again.")
     deterministic: bool = _option(True, "The same bits from the same options on the same machine.")
     router_loss: float = _option(0.001, "The factor of the routers' load-balancing loss.", least=0)
-    seed: int = _option(0, "Of the weights, the order of documents, and the sample.", least=0)
-    threads: int = _option(0, "Threads on the CPU; 0 for as many as torch takes.", least=0)
+    seed: int = _option(0, "Of the weights, the order of documents, and the sample.", least=0, most=2**63 - 1)
+    threads: int = _option(0, "Threads on the CPU; 0 for as many as torch takes.", least=0, most=1024)
     device: str = _option("auto", "cpu or cuda; auto takes the GPU if there is one.")
     evaluate_every: int = _option(0, "Steps between evaluations; 0 for one at the end.", least=0)
     checkpoint_every: int = _option(0, "Steps between checkpoints; 0 for about five in a run.", least=0)
@@ -115,6 +123,10 @@ RESUMABLE = ("evaluate_every", "checkpoint_every", "keep", "log_every", "tensorb
 """Options that a resumed run may change: its numbers do not depend on them."""
 
 
+ELSEWHERE = ("start", "data", "suffixes", "tokenizer", "device", "threads")
+"""Options of which a checkpoint has the outcome: the architecture, the hash of the text, the machine."""
+
+
 def _checked(option: "dataclasses.Field[Any]", kind: Any, value: Any) -> Any:
     """A value of its option, converted where nothing is lost."""
     if kind is float and type(value) is int:
@@ -133,6 +145,11 @@ def _checked(option: "dataclasses.Field[Any]", kind: Any, value: Any) -> Any:
     least, choices = option.metadata["least"], option.metadata["choices"]
     if least is not None and not value >= least:
         raise ArgumentError(f"train: {option.name} must be at least {least}, got {value}")
+    most, below = option.metadata["most"], option.metadata["below"]
+    if most is not None and value > most:
+        raise ArgumentError(f"train: {option.name} must be at most {most}, got {value}")
+    if below is not None and value >= below:
+        raise ArgumentError(f"train: {option.name} must be below {below}, got {value}")
     if kind is float and value == float("inf"):
         raise ArgumentError(f"train: {option.name} must be finite, got {value}")
     if choices and value not in choices:

@@ -2,8 +2,9 @@
 
 import contextlib
 import json
+import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
 from adjoint.models.hybrid import HybridLM
 from adjoint.train import machine
-from adjoint.train.checkpoint import Checkpoints, State, write_text_atomically
+from adjoint.train.checkpoint import Checkpoints, State, model_in, write_text_atomically
 from adjoint.train.evaluate import bits_per_byte
-from adjoint.train.options import RESUMABLE, Options, read_toml
+from adjoint.train.options import ELSEWHERE, RESUMABLE, Options, read_toml
 from adjoint.train.presets import PRESETS
 from adjoint.train.report.curve import in_terminal, write_png
 from adjoint.train.report.display import Display
 from adjoint.train.report.flops import flops_of_token, peak_of
-from adjoint.train.report.metrics import Metrics, bits_of
+from adjoint.train.report.metrics import Metrics, bits_of, require_tensorboard
 from adjoint.train.step.loop import Trainer
 from adjoint.train.step.objective import Objective
 from adjoint.train.step.optimizer import Optimizers
@@ -50,7 +51,7 @@ def train(options: Options, folder: Path, *, resume: bool = False, console: Cons
     Args:
         options: of a new run; of one that goes on, `read_options` of its folder.
         folder: of the run: options, checkpoints, metrics, the curve, and the model at the end.
-        resume: goes on from the newest whole checkpoint of the folder.
+        resume: goes on from the newest whole checkpoint of the folder, or begins again where there is none yet.
         console: where progress is shown.
 
     Raises:
@@ -100,9 +101,26 @@ def read_options(folder: Path, changes: dict[str, Any]) -> Options:
         if name not in RESUMABLE:
             raise ArgumentError(
                 f"train: the run in {folder} has {name} {getattr(options, name)!r}, and {getattr(changed, name)!r} "
-                f"would make it a different one; start a new run, for example --from {folder / 'model'}"
+                f"would make it a different one; start a new run{_from(folder)}"
             )
     return changed
+
+
+def _from(folder: Path) -> str:
+    model = model_in(folder)
+    return "" if model is None else f", for example --from {model}"
+
+
+def _require_model(start: Path) -> None:
+    """Refuses a folder to start from that is no model's; a run's folder has one in it.
+
+    Raises:
+        ArgumentError: it has no config.json.
+    """
+    if start.is_dir() and not (start / "config.json").exists():
+        model = model_in(start)
+        hint = f"; did you mean {model}?" if model is not None else ""
+        raise ArgumentError(f"train: {start} has no config.json, which a folder to start from has{hint}")
 
 
 class Run:
@@ -111,7 +129,14 @@ class Run:
     def __init__(self, options: Options, folder: Path, ranks: Ranks, console: Console) -> None:
         self.options, self.folder, self.ranks = options, folder, ranks
         self._console = console
+        if options.start:
+            _require_model(Path(options.start))
+        require_tensorboard(options.tensorboard)
         self.language: Language = read_language(options.tokenizer, options.start)
+        if options.sample_tokens and not self.language.tokens(options.prompt.encode()).numel():
+            raise ArgumentError(
+                f"train: the prompt must have a token, got {options.prompt!r}; for no sample set sample_tokens to 0"
+            )
         self.corpus: Corpus = read_corpus(options.data, options.suffixes, options.heldout_bytes)
         self.heldout = [self.language.tokens(document.content) for document in self.corpus.heldout]
         documents = [self.language.tokens(document.content) for document in self.corpus.training]
@@ -196,17 +221,35 @@ class Run:
             self._save(result.step, facts)
 
     def _state(self, step: int, facts: dict[str, Any]) -> State:
-        everything = {"tokens": self.tokens, "corpus": self.corpus.hash, "machine": facts, "skus": self.skus}
+        everything = {
+            "tokens": self.tokens, "corpus": self.corpus.hash, "machine": facts, "skus": self.skus,
+            "options": self._recorded,
+        }  # fmt: skip
         return State(step, self.weights.named, self.optimizers.states(), everything)
 
     def _save(self, step: int, facts: dict[str, Any]) -> None:
         self.skus = sorted({*self.skus, *machine.used_skus()})
         self.checkpoints.save(self._state(step, facts), self.config, self.language)
 
+    @property
+    def _recorded(self) -> dict[str, Any]:
+        """The options that a checkpoint's numbers depend on, and that nothing else in it tells."""
+        options = asdict(self.options)
+        return {name: value for name, value in options.items() if name not in (*RESUMABLE, *ELSEWHERE)}
+
     def _resume(self, facts: dict[str, Any]) -> int:
+        if not self.checkpoints.steps() and not (self.folder / "model").exists():
+            self._warn(f"train: the run in {self.folder} ended before its first checkpoint, and begins again")
+            return 0
         step, saved, damaged = self.checkpoints.newest()
         for sentence in damaged:
             self._warn(f"train: {sentence}")
+        for name, now in self._recorded.items():
+            if (then := saved.get("options", {}).get(name, now)) != now:
+                raise ArgumentError(
+                    f"train: the checkpoint of step {step} in {self.folder} was trained with {name} {then!r}, and "
+                    f"{OPTIONS} says {now!r}; write {then!r} there, or start a new run{_from(self.folder)}"
+                )
         if saved["corpus"] != self.corpus.hash:
             raise ArgumentError(
                 f"train: the data is not what the run in {self.folder} was trained on: its hash was "
@@ -279,7 +322,10 @@ class Run:
         if self.options.sample_tokens:
             self._sample(folder)
         say(f"\n{bits:.3f} bits per byte of held-out files; the model opens with", highlight=False)
-        say(f"  adjoint generate {folder} {json.dumps(self.options.prompt)} --temperature 0.7", highlight=False)
+        say(
+            f"  {shlex.join(('adjoint', 'generate', str(folder), self.options.prompt))} --temperature 0.7",
+            highlight=False,
+        )
 
     def _whole_model(self) -> HybridLM:
         """The weights in the run's precision, unsharded, on the first rank's CPU."""

@@ -242,6 +242,7 @@ def test_the_command_generates_text(tmp_path: Path) -> None:
         (["FOLDER", "text"], "tokenizer"),
         (["FOLDER", "1", "--tokens", "--dtype", "int8"], "dtype"),
         (["FOLDER", "text\udcff"], "must be UTF-8 text"),
+        (["FOLDER", "1", "--tokens", "--seed", str(2**64)], "--seed must have at most 64 bits"),
     ),
 )
 def test_mistakes_of_the_command_are_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:

@@ -37,10 +37,9 @@ def work(folder: Path, out: Path) -> None:
     """A run, or the rest of one, in a process of its own."""
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     console = Console(file=sys.stdout)
-    if (out / runs.OPTIONS).exists() and any((out / "checkpoints").glob("step-*")):
+    if (out / runs.OPTIONS).exists():
         runs.train(runs.read_options(out, {}), out, resume=True, console=console)
     else:
-        (out / runs.OPTIONS).unlink(missing_ok=True)  # it was killed before its first checkpoint: it begins again
         runs.train(options(folder), out, console=console)
 
 

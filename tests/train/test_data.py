@@ -113,6 +113,16 @@ def test_whole_files_are_held_out_and_the_hash_is_of_all(tmp_path: Path) -> None
     assert read_corpus([str(folder)], [], 400).hash != corpus.hash
 
 
+def test_a_file_that_is_named_twice_is_not_held_out_and_trained_on(tmp_path: Path) -> None:
+    once = read_corpus([str(write_text(tmp_path))], [], 400)
+    for more in (tmp_path, tmp_path / "file_3.py", tmp_path / ".." / tmp_path.name):
+        assert read_corpus([str(tmp_path), str(more)], [], 400).hash == once.hash
+    contents = {document.content for document in once.training}
+    twice = read_corpus([str(tmp_path), str(tmp_path)], [], 400)
+    assert {document.content for document in twice.training} == contents
+    assert contents.isdisjoint(document.content for document in twice.heldout)
+
+
 def test_one_short_file_does_not_stand_for_all_that_is_held_out(tmp_path: Path) -> None:
     for number, size in enumerate((10, 900, 700, 800, 5000, 5000)):
         (tmp_path / f"{number}.txt").write_text("x" * size, encoding="utf-8")
@@ -165,6 +175,13 @@ def _no_text(folder: Path) -> Path:
 def test_bad_data_is_one_sentence(make: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(adjoint.ArgumentError, match=words):
         read_corpus([str(make(tmp_path))], [], 100)  # type: ignore[operator]
+
+
+def test_a_folder_that_may_not_be_read_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as for a user who is not root
+    with pytest.raises(adjoint.ArgumentError, match=r"cannot read the folder .*: Permission denied"):
+        read_corpus([str(tmp_path)], [], 100)
 
 
 # ------------------------------------------------------------------------------------------------ options

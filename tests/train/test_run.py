@@ -4,6 +4,7 @@ import io
 import json
 import math
 import resource
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,20 @@ def test_a_run_of_a_preset_resumes_with_the_same_bits(preset: str, base: dict[st
     assert weight_bytes(folder) == weight_bytes(tmp_path / "whole")
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(whole: Path, tmp_path: Path) -> None:
+    folder = copy_until(whole, tmp_path / "run", 0)
+    (folder / "metrics.jsonl").write_text("".join((whole / "metrics.jsonl").read_text().splitlines(True)[:2]))
+    assert f"the run in {folder} ended before its first checkpoint, and begins again" in resume(folder)
+    assert loss_bits(folder) == loss_bits(whole) and weight_bytes(folder) == weight_bytes(whole)
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_again(whole: Path, tmp_path: Path) -> None:
+    folder = copy_until(whole, tmp_path / "run", 0)
+    (folder / "model").mkdir()
+    with pytest.raises(adjoint.ArgumentError, match="there is no whole checkpoint"):
+        resume(folder)
+
+
 def test_activation_checkpointing_changes_no_bit(whole: Path, base: dict[str, Any], tmp_path: Path) -> None:
     go(base, tmp_path / "run", activation_checkpointing=True)
     assert loss_bits(tmp_path / "run") == loss_bits(whole)
@@ -297,6 +312,35 @@ def test_a_gradient_that_is_not_finite_is_named(base: dict[str, Any], tmp_path: 
         run.trainer.step(0)
 
 
+def test_numbers_that_are_not_finite_are_named_on_a_full_disk_too(base: dict[str, Any], tmp_path: Path) -> None:
+    run = small_run(base, tmp_path)
+    with torch.no_grad():
+        run.weights.named["model.layers.1.mlp.down_proj.weight"][0, 0] = math.inf
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(NotFinite, match=r"first in model\.layers\.1\.mlp\.down_proj; .* could not be saved in "):
+            run.trainer.step(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_shard_for_which_there_is_no_room_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises no OSError then, and its exception's text is the traces of all ranks."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from adjoint.train.checkpoint import State, _write_shards
+
+    def save(state: Any, checkpoint_id: Path) -> None:
+        raise CheckpointException("write", {1: (RuntimeError("unexpected pos 704 vs 598\nmore"), None)})  # type: ignore[dict-item]
+
+    monkeypatch.setattr(state_dict_saver, "save", save)
+    with pytest.raises(OSError, match="as when the disk is full") as error:
+        _write_shards(tmp_path, State(1, {}, {}, {}))
+    assert "unexpected pos 704 vs 598" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_full_disk_is_a_sentence_and_loses_nothing(whole: Path, tmp_path: Path) -> None:
     folder = copy_until(whole, tmp_path / "run", 3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -319,6 +363,37 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(whole: Path, tmp_pa
     path.write_bytes(bytes(content))
     assert "step-00000006 is damaged and not used: optimizer.safetensors" in resume(folder)
     assert weight_bytes(folder) == weight_bytes(whole)
+
+
+@pytest.mark.parametrize("content", ("{}", "[]", ""))
+def test_a_checkpoint_without_its_manifest_is_not_used(content: str, whole: Path, tmp_path: Path) -> None:
+    folder = copy_until(whole, tmp_path / "run", 6)
+    (folder / "checkpoints" / "step-00000006" / "manifest.json").write_text(content)
+    assert "step-00000006 is damaged and not used: " in resume(folder)
+    assert weight_bytes(folder) == weight_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ("checkpoints", "metrics.jsonl"))
+def test_what_cannot_be_read_is_named(name: str, whole: Path, tmp_path: Path) -> None:
+    """A file where the folder should be, and the reverse: permissions do not stop a test that runs as root."""
+    folder = copy_until(whole, tmp_path / "run", 3)
+    path = folder / name
+    if path.is_dir():
+        path.rename(tmp_path / "elsewhere")
+        path.write_text("")
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(adjoint.ArgumentError, match=f"cannot read .*{name}: "):
+        resume(folder)
+
+
+def test_lines_that_are_no_metrics_are_removed(whole: Path, tmp_path: Path) -> None:
+    folder = copy_until(whole, tmp_path / "run", 3)
+    lines = (whole / "metrics.jsonl").read_text().splitlines(True)
+    (folder / "metrics.jsonl").write_text("".join([*lines[:3], "3\n", "[]\n", *lines[3:]]))
+    resume(folder)
+    assert loss_bits(folder) == loss_bits(whole)
 
 
 def test_another_machine_is_named(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,6 +435,15 @@ def call(*arguments: str) -> str:
         ({"resume": "nowhere"}, "there is no run in nowhere to resume"),
         ({"batch_rows": 5, "accumulation": 2}, "batch_rows must be a multiple of 2"),
         ({"tokenizer": "nowhere"}, "there is no tokenizer at nowhere"),
+        ({"data": ""}, "data must name files or folders"),
+        ({"suffixes": "py"}, "a suffix begins with a dot, such as .py, got 'py'"),
+        ({"prompt": ""}, "the prompt must have a token, got ''"),
+        ({"seed": 2**63}, "seed must be at most 9223372036854775807"),
+        ({"threads": 99_999_999}, "threads must be at most 1024"),
+        ({"beta1": 1.5}, "beta1 must be below 1, got 1.5"),
+        ({"beta2": 1}, "beta2 must be below 1, got 1.0"),
+        ({"momentum": 1.5}, "momentum must be below 1, got 1.5"),
+        ({"final_rate": 7}, "final_rate must be at most 1, got 7.0"),
     ),
 )
 def test_mistakes_of_the_command_are_one_sentence(options: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -368,11 +452,48 @@ def test_mistakes_of_the_command_are_one_sentence(options: dict[str, Any], words
     assert not (tmp_path / "run").exists(), "nothing is made for a run that cannot begin"
 
 
-@pytest.mark.parametrize("steps", (1, 2))
+def test_the_help_says_what_is_taken_by_default() -> None:
+    done = CliRunner().invoke(app, ["train", "--help"])
+    words = " ".join(done.output.replace("│", " ").split())
+    for expected in (
+        "Of AdamW. By default 0.9.",
+        "One of adamw, muon. By default adamw.",
+        "on the same machine. By default on.",
+    ):
+        assert expected in words
+
+
+def test_tensorboard_is_missed_before_a_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert "tensorboard is not installed" in call("--tensorboard", "on", "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_a_run_is_no_model(whole: Path, tmp_path: Path) -> None:
+    text = call("--from", str(whole), "--out", str(tmp_path / "run"))
+    assert f"{whole} has no config.json" in text and f"did you mean {whole / 'model'}?" in text
+
+
+def test_the_command_that_a_run_ends_with_is_one_for_a_shell(base: dict[str, Any], tmp_path: Path) -> None:
+    text = go(base, tmp_path / "a run", prompt="it's é", steps=1)
+    (line,) = [line for line in text.splitlines() if "adjoint generate" in line]
+    words = shlex.split(line)
+    assert words[2:4] == [str(tmp_path / "a run" / "model"), "it's é"]
+
+
+@pytest.mark.parametrize("steps", (0, 1, 2))
 def test_an_interrupted_run_says_how_it_goes_on(
     steps: int, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Run._step
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if not steps:
+        monkeypatch.setattr("adjoint.train.run.read_corpus", stop)
 
     def press(self: Run, number: int, *arguments: Any) -> None:
         if number == steps:
@@ -383,13 +504,21 @@ def test_an_interrupted_run_says_how_it_goes_on(
     options = {**base, "data": base["data"][0], "checkpoint_every": 2, "out": tmp_path / "run"}
     done = CliRunner().invoke(app, ["train", *flags(options)])
     assert done.exit_code == 130
-    expected = "nothing to resume" if steps == 1 else f"--resume {tmp_path / 'run'} goes on from its last checkpoint"
-    assert expected in done.output
+    expected = {
+        0: "interrupted before the run began",
+        1: f"--resume {tmp_path / 'run'} begins the run again",
+        2: f"--resume {tmp_path / 'run'} goes on from its last checkpoint",
+    }
+    assert expected[steps] in done.output
 
 
 def test_a_resume_with_other_options_is_refused(whole: Path, tmp_path: Path) -> None:
     text = call("--resume", str(whole), "--learning-rate", "0.5")
     assert "has learning_rate 0.01, and 0.5 would make it a different one" in text
+    assert f"for example --from {whole / 'model'}" in text
+    folder = copy_until(whole, tmp_path / "run", 3)
+    text = call("--resume", str(folder), "--learning-rate", "0.5")
+    assert f"for example --from {folder / 'checkpoints' / 'step-00000003'}" in text, "it has no other model"
     assert "leave out --out and --config" in call("--resume", str(whole), "--out", str(tmp_path))
     assert "there is a run in" in call("--out", str(whole), "--device", "cpu", "--threads", "1")
 
@@ -401,6 +530,17 @@ def test_a_resume_on_other_data_is_refused(whole: Path, tmp_path: Path, base: di
     (folder / "options.toml").write_text(options)
     with pytest.raises(adjoint.ArgumentError, match="the data is not what the run"):
         resume(folder)
+
+
+def test_options_that_were_edited_since_the_checkpoint_are_refused(whole: Path, tmp_path: Path) -> None:
+    folder = copy_until(whole, tmp_path / "run", 3)
+    path = folder / "options.toml"
+    path.write_text(path.read_text().replace("learning_rate = 0.01", "learning_rate = 0.5"))
+    with pytest.raises(adjoint.ArgumentError, match=r"trained with learning_rate 0\.01, and options\.toml says 0\.5"):
+        resume(folder)
+    path.write_text((whole / "options.toml").read_text().replace("keep = 2", "keep = 3"))
+    resume(folder)
+    assert loss_bits(folder) == loss_bits(whole), "which are kept is no matter of the numbers"
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(whole: Path, tmp_path: Path, base: dict[str, Any]) -> None:

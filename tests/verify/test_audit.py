@@ -86,6 +86,10 @@ def test_a_nan_in_one_layer_is_found_and_named(ids: Tensor) -> None:
     assert report.worst[0] is first and not report.is_sound
     (words,) = report.parameters
     assert words.startswith("model.layers.2.mlp.up_proj.weight is not finite in 1 of")
+    after = str(report).partition("\nmodel.norm\n")[2].splitlines()
+    norm = [line.split() for line in after if line.startswith("  rms_norm ")]
+    expected = [["rms_norm", direction, "not", "finite"] for direction in ("forward", "backward")]
+    assert norm == expected, "NaN beside NaN is no exact result"
 
 
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight"])

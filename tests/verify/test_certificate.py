@@ -169,6 +169,17 @@ def test_wrong_files_are_refused(content: str | bytes | None, words: str, tmp_pa
     assert done.exit_code == 2 and words in done.stderr and not isinstance(done.exception, ValueError)
 
 
+@pytest.mark.parametrize("value", (7, [7], {"a": 7}, [{"op": 7}]), ids=("number", "list", "object", "entries"))
+@pytest.mark.parametrize("name", ("versions", "kernel_code", "skus", "checks", "errors", "digests", "failures"))
+def test_a_file_with_something_else_where_a_part_should_be_is_refused(
+    name: str, value: object, certificate: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(certificate))
+    (tmp_path / "b.json").write_text(json.dumps({**certificate, name: value}))
+    done = call("certificate", "compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert done.exit_code == 2 and f"what it has as {name} is of another form" in done.stderr
+
+
 def test_a_certificate_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "taken.html").mkdir()
     (tmp_path / "taken.json").write_text("kept")

@@ -1,11 +1,12 @@
 """A run's numbers as JSON lines, and for TensorBoard where it is installed."""
 
+import contextlib
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
-from adjoint.core.errors import Unsupported
+from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.train.checkpoint import write_text_atomically
 from adjoint.train.stops import CannotSave
 
@@ -32,14 +33,12 @@ class Metrics:
             return
         self.rows = [row for row in read_rows(self.path) if row["step"] <= last_step]
         self._write_all()
+        require_tensorboard(tensorboard)
         if tensorboard != "off":
-            try:
+            with contextlib.suppress(ImportError):
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
-            except ImportError:
-                if tensorboard == "on":
-                    raise Unsupported("train: tensorboard is not installed: pip install tensorboard") from None
 
     def _write_all(self) -> None:
         try:
@@ -71,16 +70,41 @@ class Metrics:
         return [(row["step"], row["loss"]) for row in self.rows if "loss" in row]
 
 
+def require_tensorboard(wish: str) -> None:
+    """Refuses what cannot be done, before anything is written.
+
+    Raises:
+        Unsupported: TensorBoard is asked for and not there.
+    """
+    if wish != "on":
+        return
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        raise Unsupported("train: tensorboard is not installed: pip install tensorboard") from None
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; one that a killed process left half is not there."""
-    if not path.exists():
+    """The lines of a file; one that a killed process left half is not there.
+
+    Raises:
+        ArgumentError: the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ArgumentError(f"train: cannot read {path}: {error.strerror}") from None
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text.splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict) or "step" not in row:
+            break
+        rows.append(row)
     return rows
 
 

@@ -17,7 +17,7 @@ from adjoint.train.text.stream import Batch
 def explain(
     folder: Path, step: int, what: str, objective: Objective, weights: Weights, batches: list[Batch], ranks: Ranks
 ) -> NotFinite:
-    """The error for a step, after its batch was saved: all ranks call this together."""
+    """The error for a step, after its batch was saved where there is room: all ranks call this together."""
     layer = _first_layer(objective, batches) or _layer_of_gradient(weights)
     layers = [name for name in ranks.gather(layer) if name]
     path = folder / f"not-finite-step-{step}{f'-rank-{ranks.rank}' if ranks.mesh is not None else ''}.safetensors"
@@ -26,11 +26,15 @@ def explain(
         for name in ("tokens", "labels", "cu_seqlens"):
             if (tensor := getattr(batch, name)) is not None:
                 tensors[f"{number}.{name}"] = tensor.cpu()
-    safetensors.write(path, tensors)
+    try:
+        safetensors.write(path, tensors)
+        saved = f"is in {path}"
+    except OSError as error:
+        saved = f"could not be saved in {path}: {error.strerror or error}"
     rows = [row for batch in batches for row in batch.rows]
     return NotFinite(
         f"train: step {step}: the {what} is not finite, first in {layers[0] if layers else 'their sum'}; "
-        f"the weights were not changed, and the batch, rows {', '.join(map(str, rows[:8]))} of the data, is in {path}"
+        f"the weights were not changed, and the batch, rows {', '.join(map(str, rows[:8]))} of the data, {saved}"
     )
 
 

@@ -1,6 +1,7 @@
 """The processes of a run: one, or those that torchrun starts, over which model, optimizer and data are shared out."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -126,8 +127,7 @@ def start_ranks(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iter
         yield Ranks(rank, size, local, init_device_mesh(local.type, (size,)))
     except (dist.DistError, RuntimeError) as error:
         if isinstance(error, dist.DistError) or _is_connection(error):
-            first = str(error).strip().splitlines()[0]
-            raise RankLost(f"train: rank {rank} of {size} stops: another rank has ended ({first})") from error
+            raise RankLost(f"train: rank {rank} of {size} stops: another rank has ended ({_reason(error)})") from error
         raise
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
@@ -137,6 +137,16 @@ def start_ranks(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iter
 def _is_connection(error: RuntimeError) -> bool:
     words = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
     return any(word in str(error) for word in words)
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of torch's message, without the place in its source.
+
+    >>> _reason(RuntimeError("[/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:3209. This is typically so."))
+    'Connection closed by peer [127.0.0.1]:3209'
+    """
+    line = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).partition(". ")[0]
 
 
 def _end_when_told(rank: int) -> None:
@@ -154,7 +164,7 @@ def _end_when_told(rank: int) -> None:
         while signal.SIGTERM not in receiver.recv(16):
             pass
         del keep
-        print(f"train: rank {rank} was told to end, because another rank has ended; resume goes on", file=sys.stderr)
+        print(f"train: rank {rank} was told to end, because another rank has ended; --resume goes on", file=sys.stderr)
         sys.stderr.flush()
         os._exit(143)
 

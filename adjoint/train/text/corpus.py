@@ -1,6 +1,7 @@
 """The text of a run: whole files, of which some are held out, and their hash."""
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,13 +37,23 @@ class Corpus:
 
 
 def read_corpus(paths: Sequence[str], suffixes: Sequence[str], heldout_bytes: int) -> Corpus:
-    """The documents of files and folders, or of the Python standard library's source.
+    """The documents of files and folders, or of the Python standard library's source. A file that several of the paths
+    lead to is one document: of two, one could be held out and the other trained on.
 
     Raises:
         ArgumentError: a path is missing or cannot be read, a file is empty or not text, or a folder has no text.
     """
+    for suffix in suffixes:
+        if not suffix.startswith("."):
+            raise ArgumentError(f"train: a suffix begins with a dot, such as .py, got {suffix!r}")
+    if "" in paths:
+        raise ArgumentError("train: data must name files or folders, got an empty text")
     if paths:
-        documents = [document for path in paths for document in _documents(Path(path), suffixes)]
+        files: dict[Path, Document] = {}
+        for path in paths:
+            for file, document in _documents(Path(path), suffixes):
+                files.setdefault(file.resolve(), document)
+        documents = list(files.values())
         origin = ", ".join(paths)
     else:
         documents = list(_standard_library())
@@ -59,11 +70,13 @@ def _standard_library() -> Iterator[Document]:
             yield Document(name.as_posix(), content)
 
 
-def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[Document]:
-    if path.is_dir():
+def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, Document]]:
+    if os.path.isdir(path):
+        if not os.access(path, os.R_OK | os.X_OK):  # its files would not be seen
+            raise ArgumentError(f"train: cannot read the folder {path}: Permission denied")
         files = sorted(file for file in path.rglob("*") if file.is_file())
         texts = [
-            Document(file.relative_to(path).as_posix(), content)
+            (file, Document(file.relative_to(path).as_posix(), content))
             for file in files
             if not any(part.startswith(".") for part in file.relative_to(path).parts)
             and (not suffixes or file.suffix in suffixes)
@@ -82,7 +95,7 @@ def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[Document]:
         raise ArgumentError(f"train: the file {path} is empty; give text to train on")
     if not is_text(content):
         raise ArgumentError(f"train: the file {path} is binary, not UTF-8 text")
-    yield Document(path.name, content)
+    yield path, Document(path.name, content)
 
 
 def _read(path: Path) -> bytes:

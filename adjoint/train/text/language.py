@@ -29,6 +29,8 @@ class Bytes:
     vocabulary = VOCABULARY
 
     def tokens(self, content: bytes) -> Tensor:
+        if not content:  # of which torch makes no tensor
+            return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def text(self, tokens: Iterable[int]) -> str:

@@ -31,6 +31,7 @@ class Entry:
         measured, limit, unit: the error beside what is promised; None where nothing could be compared.
         reference: what it was compared with.
         remarks: inputs outside the domain, results that are not finite, and why something was not compared.
+        is_finite: whether the result is.
     """
 
     layer: str
@@ -44,6 +45,7 @@ class Entry:
     promise: str = ""
     reference: str = ""
     remarks: list[str] = field(default_factory=list)
+    is_finite: bool = True
 
     @property
     def share(self) -> float:
@@ -221,6 +223,7 @@ class _Call:
         for entry in entries:
             entry.remarks += remarks
             if not bool(shown[entry.output].isfinite().all()):
+                entry.is_finite = False
                 where = "" if has_cause else ", and every input is"
                 entry.remarks.append(f"{entry.output} is not finite{where}")
         return entries

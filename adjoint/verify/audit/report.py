@@ -180,6 +180,8 @@ def _where(entry: Entry) -> str:
 def _measured(entry: Entry) -> str:
     if entry.measured is None:
         return "not compared"
+    if not entry.is_finite and not entry.is_broken:
+        return "not finite"
     return f"{entry.measured:.3g} {entry.unit} (limit {entry.limit:.3g})"
 
 
@@ -194,6 +196,8 @@ def _columns(lines: list[Entry]) -> tuple[str, str]:
     if all(entry.measured is None for entry in lines):
         return "not compared", ""
     share = max(entry.share for entry in lines)
+    if share <= 1 and not all(entry.is_finite for entry in lines):
+        return "not finite", ""
     percent = f"{100 * share:.3g}%" if share < 10 else "over 999%"
     error = f"{'FAILED ' if share > 1 else ''}{percent} of the bound"
     return error, "" if share > 1 else "exact" if not share else f"headroom {_factor(1 / share)}×"

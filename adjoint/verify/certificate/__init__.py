@@ -126,8 +126,29 @@ def _as_json(certificate: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-_COMPARED = ("versions", "kernel_code", "skus", "checks", "errors", "digests", "failures")
-"""What a comparison reads."""
+_COMPARED: Mapping[str, tuple[str, ...]] = {
+    "versions": (),
+    "kernel_code": (),
+    "skus": (),
+    "checks": ("op", "dtype", "plan", "check"),
+    "errors": ("op", "dtype", "plan", "output", "share"),
+    "digests": ("op", "dtype", "plan", "case", "output", "bits", "digest"),
+    "failures": ("op", "dtype", "plan", "check", "measured", "detail"),
+}
+"""What a comparison reads, and of each entry of a list."""
+
+
+def _is_read(name: str, value: Any) -> bool:
+    """Whether a comparison can read what a file has under a name."""
+    if name in ("versions", "kernel_code"):
+        return isinstance(value, dict) and all(isinstance(item, str | None) for item in value.values())
+    if name == "skus":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, list) and all(
+        isinstance(item, dict)
+        and all(isinstance(item.get(field), float | int if field == "share" else str) for field in _COMPARED[name])
+        for item in value
+    )
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -141,6 +162,8 @@ def load(path: Path) -> dict[str, Any]:
             raise ValueError(f"its schema is {content['schema']}, and this version reads {SCHEMA}")
         if absent := [name for name in _COMPARED if name not in content]:
             raise ValueError(f"it lacks {', '.join(absent)}")
+        if wrong := [name for name in _COMPARED if not _is_read(name, content[name])]:
+            raise ValueError(f"what it has as {', '.join(wrong)} is of another form")
     except OSError as error:
         raise ArgumentError(f"certificate: {data} cannot be read: {error.strerror}") from error
     except ValueError as error:
