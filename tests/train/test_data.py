@@ -96,6 +96,9 @@ def test_packed_rows_of_one_sequence_each_are_rows() -> None:
 def test_too_little_data_is_an_error() -> None:
     with pytest.raises(adjoint.ArgumentError, match="fewer than two tokens"):
         Stream([torch.zeros(1)], 4, seed=0)
+    with pytest.raises(adjoint.ArgumentError, match="no file of the data has two tokens"):
+        Stream([torch.zeros(1)] * 5, 4, seed=0)
+    assert Stream([torch.zeros(1)] * 5, 4, seed=0, packing=False).batch([0]).count == 4, "one follows the other there"
 
 
 # ------------------------------------------------------------------------------------------------- corpus
@@ -156,6 +159,11 @@ def _binary(folder: Path) -> Path:
     return folder / "data.bin"
 
 
+def _latin(folder: Path) -> Path:
+    (folder / "latin.txt").write_bytes("café".encode("latin-1"))
+    return folder / "latin.txt"
+
+
 def _no_text(folder: Path) -> Path:
     (folder / "pictures").mkdir()
     (folder / "pictures" / "a.png").write_bytes(b"\x89PNG\0\0")
@@ -166,11 +174,12 @@ def _no_text(folder: Path) -> Path:
     ("make", "words"),
     (
         (_empty, "is empty"),
-        (_binary, "is binary"),
+        (_binary, "is not UTF-8 text: it is binary, or in another encoding"),
+        (_latin, "is not UTF-8 text: it is binary, or in another encoding"),
         (_no_text, "has no text among its 1 file"),
         (lambda folder: folder / "nowhere", "cannot read .*nowhere: No such file"),
     ),
-    ids=("empty", "binary", "folder", "missing"),
+    ids=("empty", "binary", "latin", "folder", "missing"),
 )
 def test_bad_data_is_one_sentence(make: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(adjoint.ArgumentError, match=words):

@@ -257,7 +257,10 @@ def test_a_wrong_checkpoint_fails_with_a_status(checkpoint: Path, tmp_path: Path
         ((tmp_path / "nowhere",), "nowhere"),
         ((checkpoint, "--text", tmp_path / "no.txt"), "no.txt"),
         ((checkpoint, "--max-tokens", 1), "--max-tokens"),
-        ((checkpoint, "--text", checkpoint / "model.safetensors"), "is binary, not UTF-8 text"),
+        (
+            (checkpoint, "--text", checkpoint / "model.safetensors"),
+            "is not UTF-8 text: it is binary, or in another encoding",
+        ),
         ((checkpoint, "--save", tmp_path / "no" / "report"), "audit: --save"),
         ((checkpoint, "--dtype", "int8"), "--dtype"),
     ):

@@ -94,7 +94,7 @@ def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, Docu
     if not content:
         raise ArgumentError(f"train: the file {path} is empty; give text to train on")
     if not is_text(content):
-        raise ArgumentError(f"train: the file {path} is binary, not UTF-8 text")
+        raise ArgumentError(f"train: the file {path} is not UTF-8 text: it is binary, or in another encoding")
     yield path, Document(path.name, content)
 
 

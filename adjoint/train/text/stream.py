@@ -70,6 +70,10 @@ class Stream:
         self.tokens_of_epoch = sum(document.numel() for document in self.documents)
         if self.tokens_of_epoch < 2:
             raise ArgumentError("train: the data has fewer than two tokens; give more text")
+        if packing and all(document.numel() < 2 for document in self.documents):
+            raise ArgumentError(
+                "train: no file of the data has two tokens, so that none can be predicted; give more text"
+            )
         self._block = max(1, self.tokens_of_epoch // length)
         self._orders: dict[int, tuple[list[int], list[int]]] = {}
         self._shuffles: dict[int, list[int]] = {}

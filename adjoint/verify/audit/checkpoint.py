@@ -28,7 +28,9 @@ def audit_checkpoint(
     except OSError as error:
         raise ArgumentError(f"audit: the text {text} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
-        raise ArgumentError(f"audit: the file {text} is binary, not UTF-8 text") from error
+        raise ArgumentError(
+            f"audit: the file {text} is not UTF-8 text: it is binary, or in another encoding"
+        ) from error
     model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
     if (folder / "tokenizer.json").exists():
         tokens = Text(folder).encode(words)
