@@ -28,7 +28,7 @@ import adjoint
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.problem import Problem
 from adjoint.ops.activation import plans
-from adjoint.verify.certificate import load
+from adjoint.verify.certificate import kernel_code, load
 from adjoint.verify.certificate.page import certificate_page
 from adjoint.verify.report import summary
 
@@ -296,6 +296,15 @@ def test_the_certificate_of_the_gpu_and_the_link_to_it() -> None:
     assert page.exists() == (link in DOCUMENTS[0].read_text(encoding="utf-8")), "the README links it once it is there"
     if page.exists():
         assert not _what_is_wrong_with(load(CERTIFICATE), page.read_text(encoding="utf-8"))
+
+
+def test_the_readme_names_the_kernels_that_changed_since_the_certificate() -> None:
+    """Each family whose source is not what the certificate has a digest of, as `embedding`, and no other."""
+    certified, now = load(CERTIFICATE)["kernel_code"], kernel_code()
+    changed = {family for family, digest in now.items() if certified.get(family) != digest}
+    paragraphs = DOCUMENTS[0].read_text(encoding="utf-8").split("\n\n")
+    (paragraph,) = (text for text in paragraphs if f"](docs/{CERTIFICATE.name}.html)" in text)
+    assert set(re.findall(r"`(\w+)`", paragraph)) & now.keys() == changed
 
 
 def _what_is_wrong_with(certificate: dict[str, Any], page: str) -> list[str]:
