@@ -277,7 +277,8 @@ def rule_reverse_scan_hopper(
 ):  # fmt: skip
     """Y and dS⁺ of every chunk of one span and value head, for 64 columns of V and all of K; transposed.
 
-    For 16-bit types, K of 64 or 128 and V a multiple of 64. Spans, and what the flags and constants mean, are those of
+    For 16-bit types, K of 64 or 128, V a multiple of 64 and two STAGES at least: the scan waits for a chunk before it
+    says that it has read the one before. Spans, and what the flags and constants mean, are those of
     `rule_reverse_scan`, where there is a gradient of the outputs.
     """
     blocks: gl.constexpr = V // V_BLOCK
