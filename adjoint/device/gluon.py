@@ -56,3 +56,23 @@ def rounded_to(x, kind: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
         )
+
+
+@gluon.jit
+def rest_of(x, rounded):
+    """What float32 x has beyond its rounding to a 16-bit type, rounded too: compilers widen bfloat16 in two steps."""
+    kind: gl.constexpr = rounded.dtype
+    if kind == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            """{
+                .reg .f32 first, second;
+                shl.b32 first, $3, 16;
+                and.b32 second, $3, 0xffff0000;
+                sub.rn.f32 first, $1, first;
+                sub.rn.f32 second, $2, second;
+                cvt.rn.bf16x2.f32 $0, second, first;
+            }""",
+            "=r,r,r,r", [x, rounded], gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return rounded_to(x - rounded.to(gl.float32), kind)

@@ -32,6 +32,11 @@ def _scan(x: Value, axis: int, combine: Callable[[Value, Value], Value], reverse
 def _assembly(
     text: str, constraints: str, arguments: list[Value], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Value:
+    if text.startswith("{") and "sub.rn.f32" in text:  # what a number has beyond its rounding
+        x, rounded = arguments
+        if pack != 2:
+            raise Fault(f"{text!r} takes {pack} numbers at a time")
+        return Value((x.tensor - rounded.tensor.float()).to(dtype))
     (x,) = arguments
     name = text.split()[0]
     if pack != (2 if "16x2" in name else 1):

@@ -107,7 +107,9 @@ def initialise(barrier: Barrier, count: int) -> None:
     barrier.count = count
 
 
-def wait(barrier: Barrier, phase: Any) -> None:
+def wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
+    if not bool(unwrap(pred)):
+        return
     if barrier.count is None:
         raise Fault("a barrier is used before it is initialised")
     parity = int(phase)
@@ -216,6 +218,10 @@ def arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
         partition.arrivals.append(arrive)
 
 
+INSTRUCTION = 16
+"""How much of what a product sums over one instruction takes; its result is rounded."""
+
+
 class Product(Value):
     """a·b + accumulator, under way until it is waited for."""
 
@@ -227,16 +233,16 @@ class Product(Value):
     def compute(self) -> None:
         if self.result is None:
             a, b = (x.tensor.double() for x in self.operands)
-            total = a @ b
-            if self.accumulator is not None:
-                before = self.accumulator
-                if isinstance(before, Product):
-                    before.compute()
-                    assert before.result is not None
-                    total = total + before.result.double()
-                else:
-                    total = total + before.tensor.double()
-            self.result = total.float()
+            before = self.accumulator
+            if isinstance(before, Product):
+                before.compute()
+                assert before.result is not None
+                total = before.result
+            else:
+                total = torch.zeros(a.shape[0], b.shape[1]) if before is None else before.tensor
+            for left, right in zip(a.split(INSTRUCTION, 1), b.split(INSTRUCTION), strict=True):
+                total = (left @ right + total.double()).float()
+            self.result = total
 
     @property
     def tensor(self) -> Tensor:

@@ -45,7 +45,7 @@ EQUIVALENT = {
         "of the outputs: the state of a chunk is there only after its tiles are, and is waited for next"
     ),
     ("state_scan", "async_copy.wait_group(0)"): "every copy has completed a barrier that the other partition waits for",
-    ("reverse_scan", "dS = warpgroup_mma_wait(2, deps=[dS])"): "it waits for nothing, and says so",
+    ("reverse_scan", "dS = warpgroup_mma_wait(SLICES + 1, deps=[dS])"): "it waits for nothing, and says so",
     ("reverse_scan", "async_copy.wait_group(0)"): "every copy has completed a barrier that the others wait for",
     (
         "gradients",

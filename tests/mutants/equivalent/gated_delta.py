@@ -313,6 +313,9 @@ EQUIVALENT = {
     ("rule_reverse_scan_hopper", "length > UNSPLIT -> length >= UNSPLIT"): (
         "a sequence of one segment, which is scanned whole, is then scanned twice, to one result"
     ),
+    ("_consumer", "part > 0 -> part >= 0"): "the first slice is added to zeros, or to nothing",
+    ("_consumer", "SLICES + 1 -> SLICES + 2"): "a wait for nothing, and for nothing still",
+    ("_consumer", "SLICES + 1 -> SLICES - 1"): "a wait for the first slices, which are waited for with the rest later",
     ("_unnormalized", "0.0 -> 1.0"): "rows past a chunk's last token are not stored",
     **{
         (function, change): "plus or minus 0, which is there for the registers it saves"

@@ -18,6 +18,7 @@ from adjoint.device.gluon import (  # noqa: F401  (kernels take what several ops
     bundle,
     fields,
     product_layout,
+    rest_of,
     rounded_to,
     row_layout,
     thread_barrier,

@@ -5,7 +5,7 @@ shared memory, and takes Yᵀ and dS⁺ᵀ from there to where they belong. One 
 in: Pᵀ do, P = scale·(q kᵀ ⊙ D) in two parts, and scale·e^G ⊙ do in two parts. One has dSᵀ in the accumulators of the
 tensor cores, and as their left operand too, rounded in registers:
 
-    dS⁺ᵀ kᵀ                                in two parts; beside them: dS⁺ᵀ goes to shared memory
+    dS⁺ᵀ kᵀ                                in two parts; beside them: the second is rounded; dS⁺ᵀ goes to shared memory
     dSᵀ = e^Γ dS⁺ᵀ + (scale·e^G ⊙ do)ᵀ q   the second part; beside it: R = e^{Γ−G} ⊙ (k dS⁺) + Pᵀ do, in two parts
     Yᵀ = Rᵀ + Rᵀ T°                        three products of parts
     dSᵀ += (scale·e^G ⊙ do)ᵀ q             the first part; beside it: Y is scaled
@@ -42,14 +42,24 @@ from adjoint.ops.gated_delta.rule.triton.reverse_scan import ReverseScan, Upstre
 Chunks = device.fields("qs ks dos highs lows sums gates ring")
 """The chunks in shared memory, a stage each: q, k, do, both parts of T, G and the other gates."""
 
-Local = device.fields("products rests handoff")
+Local = device.fields("products rests staged")
 """Pᵀ do of a chunk in shared memory, and what scale·e^G ⊙ do loses where do is; that itself is where do was."""
 
 Results = device.fields("Ys dSs handoff")
-"""What a chunk leaves in shared memory: Yᵀ and dS⁺ᵀ."""
+"""What a chunk leaves in shared memory: Yᵀ and dS⁺ᵀ. When they are there, Pᵀ do of the chunk has been read."""
 
-WIDE_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-"""A matrix of float32 that accumulators are written to without conflicts, and read from transposed, two to a bank."""
+SLICE = gl.constexpr(32)
+"""Columns of dSᵀ whose second part is rounded before their product, and beside the product of those before."""
+
+BY_SLICE = gl.constexpr(gl.DotOperandLayout(0, device.product_layout(SLICE), 2))
+
+WIDE_TILE = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
+    )
+)
+"""A matrix of float32 that accumulators are written to without conflicts, and read from transposed without any: the
+columns of a row are exchanged by its second bit, and by the first and third together."""
 
 
 @gluon.jit
@@ -103,7 +113,7 @@ def _mover(
 
 
 @gluon.jit
-def _local_gradients(tiles, local, chunks, scale):
+def _local_gradients(tiles, local, results, chunks, scale):
     """Pᵀ do of every chunk, and scale·e^G ⊙ do in two parts, of which the first takes the place of do."""
     kind: gl.constexpr = tiles.ks.dtype
     SCORES: gl.constexpr = device.product_layout(CHUNK)
@@ -127,24 +137,45 @@ def _local_gradients(tiles, local, chunks, scale):
         scores = warpgroup_mma_wait(0, deps=[scores])
         P = gl.where(i[None, :] >= j[:, None], (scores * scale) * decay, 0.0)
         high = device.rounded_to(P, kind)
-        low = gl.convert_layout(device.rounded_to(P - high.to(gl.float32), kind), LEFT)
+        low = gl.convert_layout(device.rest_of(P, high), LEFT)
         products = device.start_product(low, dos, nothing)
         products = warpgroup_mma(gl.convert_layout(high, LEFT), dos, products, is_async=True)
         from_start = tiles.gates.starts.index(stage).load(gl.SliceLayout(1, ROWS))
         upstream = dos.load(ROWS).to(gl.float32) * (from_start * scale)[:, None]
         upstream_high = device.rounded_to(upstream, kind)
-        upstream_low = device.rounded_to(upstream - upstream_high.to(gl.float32), kind)
+        upstream_low = device.rest_of(upstream, upstream_high)
         products = warpgroup_mma_wait(0, deps=[products])
-        mbarrier.wait(local.handoff.drained, out_phase)
+        mbarrier.wait(results.handoff.staged, out_phase)
         device.thread_barrier()  # do has been read by all
         dos.store(upstream_high)
         local.rests.store(upstream_low)
         local.products.store(products)
         fence_async_shared()
         device.thread_barrier()
-        mbarrier.arrive(local.handoff.staged)
+        mbarrier.arrive(local.staged)
         out_phase ^= 1
         stage, phase = tiles.ring.after(stage, phase)
+
+
+@gluon.jit
+def _halves(x):
+    """The left columns of accumulators, and the right ones, in the same registers."""
+    COLUMNS: gl.constexpr = x.shape[1] // 2
+    first, second = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, COLUMNS]), (0, 2, 1)))
+    LAYOUT: gl.constexpr = device.product_layout(COLUMNS)
+    return gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
+
+
+@gluon.jit
+def _slices(x):
+    """Accumulators by columns, SLICE each."""
+    first, second = _halves(x)
+    if x.shape[1] == 2 * SLICE:
+        return first, second
+    else:
+        a, b = _halves(first)
+        c, d = _halves(second)
+        return a, b, c, d
 
 
 @gluon.jit
@@ -159,6 +190,7 @@ def _consumer(
     BY_CHUNK: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     BY_KEYS: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, VALUES)
+    SLICES: gl.constexpr = K // SLICE
     v_row = gl.arange(0, V_BLOCK, gl.SliceLayout(1, STATE))
     k_column = gl.arange(0, K, gl.SliceLayout(0, STATE))
     place = source + v_row.to(gl.int64)[:, None] * source_v + k_column.to(gl.int64)[None, :] * source_k
@@ -168,19 +200,29 @@ def _consumer(
     phase = 0
     local_phase = 0
     out_phase = 1
-    for _ in range(chunks):
+    mbarrier.wait(tiles.ring.full.index(0), 0, pred=chunks > 0)
+    fence_async_shared()
+    for step in range(chunks):
+        ks = tiles.ks.index(stage)
         rounded = device.rounded_to(dS, kind)
-        rest = gl.convert_layout(device.rounded_to(dS - rounded.to(gl.float32), kind), BY_CHUNK)
         narrow = gl.convert_layout(rounded, BY_CHUNK)
-        mbarrier.wait(tiles.ring.full.index(stage), phase)
-        fence_async_shared()
-        of_state = device.start_product(rest, tiles.ks.index(stage).permute((1, 0)), nothing)
-        of_state = warpgroup_mma(narrow, tiles.ks.index(stage).permute((1, 0)), of_state, is_async=True)
+        # The sum of one product: it begins with a slice of the second part while the next is rounded.
+        slices = _slices(dS)
+        of_state = nothing
+        for part in gl.static_range(SLICES):
+            high = device.rounded_to(slices[part], kind)
+            low = gl.convert_layout(device.rest_of(slices[part], high), BY_SLICE)
+            keys = ks.slice(part * SLICE, SLICE, 1).permute((1, 0))
+            of_state = warpgroup_mma(low, keys, of_state, use_acc=part > 0, is_async=True)
+        of_state = warpgroup_mma(narrow, ks.permute((1, 0)), of_state, is_async=True)
+        # The chunk before was read when dS was there. Here products are under way, and threads may wait for each other.
+        device.thread_barrier()
+        mbarrier.arrive(tiles.ring.empty.index(tiles.ring.before(stage)), pred=step > 0)
         # Waits for nothing: without it the next product would be preceded by a wait for this one.
-        dS = warpgroup_mma_wait(2, deps=[dS])
+        dS = warpgroup_mma_wait(SLICES + 1, deps=[dS])
         decay = tiles.gates.starts.index(stage).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, STATE))
         dS = dS * decay[None, :]
-        mbarrier.wait(local.handoff.staged, local_phase)
+        mbarrier.wait(local.staged, local_phase)
         dS = warpgroup_mma(local.rests.permute((1, 0)), tiles.qs.index(stage), dS, is_async=True)
         if not TRANSITION:
             mbarrier.wait(results.handoff.drained, out_phase)
@@ -190,7 +232,7 @@ def _consumer(
         of_state = warpgroup_mma_wait(1, deps=[of_state])
         R = of_state * to_end[None, :] + of_scores
         R_high = device.rounded_to(R, kind)
-        R_low = gl.convert_layout(device.rounded_to(R - R_high.to(gl.float32), kind), BY_CHUNK)
+        R_low = gl.convert_layout(device.rest_of(R, R_high), BY_CHUNK)
         R_high = gl.convert_layout(R_high, BY_CHUNK)
         Y_tile = warpgroup_mma(R_low, tiles.highs.index(stage), R, is_async=True)
         Y_tile = warpgroup_mma(R_high, tiles.lows.index(stage), Y_tile, is_async=True)
@@ -200,18 +242,18 @@ def _consumer(
         factor = tiles.gates.strengths.index(stage).load(COLUMNS) * from_start
         Y_tile = warpgroup_mma_wait(1, deps=[Y_tile])
         carried = gl.convert_layout((-(Y_tile * factor[None, :])).to(kind), BY_KEYS)
-        dS = warpgroup_mma(carried, tiles.ks.index(stage), dS, is_async=True)
+        dS = warpgroup_mma(carried, ks, dS, is_async=True)
         if not TRANSITION:
             results.Ys.store(Y_tile.to(kind))
         device.thread_barrier()
-        mbarrier.arrive(local.handoff.drained)
-        if not TRANSITION:
-            mbarrier.arrive(results.handoff.staged)
-        dS = warpgroup_mma_wait(0, deps=[dS])
-        tiles.ring.release(stage)
+        mbarrier.arrive(results.handoff.staged)
         local_phase ^= 1
         out_phase ^= 1
         stage, phase = tiles.ring.after(stage, phase)
+        # The next chunk has been there for long; beside the last product of this one the fence costs nothing.
+        mbarrier.wait(tiles.ring.full.index(stage), phase, pred=step + 1 < chunks)
+        fence_async_shared()
+        dS = warpgroup_mma_wait(0, deps=[dS])
     if INITIAL or TRANSITION:
         V_STRIDE: gl.constexpr = K if TRANSITION else 1
         K_STRIDE: gl.constexpr = 1 if TRANSITION else V
@@ -235,7 +277,8 @@ def rule_reverse_scan_hopper(
 ):  # fmt: skip
     """Y and dS⁺ of every chunk of one span and value head, for 64 columns of V and all of K; transposed.
 
-    For 16-bit types, K of 64 or 128 and V a multiple of 64. Spans, and what the flags and constants mean, are those of
+    For 16-bit types, K of 64 or 128, V a multiple of 64 and two STAGES at least: the scan waits for a chunk before it
+    says that it has read the one before. Spans, and what the flags and constants mean, are those of
     `rule_reverse_scan`, where there is a gradient of the outputs.
     """
     blocks: gl.constexpr = V // V_BLOCK
@@ -311,7 +354,9 @@ def rule_reverse_scan_hopper(
     Ys = gl.allocate_shared_memory(kind, [V_BLOCK, CHUNK], TILE)
     # Each thread that copies arrives when its copies have. Who computes Pᵀ do has read a chunk before the other has.
     tiles = Chunks(qs, ks, dos, highs, lows, sums, device.Gates.allocate(STAGES), device.Ring.allocate(STAGES, 128, 1))
-    local = Local(products, rests, device.Handoff.allocate())
+    staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(staged, count=1)
+    local = Local(products, rests, staged)
     results = Results(Ys, dSs, device.Handoff.allocate())
     gl.warp_specialize(
         [
@@ -319,7 +364,7 @@ def rule_reverse_scan_hopper(
                 source, source_rows, source_v, source_k, target, target_rows, tiles, local, results, chunks, scale,
                 K, V, INITIAL, TRANSITION,
             )),
-            (_local_gradients, (tiles, local, chunks, scale)),
+            (_local_gradients, (tiles, local, results, chunks, scale)),
             (_mover, (
                 q, k, do, T, gates, Y, dstates, tiles, results, count, chunks, HEADS, Q_STRIDE, K_STRIDE, DO_STRIDE,
                 K, V, STAGES, TRANSITION,
