@@ -155,7 +155,7 @@ class HybridModel(nn.Module):
         stream, routings = Stream(x, None), []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[index]
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and cache is None:
                 stream, routing = checkpoint(layer, stream, angles, cu_seqlens, use_reentrant=False)
             else:
                 stream, routing = layer(stream, angles, cu_seqlens, layer_cache, places)

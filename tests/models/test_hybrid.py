@@ -275,11 +275,30 @@ def test_16_bits_are_as_near_to_float64_as_plain_torch(name: str, dtype: torch.d
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+ONES = torch.ones(1, 3, dtype=torch.int64)
+
 BAD = {
     "rank": (lambda m: m(torch.ones(3, dtype=torch.int64)), "input_ids must be"),
     "no tensor": (lambda m: m([[1, 2]]), "input_ids must be a tensor"),
     "bounds": (lambda m: m(torch.ones(2, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 3])), "cu_seqlens"),
     "order": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 2, 1, 3])), "cu_seqlens"),
+    "no bounds": (lambda m: m(ONES, cu_seqlens=[0, 3]), "HybridLM: cu_seqlens must be a tensor, got list"),
+    "dtype of bounds": (lambda m: m(ONES, cu_seqlens=torch.tensor([0.0, 3.0])), "cu_seqlens must be int32 or int64"),
+    "bounds too short": (lambda m: m(ONES, cu_seqlens=torch.tensor([0, 2])), r"number of tokens, 3, got \[0, 2\]"),
+    "bounds too long": (lambda m: m(ONES, cu_seqlens=torch.tensor([0, 4])), r"number of tokens, 3, got \[0, 4\]"),
+    "bounds from 1": (lambda m: m(ONES, cu_seqlens=torch.tensor([1, 3])), "cu_seqlens must begin with 0"),
+    "bounds of a cache": (
+        lambda m: m(ONES, cu_seqlens=torch.tensor([0, 2]), cache=m.new_cache(1)),
+        "HybridLM: cu_seqlens must begin with 0",
+    ),
+    "no labels": (lambda m: m(ONES, labels=[[1, 1, 1]]), "labels must be a tensor, got list"),
+    "no cache": (lambda m: m(ONES, cache="x"), "cache must be one of this model, from new_cache; got str"),
+    "slots of no cache": (lambda m: m(ONES, slots=[0]), "slots name sequences of a cache, and cache is None"),
+    "slots of a tensor": (
+        lambda m: m(ONES.expand(2, 3), cache=m.new_cache(2), slots=torch.tensor([1, 1])),
+        "slots must be an integer",
+    ),
+    "fewer than no sequences": (lambda m: m.new_cache(-1), "sequences must be at least 0, got -1"),
     "labels": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), labels=torch.ones(1, 2, dtype=torch.int64)), "labels"),
     "token": (lambda m: m(torch.full((1, 3), 61)), "61"),
     "cache": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), cache=small_model("qwen3_5").new_cache(1)), "another"),
@@ -289,11 +308,22 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("layers", ("mixed", "full"))
 @pytest.mark.parametrize("case", BAD)
-def test_bad_calls_are_named(case: str) -> None:
+def test_bad_calls_are_named(case: str, layers: str) -> None:
+    """Also by a model that has no layer whose operations check the bounds of sequences."""
     call, words = BAD[case]
+    model = small_model("qwen3_5", **({"layer_types": ("full_attention",) * 4} if layers == "full" else {}))
     with torch.no_grad(), pytest.raises(adjoint.ArgumentError, match=words):
-        call(small_model("qwen3_5"))
+        call(model)
+
+
+def test_a_frozen_model_with_checkpointing_fills_its_cache() -> None:
+    model = small_model("qwen3_5").train().requires_grad_(False)
+    model.gradient_checkpointing_enable()
+    ids, cache = sequences((11,))[0][None], model.new_cache(1)
+    pieces = [model(ids[:, begin:end], cache=cache).logits for begin, end in ((0, 4), (4, 5), (5, 11))]
+    assert distance(torch.cat(pieces, 1), model(ids).logits) <= PACKED_LOGITS
 
 
 def test_a_cache_has_no_gradient() -> None:
