@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -373,6 +374,9 @@ def test_a_model_takes_the_same_arguments(name: str, ids: Tensor) -> None:
     assert distance(ours(ids, None, None, None, None, ids).loss, loss) <= 2 * LOGITS
     with pytest.raises(TypeError, match="multiple values"):
         ours(ids, input_ids=ids, labels=ids)
+    some = torch.tensor([3, 8])
+    with torch.no_grad():
+        assert distance(ours(ids, logits_to_keep=some).logits, theirs(ids, logits_to_keep=some).logits) <= 2 * LOGITS
 
 
 def test_a_loss_that_is_not_replaced_is_named() -> None:
@@ -505,6 +509,25 @@ def test_a_trainer_trains_it(loss: bool, ids: Tensor, tmp_path: Any) -> None:
     # Steps of SGD lower the loss by as much as gradients say, and no loss by more than itself.
     assert len(ours) == 3 and ours[2] < ours[0]
     assert all(abs(a - b) <= 2 * (LOGITS + GRADIENTS) * b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_accelerate_wraps_and_unwraps_it(ids: Tensor) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = their_model("qwen3_5").train()
+    patch(model, loss=True, verbose=False)
+    plain = model(ids, labels=ids, use_cache=False)
+    reset = partial(accelerate.state.AcceleratorState._reset_state, reset_partial_state=True)  # the process has one
+    reset()
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare_model(model)
+    lower = prepared(ids, labels=ids, use_cache=False)
+    assert lower.logits is None and 0 < distance(lower.loss, plain.loss) <= 0.3
+    left = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    reset()
+    again = left(ids, labels=ids, use_cache=False)
+    assert again.logits is None and torch.equal(again.loss, plain.loss)
+    unpatch(left)
+    assert left(ids, labels=ids, use_cache=False).logits is not None
 
 
 # ------------------------------------------------------------------------------------------- refusals

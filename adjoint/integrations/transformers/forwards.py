@@ -130,8 +130,15 @@ def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
     """The forward of a causal model that, in training, gives the loss and no logits: they are never held at once."""
     kwargs = _by_name(self, arguments, kwargs) if arguments else kwargs
     labels = kwargs.pop("labels", None)
-    plain = (not self.training, labels is None, bool(kwargs.get("logits_to_keep")), kwargs.get("return_dict") is False)
-    if any(plain) or not is_plain(self.lm_head, nn.Linear):
+    keep = kwargs.get("logits_to_keep")  # how many, or which
+    partly = isinstance(keep, Tensor) or bool(keep)
+    if (
+        not self.training
+        or labels is None
+        or partly
+        or kwargs.get("return_dict") is False
+        or not is_plain(self.lm_head, nn.Linear)
+    ):
         return type(self).forward(self, labels=labels, **kwargs)
     kwargs.pop("return_dict", None), kwargs.pop("logits_to_keep", None)
     modeling: Any = sys.modules[type(self).__module__]

@@ -171,6 +171,7 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: Undo) -> 
     names = inspect.signature(module.forward)
     parameters = [parameter.replace(annotation=parameter.empty) for parameter in names.parameters.values()]
     replaced: Any = partial(forward, module)
+    replaced.__func__ = forward  # accelerate wraps the function of a bound method, and binds it again
     replaced.__signature__ = names.replace(parameters=parameters, return_annotation=names.empty)
     module.forward = replaced
     undo.append((_forget_forward, module))
