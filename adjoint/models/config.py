@@ -113,6 +113,11 @@ class HybridConfig:
         for name in ("layer_types", "mlp_only_layers"):
             if (value := getattr(self, name)) is not None and not isinstance(value, tuple):
                 raise ArgumentError(f"HybridConfig: {name} must be a list, got {value!r}")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            several = value if name == "eos_token_id" and isinstance(value, tuple) else (value,)
+            if value is not None and not all(type(token) is int for token in several):
+                raise ArgumentError(f"HybridConfig: {name} must be a token id, got {value!r}")
         for name in ("rms_norm_eps", "rope_theta"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ArgumentError(f"HybridConfig: {name} must be positive, got {value!r}")

@@ -388,6 +388,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         adjoint.ArgumentError,
         "rope_theta must be positive",
     ),
+    "text of a token": ({"eos_token_id": [1, "x"]}, adjoint.ArgumentError, "eos_token_id must be a token id"),
+    "several paddings": ({"pad_token_id": [0]}, adjoint.ArgumentError, r"pad_token_id must be a token id, got \(0,\)"),
     "eps": ({"rms_norm_eps": 0}, adjoint.ArgumentError, "rms_norm_eps must be positive, got 0"),
     "text of a dropout": ({"attention_dropout": "x"}, adjoint.Unsupported, "attention_dropout must be 0, got x"),
     "interval": (
