@@ -84,6 +84,12 @@ class HybridLM(nn.Module):
         self.tie_weights()
         return result
 
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """As every module's; with `assign=True` too, tied weights stay one parameter."""
+        result = super().load_state_dict(*arguments, **options)
+        self.tie_weights()
+        return result
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws all parameters as transformers does: matrices from a normal distribution, norms the identity."""

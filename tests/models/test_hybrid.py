@@ -222,6 +222,15 @@ def test_tied_weights_stay_tied() -> None:
     assert "lm_head.weight" not in dict(model.named_parameters())
 
 
+@pytest.mark.parametrize("assign", (False, True))
+def test_a_state_dict_keeps_weights_tied(assign: bool) -> None:
+    model = small_model("qwen3_5")
+    other = HybridLM(model.config, device="meta" if assign else None)
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert torch.equal(other.lm_head.weight, model.lm_head.weight)
+
+
 def test_labels_of_no_count_give_no_loss() -> None:
     model = small_model("qwen3_5")
     ids = torch.ones(1, 4, dtype=torch.int64)
