@@ -109,10 +109,10 @@ class DecoderLayer(nn.Module):
 
 
 def normalize(norm: RMSNorm, stream: Stream) -> tuple[Tensor, Tensor]:
-    """The sum of a stream, and its norm."""
+    """The sum of a stream, and its norm. Under autocast a layer's update has fewer bits than the sum."""
     if stream.update is None:
         return stream.residual, norm(stream.residual)
-    normed, total = norm(stream.update, residual=stream.residual)
+    normed, total = norm(stream.update.to(stream.residual.dtype), residual=stream.residual)
     return total, normed
 
 

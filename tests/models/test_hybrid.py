@@ -189,6 +189,21 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
 
 
 @families
+def test_autocast_is_as_near_as_16_bits(name: str) -> None:
+    """Parameters and the sums between layers stay float32, and matrices are multiplied in bfloat16."""
+    model = small_model(name, initializer_range=0.15)
+    ids, cu_seqlens = pack(sequences())
+    plain = model(ids, cu_seqlens=cu_seqlens)
+    rounded = small_model(name, torch.bfloat16, initializer_range=0.15)(ids, cu_seqlens=cu_seqlens)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(ids, cu_seqlens=cu_seqlens, labels=ids, output_logits=True)
+    output.loss.backward()
+    assert output.logits.dtype == torch.bfloat16
+    assert distance(output.logits, plain.logits) <= MARGIN * distance(rounded.logits, plain.logits)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+
+
+@families
 def test_a_model_on_the_meta_device_is_materialised(name: str) -> None:
     config = CONFIGS[name]
     model = HybridLM(config, device="meta", dtype=torch.float64)
