@@ -79,10 +79,10 @@ def share_memory(first: Tensor, second: Tensor) -> bool:
         return False
     if first.stride() != second.stride() or first.element_size() != second.element_size():
         return True
-    distance = abs(first.data_ptr() - second.data_ptr())
+    distance = second.data_ptr() - first.data_ptr()
     if distance % first.element_size():
         return True
-    return _reachable(distance // first.element_size(), first)
+    return _reachable(distance // first.element_size(), first, second)
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
@@ -90,19 +90,26 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def _reachable(distance: int, tensor: Tensor) -> bool:
-    """Whether two elements of a tensor that does not overlap itself lie `distance` elements apart."""
-    axes = sorted(
-        ((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1),
-        reverse=True,
-    )
+def _reachable(distance: int, first: Tensor, second: Tensor) -> bool:
+    """Whether an element of the first tensor lies where one of the second does, which begins `distance` elements later.
+
+    Both have the same strides. Of tensors that do not overlap themselves few steps along an axis are in reach of the
+    inner ones.
+    """
+    sizes = zip(first.stride(), first.shape, second.shape, strict=True)
+    axes = sorted(((stride, a, b) for stride, a, b in sizes if stride and max(a, b) > 1), reverse=True)
+    reaches = [(0, 0)]  # of each tensor along the inner axes
+    for stride, own, other in reversed(axes):
+        ahead, behind = reaches[0]
+        reaches.insert(0, (ahead + (own - 1) * stride, behind + (other - 1) * stride))
 
     def spans(rest: int, depth: int) -> bool:
         if depth == len(axes):
             return rest == 0
-        stride, size = axes[depth]
-        steps = (rest // stride, rest // stride + 1)  # inner axes reach less far than one outer step
-        return any(step < size and spans(abs(rest - step * stride), depth + 1) for step in steps)
+        stride, own, other = axes[depth]
+        ahead, behind = reaches[depth + 1]
+        least, most = max(1 - other, -((ahead - rest) // stride)), min(own - 1, (rest + behind) // stride)
+        return any(spans(rest - step * stride, depth + 1) for step in range(least, most + 1))
 
     return spans(distance, 0)
 

@@ -1,5 +1,8 @@
 """Packed sequences and pools of states, as several families take them: checks, and which of their values are wrong."""
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,22 @@ def require_cu_seqlens(op: str, cu_seqlens: Tensor | None, like: Tensor, name: s
 
 def count_sequences(like: Tensor, cu_seqlens: Tensor | None) -> int:
     return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def check_bounds(op: str, bounds: Sequence[int], tokens: int) -> None:
+    """Raises for bounds, as numbers on the CPU, that do not cut so many tokens into sequences."""
+    ordered = all(begin <= end for begin, end in itertools.pairwise(bounds))
+    if not ordered or bounds[0] != 0 or bounds[-1] != tokens:
+        raise ArgumentError(
+            f"{op}: cu_seqlens must begin with 0, never descend, and end with the number of tokens, {tokens}, got "
+            f"{_shown(bounds)}"
+        )
+
+
+def _shown(bounds: Sequence[int]) -> str:
+    if len(bounds) <= 8:
+        return str(list(bounds))
+    return f"{str(list(bounds[:4]))[:-1]}, …, {str(list(bounds[-2:]))[1:]}"
 
 
 def wrong_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:

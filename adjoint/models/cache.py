@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from adjoint.core.arguments import require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
 
@@ -82,15 +83,15 @@ class Cache:
                     f"give the next tokens of each, or slots"
                 )
             return
+        self._require(slots)
         if sequences != len(slots) or len(set(slots)) != len(slots):
             raise ArgumentError(
                 f"HybridLM: slots must name another slot for each of {sequences} sequences, got {list(slots)}"
             )
-        self._require(slots)
 
     def _require(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            if not 0 <= slot < len(self):
+            if not 0 <= require_integer("Cache", "slots", slot) < len(self):
                 raise ArgumentError(f"Cache: slots must be from 0 to {len(self) - 1}, got {slot}")
 
     def advance(self, places: Places, slots: Sequence[int] | None = None) -> None:

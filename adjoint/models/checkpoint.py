@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adjoint.core.arguments import require_size
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.models import safetensors
 from adjoint.models.config import HybridConfig
@@ -80,7 +81,8 @@ def load(
 def _stated_dtype(folder: Path) -> torch.dtype:
     """The dtype that config.json names, of the text model first."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config") or {}
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
     for name in (part.get(key) for part in (text, config) for key in ("dtype", "torch_dtype")):
         if name is not None:
             dtype = getattr(torch, str(name).removeprefix("torch."), None)
@@ -197,8 +199,9 @@ def _check_whole(folder: Path, name: str, parts: list[Part], shape: torch.Size) 
 
 def save(model: "HybridLM", folder: Path, max_shard_bytes: int) -> None:
     """See `HybridLM.save_pretrained`."""
-    if max_shard_bytes < 1:
-        raise ArgumentError(f"HybridLM.save_pretrained: max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    require_size("HybridLM.save_pretrained", "max_shard_bytes", max_shard_bytes)
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"HybridLM.save_pretrained: {folder} is a file; a checkpoint is a folder")
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}  # a tied one is there once
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":

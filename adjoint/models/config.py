@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from adjoint.core.arguments import require_size
 from adjoint.core.errors import ArgumentError, Unsupported
 
 ARCHITECTURES = {
@@ -23,7 +24,10 @@ _MIXERS = ("linear_attention", "full_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """What a `HybridLM` is made of. The names are those of config.json; the defaults are transformers'.
+    """What a `HybridLM` is made of. The names are those of config.json.
+
+    Defaults are the same for all families here, and dense; `from_dict` and `from_folder` take transformers' for a value
+    that config.json leaves out.
 
     Args:
         model_type: "qwen3_next", "qwen3_5_text" (dense) or "qwen3_5_moe_text".
@@ -90,16 +94,35 @@ class HybridConfig:
             value = getattr(self, field.name)
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
+        self._check_kinds()
         if not self.layer_types:
             pattern = tuple(_MIXERS[(layer + 1) % 4 == 0] for layer in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", pattern)
         self._check()
 
+    def _check_kinds(self) -> None:
+        """Numbers are numbers, and what names several of something is a list."""
+        for name, kind in HybridConfig.__annotations__.items():
+            value = getattr(self, name)
+            if kind is int:
+                least, what = (0, "an integer from 0 on") if name == "num_experts" else (1, "a positive integer")
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise ArgumentError(f"HybridConfig: {name} must be {what}, got {value!r}")
+            elif kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ArgumentError(f"HybridConfig: {name} must be a number, got {value!r}")
+        for name in ("layer_types", "mlp_only_layers"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, tuple):
+                raise ArgumentError(f"HybridConfig: {name} must be a list, got {value!r}")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            several = value if name == "eos_token_id" and isinstance(value, tuple) else (value,)
+            if value is not None and not all(type(token) is int for token in several):
+                raise ArgumentError(f"HybridConfig: {name} must be a token id, got {value!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ArgumentError(f"HybridConfig: {name} must be positive, got {value!r}")
+
     def _check(self) -> None:
-        sizes = [name for name, kind in HybridConfig.__annotations__.items() if kind is int and name != "num_experts"]
-        for name in sizes:
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ArgumentError(f"HybridConfig: {name} must be a positive integer, got {value!r}")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ArgumentError(
                 f"HybridConfig: layer_types must name all {self.num_hidden_layers} layers, got {len(self.layer_types)}"
@@ -107,7 +130,7 @@ class HybridConfig:
         for name in self.layer_types:
             if name not in _MIXERS:
                 raise Unsupported(f"HybridConfig: layer_types must be {' or '.join(_MIXERS)}, got {name!r}")
-        if self.num_experts < 0 or (self.model_type == "qwen3_5_moe_text" and not self.num_experts):
+        if self.model_type == "qwen3_5_moe_text" and not self.num_experts:
             raise ArgumentError(f"HybridConfig: num_experts of {self.model_type} cannot be {self.num_experts}")
         if self.model_type == "qwen3_5_text" and self.num_experts:
             raise ArgumentError(f"HybridConfig: qwen3_5_text is dense, got num_experts {self.num_experts}")
@@ -155,7 +178,8 @@ class HybridConfig:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         values |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
         if "layer_types" not in values and (interval := config.get("full_attention_interval")):
-            layers = range(int(values["num_hidden_layers"]))
+            require_size("HybridConfig", "full_attention_interval", interval)
+            layers = range(require_size("HybridConfig", "num_hidden_layers", values["num_hidden_layers"]))
             values["layer_types"] = tuple(_MIXERS[(layer + 1) % interval == 0] for layer in layers)
         if kind == "qwen3_5_moe_text":
             values |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ()}
@@ -232,9 +256,11 @@ def _refuse(config: Mapping[str, Any]) -> None:
     if activation != "silu":
         raise Unsupported(f"HybridConfig: hidden_act must be 'silu', got {activation!r}")
     dropout = config.get("attention_dropout") or 0.0
-    if not math.isclose(dropout, 0.0):
+    if dropout != 0:
         raise Unsupported(f"HybridConfig: attention_dropout must be 0, got {dropout}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ArgumentError(f"HybridConfig: rope_parameters must be an object, got {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise Unsupported(f"HybridConfig: rope_type must be 'default', got {kind!r}")

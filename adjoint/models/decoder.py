@@ -109,10 +109,10 @@ class DecoderLayer(nn.Module):
 
 
 def normalize(norm: RMSNorm, stream: Stream) -> tuple[Tensor, Tensor]:
-    """The sum of a stream, and its norm."""
+    """The sum of a stream, and its norm. Under autocast a layer's update has fewer bits than the sum."""
     if stream.update is None:
         return stream.residual, norm(stream.residual)
-    normed, total = norm(stream.update, residual=stream.residual)
+    normed, total = norm(stream.update.to(stream.residual.dtype), residual=stream.residual)
     return total, normed
 
 
@@ -155,7 +155,7 @@ class HybridModel(nn.Module):
         stream, routings = Stream(x, None), []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[index]
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and cache is None:
                 stream, routing = checkpoint(layer, stream, angles, cu_seqlens, use_reentrant=False)
             else:
                 stream, routing = layer(stream, angles, cu_seqlens, layer_cache, places)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from adjoint.core.arguments import require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.models.cache import Cache
 from adjoint.nn.cache import KeyValueCache, Places
@@ -53,7 +54,7 @@ class Decoder:
         cache, size = self._cache, self._model.config.vocab_size
         cache.check(len(tokens), slots)
         for token in tokens:
-            if not 0 <= token < size:
+            if not 0 <= require_integer("Decoder", "tokens", token) < size:
                 raise ArgumentError(f"Decoder: tokens must be from 0 to {size - 1}, got {token}")
         chosen = list(range(len(cache)) if slots is None else slots)
         if not chosen:

@@ -1,13 +1,15 @@
 """Text from a `HybridLM`: a prefill of packed prompts, then a token at a time from the cache."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adjoint.core.arguments import require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.models.cache import Cache
 from adjoint.models.packing import pack
@@ -40,12 +42,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ArgumentError(f"generate: temperature must be a number from 0 on, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            raise ArgumentError(f"generate: temperature must be a number from 0 on, got {self.temperature!r}")
+        if self.top_k is not None and require_integer("generate", "top_k", self.top_k) < 1:
             raise ArgumentError(f"generate: top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ArgumentError(f"generate: top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ArgumentError(f"generate: top_p must be above 0 and at most 1, got {self.top_p!r}")
 
     def __call__(
         self, logits: Float[Tensor, "sequences vocabulary"], generator: torch.Generator | None = None
@@ -56,13 +58,20 @@ class Sampling:
 
     def probabilities(self, logits: Float[Tensor, "sequences vocabulary"]) -> Float[Tensor, "sequences vocabulary"]:
         """What a token is drawn from: 0 for those that may not be chosen."""
-        scores, order = (logits.float() / self.temperature).sort(dim=-1, descending=True, stable=True)
+        logits = logits.float()
+        # A small temperature makes −∞ of what is below the largest, and no ∞, which has no softmax.
+        below = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, torch.finfo(torch.float32).tiny)
+        scores, order = below.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             scores[:, self.top_k :] = -torch.inf
         if self.top_p is not None:
             shares = scores.softmax(-1)
             scores = scores.masked_fill(shares.cumsum(-1) - shares >= self.top_p, -torch.inf)
         return torch.zeros_like(scores).scatter_(-1, order, scores.softmax(-1))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @torch.no_grad()
@@ -83,12 +92,16 @@ def stream(
         raise ArgumentError(f"generate: cuda_graph needs a model on a GPU, and this one is on {model.device}")
     if isinstance(stop_tokens, int):
         stop_tokens = (stop_tokens,)
-    if stop_tokens is not None and not all(isinstance(token, int) for token in stop_tokens):
-        raise ArgumentError(f"generate: stop_tokens must be token ids, got {list(stop_tokens)}")
+    if stop_tokens is not None and not (
+        isinstance(stop_tokens, Iterable) and all(isinstance(token, int) for token in stop_tokens)
+    ):
+        shown = list(stop_tokens) if isinstance(stop_tokens, Iterable) else stop_tokens
+        raise ArgumentError(f"generate: stop_tokens must be token ids, got {shown}")
     stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
     if cache is None:
         cache = model.new_cache(len(rows))
-    elif len(cache) != len(rows):
+    model.check_cache(cache)
+    if len(cache) != len(rows):
         raise ArgumentError(f"generate: cache holds {len(cache)} sequences, and prompts are {len(rows)}")
     decode = _decoder(model, cache, cuda_graph)
     if not rows or max_new_tokens == 0:
@@ -167,6 +180,10 @@ def _logits(
 
 def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[Tensor]:
     """Prompts as token ids on the CPU."""
+    if not hasattr(prompts, "__len__"):
+        raise ArgumentError(
+            f"generate: prompts must be lists of token ids, or rows of a tensor of them, got {type(prompts).__name__}"
+        )
     rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
     for number, row in enumerate(rows):
         if row.numel() == 0:

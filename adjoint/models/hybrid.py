@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from adjoint.core.arguments import require_ids, require_integer
 from adjoint.core.errors import ArgumentError
+from adjoint.device.sequences import check_bounds, require_cu_seqlens
 from adjoint.models.cache import Cache
 from adjoint.models.config import HybridConfig
 from adjoint.models.decoder import DecoderLayer, HybridModel
@@ -82,6 +84,12 @@ class HybridLM(nn.Module):
         self.tie_weights()
         return result
 
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """As every module's; with `assign=True` too, tied weights stay one parameter."""
+        result = super().load_state_dict(*arguments, **options)
+        self.tie_weights()
+        return result
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws all parameters as transformers does: matrices from a normal distribution, norms the identity."""
@@ -138,7 +146,7 @@ class HybridLM(nn.Module):
             ArgumentError: a shape, dtype or device is wrong, a token id is out of range (on the CPU; on a GPU
                 `adjoint.check()` raises), or the cache is of another model or other sequences.
         """
-        self._check(input_ids, cu_seqlens, labels, cache, last_only)
+        self._check(input_ids, cu_seqlens, labels, cache, slots, last_only)
         hidden, routings = self.model(input_ids, cu_seqlens, cache, slots)
         if last_only:
             hidden = hidden[:, -1:] if cu_seqlens is None else hidden[0, cu_seqlens[1:] - 1][:, None]
@@ -172,16 +180,22 @@ class HybridLM(nn.Module):
         return loss
 
     def _check(
-        self, input_ids: Tensor, cu_seqlens: Tensor | None, labels: Tensor | None, cache: Cache | None, last_only: bool
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        labels: Tensor | None,
+        cache: Cache | None,
+        slots: Sequence[int] | None,
+        last_only: bool,
     ) -> None:
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
             got = f"shape {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise ArgumentError(f"HybridLM: input_ids must be a tensor [batch, time], got {got}")
-        if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or input_ids.shape[0] != 1):
-            raise ArgumentError(
-                f"HybridLM: cu_seqlens, bounds [sequences + 1], pack sequences in the only row of input_ids; got "
-                f"shapes {tuple(cu_seqlens.shape)} and {tuple(input_ids.shape)}"
-            )
+        require_cu_seqlens("HybridLM", cu_seqlens, input_ids, "input_ids")
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_bounds("HybridLM", cu_seqlens.tolist(), input_ids.shape[1])
+        if labels is not None:
+            require_ids("HybridLM", "labels", labels, "input_ids", input_ids)
         if labels is not None and (labels.shape != input_ids.shape or last_only):
             reason = "with last_only" if last_only else f"shape {tuple(labels.shape)}"
             raise ArgumentError(
@@ -192,13 +206,18 @@ class HybridLM(nn.Module):
             raise ArgumentError(
                 f"HybridLM: last_only needs a token of each sequence, got cu_seqlens {cu_seqlens.tolist()}"
             )
+        if slots is not None and cache is None:
+            raise ArgumentError("HybridLM: slots name sequences of a cache, and cache is None")
         if cache is not None:
-            self._check_cache(cache)
+            self.check_cache(cache)
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
                 raise ArgumentError("HybridLM: cache is overwritten, which has no gradient; call under torch.no_grad()")
 
     def new_cache(self, sequences: int, capacity: int = 0) -> Cache:
         """An empty cache for so many sequences, with room for so many tokens of each; it grows where they are more."""
+        for name, value in (("sequences", sequences), ("capacity", capacity)):
+            if require_integer("HybridLM.new_cache", name, value) < 0:
+                raise ArgumentError(f"HybridLM.new_cache: {name} must be at least 0, got {value}")
         layers = cast(list[DecoderLayer], list(self.model.layers))
         return Cache(self, [layer.new_cache(sequences, capacity) for layer in layers], [0] * sequences)
 
@@ -208,12 +227,17 @@ class HybridLM(nn.Module):
         Raises:
             ArgumentError: the cache is of another model.
         """
-        self._check_cache(cache)
+        self.check_cache(cache)
         if cache.decoder is None:
             cache.decoder = Decoder(self, cache)
         return cache.decoder
 
-    def _check_cache(self, cache: Cache) -> None:
+    def check_cache(self, cache: Cache) -> None:
+        """Raises ArgumentError for what is no cache of this model."""
+        if not isinstance(cache, Cache):
+            raise ArgumentError(
+                f"HybridLM: cache must be one of this model, from new_cache; got {type(cache).__name__}"
+            )
         if not cache.belongs_to(self):
             raise ArgumentError("HybridLM: cache must be one of this model, from new_cache; got one of another")
 

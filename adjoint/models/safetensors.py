@@ -89,6 +89,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = json.loads(file.read(length).decode("utf-8"))
     except FileNotFoundError:
         raise ArgumentError(f"there is no file {path}") from None
+    except RecursionError:
+        raise ArgumentError(f"{path} is no safetensors file: its header is nested too deep") from None
     except (ValueError, OSError) as error:
         if isinstance(error, ArgumentError):
             raise
@@ -103,7 +105,8 @@ def _entry(path: Path, name: str, fields: object, start: int, size: int) -> Entr
     """One line of the header, checked; `start` is where tensors' bytes begin, `size` that of the file."""
     try:
         kind, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]  # type: ignore[index]
-        right = all(type(number) is int and number >= 0 for number in (*shape, begin, end)) and begin <= end
+        right = isinstance(kind, str) and all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        right = right and begin <= end
     except (KeyError, TypeError, ValueError):
         right = False
     if not right:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adjoint.core.arguments import require_size
 from adjoint.core.errors import ArgumentError
+from adjoint.device.sequences import check_bounds, require_cu_seqlens
 from adjoint.nn.cache import ROOM, KeyValueCache, Places
 from adjoint.nn.norm import RMSNorm
 from adjoint.ops.activation import sigmoid_gate
@@ -111,6 +112,7 @@ class GatedAttention(nn.Module):
             cache: keys and values of the tokens before, which the sequences go on from; needs `places`.
             places: where the tokens belong in the cache.
         """
+        require_cu_seqlens("GatedAttention", cu_seqlens, x, "x")
         queries = self.q_proj(x).unflatten(-1, (self.num_heads, 2 * self.head_dim))
         q, gate = queries.split(self.head_dim, dim=-1)
         heads = (self.num_key_value_heads, self.head_dim)
@@ -142,6 +144,8 @@ def causal_attention(
     if q.is_cuda and q.dtype in HALVES:
         return _packed_on_cuda(q, k, v, cu_seqlens)
     bounds = cu_seqlens.tolist()
+    if not torch.compiler.is_compiling():
+        check_bounds("GatedAttention", bounds, q.shape[1])
     parts = [
         _attend(q[:, begin:end], k[:, begin:end], v[:, begin:end])
         for begin, end in itertools.pairwise(bounds)

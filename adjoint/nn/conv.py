@@ -6,8 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from adjoint.core.arguments import require_integer, require_size
+from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
 from adjoint.ops.conv import causal_conv1d, causal_conv1d_step
+from adjoint.ops.conv.arguments import MAX_WIDTH, is_silu
 
 
 class CausalConv1d(nn.Module):
@@ -23,6 +26,9 @@ class CausalConv1d(nn.Module):
         activation: "silu", or None.
         device, dtype: of the parameters.
         preference: narrows the choice of plans.
+
+    Raises:
+        ArgumentError: there are no channels, the width is out of range, or the activation is another.
 
     >>> import torch
     >>> module = CausalConv1d(2, 4)
@@ -42,6 +48,10 @@ class CausalConv1d(nn.Module):
         preference: Preference | None = None,
     ) -> None:
         super().__init__()
+        channels = require_size("CausalConv1d", "channels", channels)
+        if not 1 <= (width := require_integer("CausalConv1d", "width", width)) <= MAX_WIDTH:
+            raise ArgumentError(f"CausalConv1d: width must be from 1 to {MAX_WIDTH}, got {width}")
+        is_silu("CausalConv1d", activation)
         self.channels, self.width, self.activation, self.preference = channels, width, activation, preference
         self.weight = nn.Parameter(torch.empty(channels, 1, width, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from adjoint.core.preference import Preference
 from adjoint.ops.loss import linear_cross_entropy
+from adjoint.ops.loss.arguments import check_options, options
 from adjoint.ops.loss.linear_cross_entropy import Reduction
 
 
@@ -25,6 +26,9 @@ class LinearCrossEntropy(nn.Linear):
             `adjoint.linear_cross_entropy`.
         device, dtype: of the parameters.
         preference: narrows the choice of plans.
+
+    Raises:
+        ArgumentError: an option is out of range.
 
     >>> import torch
     >>> head = LinearCrossEntropy(2, 3)
@@ -52,6 +56,8 @@ class LinearCrossEntropy(nn.Linear):
         dtype: torch.dtype | None = None,
         preference: Preference | None = None,
     ) -> None:
+        values = (ignore_index, label_smoothing, z_loss, softcap, reduction, shift, return_log_probabilities)
+        check_options("LinearCrossEntropy", options("LinearCrossEntropy", *values))
         super().__init__(in_features, out_features, bias, device, dtype)
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index,

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from adjoint.core.arguments import require_ids
+from adjoint.core.arguments import require_ids, require_size
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
-from adjoint.device.sequences import require_cu_seqlens
+from adjoint.device.sequences import check_bounds, require_cu_seqlens
 from adjoint.ops.rotary import rotary
 
 
@@ -29,7 +29,7 @@ class Rotary(nn.Module):
         preference: narrows the choice of plans.
 
     Raises:
-        ArgumentError: R is not an even number from 2 to dim, or base not a positive number.
+        ArgumentError: R is not an even number from 2 to dim, base not a positive number, or table_dtype not floating.
 
     >>> import torch
     >>> q = torch.tensor([1.0, 0.0, 5.0]).expand(1, 2, 1, 3)
@@ -51,6 +51,9 @@ class Rotary(nn.Module):
         preference: Preference | None = None,
     ) -> None:
         super().__init__()
+        dim = require_size("Rotary", "dim", dim)
+        if not isinstance(table_dtype, torch.dtype) or not table_dtype.is_floating_point:
+            raise ArgumentError(f"Rotary: table_dtype must be a floating torch.dtype, got {table_dtype!r}")
         self.dim, self.base, self.partial_rotary_factor = dim, base, partial_rotary_factor
         self.rotary_dim = round(dim * partial_rotary_factor)
         if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= dim:
@@ -124,6 +127,8 @@ class Rotary(nn.Module):
         if cu_seqlens is None:
             return tokens
         require_cu_seqlens("Rotary", cu_seqlens, q)
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_bounds("Rotary", cu_seqlens.tolist(), q.shape[1])
         bounds = cu_seqlens.long()
         sequence = torch.searchsorted(bounds, tokens, right=True) - 1
         return tokens - bounds[sequence.clamp_min(0)]

@@ -51,13 +51,15 @@ def test_overlap_is_never_missed(view: Tensor) -> None:
         assert overlaps_itself(view)
 
 
-@given(views(), st.integers(-40, 40))
-@settings(max_examples=300, deadline=None)
-def test_sharing_is_exact_for_equal_strides_and_never_missed(view: Tensor, shift: int) -> None:
+@given(views(), st.integers(-40, 40), st.lists(st.integers(1, 4), min_size=4, max_size=4))
+@settings(max_examples=600, deadline=None)
+def test_sharing_is_exact_for_equal_strides_and_never_missed(view: Tensor, shift: int, sizes: list[int]) -> None:
     if overlaps_itself(view) or view.storage_offset() + shift < 0:
         return
-    other = view.as_strided(view.shape, view.stride(), view.storage_offset() + shift)
-    assert share_memory(view, other) == bool(set(_addresses(view)) & set(_addresses(other)))
+    for shape in (view.shape, tuple(sizes[: view.dim()])):
+        other = view.as_strided(shape, view.stride(), view.storage_offset() + shift)
+        shared = bool(set(_addresses(view)) & set(_addresses(other)))
+        assert share_memory(view, other) == share_memory(other, view) == shared
 
 
 def test_halves_of_a_packed_tensor_share_nothing() -> None:
@@ -65,5 +67,8 @@ def test_halves_of_a_packed_tensor_share_nothing() -> None:
     assert not share_memory(packed[:, :5], packed[:, 5:])
     assert not share_memory(packed[:, 0::2], packed[:, 1::2])
     assert share_memory(packed[:, :6], packed[:, 4:])
+    heads = torch.empty(2, 5, 8, 4)  # 5 heads of queries, 2 of keys and 1 of values of each token
+    assert not share_memory(heads[:, :, :5], heads[:, :, 5:7]) and not share_memory(heads[:, :, 5:7], heads[:, :, :5])
+    assert share_memory(heads[:, :, :6], heads[:, :, 5:7])
     assert share_memory(packed, packed.T)
     assert not share_memory(packed, torch.empty(4, 10))

@@ -1,7 +1,10 @@
 """`patch` on models of transformers: results beside their own and beside float64, packed, padded, decoded, adapted."""
 
 import copy
+import inspect
+import io
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -188,6 +191,53 @@ def test_another_model_of_the_same_configuration_is_untouched(name: str, ids: Te
     assert torch.equal(results(other, input_ids=ids)[0], before)
 
 
+@families
+@pytest.mark.parametrize("loss", (False, True))
+def test_a_pickled_model_is_patched_and_can_be_unpatched(name: str, loss: bool, ids: Tensor) -> None:
+    model = their_model(name).eval()
+    patch(model, loss=loss, verbose=False)
+    written = io.BytesIO()
+    torch.save(model, written)  # before transformers, to record router logits, puts hooks on that no pickle takes
+    written.seek(0)
+    read = torch.load(written, weights_only=False)
+    assert torch.equal(results(read, input_ids=ids)[0], results(model, input_ids=ids)[0])
+    unpatch(read)
+    assert torch.equal(results(read, input_ids=ids)[0], results(their_model(name), input_ids=ids)[0])
+
+
+@families
+def test_a_model_is_patched_once_whatever_holds_it(name: str, ids: Tensor) -> None:
+    model = their_model(name)
+    before = results(model, input_ids=ids)[0]
+    holder = nn.Sequential(model)
+    for patched_by, unpatched_by in ((holder, model), (model, holder)):
+        patch(patched_by, verbose=False)
+        for again in (model, holder, model.model):
+            with pytest.raises(adjoint.ArgumentError, match="patched already"):
+                patch(again)
+        unpatch(unpatched_by)
+        for again in (model, holder):
+            with pytest.raises(adjoint.ArgumentError, match="is not patched"):
+                unpatch(again)
+        assert torch.equal(results(model, input_ids=ids)[0], before)
+
+
+def test_a_model_with_adapters_is_unpatched_by_either_name(ids: Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "out_proj"])
+    model = their_model("qwen3_5")
+    patch(model, verbose=False)
+    unpatch(peft.get_peft_model(model, settings))
+    wrapped = peft.get_peft_model(their_model("qwen3_5"), settings)
+    patch(wrapped, verbose=False)
+    merged = wrapped.merge_and_unload()
+    unpatch(merged)
+    for left in (model, merged):
+        assert not any("forward" in vars(module) or module._forward_pre_hooks for module in left.modules())
+    with torch.no_grad():
+        assert torch.equal(merged(ids).logits, their_model("qwen3_5")(ids).logits)
+
+
 PACKINGS = ("cu_seq_lens", "position_ids")
 
 
@@ -313,6 +363,32 @@ def test_the_loss_without_logits(name: str, count: int | None, ids: Tensor) -> N
     assert ours.train()(**inputs).logits is not None
 
 
+@families
+def test_a_model_takes_the_same_arguments(name: str, ids: Tensor) -> None:
+    """Transformers and its Trainer look at their names, and they may come without."""
+    theirs, ours = their_model(name).train(), their_model(name).train()
+    patch(ours, loss=True, verbose=False)
+    expected, names = (list(inspect.signature(model.forward).parameters) for model in (theirs, ours))
+    assert names == expected and ours._supports_logits_to_keep()
+    loss = theirs(ids, None, None, None, None, ids).loss
+    assert distance(ours(ids, None, None, None, None, ids).loss, loss) <= 2 * LOGITS
+    with pytest.raises(TypeError, match="multiple values"):
+        ours(ids, input_ids=ids, labels=ids)
+    some = torch.tensor([3, 8])
+    with torch.no_grad():
+        assert distance(ours(ids, logits_to_keep=some).logits, theirs(ids, logits_to_keep=some).logits) <= 2 * LOGITS
+
+
+def test_a_loss_that_is_not_replaced_is_named() -> None:
+    modeling: Any = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = modeling.Qwen3NextForSequenceClassification.config_class(**CONFIGS["qwen3_next"].to_dict())
+    model = modeling.Qwen3NextForSequenceClassification(config)
+    left = {line.module: line.reason for line in patch(model, loss=True, verbose=False).replacements if line.reason}
+    assert left == {"Qwen3NextForSequenceClassification": "loss=True is for ForCausalLM, and this has another loss"}
+    unpatch(model)
+    assert all(not line.reason for line in patch(model, verbose=False).replacements)
+
+
 def test_the_auxiliary_loss_is_kept(ids: Tensor) -> None:
     theirs, ours = their_model("qwen3_5_moe"), patched("qwen3_5_moe")
     inputs = {"input_ids": ids, "labels": ids, "output_router_logits": True}
@@ -412,7 +488,8 @@ def test_a_hook_on_the_last_matrix_runs_in_training(ids: Tensor) -> None:
     assert distance(loss, their_model("qwen3_5")(input_ids=ids, labels=ids, use_cache=False).loss) <= 2 * LOGITS
 
 
-def test_a_trainer_trains_it(ids: Tensor, tmp_path: Any) -> None:
+@pytest.mark.parametrize("loss", (False, True))
+def test_a_trainer_trains_it(loss: bool, ids: Tensor, tmp_path: Any) -> None:
     pytest.importorskip("accelerate")
     transformers: Any = import_module("transformers")
 
@@ -426,10 +503,31 @@ def test_a_trainer_trains_it(ids: Tensor, tmp_path: Any) -> None:
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    theirs, ours = losses(their_model("qwen3_5")), losses(patched("qwen3_5"))
+    model = their_model("qwen3_5")
+    patch(model, loss=loss, verbose=False)
+    theirs, ours = losses(their_model("qwen3_5")), losses(model)
     # Steps of SGD lower the loss by as much as gradients say, and no loss by more than itself.
     assert len(ours) == 3 and ours[2] < ours[0]
     assert all(abs(a - b) <= 2 * (LOGITS + GRADIENTS) * b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_accelerate_wraps_and_unwraps_it(ids: Tensor) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = their_model("qwen3_5").train()
+    patch(model, loss=True, verbose=False)
+    plain = model(ids, labels=ids, use_cache=False)
+    reset = partial(accelerate.state.AcceleratorState._reset_state, reset_partial_state=True)  # the process has one
+    reset()
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare_model(model)
+    lower = prepared(ids, labels=ids, use_cache=False)
+    assert lower.logits is None and 0 < distance(lower.loss, plain.loss) <= 0.3
+    left = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    reset()
+    again = left(ids, labels=ids, use_cache=False)
+    assert again.logits is None and torch.equal(again.loss, plain.loss)
+    unpatch(left)
+    assert left(ids, labels=ids, use_cache=False).logits is not None
 
 
 # ------------------------------------------------------------------------------------------- refusals

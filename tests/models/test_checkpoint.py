@@ -192,6 +192,14 @@ def _no_offsets(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0" * 4)
 
 
+def _header(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0" * 8)
+
+
+def _dtype(kind: object) -> bytes:
+    return json.dumps({"lm_head.weight": {"dtype": kind, "shape": [1], "data_offsets": [0, 4]}}).encode()
+
+
 def _no_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -237,6 +245,18 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no json": (_no_json, adjoint.ArgumentError, r"model\.safetensors is no safetensors file"),
     "wrong size": (_wrong_size, adjoint.ArgumentError, r"tensor lm_head\.weight, F32 of shape \(3, 3\)"),
     "no offsets": (_no_offsets, adjoint.ArgumentError, r"tensor lm_head\.weight has no right"),
+    "list of dtypes": (lambda f: _header(f, _dtype(["F32"])), adjoint.ArgumentError, r"lm_head\.weight has no right"),
+    "no dtype there": (
+        lambda f: _header(f, _dtype(None)),
+        adjoint.ArgumentError,
+        r"lm_head\.weight has no right",
+    ),
+    "nested": (lambda f: _header(f, b"[" * 10**5), adjoint.ArgumentError, r"no safetensors file: its header is nested"),
+    "text for a text model": (
+        lambda f: _other_config(f, {"text_config": "x", "vocab_size": 60}),
+        adjoint.ArgumentError,
+        r"must have shape \(60, 24\)",
+    ),
     "no weights": (_no_weights, adjoint.ArgumentError, r"neither model\.safetensors nor .*pytorch_model\.bin"),
     "no config": (_no_config, adjoint.ArgumentError, r"there is no file .*config\.json"),
     "bad config": (_bad_config, adjoint.ArgumentError, r"config\.json cannot be read"),
@@ -314,6 +334,15 @@ def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
     spoil(folder_of(small_model("qwen3_5_moe"), tmp_path))
     with pytest.raises(error, match=words):
         HybridLM.from_pretrained(tmp_path)
+
+
+def test_where_nothing_can_be_saved_is_named(tmp_path: Path) -> None:
+    model, path = small_model("qwen3_5"), tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(adjoint.ArgumentError, match="file is a file; a checkpoint is a folder"):
+        model.save_pretrained(path)
+    with pytest.raises(adjoint.ArgumentError, match="max_shard_bytes must be an integer, got '5GB'"):
+        model.save_pretrained(tmp_path / "folder", max_shard_bytes="5GB")  # type: ignore[arg-type]
 
 
 # -------------------------------------------------------------------------------------- the file format

@@ -159,6 +159,13 @@ def test_probabilities_of_sampling() -> None:
     assert Sampling(1.0, top_k=3, top_p=0.9).probabilities(logits).tolist()[0][3] == 0, "ties go to the lower id"
 
 
+@pytest.mark.parametrize("temperature", (1e-30, 1e-38, 1e-40, 1e-320))
+def test_a_small_temperature_takes_the_most_likely(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [-5.0, -7.0, -5.0, 0.0], [-9.0, -8.0, -8.5, -9.5]])
+    assert torch.equal(Sampling(temperature)(logits), logits.argmax(-1))
+    assert Sampling(temperature).probabilities(torch.tensor([[1.0, 1.0, 0.0]])).tolist() == [[0.5, 0.5, 0.0]]
+
+
 def test_sampling_follows_its_probabilities_and_its_generator() -> None:
     logits = torch.randn(1, 6, generator=torch.Generator().manual_seed(0)).expand(4000, 6)
     sampling = Sampling(0.7, top_k=4)
@@ -184,6 +191,13 @@ BAD: dict[str, tuple[Callable[[HybridLM], Any], str]] = {
     "token": (lambda m: m.generate([[1], [61]], 2), "from 0 to 60, got 61 in prompt 1"),
     "negative": (lambda m: m.generate([[-1]], 2), "got -1"),
     "temperature": (lambda m: m.generate([[1]], 2, temperature=-1.0), "temperature"),
+    "no temperature": (lambda m: m.generate([[1]], 2, temperature=None), "temperature must be a number"),
+    "whole top_k": (lambda m: m.generate([[1]], 2, temperature=1.0, top_k=1.5), "top_k must be an integer, got 1.5"),
+    "true top_k": (lambda m: m.generate([[1]], 2, temperature=1.0, top_k=True), "top_k must be an integer, got True"),
+    "text top_p": (lambda m: m.generate([[1]], 2, temperature=1.0, top_p="x"), "top_p must be above 0"),
+    "one stop token": (lambda m: m.generate([[1]], 2, stop_tokens=3.0), "stop_tokens must be token ids, got 3.0"),
+    "no prompts": (lambda m: m.generate(None, 2), "prompts must be lists of token ids.*got NoneType"),
+    "no cache": (lambda m: m.generate([[1]], 2, cache=3), "cache must be one of this model, from new_cache; got int"),
     "top_k": (lambda m: m.generate([[1]], 2, temperature=1.0, top_k=0), "top_k"),
     "top_p": (lambda m: m.generate([[1]], 2, temperature=1.0, top_p=1.5), "top_p"),
     "count": (lambda m: m.generate([[1]], -2), "max_new_tokens must be at least 0, got -2"),

@@ -189,6 +189,21 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
 
 
 @families
+def test_autocast_is_as_near_as_16_bits(name: str) -> None:
+    """Parameters and the sums between layers stay float32, and matrices are multiplied in bfloat16."""
+    model = small_model(name, initializer_range=0.15)
+    ids, cu_seqlens = pack(sequences())
+    plain = model(ids, cu_seqlens=cu_seqlens)
+    rounded = small_model(name, torch.bfloat16, initializer_range=0.15)(ids, cu_seqlens=cu_seqlens)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(ids, cu_seqlens=cu_seqlens, labels=ids, output_logits=True)
+    output.loss.backward()
+    assert output.logits.dtype == torch.bfloat16
+    assert distance(output.logits, plain.logits) <= MARGIN * distance(rounded.logits, plain.logits)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+
+
+@families
 def test_a_model_on_the_meta_device_is_materialised(name: str) -> None:
     config = CONFIGS[name]
     model = HybridLM(config, device="meta", dtype=torch.float64)
@@ -220,6 +235,15 @@ def test_tied_weights_stay_tied() -> None:
     model = small_model("qwen3_5").to(torch.bfloat16).double()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("assign", (False, True))
+def test_a_state_dict_keeps_weights_tied(assign: bool) -> None:
+    model = small_model("qwen3_5")
+    other = HybridLM(model.config, device="meta" if assign else None)
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert torch.equal(other.lm_head.weight, model.lm_head.weight)
 
 
 def test_labels_of_no_count_give_no_loss() -> None:
@@ -275,11 +299,30 @@ def test_16_bits_are_as_near_to_float64_as_plain_torch(name: str, dtype: torch.d
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+ONES = torch.ones(1, 3, dtype=torch.int64)
+
 BAD = {
     "rank": (lambda m: m(torch.ones(3, dtype=torch.int64)), "input_ids must be"),
     "no tensor": (lambda m: m([[1, 2]]), "input_ids must be a tensor"),
     "bounds": (lambda m: m(torch.ones(2, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 3])), "cu_seqlens"),
     "order": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 2, 1, 3])), "cu_seqlens"),
+    "no bounds": (lambda m: m(ONES, cu_seqlens=[0, 3]), "HybridLM: cu_seqlens must be a tensor, got list"),
+    "dtype of bounds": (lambda m: m(ONES, cu_seqlens=torch.tensor([0.0, 3.0])), "cu_seqlens must be int32 or int64"),
+    "bounds too short": (lambda m: m(ONES, cu_seqlens=torch.tensor([0, 2])), r"number of tokens, 3, got \[0, 2\]"),
+    "bounds too long": (lambda m: m(ONES, cu_seqlens=torch.tensor([0, 4])), r"number of tokens, 3, got \[0, 4\]"),
+    "bounds from 1": (lambda m: m(ONES, cu_seqlens=torch.tensor([1, 3])), "cu_seqlens must begin with 0"),
+    "bounds of a cache": (
+        lambda m: m(ONES, cu_seqlens=torch.tensor([0, 2]), cache=m.new_cache(1)),
+        "HybridLM: cu_seqlens must begin with 0",
+    ),
+    "no labels": (lambda m: m(ONES, labels=[[1, 1, 1]]), "labels must be a tensor, got list"),
+    "no cache": (lambda m: m(ONES, cache="x"), "cache must be one of this model, from new_cache; got str"),
+    "slots of no cache": (lambda m: m(ONES, slots=[0]), "slots name sequences of a cache, and cache is None"),
+    "slots of a tensor": (
+        lambda m: m(ONES.expand(2, 3), cache=m.new_cache(2), slots=torch.tensor([1, 1])),
+        "slots must be an integer",
+    ),
+    "fewer than no sequences": (lambda m: m.new_cache(-1), "sequences must be at least 0, got -1"),
     "labels": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), labels=torch.ones(1, 2, dtype=torch.int64)), "labels"),
     "token": (lambda m: m(torch.full((1, 3), 61)), "61"),
     "cache": (lambda m: m(torch.ones(1, 3, dtype=torch.int64), cache=small_model("qwen3_5").new_cache(1)), "another"),
@@ -289,11 +332,22 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("layers", ("mixed", "full"))
 @pytest.mark.parametrize("case", BAD)
-def test_bad_calls_are_named(case: str) -> None:
+def test_bad_calls_are_named(case: str, layers: str) -> None:
+    """Also by a model that has no layer whose operations check the bounds of sequences."""
     call, words = BAD[case]
+    model = small_model("qwen3_5", **({"layer_types": ("full_attention",) * 4} if layers == "full" else {}))
     with torch.no_grad(), pytest.raises(adjoint.ArgumentError, match=words):
-        call(small_model("qwen3_5"))
+        call(model)
+
+
+def test_a_frozen_model_with_checkpointing_fills_its_cache() -> None:
+    model = small_model("qwen3_5").train().requires_grad_(False)
+    model.gradient_checkpointing_enable()
+    ids, cache = sequences((11,))[0][None], model.new_cache(1)
+    pieces = [model(ids[:, begin:end], cache=cache).logits for begin, end in ((0, 4), (4, 5), (5, 11))]
+    assert distance(torch.cat(pieces, 1), model(ids).logits) <= PACKED_LOGITS
 
 
 def test_a_cache_has_no_gradient() -> None:
@@ -337,6 +391,36 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "layers": ({"layer_types": ["linear_attention"]}, adjoint.ArgumentError, "layer_types"),
     "mixer": ({"layer_types": ["sliding_attention"] * 4}, adjoint.Unsupported, "sliding_attention"),
     "size": ({"hidden_size": 0}, adjoint.ArgumentError, "hidden_size"),
+    "true size": ({"hidden_size": True}, adjoint.ArgumentError, "hidden_size must be a positive integer, got True"),
+    "half a layer": ({"num_hidden_layers": 4.0}, adjoint.ArgumentError, "num_hidden_layers must be a positive integer"),
+    "text layers": (
+        {"num_hidden_layers": "4", "layer_types": None},
+        adjoint.ArgumentError,
+        "num_hidden_layers must be",
+    ),
+    "one layer": ({"layer_types": 5}, adjoint.ArgumentError, "layer_types must be a list, got 5"),
+    "text of layers": ({"layer_types": "full"}, adjoint.ArgumentError, "layer_types must be a list, got 'full'"),
+    "half an expert": ({"num_experts": 2.5}, adjoint.ArgumentError, "num_experts must be an integer from 0 on"),
+    "text of a factor": (
+        {"rope_parameters": {"partial_rotary_factor": "x"}},
+        adjoint.ArgumentError,
+        "must be a number",
+    ),
+    "list of rope": ({"rope_parameters": [1]}, adjoint.ArgumentError, r"rope_parameters must be an object, got \[1\]"),
+    "no base": (
+        {"rope_parameters": {"rope_theta": -1.0}},
+        adjoint.ArgumentError,
+        "rope_theta must be positive",
+    ),
+    "text of a token": ({"eos_token_id": [1, "x"]}, adjoint.ArgumentError, "eos_token_id must be a token id"),
+    "several paddings": ({"pad_token_id": [0]}, adjoint.ArgumentError, r"pad_token_id must be a token id, got \(0,\)"),
+    "eps": ({"rms_norm_eps": 0}, adjoint.ArgumentError, "rms_norm_eps must be positive, got 0"),
+    "text of a dropout": ({"attention_dropout": "x"}, adjoint.Unsupported, "attention_dropout must be 0, got x"),
+    "interval": (
+        {"layer_types": None, "full_attention_interval": 1.5},
+        adjoint.ArgumentError,
+        "full_attention_interval must be an integer, got 1.5",
+    ),
     "experts": ({"num_experts": 4}, adjoint.ArgumentError, "num_experts"),
     "rotary": ({"head_dim": 2}, adjoint.ArgumentError, "partial_rotary_factor"),
 }

@@ -153,3 +153,20 @@ def test_a_layer_in_deterministic_mode_repeats_its_bits() -> None:
             runs.append([y, *torch.autograd.grad(y, [*layer.parameters()], y.detach())])
     for other in runs[1:]:
         assert all(torch.equal(mine, right) for mine, right in zip(other, runs[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        (torch.tensor([0, 3]), r"must begin with 0, never descend, and end with the number of tokens, 5, got \[0, 3\]"),
+        (torch.tensor([0, 7]), r"got \[0, 7\]"),
+        (torch.tensor([0, 4, 3, 5]), "never descend"),
+        (torch.arange(12) * 2, r"got \[0, 2, 4, 6, …, 20, 22\]"),
+        (torch.tensor([0.0, 5.0]), "cu_seqlens must be int32 or int64"),
+        ([0, 5], "cu_seqlens must be a tensor, got list"),
+    ],
+)
+def test_bounds_that_are_none_are_named(bounds: Any, words: str) -> None:
+    layer, angles = adjoint.nn.GatedAttention(8, 2, 1, 4), torch.zeros(5, 1)
+    with pytest.raises(adjoint.ArgumentError, match=f"GatedAttention: .*{words}"):
+        layer(torch.zeros(1, 5, 8), angles, angles, cu_seqlens=bounds)

@@ -1,5 +1,7 @@
 """The module is the function, with the parameters of Hugging Face's modules."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -72,3 +74,18 @@ def test_a_preference_is_passed_on() -> None:
         module(normal(1, 2, 4))
     with pytest.raises(adjoint.Unsupported, match="nothing"):
         module.step(normal(1, 1, 4), normal(1, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CausalConv1d(0, 4), "channels must be at least 1, got 0"),
+        (lambda: CausalConv1d(4.5, 4), "channels must be an integer, got 4.5"),  # type: ignore[arg-type]
+        (lambda: CausalConv1d(4, 0), "width must be from 1 to 8, got 0"),
+        (lambda: CausalConv1d(4, 9), "width must be from 1 to 8, got 9"),
+        (lambda: CausalConv1d(4, 4, activation="relu"), "activation must be 'silu' or None, got 'relu'"),
+    ],
+)
+def test_a_module_that_could_never_run_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(adjoint.ArgumentError, match=words):
+        make()

@@ -1,6 +1,7 @@
 """The head of a language model as a module."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +59,17 @@ def test_log_probabilities_on_request() -> None:
     loss, logs = head(torch.randn(4, 8), torch.tensor([1, 2, 3, -100]))
     assert logs.shape == (4,) and logs[3] == 0
     assert torch.equal(loss, -logs.double().sum().float() / 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reduction": "avg"}, "LinearCrossEntropy: reduction must be one of"),
+        ({"softcap": -1.0}, "LinearCrossEntropy: softcap must be"),
+        ({"ignore_index": None}, "LinearCrossEntropy: ignore_index must be an integer"),
+        ({"shift": "yes"}, "LinearCrossEntropy: shift must be True or False"),
+    ],
+)
+def test_options_are_checked_when_it_is_made(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(adjoint.ArgumentError, match=words):
+        adjoint.nn.LinearCrossEntropy(4, 9, **options)

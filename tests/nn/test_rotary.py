@@ -140,6 +140,10 @@ def test_preference_is_passed_on() -> None:
         (lambda: Rotary(8, partial_rotary_factor=1.5), "got 12"),
         (lambda: Rotary(8, partial_rotary_factor=0.0), "got 0"),
         (lambda: Rotary(8, 0.0), "base must be a positive number, got 0"),
+        (lambda: Rotary(8.5), "dim must be an integer, got 8.5"),  # type: ignore[arg-type]
+        (lambda: Rotary(8, table_dtype=torch.int32), "table_dtype must be a floating torch.dtype, got torch.int32"),
+        (lambda: Rotary(8)(normal(1, 4, 2, 8), cu_seqlens=torch.tensor([0, 3])), r"tokens, 4, got \[0, 3\]"),
+        (lambda: Rotary(8)(normal(1, 4, 2, 8), cu_seqlens=torch.tensor([0, 3, 2, 4])), "never descend"),
         (lambda: Rotary(8)(normal(1, 4, 8)), r"\[batch, time, heads, D\], got \(1, 4, 8\)"),
         (lambda: Rotary(8)(normal(1, 4, 2, 8), None, torch.arange(3)), r"position_ids must have shape .* got \(3,\)"),
         (lambda: Rotary(8)(normal(2, 4, 2, 8), None, torch.zeros(3, 4).long()), r"position_ids .* got \(3, 4\)"),

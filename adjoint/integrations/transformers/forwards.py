@@ -4,6 +4,7 @@ A forward calls the module's submodules, so that adapters, hooks and quantised p
 with any of these is called too. The weights of a convolution are read, as transformers' own forward reads them.
 """
 
+import inspect
 import sys
 from typing import Any, cast
 
@@ -118,18 +119,34 @@ def attend(
     return self.o_proj(sigmoid_gate(y.reshape(gate.shape), gate).flatten(-2)), weights
 
 
-def training_loss(self: Any, *arguments: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+def _by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of a model's forward by their names."""
+    bound = inspect.signature(type(self).forward).bind(self, *arguments, **kwargs).arguments
+    others = bound.pop("kwargs", {})
+    return {name: value for name, value in bound.items() if name != "self"} | others
+
+
+def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
     """The forward of a causal model that, in training, gives the loss and no logits: they are never held at once."""
-    plain = (not self.training, labels is None, bool(kwargs.get("logits_to_keep")), kwargs.get("return_dict") is False)
-    if any(plain) or not is_plain(self.lm_head, nn.Linear):
-        return type(self).forward(self, *arguments, labels=labels, **kwargs)
+    kwargs = _by_name(self, arguments, kwargs) if arguments else kwargs
+    labels = kwargs.pop("labels", None)
+    keep = kwargs.get("logits_to_keep")  # how many, or which
+    partly = isinstance(keep, Tensor) or bool(keep)
+    if (
+        not self.training
+        or labels is None
+        or partly
+        or kwargs.get("return_dict") is False
+        or not is_plain(self.lm_head, nn.Linear)
+    ):
+        return type(self).forward(self, labels=labels, **kwargs)
     kwargs.pop("return_dict", None), kwargs.pop("logits_to_keep", None)
     modeling: Any = sys.modules[type(self).__module__]
     shifted, count = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     sparse = hasattr(self, "router_aux_loss_coef")
     if sparse and kwargs.get("output_router_logits") is None:
         kwargs["output_router_logits"] = self.config.output_router_logits
-    outputs = self.model(*arguments, **kwargs)
+    outputs = self.model(**kwargs)
     targets = next_labels(cast(Tensor, labels), kwargs.get("cu_seq_lens_q")) if shifted is None else shifted
     hidden, (weight, bias) = outputs.last_hidden_state, (self.lm_head.weight, self.lm_head.bias)
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="mean" if count is None else "sum")

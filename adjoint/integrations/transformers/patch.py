@@ -1,9 +1,10 @@
 """`patch`: our operations in one model of transformers, module by module, and `unpatch`, which takes them out again."""
 
+import inspect
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ OLDEST, NEWEST = (5, 17), (5, 22)
 FAMILIES = ("Qwen3Next", "Qwen3_5Moe", "Qwen3_5")
 
 _STATE = "_adjoint_patch"
-"""The attribute of a patched model that says how to undo it."""
+"""The attribute of a module that was replaced which says how to undo it: whatever holds the module can be unpatched."""
 
 Undo = list[tuple[Any, ...]]
 """Functions and their arguments. Modules are among these, so that a deep copy of a model undoes what it has itself."""
@@ -72,21 +73,22 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
     require(OLDEST, NEWEST)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"patch: model must be a model of transformers, got {type(model).__name__}")
-    if hasattr(model, _STATE):
+    if any(_STATE in vars(module) for module in model.modules()):
         raise ArgumentError(f"patch: this {type(model).__name__} is patched already; unpatch it first")
     modules = [module for module in model.modules() if _family(module)]
     if not modules:
         raise ArgumentError(
             f"patch: {type(model).__name__} has no module of the families it knows: {', '.join(FAMILIES)}"
         )
-    undo: Undo = []
     rows: dict[tuple[str, str, str], int] = {}
     for module in modules:
+        undo: Undo = []
         operations, reason = _replace(module, undo, loss)
+        if undo:
+            setattr(module, _STATE, undo)
         if operations or reason:
             key = (type(module).__name__, "" if reason else operations, reason)
             rows[key] = rows.get(key, 0) + 1
-    setattr(model, _STATE, undo)
     report = Report(tuple(Replacement(name, count, done, reason) for (name, done, reason), count in rows.items()))
     if verbose:
         print(report)
@@ -94,16 +96,19 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
 
 
 def unpatch(model: nn.Module) -> None:
-    """Puts back what `patch` replaced.
+    """Puts back what `patch` replaced, in this model or in what holds it or is left of it: a PEFT model, or its base.
 
     Raises:
-        ArgumentError: the model is not patched.
+        ArgumentError: nothing in the model is patched.
     """
-    if not hasattr(model, _STATE):
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"unpatch: model must be a model of transformers, got {type(model).__name__}")
+    patched = [module for module in model.modules() if _STATE in vars(module)]
+    if not patched:
         raise ArgumentError(f"unpatch: this {type(model).__name__} is not patched")
-    for function, *arguments in reversed(getattr(model, _STATE)):
-        function(*arguments)
-    delattr(model, _STATE)
+    for module in patched:
+        for function, *arguments in reversed(vars(module).pop(_STATE)):
+            function(*arguments)
 
 
 def _family(module: nn.Module) -> str:
@@ -133,6 +138,8 @@ def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
     if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Embedding):
         _watch_positions(module, undo)
         return _replace_embedding(module.embed_tokens, undo)
+    if loss and name.removeprefix("Text").startswith("For") and name != "ForCausalLM":
+        return "linear_cross_entropy", "loss=True is for ForCausalLM, and this has another loss"
     if name not in _FORWARDS or (name == "ForCausalLM" and not loss):
         return "", ""
     forward, operations = _FORWARDS[name]
@@ -159,7 +166,14 @@ def _is_silu(activation: object) -> bool:
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: Undo) -> None:
-    module.forward = MethodType(forward, module)
+    """A forward that pickles and copies with its module, and has the names of the arguments that it had: transformers
+    and its Trainer look at them to see which inputs the model takes."""
+    names = inspect.signature(module.forward)
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in names.parameters.values()]
+    replaced: Any = partial(forward, module)
+    replaced.__func__ = forward  # accelerate wraps the function of a bound method, and binds it again
+    replaced.__signature__ = names.replace(parameters=parameters, return_annotation=names.empty)
+    module.forward = replaced
     undo.append((_forget_forward, module))
 
 
@@ -169,8 +183,10 @@ def _forget_forward(module: nn.Module) -> None:
 
 
 def _replace_embedding(module: nn.Embedding, undo: Undo) -> tuple[str, str]:
-    if type(module) is not nn.Embedding or "forward" in vars(module):
+    if type(module) is not nn.Embedding:
         return "embedding", "its embedding is of another class"
+    if "forward" in vars(module):
+        return "embedding", "its embedding's forward is replaced already"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "embedding", "its embedding has max_norm, scale_grad_by_freq or sparse"
     _set_forward(module, forwards.embed, undo)

@@ -330,6 +330,18 @@ def test_in_place_touches_rotated_columns_alone(backend: str, device: torch.devi
     assert call.operator.name == "rotary_in_place" and call.operator.outputs == ("q", "k")
 
 
+def test_in_place_takes_heads_of_one_packed_projection() -> None:
+    """Five heads of queries, two of keys and two of values: their addresses meet, and no element is in two of them."""
+    packed = torch.randn(2, 6, 9, 8, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.1])
+    before, (q, k, v) = packed.clone(), packed.split((5, 2, 2), 2)
+    right = adjoint.rotary(q, k, angles.cos(), angles.sin(), rotary_dim=4)
+    adjoint.rotary(q, k, angles.cos(), angles.sin(), rotary_dim=4, in_place=True)
+    assert torch.equal(q, right[0]) and torch.equal(k, right[1]) and torch.equal(v, before[:, :, 7:])  # type: ignore[arg-type]
+    with pytest.raises(adjoint.ArgumentError, match="q, which in_place=True overwrites, shares memory with k"):
+        adjoint.rotary(packed[:, :, :6], k, angles.cos(), angles.sin(), rotary_dim=4, in_place=True)
+
+
 def test_in_place_plans_say_what_they_promise() -> None:
     q, table = torch.zeros(1, 3, 2, 8), torch.zeros(3, 4)
     plan = adjoint.plan(adjoint.rotary, q, q.clone(), table, table.clone(), in_place=True)
