@@ -285,7 +285,6 @@ EQUIVALENT = {
         for function, change in (
             ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (2)"),
             ("rule_chunk_inverse_hopper", "which < keyed -> which <= keyed (4)"),
-            ("_consumer", "warpgroup_mma_wait(2, deps=[dS]) -> warpgroup_mma_wait(3, deps=[dS])"),
         )
     },
     ("_producer", "AHEAD - 1 -> AHEAD - 2"): "it waits for more copies than it needs",
