@@ -36,14 +36,6 @@ def _forward_by_selection(rows: Tensor, k: int, renormalize: bool) -> tuple[Tens
     return torch.softmax(exact, -1).gather(1, indices), indices
 
 
-def _best(rows: Tensor, k: int) -> Tensor | None:
-    """The k largest of each row in their order, by a selection that knows no order of equal ones: None where two of the
-    k + 1 largest are equal, or NaN is among them, as it then is the largest."""
-    values, indices = rows.topk(min(k + 1, rows.shape[1]), dim=1)
-    is_certain = rows.numel() and bool((values[:, :-1] > values[:, 1:]).all())
-    return indices[:, :k].contiguous() if is_certain else None
-
-
 def backward(arguments: tuple[Any, ...], dlogits: Tensor) -> None:
     """From the saved weights: the logits are read only where a slope or the other experts' shares need them."""
     dweights, weights, indices, logits, experts, k, _, score, renormalize = arguments
