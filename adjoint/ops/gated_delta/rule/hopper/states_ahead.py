@@ -126,25 +126,28 @@ def start_region(shape: Shape) -> dict[str, tuple[torch.dtype, int]]:
     return {"starts": (torch.float32, shape.sequences * PLACES * shape.heads * shape.K * shape.V)}
 
 
-def rounds_of(chunks: int) -> tuple[int, int]:
-    """The sizes a and x, in chunks, of the stretches of a sequence that is scanned in three rounds.
+def rounds_of(chunks: int) -> tuple[int, int, int]:
+    """The sizes a, y and z, in chunks, of the stretches of a sequence that is scanned in three rounds.
 
-        round   states at                  beside them, outputs of
-        1       a, a + x                   [0, a)
-        2       a + 2x, ... a + 5x         [a, a + x), [a + x, a + 2x)
-        3                                  four stretches of x from a + 2x on
+        round   states at                          beside them, outputs of
+        1       a, a + y                           [0, a)
+        2       b = a + 2y, b + z, b + 2z, b + 3z  [a, a + y), [a + y, b)
+        3                                          four stretches of z from b on
 
-    A chunk with outputs takes 2.6 µs of a multiprocessor of an H200, and one ahead 0.85: with a = n/16 and x = 5n/32
-    both finish at about the same time in the first two rounds. Of the whole numbers around it, those that take less.
+    A chunk with outputs takes 2.6 µs of a multiprocessor of an H200, and one ahead 0.85. Both finish at the same time
+    in each of the first two rounds where 2.6 a = 0.85 (a + y) and 2.6 y = 0.85 (y + 3z). Of the whole numbers around
+    those, the ones that take least.
     """
     outputs, ahead = 2.6, 0.85
+    ratio = ahead / (outputs - ahead)
 
-    def time(x: int) -> float:
-        a = max(chunks - 6 * x, 0)
-        return max(outputs * a, ahead * (a + x)) + max(outputs, 4 * ahead) * x + outputs * x
+    def time(sizes: tuple[int, int, int]) -> float:
+        a, y, z = sizes
+        return max(outputs * a, ahead * (a + y)) + max(outputs * y, ahead * (y + 3 * z)) + outputs * z
 
-    x = min(max(5 * chunks // 32, 1), -(-5 * chunks // 32), key=time)
-    return max(chunks - 6 * x, 0), x
+    last = int(chunks / (4 + 3 * ratio * (2 + ratio)))
+    pairs = [(max(int(3 * ratio * z) + more, 1), z) for z in (max(last, 1), last + 1) for more in (0, 1)]
+    return min(((max(chunks - 2 * y - 4 * z, 0), y, z) for y, z in pairs), key=time)
 
 
 def bind_states_ahead(setup: Setup, shape: Shape, initial: bool) -> Callable[..., None]:
@@ -174,27 +177,27 @@ def bind_states_ahead(setup: Setup, shape: Shape, initial: bool) -> Callable[...
 def bind_scan_ahead(setup: Setup, shape: Shape, whole: Callable[..., None], initial: bool) -> Callable[..., None]:
     """The results of `whole`, the scan that `bind_whole_scan` binds for whole sequences, in three rounds."""
     ahead = bind_states_ahead(setup, shape, initial)
-    a, x = rounds_of(-(-shape.time // packing.CHUNK))
+    a, y, z = rounds_of(-(-shape.time // packing.CHUNK))
+    b = a + 2 * y
 
     def launch(
         memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, scale: float,
         initial_state: Tensor | None, saved: Tensor | None, final_state: Tensor | None, out: Tensor,
     ) -> None:  # fmt: skip
-        def scan(first: int, count: int, place: int, size: int = x) -> None:
-            stretches = Stretches(first, size, count, place)
-            whole(memory, q, k, v, scale, initial_state, saved, final_state, out, stretches)
+        def scan(*stretches: int) -> None:
+            whole(memory, q, k, v, scale, initial_state, saved, final_state, out, Stretches(*stretches))
 
-        def states(first_chunk: int, first_state: int, last_state: int, place: int) -> None:
-            ahead(memory, k, v, initial_state, first_chunk, first_state, x, last_state, place)
+        def states(*places: int) -> None:
+            ahead(memory, k, v, initial_state, *places)
 
         def scan_first() -> None:
             if a > 0:
-                scan(0, 1, 0, a)
+                scan(0, a, 1, 0)
 
         # Where a is 0, the stretch in the first place begins with the sequence.
-        first_states = (0, a, a + x, 0) if a > 0 else (0, x, x, 1)
+        first_states = (0, a, y, a + y, 0) if a > 0 else (0, y, y, y, 1)
         run_concurrently(setup.device, lambda: states(*first_states), scan_first, a > 0)
-        run_concurrently(setup.device, lambda: states(a + x, a + 2 * x, a + 5 * x, 2), lambda: scan(a, 2, 0), True)
-        scan(a + 2 * x, 4, 2)
+        run_concurrently(setup.device, lambda: states(a + y, b, z, b + 3 * z, 2), lambda: scan(a, y, 2, 0), True)
+        scan(b, z, 4, 2)
 
     return launch
