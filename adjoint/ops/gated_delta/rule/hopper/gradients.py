@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup, is_aligned
+from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.hopper import device
-from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE, WHOLE, Part
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
@@ -79,8 +80,8 @@ def rule_gradients_hopper(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
     chunk_indices: Pointer.int32, states: Pointer16.element, dstates: Pointer16.element, new_values: Pointer16.element,
     Y: Pointer16.element, dq: Pointer16.element, dk: Pointer16.element, dv: Pointer16.element, dg: Pointer.gate,
-    dbeta: Pointer.strength, q_factors: Pointer.float32, k_factors: Pointer.float32, items: Int32, scale: Float32,
-    KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, Q_HEAD: gl.constexpr, K_STRIDE: gl.constexpr,
+    dbeta: Pointer.strength, q_factors: Pointer.float32, k_factors: Pointer.float32, first_item: Int32, items: Int32,
+    scale: Float32, KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, Q_HEAD: gl.constexpr, K_STRIDE: gl.constexpr,
     K_HEAD: gl.constexpr, V_STRIDE: gl.constexpr, V_HEAD: gl.constexpr, DO_STRIDE: gl.constexpr,
     DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NORMALIZED: gl.constexpr,
 ):  # fmt: skip
@@ -98,8 +99,8 @@ def rule_gradients_hopper(
     terms may cancel, each rounded to 2^-24 of the sum; `_sums_past` has none that do, of Z in two 16-bit parts.
 
     Sums over rows are of two halves, one a warpgroup's, and those over columns of four parts, each a warp's; they are
-    in shared memory until all are there. `items` are chunks times key heads. Programs share them out evenly; which
-    has which changes no bit.
+    in shared memory until all are there. An item is a chunk and key head. Programs share out evenly those from
+    `first_item` to before `items`; which program or launch has which changes no bit.
     """
     HEADS: gl.constexpr = KEY_HEADS * GROUP
     kind: gl.constexpr = k.dtype.element_ty
@@ -136,7 +137,7 @@ def rule_gradients_hopper(
     sums = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     tile_gates = device.Gates.allocate(2)
 
-    program = gl.program_id(0)
+    program = first_item + gl.program_id(0)
     step = gl.num_programs(0)
     count = (items - program + step - 1) // step * GROUP
     item = program
@@ -335,36 +336,42 @@ def rule_gradients_hopper(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """As many programs run at a time: shared memory has room for one on a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def bind_gradients(setup: Setup, shape: Shape, normalize: bool) -> Callable[..., None]:
-    """dq, dk, dv, dg and dβ, all of them: `launch(memory, q, k, v, do, scale, gradients)`."""
+    """dq, dk, dv, dg and dβ, all of them: `launch(memory, q, k, v, do, scale, gradients)`.
+
+    Of one sequence, a launch may be of a `Part`, and leave multiprocessors to `others`, programs that run beside it.
+    """
     gradient_kernel = device.ByStrides(
         setup, shape, rule_gradients_hopper, "Q K V DO", gate=shape.gate, strength=shape.strength,
         KEY_HEADS=shape.key_heads, NORMALIZED=normalize, num_warps=8,
     )  # fmt: skip
-    items = shape.chunks * shape.key_heads
 
     def launch(
         memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, do: TokenRows | None, scale: float,
-        gradients: tuple[Tensor, ...],
+        gradients: tuple[Tensor, ...], part: Part = WHOLE, others: int = 0,
     ) -> None:  # fmt: skip
         assert do is not None  # or the plan refused
         # Where a caller's begin at no multiple of 16 bytes, by way of others: narrower stores have no registers.
         dq, dk, dv = (out if is_aligned(out) else torch.empty_like(out) for out in gradients[:3])
         absent = memory["gates"]  # stands for a pointer that no variant reads
+        end = min(part.first + part.chunks, shape.chunks)
+        first_item, items = part.first * shape.key_heads, end * shape.key_heads
+        programs = min(items - first_item, multiprocessors(setup.device) - others)
         gradient_kernel.of(q, k, v, do).launch(
-            (min(items, _multiprocessors(setup.device)),), q=q.start, k=k.start, v=v.start, do=do.start,
-            gates=memory["gates"], chunk_indices=memory["chunk_indices"], states=memory["states"],
+            (programs,), q=q.start, k=k.start, v=v.start, do=do.start, gates=memory["gates"],
+            chunk_indices=memory["chunk_indices"], states=memory["states"],
             dstates=memory["dstates"], new_values=memory["new_values"], Y=memory["Y"], dq=dq, dk=dk, dv=dv,
             dg=gradients[3], dbeta=gradients[4], q_factors=memory.get("q_factors", absent),
-            k_factors=memory.get("k_factors", absent), items=items, scale=scale,
+            k_factors=memory.get("k_factors", absent), first_item=first_item, items=items, scale=scale,
         )  # fmt: skip
         for out, result in zip(gradients, (dq, dk, dv), strict=False):
             if result is not out:
-                out.copy_(result)
+                tokens = slice(part.first * packing.CHUNK, end * packing.CHUNK)
+                out[:, tokens].copy_(result[:, tokens])
 
     return launch
