@@ -14,6 +14,7 @@ from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.rule.hopper import gradients_beside
 from adjoint.ops.gated_delta.rule.hopper.gradients_beside import Sizes, sizes_of
 from adjoint.ops.gated_delta.rule.shape import Shape
+from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.reverse_scan import Upstream
 from adjoint.ops.gated_delta.values import nearly_equal
 from tests.gluon import hopper
@@ -114,10 +115,11 @@ def test_bits_are_those_of_single_launches(monkeypatch: pytest.MonkeyPatch, name
         scans = [(x["first_chunk"], x["part"]) for kernel, _, x in launches if kernel == "rule_reverse_scan_hopper"]
         assert scans == [(chunks - sizes.scanned, sizes.scanned), (0, chunks - sizes.scanned)]
         heads = EXAMPLES[name][0]().inputs[0].shape[2]
-        items = [(n, x["first_item"], x["items"]) for kernel, n, x in launches if kernel == "rule_gradients_hopper"]
-        (programs, *last), (_, *first) = items
-        done = (chunks - sizes.beside) * heads
-        assert (first, last) == ([0, done], [done, chunks * heads]), "every chunk and key head once"
+        (programs, last), (_, first) = [(n, x) for kernel, n, x in launches if kernel == "rule_gradients_hopper"]
+        places = [x["chunk_indices"].storage_offset() // INDEX_WIDTH.value for x in (first, last)]
+        assert places[1] - places[0] == chunks - sizes.beside, "the first chunk of either"
+        assert first["items"] == (chunks - sizes.beside) * heads, "every chunk and key head of the first chunks"
+        assert last["items"] == sizes.beside * heads, "and of the last ones"
         scanning = next(n for kernel, n, _ in launches if kernel == "rule_reverse_scan_hopper")
         assert programs + scanning <= PROGRAMS, "side by side"
 

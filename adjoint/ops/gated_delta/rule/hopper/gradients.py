@@ -15,9 +15,8 @@ Registers are what is scarce: spilling 400 bytes a thread took 1.4 times as long
 waited for, the other may still read its tiles: a barrier before they change.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup, is_aligned
+from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.hopper import device
 from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE, WHOLE, Part
@@ -80,8 +80,8 @@ def rule_gradients_hopper(
     q: Pointer16.element, k: Pointer16.element, v: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32,
     chunk_indices: Pointer.int32, states: Pointer16.element, dstates: Pointer16.element, new_values: Pointer16.element,
     Y: Pointer16.element, dq: Pointer16.element, dk: Pointer16.element, dv: Pointer16.element, dg: Pointer.gate,
-    dbeta: Pointer.strength, q_factors: Pointer.float32, k_factors: Pointer.float32, first_item: Int32, items: Int32,
-    scale: Float32, KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, Q_HEAD: gl.constexpr, K_STRIDE: gl.constexpr,
+    dbeta: Pointer.strength, q_factors: Pointer.float32, k_factors: Pointer.float32, items: Int32, scale: Float32,
+    KEY_HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, Q_HEAD: gl.constexpr, K_STRIDE: gl.constexpr,
     K_HEAD: gl.constexpr, V_STRIDE: gl.constexpr, V_HEAD: gl.constexpr, DO_STRIDE: gl.constexpr,
     DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NORMALIZED: gl.constexpr,
 ):  # fmt: skip
@@ -99,8 +99,8 @@ def rule_gradients_hopper(
     terms may cancel, each rounded to 2^-24 of the sum; `_sums_past` has none that do, of Z in two 16-bit parts.
 
     Sums over rows are of two halves, one a warpgroup's, and those over columns of four parts, each a warp's; they are
-    in shared memory until all are there. An item is a chunk and key head. Programs share out evenly those from
-    `first_item` to before `items`; which program or launch has which changes no bit.
+    in shared memory until all are there. `items` are chunks times key heads. Programs share them out evenly; which
+    has which, and which launch, changes no bit.
     """
     HEADS: gl.constexpr = KEY_HEADS * GROUP
     kind: gl.constexpr = k.dtype.element_ty
@@ -137,7 +137,7 @@ def rule_gradients_hopper(
     sums = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     tile_gates = device.Gates.allocate(2)
 
-    program = first_item + gl.program_id(0)
+    program = gl.program_id(0)
     step = gl.num_programs(0)
     count = (items - program + step - 1) // step * GROUP
     item = program
@@ -351,8 +351,17 @@ def bind_gradients(setup: Setup, shape: Shape, normalize: bool) -> Callable[...,
         KEY_HEADS=shape.key_heads, NORMALIZED=normalize, num_warps=8,
     )  # fmt: skip
 
+    values, state = shape.V * packing.CHUNK, shape.V * shape.K
+    sizes = {
+        "gates": GATE_ROWS.value * packing.CHUNK,
+        "new_values": values,
+        "Y": values,
+        "states": state,
+        "dstates": state,
+    }
+
     def launch(
-        memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, do: TokenRows | None, scale: float,
+        memory: Memory, q: TokenRows, k: TokenRows, v: TokenRows, do: TokenRows | None, scale: float,
         gradients: tuple[Tensor, ...], part: Part = WHOLE, others: int = 0,
     ) -> None:  # fmt: skip
         assert do is not None  # or the plan refused
@@ -360,14 +369,15 @@ def bind_gradients(setup: Setup, shape: Shape, normalize: bool) -> Callable[...,
         dq, dk, dv = (out if is_aligned(out) else torch.empty_like(out) for out in gradients[:3])
         absent = memory["gates"]  # stands for a pointer that no variant reads
         end = min(part.first + part.chunks, shape.chunks)
-        first_item, items = part.first * shape.key_heads, end * shape.key_heads
-        programs = min(items - first_item, multiprocessors(setup.device) - others)
+        items = (end - part.first) * shape.key_heads
+        # A part has the code of the whole, from other places on.
+        first_lane = part.first * shape.heads
+        regions = {name: memory.part(name, first_lane * size) for name, size in sizes.items()}
         gradient_kernel.of(q, k, v, do).launch(
-            (programs,), q=q.start, k=k.start, v=v.start, do=do.start, gates=memory["gates"],
-            chunk_indices=memory["chunk_indices"], states=memory["states"],
-            dstates=memory["dstates"], new_values=memory["new_values"], Y=memory["Y"], dq=dq, dk=dk, dv=dv,
-            dg=gradients[3], dbeta=gradients[4], q_factors=memory.get("q_factors", absent),
-            k_factors=memory.get("k_factors", absent), first_item=first_item, items=items, scale=scale,
+            (min(items, multiprocessors(setup.device) - others),), q=q.start, k=k.start, v=v.start, do=do.start,
+            chunk_indices=memory.part("chunk_indices", part.first * INDEX_WIDTH.value), **regions,
+            dq=dq, dk=dk, dv=dv, dg=gradients[3], dbeta=gradients[4], q_factors=memory.get("q_factors", absent),
+            k_factors=memory.get("k_factors", absent), items=items, scale=scale,
         )  # fmt: skip
         for out, result in zip(gradients, (dq, dk, dv), strict=False):
             if result is not out:
