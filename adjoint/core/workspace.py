@@ -27,6 +27,11 @@ class Memory(dict[str, Any]):
         assert self.workspace is not None
         return self.regions.tensor(self.workspace, name)
 
+    def part(self, name: str, first: int) -> Any:
+        """One region as a kernel takes it, from an element on."""
+        start = self[name]
+        return start[first:] if isinstance(start, Tensor) else start + first * self.regions.itemsize(name)
+
     def contiguous(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor, or its contiguous copy where the plan makes one: see `Setup.copies`."""
         if not self or f"copy_of_{name}" not in self:
@@ -63,6 +68,10 @@ class Regions:
 
     def __contains__(self, name: str) -> bool:
         return name in self._regions
+
+    def itemsize(self, name: str) -> int:
+        """The bytes of an element of a region."""
+        return self._regions[name][0].itemsize
 
     @property
     def bytes(self) -> int:

@@ -30,6 +30,9 @@ HALVES, WHOLE_V = {"spans_in_halves": 10**9, "spans_ahead": 0}, {"spans_in_halve
 AHEAD = {"spans_ahead": 10**9, "tokens_ahead": 1}
 """Those with which states are scanned ahead of the outputs."""
 
+BESIDE = {"tokens_beside": 1}
+"""Those with which gradients of one sequence may be computed beside its reverse scan."""
+
 
 def candidate_of(operator: Operator) -> Candidate:
     """The plan of the operator for Hopper alone."""
@@ -56,7 +59,7 @@ def run(
     for output in outputs:
         output.fill_(float("nan") if output.is_floating_point() else -1)
     with modelled(schedule, codes), ExitStack() as patches:
-        for module, name in ((gradients, "_multiprocessors"), (tiles, "multiprocessors")):
+        for module, name in ((gradients, "multiprocessors"), (tiles, "multiprocessors")):
             patches.enter_context(patch.object(module, name, lambda device: programs))
         execute(arguments, outputs, None)
     return outputs
@@ -65,8 +68,15 @@ def run(
 def run_both(call: Call, upstream: tuple[Tensor | None, ...], schedule: Schedule) -> tuple[tuple[Tensor, ...], ...]:
     """The outputs of a call, all of them, and its gradients."""
     outputs = run(call.operator, call.arguments, schedule)
+    return outputs, run_backward(call, upstream, outputs, schedule)
+
+
+def run_backward(
+    call: Call, upstream: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], schedule: Schedule, **options: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of a call with these outputs."""
     assert call.adjoint is not None and call.adjoint_arguments is not None
-    return outputs, run(call.adjoint, call.adjoint_arguments(upstream, outputs), schedule)
+    return run(call.adjoint, call.adjoint_arguments(upstream, outputs), schedule, **options)
 
 
 def named(call: Call, outputs: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from adjoint.core import kernels
 from adjoint.core.kernels import Kernel
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule import shape as rule_shape
+from adjoint.ops.gated_delta.rule.hopper import gradients_beside
 from tests.gluon import hopper
 from tests.gluon.breaks import code_of
 from tests.gluon.experts.layers import Layer
@@ -172,6 +173,13 @@ AHEAD_EXAMPLES: tuple[Callable[[], Example], ...] = (
 stretches that begin with the sequence. States are saved within stretches and at their ends."""
 
 
+BESIDE_EXAMPLES: tuple[Callable[[], Example], ...] = (
+    lambda: Example.of((1, 300, 1, 2, 64, 64), decay=0.05),
+    lambda: Example.of((1, 320, 2, 2, 64, 64), state=False, final=False, decay=0.05),
+)
+"""Reverse scans in two parts, and gradients in two launches: with states at both ends, and with none."""
+
+
 def _whole(V: int, K: int = 64) -> Example:
     """More chunks in a segment than shared memory holds, where segments have the size they have, or as many as that."""
     return Example.of((1, 330, 1, 2, K, V), decay=0.05)
@@ -193,6 +201,9 @@ def record() -> None:
             with patch.object(rule_shape, "FEW_HEADS", 0):
                 for example in (make() for make in AHEAD_EXAMPLES):
                     _run_forward(example, hopper.AHEAD)
+                with patch.object(gradients_beside, "sizes_of", lambda *_: gradients_beside.Sizes(3, 2)):
+                    for example in (make() for make in BESIDE_EXAMPLES):
+                        _run_backward(example, hopper.BESIDE)
             with patch.object(packing, "SEGMENT", 320):
                 _run_forward(_whole(V=64, K=128), hopper.HALVES)
         _run(_whole(V=64))
@@ -235,6 +246,12 @@ def _run(example: Example) -> None:
 def _run_forward(example: Example, parameters: dict[str, int]) -> None:
     call = example.call
     hopper.run(call.operator, call.arguments, SCHEDULES[0], parameters=parameters)
+
+
+def _run_backward(example: Example, parameters: dict[str, int]) -> None:
+    call = example.call
+    outputs = hopper.run(call.operator, call.arguments, SCHEDULES[0])
+    hopper.run_backward(call, example.upstream(), outputs, SCHEDULES[0], parameters=parameters)
 
 
 def noticed(mutant: Mutant, schedule: Schedule) -> bool:

@@ -12,7 +12,8 @@
     gate gradients              triton/gradients                for all three
 
 The state scan computes the states of the forward again, over all segments at once, from the saved states. Of few heads
-the reverse scan is split in both plans: see `triton/compose_transitions.py`.
+the reverse scan is split in both plans: see `triton/compose_transitions.py`. Of one long sequence the plan for Hopper
+computes gradients beside the reverse scan: see `hopper/gradients_beside.py`.
 """
 
 from collections.abc import Callable
@@ -110,8 +111,11 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
             local(memory, queries, keys, gradient, scale)
         upstream = Upstream(queries, keys, gradient, dfinal_state, scale)
         dinitial_state = outputs[5] if need & NEED_STATE else None
-        scan(memory, upstream, values, initial_state, saved.contiguous(), dinitial_state)
-        gradients(memory, upstream, values, outputs)
+
+        def compute_gradients(*part: Any) -> None:
+            gradients(memory, upstream, values, outputs, *part)
+
+        scan(memory, upstream, values, initial_state, saved.contiguous(), dinitial_state, compute_gradients)
         if clear:
             clear(memory, *[outputs[bit] for bit in places])
 
@@ -135,7 +139,8 @@ def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Ca
 
 
 def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
-    """The state scan and the reverse scan: `launch(memory, upstream, v, initial_state, saved, dinitial_state)`."""
+    """The state scan and the reverse scan, and then the gradients, as far as these are not computed beside them:
+    `launch(memory, upstream, v, initial_state, saved, dinitial_state, compute_gradients)`."""
     *_, need = setup.problem.options
     ends = {"final": shape.has_final_gradient, "initial": bool(need & NEED_STATE)}
     states = _bind_state_scan(setup, shape, parts, hopper)
@@ -154,11 +159,17 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
         segments = scans.bind_segment_scan(setup, shape, **ends)
     if shape.is_split_in_reverse:
         setup.scratch(**reverse_transition_regions(shape))
+    beside = None
+    if hopper and need & NEED_TOKENS and _may_compute_beside(setup, shape):
+        from adjoint.ops.gated_delta.rule.hopper.gradients_beside import bind_gradients_beside
+
+        beside = bind_gradients_beside(setup, shape, whole)
     device, is_large, may_be_whole = setup.device, shape.is_large, shape.is_packed and shape.sequences > 1
 
     def launch(
-        memory: Memory, upstream: Upstream, v: TokenRows, initial: Tensor | None, saved: Tensor, dinitial: Tensor | None
-    ) -> None:
+        memory: Memory, upstream: Upstream, v: TokenRows, initial: Tensor | None, saved: Tensor,
+        dinitial: Tensor | None, compute_gradients: Callable[..., None],
+    ) -> None:  # fmt: skip
         def scan_states() -> None:
             states(memory, upstream.k, v, initial, saved)
 
@@ -168,8 +179,12 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
         # The reverse scan and the state scan do not need each other, and the reverse scan leaves most of the card idle
         # where sequences are few. It goes first: its programs need a whole SM each, and would find none after those of
         # the state scan.
+        if beside:
+            beside(memory, upstream, dinitial, scan_states, compute_gradients)
+            return
         if not shape.is_split_in_reverse:
             run_concurrently(device, scan_whole, scan_states, is_large)
+            compute_gradients()
             return
 
         def scan_whole_and_transitions() -> None:
@@ -193,8 +208,15 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
         else:
             run_concurrently(device, scan_terms, scan_whole_and_transitions, is_large)
             run_concurrently(device, scan_segments, scan_states, is_large)
+        compute_gradients()
 
     return launch
+
+
+def _may_compute_beside(setup: Setup, shape: Shape) -> bool:
+    """Whether gradients may be computed beside the reverse scan: of one long sequence that is scanned whole."""
+    is_one = shape.sequences == 1 and not shape.is_packed and not shape.is_split_in_reverse
+    return is_one and shape.time >= setup.schedule["tokens_beside"]
 
 
 # ----------------------------------------------------------------------------------------------- gradients
@@ -228,7 +250,10 @@ def _bind_triton_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
 
 
 def _bind_hopper_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
-    """The same by one kernel, which computes all of them; those that are not needed go to the workspace."""
+    """The same by one kernel, which computes all of them; those that are not needed go to the workspace.
+
+    What a launch takes besides is of a part of a sequence: see `gradients.bind_gradients`.
+    """
     from adjoint.ops.gated_delta.rule.hopper import gradients
 
     _scale, normalize, need = setup.problem.options
@@ -241,10 +266,10 @@ def _bind_hopper_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
     setup.scratch(**{name: region for name, region in regions if name})
     compute = gradients.bind_gradients(setup, shape, normalize)
 
-    def launch(memory: Memory, upstream: Upstream, v: TokenRows, outputs: tuple[Tensor, ...]) -> None:
+    def launch(memory: Memory, upstream: Upstream, v: TokenRows, outputs: tuple[Tensor, ...], *part: Any) -> None:
         q, k, do, _, scale = upstream
         results = tuple([memory.tensor(name) if name else outputs[bit] for bit, name in enumerate(unneeded)])
-        compute(memory, q, k, v, do, scale, results)
+        compute(memory, q, k, v, do, scale, results, *part)
 
     return launch
 

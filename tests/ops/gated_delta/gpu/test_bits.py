@@ -113,6 +113,21 @@ def test_every_scan_for_hopper_has_the_same_bits(device: torch.device, bounds: t
     assert all(same(scan, scans[0]) for scan in scans[1:])
 
 
+def test_gradients_beside_the_reverse_scan_have_the_bits_of_single_launches(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the sizes that long sequences have, from one chunk to all but one."""
+    example = drawn(device, 9001, MANY, decay=0.01)
+    plan_of("gluon.fused", example)
+    from adjoint.ops.gated_delta.rule.hopper import gradients_beside
+
+    answers = [results(preference_for("gluon.fused"), example)]
+    for sizes in ((0, 0), (1, 1), (75, 33), (140, 140)):
+        monkeypatch.setattr(gradients_beside, "sizes_of", lambda *_, sizes=sizes: gradients_beside.Sizes(*sizes))
+        answers.append(results(preference_for("gluon.fused"), example))
+    assert all(same(answer, answers[0]) for answer in answers[1:])
+
+
 @every_plan
 @both_scans
 def test_resets_change_no_bit_before_them_and_have_no_gradient(

@@ -4,7 +4,7 @@ One warpgroup copies, 16 bytes a thread, while others compute. ptxas begins anot
 function was inlined, which can cost registers: that is why some code is written out that a function here has.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -223,6 +223,17 @@ def exp(x):
 
 
 # ---------------------------------------------------------------------------------------------- launches
+
+
+class Part(NamedTuple):
+    """Chunks of every sequence: the number of the first, and how many they are at most."""
+
+    first: int
+    chunks: int
+
+
+WHOLE = Part(0, 2**25 - 1)
+"""All of a sequence."""
 
 
 class ByStrides:

@@ -15,9 +15,8 @@ Registers are what is scarce: spilling 400 bytes a thread took 1.4 times as long
 waited for, the other may still read its tiles: a barrier before they change.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup, is_aligned
+from adjoint.core.workspace import Memory
+from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule.hopper import device
-from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, LINE, TILE, WHOLE, Part
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
@@ -99,7 +100,7 @@ def rule_gradients_hopper(
 
     Sums over rows are of two halves, one a warpgroup's, and those over columns of four parts, each a warp's; they are
     in shared memory until all are there. `items` are chunks times key heads. Programs share them out evenly; which
-    has which changes no bit.
+    has which, and which launch, changes no bit.
     """
     HEADS: gl.constexpr = KEY_HEADS * GROUP
     kind: gl.constexpr = k.dtype.element_ty
@@ -335,36 +336,52 @@ def rule_gradients_hopper(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """As many programs run at a time: shared memory has room for one on a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def bind_gradients(setup: Setup, shape: Shape, normalize: bool) -> Callable[..., None]:
-    """dq, dk, dv, dg and dβ, all of them: `launch(memory, q, k, v, do, scale, gradients)`."""
+    """dq, dk, dv, dg and dβ, all of them: `launch(memory, q, k, v, do, scale, gradients)`.
+
+    Of one sequence, a launch may be of a `Part`, and leave multiprocessors to `others`, programs that run beside it.
+    """
     gradient_kernel = device.ByStrides(
         setup, shape, rule_gradients_hopper, "Q K V DO", gate=shape.gate, strength=shape.strength,
         KEY_HEADS=shape.key_heads, NORMALIZED=normalize, num_warps=8,
     )  # fmt: skip
-    items = shape.chunks * shape.key_heads
+
+    values, state = shape.V * packing.CHUNK, shape.V * shape.K
+    sizes = {
+        "gates": GATE_ROWS.value * packing.CHUNK,
+        "new_values": values,
+        "Y": values,
+        "states": state,
+        "dstates": state,
+    }
 
     def launch(
-        memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, do: TokenRows | None, scale: float,
-        gradients: tuple[Tensor, ...],
+        memory: Memory, q: TokenRows, k: TokenRows, v: TokenRows, do: TokenRows | None, scale: float,
+        gradients: tuple[Tensor, ...], part: Part = WHOLE, others: int = 0,
     ) -> None:  # fmt: skip
         assert do is not None  # or the plan refused
         # Where a caller's begin at no multiple of 16 bytes, by way of others: narrower stores have no registers.
         dq, dk, dv = (out if is_aligned(out) else torch.empty_like(out) for out in gradients[:3])
         absent = memory["gates"]  # stands for a pointer that no variant reads
+        end = min(part.first + part.chunks, shape.chunks)
+        items = (end - part.first) * shape.key_heads
+        # A part has the code of the whole, from other places on.
+        first_lane = part.first * shape.heads
+        regions = {name: memory.part(name, first_lane * size) for name, size in sizes.items()}
         gradient_kernel.of(q, k, v, do).launch(
-            (min(items, _multiprocessors(setup.device)),), q=q.start, k=k.start, v=v.start, do=do.start,
-            gates=memory["gates"], chunk_indices=memory["chunk_indices"], states=memory["states"],
-            dstates=memory["dstates"], new_values=memory["new_values"], Y=memory["Y"], dq=dq, dk=dk, dv=dv,
-            dg=gradients[3], dbeta=gradients[4], q_factors=memory.get("q_factors", absent),
+            (min(items, multiprocessors(setup.device) - others),), q=q.start, k=k.start, v=v.start, do=do.start,
+            chunk_indices=memory.part("chunk_indices", part.first * INDEX_WIDTH.value), **regions,
+            dq=dq, dk=dk, dv=dv, dg=gradients[3], dbeta=gradients[4], q_factors=memory.get("q_factors", absent),
             k_factors=memory.get("k_factors", absent), items=items, scale=scale,
         )  # fmt: skip
         for out, result in zip(gradients, (dq, dk, dv), strict=False):
             if result is not out:
-                out.copy_(result)
+                tokens = slice(part.first * packing.CHUNK, end * packing.CHUNK)
+                out[:, tokens].copy_(result[:, tokens])
 
     return launch

@@ -28,12 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adjoint.core.kernels import Float32, Pointer, Pointer16, kernel
+from adjoint.core.kernels import Float32, Int32, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule import shape as sizes
 from adjoint.ops.gated_delta.rule.hopper import device
-from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, GATE_SUM, LINE, TILE, V_BLOCK
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, GATE_SUM, LINE, TILE, V_BLOCK, WHOLE, Part
 from adjoint.ops.gated_delta.rule.shape import Shape
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_NUMBER, INDEX_SEQUENCE, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.gates import GATE_ROWS
@@ -181,7 +181,7 @@ def _slices(x):
 @gluon.jit
 def _consumer(
     source, source_rows, source_v, source_k, target, target_rows, tiles, local, results, chunks, scale,
-    K: gl.constexpr, V: gl.constexpr, INITIAL: gl.constexpr, TRANSITION: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, TRANSITION: gl.constexpr,
 ):  # fmt: skip
     """The products, from chunk to chunk; dSᵀ is 0 at first where there are no rows of it."""
     kind: gl.constexpr = tiles.ks.dtype
@@ -254,13 +254,12 @@ def _consumer(
         mbarrier.wait(tiles.ring.full.index(stage), phase, pred=step + 1 < chunks)
         fence_async_shared()
         dS = warpgroup_mma_wait(0, deps=[dS])
-    if INITIAL or TRANSITION:
-        V_STRIDE: gl.constexpr = K if TRANSITION else 1
-        K_STRIDE: gl.constexpr = 1 if TRANSITION else V
-        # 0, and known after the loop alone: or the places would stay in registers through it.
-        place = target + gl.minimum(stage, 0)
-        place = place + (v_row.to(gl.int64) * V_STRIDE)[:, None] + (k_column.to(gl.int64) * K_STRIDE)[None, :]
-        gl.store(place, dS, mask=(v_row < target_rows)[:, None] & (k_column < K)[None, :])
+    V_STRIDE: gl.constexpr = K if TRANSITION else 1
+    K_STRIDE: gl.constexpr = 1 if TRANSITION else V
+    # 0, and known after the loop alone: or the places would stay in registers through it.
+    place = target + gl.minimum(stage, 0)
+    place = place + (v_row.to(gl.int64) * V_STRIDE)[:, None] + (k_column.to(gl.int64) * K_STRIDE)[None, :]
+    gl.store(place, dS, mask=(v_row < target_rows)[:, None] & (k_column < K)[None, :])
 
 
 @kernel(budget=device.BUDGET, targets=("sm_90",), numeric=("SEGMENT",), schedule=("STAGES",))
@@ -269,7 +268,7 @@ def rule_reverse_scan_hopper(
     q: Pointer16.element, k: Pointer16.element, do: Pointer16.element, gates: Pointer16.float32, T: Pointer16.element,
     segment_indices: Pointer.int32, sequence_begins: Pointer.int32, first_chunks: Pointer.int32,
     dfinal_state: Pointer.float32, dinitial_state: Pointer.float32, dsegment_states: Pointer16.float32,
-    Y: Pointer16.element, dstates: Pointer16.element, scale: Float32,
+    Y: Pointer16.element, dstates: Pointer16.element, first_chunk: Int32, part: Int32, scale: Float32,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, DO_STRIDE: gl.constexpr,
     Q_HEAD: gl.constexpr, K_HEAD: gl.constexpr, DO_HEAD: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, INITIAL: gl.constexpr, SEGMENTED: gl.constexpr,
@@ -279,7 +278,9 @@ def rule_reverse_scan_hopper(
 
     For 16-bit types, K of 64 or 128, V a multiple of 64 and two STAGES at least: the scan waits for a chunk before it
     says that it has read the one before. Spans, and what the flags and constants mean, are those of
-    `rule_reverse_scan`, where there is a gradient of the outputs.
+    `rule_reverse_scan`, where there is a gradient of the outputs. Of a whole sequence, `part` chunks from `first_chunk`
+    on are scanned: what stands for the gradient of the final state is that of the state they end with, and for that of
+    the initial state the one they begin with.
     """
     blocks: gl.constexpr = V // V_BLOCK
     kind: gl.constexpr = k.dtype.element_ty
@@ -290,32 +291,37 @@ def rule_reverse_scan_hopper(
     first_row = (program % blocks) * V_BLOCK
     sequence = span
     index = 0
+    first = first_chunk
+    size = part * CHUNK
     if SEGMENTED:
         sequence = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_SEQUENCE).to(gl.int64)
         index = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_NUMBER)
+        first = index * (SEGMENT // CHUNK)
+        size = REVERSE_SEGMENT
     begin = gl.load(sequence_begins + sequence)
     length = gl.load(sequence_begins + sequence + 1) - begin
-    count = length - index * SEGMENT
+    count = length - first * CHUNK
+    ends_here = count <= size
+    count = gl.minimum(count, size)
     rows = V_BLOCK  # of dSᵀ, or none where another program scans the tokens
     if SEGMENTED:
-        ends_here = count <= REVERSE_SEGMENT
         is_there = gl.load(segment_indices + span * INDEX_WIDTH + INDEX_COUNT) > 0
         is_first = index % (REVERSE_SEGMENT // SEGMENT) == 0
         rows = gl.where(is_there & is_first & (length > UNSPLIT), V_BLOCK, 0)
         if TRANSITION:
             rows = gl.where(index > 0, rows, 0)
-        count = gl.where(rows > 0, gl.minimum(count, REVERSE_SEGMENT), 0)
+        count = gl.where(rows > 0, count, 0)
     elif UNSPLIT > 0:
         rows = gl.where(length <= UNSPLIT, V_BLOCK, 0)
         count = gl.where(rows > 0, count, 0)
     chunks = (count + CHUNK - 1) // CHUNK
     last = gl.maximum(chunks - 1, 0)
     key_head = (head // GROUP).to(gl.int64)
-    token = begin.to(gl.int64) + index * SEGMENT + last * CHUNK
+    token = begin.to(gl.int64) + (first + last) * CHUNK
     q += token * Q_STRIDE + key_head * Q_HEAD
     k += token * K_STRIDE + key_head * K_HEAD
     do += token * DO_STRIDE + head.to(gl.int64) * DO_HEAD + first_row
-    lane = (gl.load(first_chunks + sequence) + index * (SEGMENT // CHUNK) + last).to(gl.int64) * HEADS + head
+    lane = (gl.load(first_chunks + sequence) + first + last).to(gl.int64) * HEADS + head
     gates += lane * (GATE_ROWS * CHUNK)
     T += lane * (2 * CHUNK * CHUNK)
     Y += lane * (V * CHUNK) + first_row * CHUNK
@@ -327,12 +333,12 @@ def rule_reverse_scan_hopper(
     source_v = 1
     source_k = V
     target = dinitial_state + of_sequence
-    target_rows = rows
+    target_rows = rows if INITIAL else 0
     if SEGMENTED:
         # A sequence has a place for each of its segments but the first, and no two meet: see `saved_states`.
         after = (begin // REVERSE_SEGMENT + index // (REVERSE_SEGMENT // SEGMENT)).to(gl.int64)
         source_rows = gl.where(ends_here, source_rows, 0)
-        target_rows = gl.where(index == 0, rows, 0)
+        target_rows = gl.where(index == 0, target_rows, 0)
         if TRANSITION:
             target = dsegment_states + ((after - 1) * HEADS + head) * (V * K) + first_row * K
             target_rows = rows
@@ -341,6 +347,9 @@ def rule_reverse_scan_hopper(
             source_rows = rows
             source_v = K
             source_k = 1
+    else:
+        source_rows = gl.where(ends_here, source_rows, rows)
+        target_rows = gl.where(first_chunk == 0, target_rows, rows)
 
     qs = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
     ks = gl.allocate_shared_memory(kind, [STAGES, CHUNK, K], TILE)
@@ -362,7 +371,7 @@ def rule_reverse_scan_hopper(
         [
             (_consumer, (
                 source, source_rows, source_v, source_k, target, target_rows, tiles, local, results, chunks, scale,
-                K, V, INITIAL, TRANSITION,
+                K, V, TRANSITION,
             )),
             (_local_gradients, (tiles, local, results, chunks, scale)),
             (_mover, (
@@ -374,8 +383,15 @@ def rule_reverse_scan_hopper(
     )  # fmt: skip
 
 
+def programs_of(shape: Shape) -> int:
+    """Programs of a sequence or segment."""
+    return shape.heads * (shape.V // V_BLOCK.value)
+
+
 def bind_reverse_scan(setup: Setup, shape: Shape, *, final: bool, initial: bool) -> ReverseScan:
     """Y and dS⁺ of every chunk, and the initial states' gradient; but for sequences that are split.
+
+    A launch may be of a `Part` of every sequence, with the gradients of the states it ends and begins with.
 
     Args:
         final: whether there is a gradient of the final states.
@@ -402,9 +418,11 @@ def _bind(setup: Setup, shape: Shape, spans: int, **flags: bool) -> ReverseScan:
         STAGES=setup.schedule["hopper_reverse_stages"], SEGMENT=packing.SEGMENT, REVERSE_SEGMENT=sizes.REVERSE_SEGMENT,
         UNSPLIT=shape.unsplit_reverse, **flags,
     )  # fmt: skip
-    grid = (spans * shape.heads * (shape.V // V_BLOCK.value),)
+    grid = (spans * programs_of(shape),)
 
-    def launch(memory: Mapping[str, Any], upstream: Upstream, dinitial_state: Tensor | None) -> None:
+    def launch(
+        memory: Mapping[str, Any], upstream: Upstream, dinitial_state: Tensor | None, part: Part = WHOLE
+    ) -> None:
         q, k, do, dfinal_state, scale = upstream
         assert do is not None  # or the plan refused
         absent = memory["gates"]  # stands for a pointer that no variant reads
@@ -414,7 +432,7 @@ def _bind(setup: Setup, shape: Shape, spans: int, **flags: bool) -> ReverseScan:
             first_chunks=memory["first_chunks"], dfinal_state=absent if dfinal_state is None else dfinal_state,
             dinitial_state=absent if dinitial_state is None else dinitial_state,
             dsegment_states=memory.get("dsegment_states", absent), Y=memory["Y"], dstates=memory["dstates"],
-            scale=scale,
+            first_chunk=part.first, part=part.chunks, scale=scale,
         )  # fmt: skip
 
     return launch
