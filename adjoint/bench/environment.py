@@ -33,7 +33,12 @@ def slug(name: str) -> str:
 
 
 def driver() -> str | None:
-    """The version of the GPU driver; None where no tool tells."""
+    """The version of the GPU driver, as its kernel module or else its tool says it; None where neither is there."""
+    module = Path("/proc/driver/nvidia/version")
+    if module.exists():
+        match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", module.read_text(encoding="utf-8"))
+        if match:
+            return match[1]
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
