@@ -241,6 +241,19 @@ def test_a_model_with_adapters_is_unpatched_by_either_name(ids: Tensor) -> None:
         assert torch.equal(merged(ids).logits, their_model("qwen3_5")(ids).logits)
 
 
+@families
+def test_a_copy_that_adapters_train_is_unpatched(name: str, ids: Tensor) -> None:
+    """PEFT copies what it is to save, from under a patched model: the copy is what is left of it."""
+    peft = pytest.importorskip("peft")
+    model = patched(name)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "norm"])
+    merged = peft.get_peft_model(model, settings).merge_and_unload()
+    unpatch(merged)
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in merged.modules())
+    with torch.no_grad():
+        assert torch.equal(merged(ids).logits, their_model(name)(ids).logits)
+
+
 PACKINGS = ("cu_seq_lens", "position_ids")
 
 

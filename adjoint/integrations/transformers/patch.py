@@ -137,7 +137,7 @@ def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
         return _replace_experts(module, undo)
     if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Embedding):
         _watch_positions(module, undo)
-        return _replace_embedding(module.embed_tokens, undo)
+        return _replace_embedding(module.embed_tokens)
     if loss and name.removeprefix("Text").startswith("For") and name != "ForCausalLM":
         return "linear_cross_entropy", "loss=True is for ForCausalLM, and this has another loss"
     if name not in _FORWARDS or (name == "ForCausalLM" and not loss):
@@ -182,14 +182,17 @@ def _forget_forward(module: nn.Module) -> None:
     vars(module).pop("forward", None)
 
 
-def _replace_embedding(module: nn.Embedding, undo: Undo) -> tuple[str, str]:
+def _replace_embedding(module: nn.Embedding) -> tuple[str, str]:
+    """The embedding says itself how to undo it, as PEFT trains a copy of it."""
     if type(module) is not nn.Embedding:
         return "embedding", "its embedding is of another class"
     if "forward" in vars(module):
         return "embedding", "its embedding's forward is replaced already"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "embedding", "its embedding has max_norm, scale_grad_by_freq or sparse"
+    undo: Undo = []
     _set_forward(module, forwards.embed, undo)
+    setattr(module, _STATE, undo)
     return "embedding", ""
 
 
