@@ -69,6 +69,13 @@ def require_flag(op: str, name: str, value: Any) -> bool:
     return value
 
 
+def require_float32_or_like(op: str, name: str, value: Tensor, like: str, other: Tensor) -> None:
+    """A dtype: float32, or that of another tensor."""
+    if value.dtype not in (other.dtype, float32):
+        kinds = "float32" if other.dtype == float32 else f"float32 or {short(other.dtype)}"
+        raise ArgumentError(f"{op}: {name} must be {kinds}, as {like} is, got {short(value.dtype)}")
+
+
 def reuse_form(op: str, reuse_inputs: Any) -> str:
     """The form of the backward that `reuse_inputs` asks for, as `Op.call` takes it."""
     return "reuse" * require_flag(op, "reuse_inputs", reuse_inputs)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
@@ -129,6 +129,14 @@ class Cache:
     def copy(self) -> "Cache":
         """Another one in the same state, with memory of its own."""
         return Cache(self._model, [layer.copy() for layer in self.layers], self.lengths)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cache":
+        """A copy, too: of the same model, or of its copy where that is copied along."""
+        other = self.copy()
+        other._model = memo.get(id(self._model), self._model)
+        return other
 
     def select(self, slots: Sequence[int]) -> "Cache":
         """A cache of the sequences of these slots, in this order, with memory of its own; one may be there twice.

@@ -86,7 +86,7 @@ class HybridConfig:
     eos_token_id: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.model_type not in ARCHITECTURES:
+        if not isinstance(self.model_type, str) or self.model_type not in ARCHITECTURES:
             raise Unsupported(
                 f"HybridConfig: model_type must be one of {', '.join(ARCHITECTURES)}, got {self.model_type!r}"
             )
@@ -110,9 +110,16 @@ class HybridConfig:
                     raise ArgumentError(f"HybridConfig: {name} must be {what}, got {value!r}")
             elif kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ArgumentError(f"HybridConfig: {name} must be a number, got {value!r}")
+            elif kind is float and not 0 <= value < math.inf:
+                raise ArgumentError(f"HybridConfig: {name} must be a number from 0 on, got {value!r}")
+            elif kind is bool and not isinstance(value, bool):
+                raise ArgumentError(f"HybridConfig: {name} must be true or false, got {value!r}")
         for name in ("layer_types", "mlp_only_layers"):
             if (value := getattr(self, name)) is not None and not isinstance(value, tuple):
                 raise ArgumentError(f"HybridConfig: {name} must be a list, got {value!r}")
+        for layer in self.mlp_only_layers or ():
+            if isinstance(layer, bool) or not isinstance(layer, int):
+                raise ArgumentError(f"HybridConfig: mlp_only_layers must be numbers of layers, got {layer!r}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
             several = value if name == "eos_token_id" and isinstance(value, tuple) else (value,)
@@ -187,7 +194,8 @@ class HybridConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "HybridConfig":
-        """The configuration of a checkpoint folder.
+        """The configuration of a checkpoint folder: config.json, and the stop tokens of generation_config.json if it is
+        there.
 
         Raises:
             ArgumentError: there is no config.json, or it is not JSON; the file is named.
@@ -205,9 +213,10 @@ class HybridConfig:
         if not isinstance(config, dict):
             raise ArgumentError(f"HybridConfig: {path} must hold a JSON object, got {type(config).__name__}")
         try:
-            return cls.from_dict(config)
+            found = cls.from_dict(config)
         except (ArgumentError, Unsupported) as error:
             raise type(error)(f"{path}: {error}") from None
+        return _with_stop_tokens(found, Path(folder) / "generation_config.json")
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json of a text model holds, for transformers and for `from_dict`."""
@@ -245,6 +254,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_hidden_layers": 40, "num_experts": 256},
 }  # fmt: skip
 """What transformers takes for a value that config.json leaves out, where the families differ."""
+
+
+def _with_stop_tokens(config: HybridConfig, path: Path) -> HybridConfig:
+    """The configuration with the stop tokens that generation_config.json has, where there is one: transformers takes
+    those, and of a chat model they are more."""
+    if not path.exists():
+        return config
+    try:
+        generation = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ArgumentError(f"HybridConfig: {path} cannot be read as JSON: {error}") from None
+    stops = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    try:
+        return config if stops is None else config.replace(eos_token_id=stops)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from None
 
 
 def _refuse(config: Mapping[str, Any]) -> None:

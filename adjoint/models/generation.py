@@ -97,6 +97,8 @@ def stream(
     ):
         shown = list(stop_tokens) if isinstance(stop_tokens, Iterable) else stop_tokens
         raise ArgumentError(f"generate: stop_tokens must be token ids, got {shown}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ArgumentError(f"generate: generator must be a torch.Generator, got {type(generator).__name__}")
     stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
     if cache is None:
         cache = model.new_cache(len(rows))
@@ -180,10 +182,10 @@ def _logits(
 
 def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_chunk: int | None) -> list[Tensor]:
     """Prompts as token ids on the CPU."""
-    if not hasattr(prompts, "__len__"):
-        raise ArgumentError(
-            f"generate: prompts must be lists of token ids, or rows of a tensor of them, got {type(prompts).__name__}"
-        )
+    is_number = isinstance(prompts, Tensor) and prompts.dim() == 0
+    if is_number or not hasattr(prompts, "__len__"):
+        got = "one number" if is_number else type(prompts).__name__
+        raise ArgumentError(f"generate: prompts must be lists of token ids, or rows of a tensor of them, got {got}")
     rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
     for number, row in enumerate(rows):
         if row.numel() == 0:

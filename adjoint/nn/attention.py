@@ -125,7 +125,7 @@ class GatedAttention(nn.Module):
             raise ArgumentError("GatedAttention: cache needs places, which say where its tokens belong; it is None")
         else:
             cache.append(k, v, places)
-            y = cached_attention(q, k, v, cache, places, cu_seqlens)
+            y = cached_attention(q, k, v, cache, places, cu_seqlens).to(gate.dtype)
         return self.o_proj(sigmoid_gate(y, gate).flatten(-2))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
@@ -165,6 +165,7 @@ def cached_attention(
     """Attention of a call's tokens, whose keys and values k and v are in the cache already, to all up to themselves."""
     if not any(places.past):
         return causal_attention(q, k, v, cu_seqlens)
+    q = q.to(cache.keys.dtype)  # under autocast the cache has the parameters'
     if cu_seqlens is None and q.shape[1] == 1:
         return _attend_once(q, cache, places)
     parts, begin = [], 0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from adjoint.core.arguments import require_integer, require_size
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
+from adjoint.nn.plain import beside
 from adjoint.ops.conv import causal_conv1d, causal_conv1d_step
 from adjoint.ops.conv.arguments import MAX_WIDTH, is_silu
 
@@ -75,7 +76,7 @@ class CausalConv1d(nn.Module):
     ) -> Any:
         """See `adjoint.causal_conv1d`."""
         return causal_conv1d(
-            x, self.weight.squeeze(1), self.bias, activation=self.activation, initial_state=initial_state,
+            x, *self._matrices(x), activation=self.activation, initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, split=split, preference=self.preference,
         )  # fmt: skip
 
@@ -84,9 +85,13 @@ class CausalConv1d(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The next tokens of each row, and the state after them: see `adjoint.causal_conv1d_step`."""
         return causal_conv1d_step(
-            x, state, self.weight.squeeze(1), self.bias, activation=self.activation, state_indices=state_indices,
+            x, state, *self._matrices(x), activation=self.activation, state_indices=state_indices,
             in_place=in_place, preference=self.preference,
         )  # fmt: skip
+
+    def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as the ops take them."""
+        return beside(self.weight, x).squeeze(1), None if self.bias is None else beside(self.bias, x)
 
     def extra_repr(self) -> str:
         bias = ", bias=True" if self.bias is not None else ""

@@ -146,9 +146,11 @@ class GatedDeltaNet(nn.Module):
         """
         qkv, z, b, a = self._project(x)
         g, beta = gate(a, b, self.A_log, self.dt_bias)
+        if cache is not None:  # which has the parameters' dtype, under autocast too
+            qkv = qkv.to(cache.conv.dtype)
         if cache is not None and cu_seqlens is None and 1 <= x.shape[1] <= MAX_TOKENS:
             y, _ = self.conv1d.step(qkv, cache.conv, state_indices=slots, in_place=True)
-            q, k, v = self._heads(*y.split(self.sizes_qkv, dim=-1))
+            q, k, v = self._heads(*y.to(z.dtype).split(self.sizes_qkv, dim=-1))
             o, _ = gated_delta_step(
                 q, k, v, g, beta, cache.state, state_indices=slots, in_place=True, normalize_qk=True
             )
@@ -159,8 +161,9 @@ class GatedDeltaNet(nn.Module):
             parts = self.conv1d(
                 qkv, initial_state=past, output_final_state=keep, cu_seqlens=cu_seqlens, split=self.sizes_qkv
             )
+            q, k, v = self._heads(*(part.to(z.dtype) for part in parts[:3]))
             o, final_state = gated_delta_rule(
-                *self._heads(*parts[:3]), g, beta, initial_state=state, output_final_state=keep, cu_seqlens=cu_seqlens,
+                q, k, v, g, beta, initial_state=state, output_final_state=keep, cu_seqlens=cu_seqlens,
                 normalize_qk=True,
             )  # fmt: skip
             if cache is not None and final_state is not None:

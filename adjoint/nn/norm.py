@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adjoint.core.preference import Preference
+from adjoint.nn.plain import beside
 from adjoint.ops.norm import gated_rms_norm, rms_norm
 
 
@@ -52,7 +53,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "*shape size"], residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; with a residual, that of s = x + residual, and s."""
-        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual, preference=self.preference)  # type: ignore[return-value]
+        return rms_norm(  # type: ignore[return-value]
+            x, beside(self.weight, x), eps=self.eps, offset=self.offset, residual=residual, preference=self.preference
+        )
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
@@ -95,8 +98,9 @@ class GatedRMSNorm(nn.Module):
         self, x: Float[Tensor, "*shape size"], gate: Float[Tensor, "*shape size"]
     ) -> Float[Tensor, "*shape size"]:
         return gated_rms_norm(
-            x, gate, self.weight, eps=self.eps, round_before_gate=self.round_before_gate, preference=self.preference
-        )
+            x, gate, beside(self.weight, x), eps=self.eps, round_before_gate=self.round_before_gate,
+            preference=self.preference,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}" + ", round_before_gate=True" * self.round_before_gate

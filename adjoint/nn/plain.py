@@ -1,6 +1,7 @@
-"""Whether an op may take a module's parameters in place of calling it."""
+"""Whether an op may take a module's parameters in place of calling it, and as which numbers."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -10,3 +11,14 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module) is kind and "forward" not in vars(module) and not any(hooks)
+
+
+def beside(weight: Tensor, x: Tensor) -> Tensor:
+    """A module's weight, or a table of cosines, as norms, convolutions and rotary positions take it beside x.
+
+    Autocast to one 16-bit type, of a model in the other, makes x of another type than the weight, which is then widened
+    to float32, exactly. Otherwise such a mixture is a mistake, and the op says so.
+    """
+    if weight.dtype == x.dtype or weight.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
+        return weight
+    return weight.float()

@@ -1,7 +1,11 @@
-"""Whole numbers of numpy are taken wherever Python's are, and what is none is named."""
+"""Whole numbers of numpy are taken wherever Python's are, and what is none is named; so is what is no truth value."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import adjoint
 from adjoint import ArgumentError
@@ -32,6 +36,68 @@ def test_what_is_no_whole_number_is_named(value: object) -> None:
         require_size("op", "size", value)
     with pytest.raises(ArgumentError, match="op: size must be at least 1, got 0"):
         require_size("op", "size", 0)
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def _step(**flags: Any) -> Any:
+    q, gates = _rows(1, 1, 1, 2), torch.zeros(1, 1, 1)
+    return adjoint.gated_delta_step(q, q, q, gates, gates, torch.zeros(1, 1, 2, 2), **flags)
+
+
+def _rule(**flags: Any) -> Any:
+    q, gates = _rows(1, 3, 1, 2), torch.zeros(1, 3, 1)
+    return adjoint.gated_delta_rule(q, q, q, gates, gates, **flags)
+
+
+FLAGS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "causal_conv1d": (lambda **f: adjoint.causal_conv1d(_rows(1, 3, 2), _rows(2, 2), **f), ("output_final_state",)),
+    "causal_conv1d_step": (
+        lambda **f: adjoint.causal_conv1d_step(_rows(1, 1, 2), _rows(1, 2, 1), _rows(2, 2), **f),
+        ("in_place",),
+    ),
+    "rotary": (
+        lambda **f: adjoint.rotary(_rows(1, 3, 1, 2), None, _rows(3, 2), _rows(3, 2), **f),
+        ("interleaved", "in_place"),
+    ),
+    "gated_delta_rule": (_rule, ("output_final_state", "normalize_qk")),
+    "gated_delta_step": (_step, ("in_place", "normalize_qk", "return_all_states")),
+    "gated_rms_norm": (lambda **f: adjoint.gated_rms_norm(_rows(2), _rows(2), _rows(2), **f), ("round_before_gate",)),
+    "embedding": (lambda **f: adjoint.embedding(torch.tensor([1]), _rows(3, 2), **f), ("sparse",)),
+    "embedding_bag": (
+        lambda **f: adjoint.embedding_bag(torch.tensor([1]), _rows(3, 2), torch.tensor([0, 1]), **f),
+        ("include_last_offset",),
+    ),
+    "linear_cross_entropy": (
+        lambda **f: adjoint.linear_cross_entropy(_rows(3, 2), _rows(4, 2), torch.tensor([0, 1, 2]), **f),
+        ("shift", "return_log_probabilities"),
+    ),
+    "take_along_axis": (
+        lambda **f: adjoint.take_along_axis(_rows(3, 2), torch.zeros(3, 1, dtype=torch.int64), **f),
+        ("distinct",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "flag"), [(op, flag) for op, (_, flags) in FLAGS.items() for flag in flags])
+def test_what_is_no_truth_value_is_named(op: str, flag: str) -> None:
+    """The text "no" would be as good as True: a state would be overwritten."""
+    call = FLAGS[op][0]
+    call(**{flag: True})
+    for value in ("no", None, 1):
+        with pytest.raises(ArgumentError, match=f"{op}: {flag} must be True or False, got {value!r}"):
+            call(**{flag: value})
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [(torch.float32, "float32"), (torch.bfloat16, "float32 or bfloat16")])
+def test_the_dtypes_of_a_parameter_are_named_once(kind: torch.dtype, allowed: str) -> None:
+    x, wrong = _rows(1, 3, 2).to(kind), torch.ones(2, dtype=torch.float16)
+    with pytest.raises(ArgumentError, match=f"causal_conv1d: bias must be {allowed}, as x is, got float16"):
+        adjoint.causal_conv1d(x, _rows(2, 2), wrong)
+    with pytest.raises(ArgumentError, match=f"rms_norm: weight must be {allowed}, as x is, got float16"):
+        adjoint.rms_norm(x, wrong)
 
 
 def test_sizes_that_torch_traces_stay_what_they_are() -> None:

@@ -29,6 +29,9 @@ MARGIN = 2.0
 ROUNDINGS = 2e-5
 """An error of a few roundings of float32, which one parameter's gradient has more of and another less, by chance."""
 
+A_FEW_ROUNDINGS = 5 * 2.0**-8
+"""The same, of bfloat16."""
+
 families = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -238,6 +241,19 @@ def test_a_model_with_adapters_is_unpatched_by_either_name(ids: Tensor) -> None:
         assert torch.equal(merged(ids).logits, their_model("qwen3_5")(ids).logits)
 
 
+@families
+def test_a_copy_that_adapters_train_is_unpatched(name: str, ids: Tensor) -> None:
+    """PEFT copies what it is to save, from under a patched model: the copy is what is left of it."""
+    peft = pytest.importorskip("peft")
+    model = patched(name)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "norm"])
+    merged = peft.get_peft_model(model, settings).merge_and_unload()
+    unpatch(merged)
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in merged.modules())
+    with torch.no_grad():
+        assert torch.equal(merged(ids).logits, their_model(name)(ids).logits)
+
+
 PACKINGS = ("cu_seq_lens", "position_ids")
 
 
@@ -257,6 +273,19 @@ def test_packed_sequences_do_not_see_each_other(name: str, packing: str, ids: Te
     assert distance(output.logits[0], right) <= LOGITS
     with pytest.raises(adjoint.Unsupported, match="use_cache=False"):
         model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=True)
+
+
+@families
+def test_positions_are_read_wherever_they_stand(name: str, ids: Tensor) -> None:
+    """By name or by place; several rows that are packed are an error, as layers that recur take one."""
+    model = patched(name).model
+    positions = torch.cat((torch.arange(13), torch.arange(27)))[None]
+    with torch.no_grad():
+        named = model(input_ids=ids[:1], position_ids=positions).last_hidden_state
+        assert torch.equal(model(ids[:1], None, positions).last_hidden_state, named)
+        assert distance(named[:, 13:], model(ids[:1, 13:]).last_hidden_state) <= LOGITS
+        with pytest.raises(adjoint.Unsupported, match="lay the rows one after the other"):
+            model(ids, position_ids=positions.expand(2, -1))
 
 
 @pytest.mark.parametrize("name", ("qwen3_5", "qwen3_5_moe"))
@@ -339,6 +368,22 @@ def test_checkpointing_and_autocast(name: str, ids: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         lower = results(model, input_ids=ids)
     assert distance(lower[0], plain[0]) <= 0.3 and all(g.isfinite().all() for g in lower[1].values())
+
+
+@families
+@pytest.mark.parametrize("loss", (False, True))
+@pytest.mark.parametrize(("own", "cast"), ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)))
+def test_autocast_to_another_16_bit_type(
+    name: str, loss: bool, own: torch.dtype, cast: torch.dtype, ids: Tensor
+) -> None:
+    model = their_model(name).train()
+    expected = model(input_ids=ids, labels=ids).loss
+    patch(model.to(own), loss=loss, verbose=False)
+    with torch.autocast("cpu", cast):
+        output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    assert distance(output.loss, expected) <= A_FEW_ROUNDINGS
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 @families

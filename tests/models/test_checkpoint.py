@@ -107,6 +107,22 @@ def test_vision_and_multi_token_prediction_are_left_out_by_name(
     assert "2 tensors of multi-token prediction are left out, mtp.fc.weight first" in caplog.text
 
 
+def test_stop_tokens_of_generation_config(tmp_path: Path) -> None:
+    """A chat model ends its turn with a token that config.json does not have."""
+    small_model("qwen3_5").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5], "top_k": 20}))
+    model = HybridLM.from_pretrained(tmp_path)
+    assert model.config.stop_tokens == (7, 5)
+    model.save_pretrained(tmp_path / "again")
+    assert HybridLM.from_pretrained(tmp_path / "again").config.stop_tokens == (7, 5)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert HybridLM.from_pretrained(tmp_path).config.stop_tokens == small_model("qwen3_5").config.stop_tokens
+    for text, words in (("{", "cannot be read as JSON"), ('{"eos_token_id": "x"}', "eos_token_id must be a token id")):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(adjoint.ArgumentError, match=f"generation_config.json.*{words}"):
+            HybridLM.from_pretrained(tmp_path)
+
+
 def test_a_head_beside_a_tied_embedding_is_the_embedding(tmp_path: Path) -> None:
     model = small_model("qwen3_5")
     head = {"lm_head.weight": model.lm_head.weight.detach().clone()}

@@ -1,6 +1,7 @@
 """Decoding from a cache beside the whole forward: chunks, slots, copies, snapshots; sampling, stops, streams."""
 
 from collections.abc import Callable
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,33 @@ def test_copies_snapshots_and_cleared_slots(name: str) -> None:
             cache.clear([1])
 
 
+@pytest.mark.parametrize("duplicate", (copy, deepcopy))
+def test_python_copies_a_cache_as_it_copies_itself(duplicate: Callable[[Any], Any]) -> None:
+    """With memory of its own and the same model; where that is copied along, it is of the copy."""
+    model = small_model("qwen3_5", torch.float64).eval()
+    with torch.no_grad():
+        cache = model.new_cache(1)
+        model(torch.tensor([[3, 1, 4]]), cache=cache)
+        other = duplicate(cache)
+        ours, theirs = (model(torch.tensor([[1, 5]]), cache=each).logits for each in (cache, other))
+    assert torch.equal(ours, theirs) and other.belongs_to(model)
+    twin, of_twin = deepcopy((model, cache))
+    assert of_twin.belongs_to(twin) and not of_twin.belongs_to(model)
+
+
+@families
+def test_caches_under_autocast(name: str) -> None:
+    """They have the dtype of the parameters, and what passes has another: a prefill in pieces, then a step."""
+    model = small_model(name, initializer_range=0.15).eval()
+    ids = torch.randint(1, 60, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            whole, cache = model(ids).logits, model.new_cache(2)
+            pieces = [model(piece, cache=cache).logits for piece in ids.split((20, 9, 1), 1)]
+    assert distance(torch.cat(pieces, 1), exact) <= 2 * distance(whole, exact)
+
+
 def test_a_cache_that_is_given_is_gone_on_from() -> None:
     model = small_model("qwen3_5_moe", torch.float64).eval()
     cache = model.new_cache(2)
@@ -197,6 +225,8 @@ BAD: dict[str, tuple[Callable[[HybridLM], Any], str]] = {
     "text top_p": (lambda m: m.generate([[1]], 2, temperature=1.0, top_p="x"), "top_p must be above 0"),
     "one stop token": (lambda m: m.generate([[1]], 2, stop_tokens=3.0), "stop_tokens must be token ids, got 3.0"),
     "no prompts": (lambda m: m.generate(None, 2), "prompts must be lists of token ids.*got NoneType"),
+    "a number": (lambda m: m.generate(torch.tensor(3), 2), "rows of a tensor of them, got one number"),
+    "a seed": (lambda m: m.generate([[1]], 2, temperature=1.0, generator=3), "must be a torch.Generator, got int"),
     "no cache": (lambda m: m.generate([[1]], 2, cache=3), "cache must be one of this model, from new_cache; got int"),
     "top_k": (lambda m: m.generate([[1]], 2, temperature=1.0, top_k=0), "top_k"),
     "top_p": (lambda m: m.generate([[1]], 2, temperature=1.0, top_p=1.5), "top_p"),

@@ -204,6 +204,19 @@ def test_autocast_is_as_near_as_16_bits(name: str) -> None:
 
 
 @families
+def test_autocast_to_another_16_bit_type(name: str) -> None:
+    """Of a model in bfloat16 too: `torch.autocast("cuda")` alone casts to float16."""
+    model = small_model(name, torch.bfloat16)
+    ids, cu_seqlens = pack(sequences())
+    plain = model(ids, cu_seqlens=cu_seqlens, labels=ids).loss
+    with torch.autocast("cpu", torch.float16):
+        output = model(ids, cu_seqlens=cu_seqlens, labels=ids, output_logits=True)
+    output.loss.backward()
+    assert output.logits.dtype == torch.float16 and distance(output.loss, plain) <= 5 * 2.0**-8
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters() if p.requires_grad)
+
+
+@families
 def test_a_model_on_the_meta_device_is_materialised(name: str) -> None:
     config = CONFIGS[name]
     model = HybridLM(config, device="meta", dtype=torch.float64)
@@ -410,7 +423,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no base": (
         {"rope_parameters": {"rope_theta": -1.0}},
         adjoint.ArgumentError,
-        "rope_theta must be positive",
+        "rope_theta must be a number from 0 on",
     ),
     "text of a token": ({"eos_token_id": [1, "x"]}, adjoint.ArgumentError, "eos_token_id must be a token id"),
     "several paddings": ({"pad_token_id": [0]}, adjoint.ArgumentError, r"pad_token_id must be a token id, got \(0,\)"),
@@ -421,6 +434,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         adjoint.ArgumentError,
         "full_attention_interval must be an integer, got 1.5",
     ),
+    "text of a truth": ({"tie_word_embeddings": "false"}, adjoint.ArgumentError, "must be true or false, got 'false'"),
+    "no factor": (
+        {"rope_parameters": {"partial_rotary_factor": float("nan")}},
+        adjoint.ArgumentError,
+        "partial_rotary_factor must be a number from 0 on, got nan",
+    ),
+    "negative deviation": ({"initializer_range": -1.0}, adjoint.ArgumentError, "initializer_range must be a number"),
+    "text of a layer": ({"mlp_only_layers": ["1"]}, adjoint.ArgumentError, "must be numbers of layers, got '1'"),
     "experts": ({"num_experts": 4}, adjoint.ArgumentError, "num_experts"),
     "rotary": ({"head_dim": 2}, adjoint.ArgumentError, "partial_rotary_factor"),
 }

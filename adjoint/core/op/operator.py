@@ -150,7 +150,7 @@ def forget() -> None:
 _PLAIN = frozenset((Tensor, Parameter))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's that is active, or None
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched=True makes
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched=True makes
 
 
 def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -160,7 +160,7 @@ def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
             continue
         if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
             return True
-        if _is_batched(tensor):
+        if is_batched(tensor):
             return True
     return bool(
         _dispatch_modes() or transform() is not None or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
@@ -170,7 +170,7 @@ def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
 def _refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if transform() is not None or any(map(_is_batched, present)):
+    if transform() is not None or any(map(is_batched, present)):
         raise Unsupported(
             f"{op}: torch.func transforms (vmap, grad, jvp) and batched gradients are not supported; "
             f"use the op outside the transform, with torch.autograd"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adjoint.core.errors import Unsupported
 from adjoint.models.packing import next_labels
 from adjoint.nn.attention import causal_attention
-from adjoint.nn.plain import is_plain
+from adjoint.nn.plain import beside, is_plain
 from adjoint.ops.activation import sigmoid_gate, swiglu
 from adjoint.ops.conv import causal_conv1d
 from adjoint.ops.embedding import embedding
@@ -30,11 +30,12 @@ def embed(self: Any, input: Tensor) -> Tensor:
 
 
 def normalize(self: Any, x: Tensor) -> Tensor:
-    return rms_norm(x, self.weight, eps=self.eps, offset=1.0)  # type: ignore[return-value]
+    return rms_norm(x, beside(self.weight, x), eps=self.eps, offset=1.0)  # type: ignore[return-value]
 
 
 def normalize_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    return gated_rms_norm(hidden_states, gate, self.weight, eps=self.variance_epsilon, round_before_gate=True)
+    weight = beside(self.weight, hidden_states)
+    return gated_rms_norm(hidden_states, gate, weight, eps=self.variance_epsilon, round_before_gate=True)
 
 
 def feed_forward(self: Any, x: Tensor) -> Tensor:
@@ -63,7 +64,9 @@ def mix_by_delta_rule(
         qkv = cache_params.update_conv_state(qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=width)
         qkv = qkv.transpose(1, 2)
     sizes = (self.key_dim, self.key_dim, self.value_dim)
-    parts = causal_conv1d(qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, cu_seqlens=cu_seqlens, split=sizes)
+    weight, bias = beside(self.conv1d.weight.squeeze(1), qkv), self.conv1d.bias
+    bias = None if bias is None else beside(bias, qkv)
+    parts = causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens, split=sizes)
     widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
     q, k, v = (x[:, -time:].unflatten(-1, (-1, width)) for x, width in zip(parts, widths, strict=True))
     if state is not None and 1 <= time <= MAX_TOKENS:
@@ -100,7 +103,7 @@ def attend(
     queries = self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 2 * self.head_dim)
     q, gate = queries.split(self.head_dim, dim=-1)
     k, v = self.k_proj(hidden_states).view(shape), self.v_proj(hidden_states).view(shape)
-    cos, sin = position_embeddings
+    cos, sin = (beside(table, q) for table in position_embeddings)
     q, rotated = rotary(self.q_norm(q), self.k_norm(k), cos, sin)
     k = cast(Tensor, rotated)
     cu_seqlens, weights = kwargs.get("cu_seq_lens_q"), None
@@ -119,7 +122,7 @@ def attend(
     return self.o_proj(sigmoid_gate(y.reshape(gate.shape), gate).flatten(-2)), weights
 
 
-def _by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call of a model's forward by their names."""
     bound = inspect.signature(type(self).forward).bind(self, *arguments, **kwargs).arguments
     others = bound.pop("kwargs", {})
@@ -128,7 +131,7 @@ def _by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
     """The forward of a causal model that, in training, gives the loss and no logits: they are never held at once."""
-    kwargs = _by_name(self, arguments, kwargs) if arguments else kwargs
+    kwargs = by_name(self, arguments, kwargs) if arguments else kwargs
     labels = kwargs.pop("labels", None)
     keep = kwargs.get("logits_to_keep")  # how many, or which
     partly = isinstance(keep, Tensor) or bool(keep)
@@ -149,6 +152,8 @@ def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
     outputs = self.model(**kwargs)
     targets = next_labels(cast(Tensor, labels), kwargs.get("cu_seq_lens_q")) if shifted is None else shifted
     hidden, (weight, bias) = outputs.last_hidden_state, (self.lm_head.weight, self.lm_head.bias)
+    if torch.is_autocast_enabled(hidden.device.type) and weight.dtype.itemsize == 2:
+        hidden = hidden.to(weight.dtype)  # a sum of both 16-bit types is float32; autocast rounds it before a product
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="mean" if count is None else "sum")
     if count is not None:
         loss = loss / count

@@ -137,7 +137,7 @@ def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
         return _replace_experts(module, undo)
     if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Embedding):
         _watch_positions(module, undo)
-        return _replace_embedding(module.embed_tokens, undo)
+        return _replace_embedding(module.embed_tokens)
     if loss and name.removeprefix("Text").startswith("For") and name != "ForCausalLM":
         return "linear_cross_entropy", "loss=True is for ForCausalLM, and this has another loss"
     if name not in _FORWARDS or (name == "ForCausalLM" and not loss):
@@ -182,14 +182,17 @@ def _forget_forward(module: nn.Module) -> None:
     vars(module).pop("forward", None)
 
 
-def _replace_embedding(module: nn.Embedding, undo: Undo) -> tuple[str, str]:
+def _replace_embedding(module: nn.Embedding) -> tuple[str, str]:
+    """The embedding says itself how to undo it, as PEFT trains a copy of it."""
     if type(module) is not nn.Embedding:
         return "embedding", "its embedding is of another class"
     if "forward" in vars(module):
         return "embedding", "its embedding's forward is replaced already"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "embedding", "its embedding has max_norm, scale_grad_by_freq or sparse"
+    undo: Undo = []
     _set_forward(module, forwards.embed, undo)
+    setattr(module, _STATE, undo)
     return "embedding", ""
 
 
@@ -220,17 +223,31 @@ def _forget_hook(module: nn.Module, number: int) -> None:
 
 
 def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    positions = kwargs.get("position_ids")
-    if positions is None or kwargs.get("cu_seq_lens_q") is not None or kwargs.get("past_key_values") is not None:
+    named = forwards.by_name(module, arguments, kwargs) if arguments else kwargs
+    positions = named.get("position_ids")
+    if positions is None or named.get("cu_seq_lens_q") is not None or named.get("past_key_values") is not None:
         return arguments, kwargs
+    if named.get("attention_mask") is None and _are_several(positions):
+        raise Unsupported(
+            f"{type(module).__name__}: position_ids pack several sequences into each of several rows; lay the rows one "
+            f"after the other in one, or pass an attention_mask where they are padded"
+        )
     bounds = _bounds_of(positions)
     if bounds is None:
         return arguments, kwargs
-    if kwargs.get("use_cache"):
+    if named.get("use_cache"):
         raise Unsupported(f"{type(module).__name__}: packed sequences cannot fill a cache; pass use_cache=False")
     longest = int(bounds.diff().max())
     packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    return arguments, kwargs | packed | {"use_cache": False}
+    return (), named | packed | {"use_cache": False}
+
+
+def _are_several(positions: Tensor) -> bool:
+    """Whether a row of several begins again at 0."""
+    if positions.dim() == 3 and positions.shape[0] != 4:
+        return False
+    rows = positions[0] if positions.dim() == 3 else positions
+    return rows.dim() == 2 and rows.shape[0] > 1 and bool((rows[:, 1:] == 0).any())
 
 
 def _bounds_of(positions: Tensor) -> Tensor | None:

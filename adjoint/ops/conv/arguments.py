@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.arguments import as_int, require_floating, require_like
+from adjoint.core.arguments import as_int, require_float32_or_like, require_floating, require_like
 from adjoint.core.errors import ArgumentError, register_fault
-from adjoint.core.problem import short
 
 MAX_WIDTH = 8
 """The most taps of a convolution: a tile's rows and as many before and after them stay in registers."""
@@ -50,8 +49,7 @@ def require_convolution(op: str, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 def _require_parameter(op: str, name: str, value: Tensor, x: Tensor) -> None:
     require_floating(op, name, value)
-    if value.dtype not in (x.dtype, torch.float32):
-        raise ArgumentError(f"{op}: {name} must be float32 or {short(x.dtype)}, as x is, got {short(value.dtype)}")
+    require_float32_or_like(op, name, value, "x", x)
     if value.device != x.device:
         raise ArgumentError(f"{op}: {name} must be on the device of x, {x.device}, got {value.device}")
 

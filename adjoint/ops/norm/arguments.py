@@ -4,11 +4,10 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torch import SymFloat, Tensor, float32
+from torch import SymFloat, Tensor
 
-from adjoint.core.arguments import require_floating
+from adjoint.core.arguments import require_float32_or_like, require_floating
 from adjoint.core.errors import ArgumentError
-from adjoint.core.problem import short
 
 
 class Arguments(NamedTuple):
@@ -78,7 +77,6 @@ def require_weight(op: str, weight: Tensor, x: Tensor) -> None:
     if weight.shape != x.shape[-1:]:
         columns = f"one number for each of the {x.shape[-1]} columns of x"
         raise ArgumentError(f"{op}: weight must have {columns}, got shape {tuple(weight.shape)}")
-    if weight.dtype not in (x.dtype, float32):
-        raise ArgumentError(f"{op}: weight must be float32 or {short(x.dtype)}, as x is, got {short(weight.dtype)}")
+    require_float32_or_like(op, "weight", weight, "x", x)
     if weight.device != x.device:
         raise ArgumentError(f"{op}: weight must be on the device of x, {x.device}, got {weight.device}")

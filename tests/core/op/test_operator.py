@@ -282,6 +282,21 @@ def test_transforms_are_refused(name: str, x: Tensor) -> None:
         TRANSFORMED[name](x)
 
 
+BATCHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: adjoint.silu(x).sum(),
+    "linear_cross_entropy": lambda x: adjoint.linear_cross_entropy(
+        x, torch.ones(3, x.shape[-1]), torch.zeros(x.shape[:-1], dtype=torch.int64)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_batched_gradients_are_refused(name: str) -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+    with pytest.raises(adjoint.Unsupported, match="batched gradients are not supported"):
+        torch.autograd.grad(BATCHED[name](x), x, torch.ones(2), is_grads_batched=True)
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
 def test_forward_mode_is_refused(backend: str, x: Tensor, device: torch.device) -> None:
     x = x.to(device)

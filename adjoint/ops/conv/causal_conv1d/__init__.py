@@ -16,6 +16,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adjoint.core.arguments import require_flag
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.device.sequences import count_sequences, require_cu_seqlens
@@ -132,7 +133,7 @@ def causal_conv1d(
     >>> y.flatten(), state.flatten()
     (tensor([10., 21., 32.]), tensor([3.]))
     """
-    options: tuple[Any, ...] = (is_silu(_OP, activation), bool(output_final_state))
+    options: tuple[Any, ...] = (is_silu(_OP, activation), require_flag(_OP, "output_final_state", output_final_state))
     parts: tuple[int, ...] = ()
     if split is not None:
         require_convolution(_OP, x, weight, bias)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.arguments import require_flag, require_floating, require_ids
 from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.layout import overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
@@ -131,7 +131,7 @@ def causal_conv1d_step(
     (tensor([32.]), tensor([3.]))
     """
     arguments = (x, weight, bias, state, state_indices, is_silu(STEP, activation), is_checking())
-    if not in_place:
+    if not require_flag(STEP, "in_place", in_place):
         return _step.call(*arguments, preference=preference)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments[:4]):
         raise ArgumentError(

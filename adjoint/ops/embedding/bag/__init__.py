@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids, require_like
+from adjoint.core.arguments import require_flag, require_floating, require_ids, require_like
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
@@ -187,6 +187,7 @@ def embedding_bag(
     if padding_idx is not None:
         check_table("embedding_bag", ids, weight)
         padding = padding_row("embedding_bag", padding_idx, weight.shape[0])
+    require_flag("embedding_bag", "include_last_offset", include_last_offset)
     return _bag.call(  # type: ignore[no-any-return]
-        ids, weight, offsets, per_sample_weights, mode, padding, bool(include_last_offset), preference=preference
+        ids, weight, offsets, per_sample_weights, mode, padding, include_last_offset, preference=preference
     )

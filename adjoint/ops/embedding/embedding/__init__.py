@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.arguments import require_flag, require_floating, require_ids
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.layout import copied_layout, leading_axes, overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
@@ -194,8 +194,9 @@ def embedding(
     tensor([[1., 1.],
             [2., 2.]])
     """
-    if padding_idx is None and accumulate_into is None and not sparse:
+    if padding_idx is None and accumulate_into is None and sparse is False:
         return _embedding.call(ids, weight, -1, out_of_range, preference=preference)  # type: ignore[no-any-return]
+    require_flag("embedding", "sparse", sparse)
     check_table("embedding", ids, weight)
     form = "sparse" if sparse else ""
     buffers: tuple[Tensor, ...] = ()

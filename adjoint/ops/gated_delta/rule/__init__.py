@@ -19,6 +19,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adjoint.core.arguments import require_flag
 from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
@@ -171,6 +172,10 @@ def gated_delta_rule(
     q, k, v, g, beta = metadata.autocast(q, k, v, g, beta)
     metadata.require_axes(_OP, "q", q, "batch, time, key heads, K")
     scale = metadata.scale_of(_OP, scale, q.shape[3])
-    options = (scale, bool(normalize_qk), bool(output_final_state), is_checking())
+    flags = (
+        require_flag(_OP, "normalize_qk", normalize_qk),
+        require_flag(_OP, "output_final_state", output_final_state),
+    )
+    options = (scale, *flags, is_checking())
     o, final_state = _rule.call(q, k, v, g, beta, initial_state, cu_seqlens, *options, preference=preference)
     return o, final_state if output_final_state else None

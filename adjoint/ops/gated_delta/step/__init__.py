@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_ids
+from adjoint.core.arguments import require_flag, require_ids
 from adjoint.core.errors import ArgumentError, is_checking
 from adjoint.core.layout import overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
@@ -170,9 +170,13 @@ def gated_delta_step(
     """
     q, k, v, g, beta = metadata.autocast(q, k, v, g, beta)
     metadata.require_axes(_OP, "q", q, "batch, time, key heads, K")
-    options = (metadata.scale_of(_OP, scale, q.shape[3]), bool(normalize_qk), bool(return_all_states), is_checking())
+    flags = (
+        require_flag(_OP, "normalize_qk", normalize_qk),
+        require_flag(_OP, "return_all_states", return_all_states),
+    )
+    options = (metadata.scale_of(_OP, scale, q.shape[3]), *flags, is_checking())
     arguments = (q, k, v, g, beta, state, state_indices, *options)
-    if not in_place:
+    if not require_flag(_OP, "in_place", in_place):
         return _step.call(*arguments, preference=preference)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments[:6]):
         raise ArgumentError(

@@ -24,6 +24,7 @@ from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout, copied_names
 from adjoint.core.op import Adjoint, Facts, Op
+from adjoint.core.op.operator import is_batched
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.loss.arguments import OPTIONS, Loss, check_labels, check_options, check_saved, check_upstream, options
@@ -179,7 +180,7 @@ def _unscaled(dloss: Tensor, dlog_probabilities: Any, *arguments: Any) -> tuple[
     caller does with his gradients must not change them.
     """
     sums, (dtype, _) = arguments[:3], arguments[-2:]
-    if not dloss.is_cpu or dtype not in ("float32", "float64") or dloss.item() != 1:
+    if not dloss.is_cpu or dtype not in ("float32", "float64") or is_batched(dloss) or dloss.item() != 1:
         return None
     return None if torch._C._autograd._get_current_graph_task_keep_graph() else sums
 

@@ -10,7 +10,7 @@ Saves x, the gate and the weight. Under autocast nothing is cast: a norm keeps t
 from jaxtyping import Float
 from torch import Tensor
 
-from adjoint.core.arguments import require_like
+from adjoint.core.arguments import require_flag, require_like
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
@@ -63,4 +63,5 @@ def gated_rms_norm(
     >>> gated_rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0]), torch.ones(2))
     tensor([0.0000, 0.8271])
     """
+    require_flag("gated_rms_norm", "round_before_gate", round_before_gate)
     return _gated_rms_norm.call(x, weight, gate, eps, round_before_gate, preference=preference)  # type: ignore[no-any-return]

@@ -13,12 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjoint.core.arguments import as_int, require_floating, require_like
+from adjoint.core.arguments import as_int, require_flag, require_float32_or_like, require_floating, require_like
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import overlaps_itself, share_memory
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
 from adjoint.ops.rotary.rotary import plans
 
 _OP = "rotary"
@@ -44,9 +43,7 @@ def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: b
 def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> None:
     """A row of cos and one of sin for each token of q, as wide as the columns that are rotated, or half as wide."""
     require_floating(_OP, "cos", cos)
-    if cos.dtype not in (q.dtype, torch.float32):
-        allowed = "float32, as q is" if q.dtype == torch.float32 else f"float32 or {short(q.dtype)}, as q is"
-        raise ArgumentError(f"{_OP}: cos must be {allowed}, got {short(cos.dtype)}")
+    require_float32_or_like(_OP, "cos", cos, "q", q)
     if cos.device != q.device:
         raise ArgumentError(f"{_OP}: cos must be on the device of q, {q.device}, got {cos.device}")
     batch, time, _, size = q.shape
@@ -228,7 +225,8 @@ def rotary(
         rotary_dim = cos.shape[-1] if isinstance(cos, Tensor) and cos.dim() else 0
     elif isinstance(rotary_dim := as_int(rotary_dim), bool) or not isinstance(rotary_dim, int | torch.SymInt):
         raise ArgumentError(f"{_OP}: rotary_dim must be a whole number, got {type(rotary_dim).__name__}")
-    arguments = (q, k, cos, sin, bool(interleaved), rotary_dim)
+    require_flag(_OP, "in_place", in_place)
+    arguments = (q, k, cos, sin, require_flag(_OP, "interleaved", interleaved), rotary_dim)
     if torch.is_grad_enabled():
         for name, table in (("cos", cos), ("sin", sin)):
             if isinstance(table, Tensor) and table.requires_grad:
