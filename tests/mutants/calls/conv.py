@@ -23,7 +23,7 @@ from tests.mutants.calls import edges
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TRITON = Preference(backend="triton")
 SMALL = {"channels": 16, "rows": 4, "edge_rows": 2, "rest_rows": 2, "stages": 1, "blocks": 2, "columns": 16, "warps": 4}
-OF_A_STEP = SMALL | {"channels": 32}
+OF_A_STEP = SMALL | {"channels": 32, "word_rows": 2}
 """Words have multiples of 16 channels: 48 leave the last tile half full."""
 
 BACKWARD = "adjoint.ops.conv.triton.backward"
@@ -115,10 +115,13 @@ def _step(
     return _gradients(outputs, inputs, layout, 2)
 
 
-def _states_of_a_refused_step(indices: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _states_of_a_refused_step(
+    indices: tuple[int, ...], channels: int = 4, dtype: torch.dtype = FLOAT64
+) -> tuple[Tensor, ...]:
     """The pool after a step in place that an index out of range ends: its row has changed none."""
-    x, weight = LAYOUTS[""](_normal(0, 3, 1, 4, dtype=FLOAT64)), LAYOUTS[""](_normal(1, 4, 3, dtype=FLOAT64))
-    pool, chosen = LAYOUTS[""](_normal(3, 4, 4, 2, dtype=FLOAT64)), LAYOUTS[""](torch.tensor(indices))
+    x = LAYOUTS[""](_normal(0, 3, 1, channels, dtype=dtype))
+    weight = LAYOUTS[""](_normal(1, channels, 3, dtype=dtype))
+    pool, chosen = LAYOUTS[""](_normal(3, 4, channels, 2, dtype=dtype)), LAYOUTS[""](torch.tensor(indices))
     try:
         adjoint.causal_conv1d_step(x, pool, weight, state_indices=chosen, in_place=True, preference=TRITON)
     except adjoint.ArgumentError:
@@ -176,7 +179,11 @@ def calls(module: str) -> Iterator[Callable[[], tuple[Tensor, ...]]]:
         yield partial(_step, 2, 16, 5, 4, BFLOAT16, bias=False)
         yield partial(_step, 3, 2, 48, 4, BFLOAT16, (3, -1, 0))  # two channels a word
         yield partial(_step, 3, 2, 48, 4, BFLOAT16, (3, -1, 0))  # at the other edge
-        yield partial(_step, 3, 2, 32, 3, FLOAT16, (2, -1, 0), in_place=True)
+        yield partial(_step, 3, 2, 48, 3, FLOAT16, (2, -1, 0), in_place=True)
+        yield partial(_step, 3, 1, 32, 3, BFLOAT16, (2, 0, 4))
+        yield partial(_step, 3, 1, 32, 3, BFLOAT16, (0, 1, -2))
+        yield partial(_states_of_a_refused_step, (2, 0, 4), 32, BFLOAT16)
+        yield partial(_step, 6, 1, 70, 3, FLOAT32)
         yield partial(_step, 5, 1, 32, 1, BFLOAT16, bias=False)
         yield partial(_step, 5, 1, 16, 8, FLOAT16)
         yield partial(_step, 3, 9, 5, 4, FLOAT64, (1, -1, 2))
