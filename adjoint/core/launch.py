@@ -20,6 +20,7 @@ kernels are compiled for them: a plan for more tokens must find everything compi
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,12 @@ class Launch:
         self.launch(grid, **arguments)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has. Triton's interpreter, which runs one program after the other, is one."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class Setup:
     """Binds the kernels of a plan and divides its workspace.
 
@@ -138,6 +145,10 @@ class Setup:
     def interpreted(self) -> bool:
         """Whether Triton's interpreter runs the kernels: few, large programs then take the least time."""
         return self.target == "cpu" and interpreting()
+
+    @property
+    def multiprocessors(self) -> int:
+        return multiprocessors(self.device)
 
     def kernel(
         self, kernel: Kernel, *, aligned: bool = False, num_warps: int = 4, num_stages: int = 1, **settings: Any

@@ -1,19 +1,17 @@
 """The plans for Hopper on a CPU: portable kernels in Triton's interpreter, kernels of Gluon in the model."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
 from adjoint.contract.inputs import widened
+from adjoint.core import launch
 from adjoint.core.guarantee import Guarantee, Measurement
 from adjoint.core.launch import Setup
 from adjoint.core.op.operator import Operator
 from adjoint.core.plan import Call, Candidate
-from adjoint.ops.gated_delta.rule.hopper import gradients
-from adjoint.ops.moe.experts.hopper import tiles
 from tests.gluon.model.programs import Schedule
 from tests.gluon.model.translation import Codes, modelled
 from tests.gluon.rule.examples import Example
@@ -58,9 +56,7 @@ def run(
     outputs = operator.allocate(*arguments)
     for output in outputs:
         output.fill_(float("nan") if output.is_floating_point() else -1)
-    with modelled(schedule, codes), ExitStack() as patches:
-        for module, name in ((gradients, "multiprocessors"), (tiles, "multiprocessors")):
-            patches.enter_context(patch.object(module, name, lambda device: programs))
+    with modelled(schedule, codes), patch.object(launch, "multiprocessors", lambda device: programs):
         execute(arguments, outputs, None)
     return outputs
 

@@ -16,7 +16,6 @@ waited for, the other may still read its tiles: a barrier before they change.
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -335,12 +334,6 @@ def rule_gradients_hopper(
     async_copy.wait_group(0)
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """As many programs run at a time: shared memory has room for one on a multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def bind_gradients(setup: Setup, shape: Shape, normalize: bool) -> Callable[..., None]:
     """dq, dk, dv, dg and dβ, all of them: `launch(memory, q, k, v, do, scale, gradients)`.
 
@@ -374,7 +367,7 @@ def bind_gradients(setup: Setup, shape: Shape, normalize: bool) -> Callable[...,
         first_lane = part.first * shape.heads
         regions = {name: memory.part(name, first_lane * size) for name, size in sizes.items()}
         gradient_kernel.of(q, k, v, do).launch(
-            (min(items, multiprocessors(setup.device) - others),), q=q.start, k=k.start, v=v.start, do=do.start,
+            (min(items, setup.multiprocessors - others),), q=q.start, k=k.start, v=v.start, do=do.start,
             chunk_indices=memory.part("chunk_indices", part.first * INDEX_WIDTH.value), **regions,
             dq=dq, dk=dk, dv=dv, dg=gradients[3], dbeta=gradients[4], q_factors=memory.get("q_factors", absent),
             k_factors=memory.get("k_factors", absent), items=items, scale=scale,

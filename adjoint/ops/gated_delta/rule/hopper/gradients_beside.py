@@ -77,7 +77,7 @@ def bind_gradients_beside(setup: Setup, shape: Shape, reverse_scan: ReverseScan)
         memory: Memory, upstream: Upstream, dinitial_state: Tensor | None, scan_states: Callable[[], None],
         compute_gradients: Callable[[Part, int], None],
     ) -> None:  # fmt: skip
-        scanned, beside = sizes_of(shape, gradients.multiprocessors(device))
+        scanned, beside = sizes_of(shape, setup.multiprocessors)
         if not beside:
             run_concurrently(
                 device, lambda: reverse_scan(memory, upstream, dinitial_state), scan_states, shape.is_large

@@ -1,6 +1,5 @@
 """The tiles of rows that products for Hopper go through, and how they are launched."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -94,12 +93,6 @@ class Rows:
         return tiles
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """As many programs run at a time: shared memory has room for one on a multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class Persistent:
     """A product whose programs stay: one on every multiprocessor, or one a tile where these are fewer."""
 
@@ -107,7 +100,7 @@ class Persistent:
         self._kernel: Launch = setup.kernel(
             kernel, element=setup.problem.dtypes[0], STAGES=setup.schedule["stages"], **constants
         )
-        self._tiles, self._device = tiles, setup.device
+        self._setup, self._tiles = setup, tiles
 
     def launch(self, **arguments: Any) -> None:
-        self._kernel.launch((min(self._tiles, multiprocessors(self._device)),), **arguments)
+        self._kernel.launch((min(self._tiles, self._setup.multiprocessors),), **arguments)
