@@ -136,9 +136,7 @@ def gated_delta_step_tiles(
             wrong = (block == 0) & (head == 0) & ((place < -1) | (place >= places))
             record(status_word, index_fault, row + one, place + one, wrong & (one == 0))
         first = place * state_place + head * state_head
-        S = tl.load(
-            state + (key * state_key + across * state_element + first), in_state, other=0.0
-        ).to(WIDE)
+        S = tl.load(state + (key * state_key + across * state_element + first), in_state, other=0.0).to(WIDE)
 
         q_at = q + row * q_row + key_head * q_head
         k_at = k + row * k_row + key_head * k_head
@@ -169,7 +167,8 @@ def gated_delta_step_tiles(
             o = scale * sum_over_keys(S * q_tile, HIGH_LEVELS, LOW_LEVELS)
             if NORMALIZE:
                 o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
-            tl.store(out_at + t * out_token + column, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
+            o = unless_skipped(o, live, INDEXED).to(out.dtype.element_ty)
+            tl.store(out_at + t * out_token + column, o, column < V)
             if ALL_STATES:
                 stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
                 tl.store(states_at + t * states_token + (key * V + across), stored, in_tile)
@@ -265,7 +264,8 @@ def forward(setup: Setup) -> Execute:
         kernel, columns, programs = variants[time == 1, _is_aligned((q, k, v), state, outputs)]
         tiles = batch * heads * -(-V // columns)
         kernel.launch(
-            (min(tiles, programs * setup.multiprocessors) if programs else tiles,), tiles=tiles, q=q, k=k, v=v, g=g, beta=beta, state=state,
+            (min(tiles, programs * setup.multiprocessors) if programs else tiles,), tiles=tiles, q=q, k=k, v=v, g=g,
+            beta=beta, state=state,
             indices=out if indices is None else indices, out=out, states=states, status_word=status_word(device),
             index_fault=STATE_INDEX_OUT_OF_RANGE.row, gate_fault=POSITIVE_GATE.row, scale=scale, time=time,
             heads=heads, group=heads // q.shape[2], places=state.shape[0], q_row=q_row, q_token=q_token,

@@ -16,7 +16,6 @@ from torch import Tensor
 from adjoint.core.launch import Setup, run_concurrently
 from adjoint.core.workspace import Memory
 from adjoint.ops.gated_delta import packing
-from adjoint.ops.gated_delta.rule.hopper import gradients
 from adjoint.ops.gated_delta.rule.hopper.device import Part
 from adjoint.ops.gated_delta.rule.hopper.reverse_scan import programs_of
 from adjoint.ops.gated_delta.rule.shape import Shape
