@@ -82,7 +82,7 @@ def unless_skipped(values, live, INDEXED: tl.constexpr):
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=4096),
+    budget=Budget(registers=255, shared_bytes=20 * 1024),  # of three states on the way; 4 KiB without
     schedule=("HIGH", "HIGH_LEVELS", "GROUPS", "LOW", "LOW_LEVELS", "COLUMNS", "STAGES"),
 )  # fmt: skip
 @triton.jit
