@@ -233,40 +233,43 @@ _of_thread = threading.local()
 
 
 def run_concurrently(
-    device: torch.device, first: Callable[[], Any], second: Callable[[], Any], worthwhile: bool
+    device: torch.device, first: Callable[[], Any], *others: Callable[[], Any], worthwhile: bool
 ) -> None:
-    """Launches two pieces of work that do not depend on each other; what follows waits for both.
+    """Launches pieces of work that do not depend on each other; what follows waits for all.
 
-    On a GPU, where that is worthwhile, the second goes to a stream of its own: neither fills the card alone, and the
-    first has the choice of its places. It is joined even when one raises, so memory of the current stream may be used
-    freely. Graphs capture it.
+    On a GPU, where that is worthwhile, each of the others goes to a stream of its own: none fills the card alone, and
+    those before have the choice of their places. They are joined even when one raises, so memory of the current stream
+    may be used freely. Graphs capture it.
 
     Args:
-        device: where both run.
-        first, second: launch on the current stream.
-        worthwhile: whether the work is long enough for what a second stream costs the host.
+        device: where all run.
+        first, others: launch on the current stream.
+        worthwhile: whether the work is long enough for what further streams cost the host.
     """
-    if device.type != "cuda" or not worthwhile:
-        first()
-        second()
+    if device.type != "cuda" or not worthwhile or not others:
+        for launch in (first, *others):
+            launch()
         return
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(main)
+    main, streams = torch.cuda.current_stream(device), [_side_stream(device, n) for n in range(len(others))]
+    for stream in streams:
+        stream.wait_stream(main)
     try:
         first()
-        with torch.cuda.stream(side):
-            second()
+        for stream, launch in zip(streams, others, strict=True):
+            with torch.cuda.stream(stream):
+                launch()
     finally:
-        main.wait_stream(side)
+        for stream in streams:
+            main.wait_stream(stream)
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """This thread's second stream of a device."""
-    streams: dict[int, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
+def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """This thread's streams of a device, beside the one that it launches on."""
+    streams: dict[tuple[int, int], torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
     index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in streams:
-        streams[index] = torch.cuda.Stream(index)
-    return streams[index]
+    if (index, number) not in streams:
+        streams[index, number] = torch.cuda.Stream(index)
+    return streams[index, number]
 
 
 def refuse_capture(device: torch.device, what: str, advice: str) -> None:

@@ -9,10 +9,11 @@ from adjoint.core.launch import refuse_capture, run_concurrently
 
 
 @pytest.mark.parametrize("worthwhile", [False, True])
-def test_both_pieces_run_in_their_order_without_a_gpu(worthwhile: bool) -> None:
+def test_pieces_run_in_their_order_without_a_gpu(worthwhile: bool) -> None:
     ran: list[str] = []
-    run_concurrently(torch.device("cpu"), lambda: ran.append("first"), lambda: ran.append("second"), worthwhile)
-    assert ran == ["first", "second"]
+    pieces = [lambda name=name: ran.append(name) for name in ("first", "second", "third")]
+    run_concurrently(torch.device("cpu"), *pieces, worthwhile=worthwhile)
+    assert ran == ["first", "second", "third"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -37,16 +38,17 @@ def test_what_follows_waits_for_both_even_when_the_second_raises() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_captures_both() -> None:
+def test_a_graph_captures_all() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    left, right = (torch.zeros(16, device=device) for _ in range(2))
-    run_concurrently(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
+    sums = [torch.zeros(16, device=device) for _ in range(3)]
+    pieces = [lambda x=x: x.add_(1) for x in sums]
+    run_concurrently(device, *pieces, worthwhile=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run_concurrently(device, lambda: left.add_(1), lambda: right.add_(1), worthwhile=True)
+        run_concurrently(device, *pieces, worthwhile=True)
     for _ in range(3):
         graph.replay()
-    assert bool((left == 4).all() and (right == 4).all())
+    assert all(bool((x == 4).all()) for x in sums)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -25,8 +25,8 @@ MULTIPROCESSORS = 3
 HALVES, WHOLE_V = {"spans_in_halves": 10**9, "spans_ahead": 0}, {"spans_in_halves": 0, "spans_ahead": 0}
 """Parameters of the rule's schedule with which every span's columns of V are halved, and with which none are."""
 
-AHEAD = {"spans_ahead": 10**9, "tokens_ahead": 1}
-"""Those with which states are scanned ahead of the outputs."""
+AHEAD = {"spans_ahead": 10**9, "tokens_ahead": 1, "tokens_apart": 1}
+"""Those with which states are scanned ahead of the outputs, and further inverses of one sequence computed beside."""
 
 BESIDE = {"tokens_beside": 1}
 """Those with which gradients of one sequence may be computed beside its reverse scan."""

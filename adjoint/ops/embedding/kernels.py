@@ -413,7 +413,7 @@ class GroupSums:
         if self.listed:
             write_groups()
         else:
-            run_concurrently(self.device, write_groups, write_zeros, self.concurrently)
+            run_concurrently(self.device, write_groups, write_zeros, worthwhile=self.concurrently)
 
     def _write_groups(
         self, memory: Mapping[str, Any], terms: dict[str, Any], into: dict[str, Any], scaled: bool, access: str

@@ -183,7 +183,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
             beside(memory, upstream, dinitial, scan_states, compute_gradients)
             return
         if not shape.is_split_in_reverse:
-            run_concurrently(device, scan_whole, scan_states, is_large)
+            run_concurrently(device, scan_whole, scan_states, worthwhile=is_large)
             compute_gradients()
             return
 
@@ -203,11 +203,11 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
             segments(memory, upstream, dinitial)
 
         if may_be_whole:  # most sequences may not be split
-            run_concurrently(device, scan_whole_and_transitions, scan_terms_and_states, is_large)
+            run_concurrently(device, scan_whole_and_transitions, scan_terms_and_states, worthwhile=is_large)
             scan_segments()
         else:
-            run_concurrently(device, scan_terms, scan_whole_and_transitions, is_large)
-            run_concurrently(device, scan_segments, scan_states, is_large)
+            run_concurrently(device, scan_terms, scan_whole_and_transitions, worthwhile=is_large)
+            run_concurrently(device, scan_segments, scan_states, worthwhile=is_large)
         compute_gradients()
 
     return launch

@@ -87,7 +87,8 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
         final = final_state if output_final_state else None
 
         def compute_chunks() -> None:
-            inverse(memory, queries, keys, scale)
+            if inverse is not None:
+                inverse(memory, queries, keys, scale)
             if is_split and transitions and compose:
                 transitions(memory, keys, values)
                 compose(memory, initial_state, between)
@@ -104,19 +105,20 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
                 clear_saved(memory, saved)
 
         # The outputs of tokens that belong to no sequence, and saved states that no sequence has, are cleared beside.
-        run_concurrently(device, compute_chunks, clear_others, concurrently)
+        run_concurrently(device, compute_chunks, clear_others, worthwhile=concurrently)
 
     return execute
 
 
 class _Kernels(NamedTuple):
-    """What computes the chunks; without an output kernel, the scan gives the outputs.
+    """What computes the chunks; without an output kernel, the scan gives the outputs, and without one for the inverses
+    it computes those, too.
 
     Where sequences may be split, whole and split scans are both bound: a plan for another length must find its own
     compiled.
     """
 
-    inverse: Callable[..., None]
+    inverse: Callable[..., None] | None
     scan: Callable[..., None]
     output: Callable[..., None] | None = None
     transitions: Callable[..., None] | None = None
@@ -169,8 +171,9 @@ def _can_scan_ahead(shape: Shape) -> bool:
     return _can_scan_whole(shape) and not shape.may_split
 
 
-_Scans = tuple[Callable[..., None], ...]
-"""The kernel of the inverses, the scan of whole sequences and, where they may be split, that of segments."""
+_Scans = tuple[Callable[..., None] | None, Callable[..., None], Callable[..., None]]
+"""The kernel of the inverses, if the scan does not compute them; the scan of whole sequences and, where they may be
+split, that of segments."""
 
 
 def _bind_scan_in_halves(setup: Setup, shape: Shape) -> _Scans:
@@ -190,14 +193,15 @@ def _bind_whole_scan(setup: Setup, shape: Shape, is_ahead: bool) -> _Scans:
 
     *_, output_final_state, _checking, keep = setup.problem.options
     states = {"initial": shape.has_initial_state, "final": output_final_state}
-    inverse = _without_scores(bind_inverse(setup, shape, PARTS))
+    invert = bind_inverse(setup, shape, PARTS)
+    inverse: Callable[..., None] | None = _without_scores(invert)
     scan = bind_whole_scan(setup, shape, segmented=False, saves=keep, **states)
     split_scan = bind_whole_scan(setup, shape, segmented=True, saves=False, **states) if shape.may_split else scan
     if _can_scan_ahead(shape):
-        scan_ahead = bind_scan_ahead(setup, shape, scan, shape.has_initial_state)
+        scan_ahead = bind_scan_ahead(setup, shape, invert, scan, shape.has_initial_state)
         if is_ahead:
             setup.scratch(**start_region(shape))
-            scan = scan_ahead
+            inverse, scan = None, scan_ahead
     return inverse, scan, split_scan
 
 

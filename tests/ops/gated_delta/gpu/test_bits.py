@@ -107,7 +107,7 @@ def test_every_scan_for_hopper_has_the_same_bits(device: torch.device, bounds: t
     schedules = (
         {"spans_in_halves": many, "spans_ahead": 1},
         {"spans_in_halves": 1, "spans_ahead": 1},
-        {"spans_ahead": many, "tokens_ahead": 1},
+        {"spans_ahead": many, "tokens_ahead": 1, "tokens_apart": 1},
     )
     scans = [as_tuple(plan.with_schedule(**parameters).run(*example[:7])) for parameters in schedules]
     assert all(same(scan, scans[0]) for scan in scans[1:])

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from adjoint.core.kernels import Budget, Float32, Int32, Int64x16, Pointer, Pointer16, kernel
 from adjoint.core.launch import Setup, run_concurrently
 from adjoint.ops.gated_delta.rule.hopper import device
-from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, TILE
+from adjoint.ops.gated_delta.rule.hopper.device import CHUNK, TILE, WHOLE, Part
 from adjoint.ops.gated_delta.rule.shape import Shape, TokenRows
 from adjoint.ops.gated_delta.rule.triton.chunk_indices import INDEX_COUNT, INDEX_WIDTH
 from adjoint.ops.gated_delta.rule.triton.chunk_inverse import bind_chunk_inverse, bind_scores
@@ -92,11 +92,13 @@ def units_of(scores, group):
 def rule_chunk_inverse_hopper(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,
     T: Pointer16.element, P: Pointer16.element, scale: Float32, q_token_stride: Int64x16, q_head_stride: Int64x16,
-    k_token_stride: Int64x16, k_head_stride: Int64x16, units: Int32,
+    k_token_stride: Int64x16, k_head_stride: Int64x16, first_unit: Int32, end_unit: Int32,
     HEADS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """T − I of one or two of the `units`, which are pairs of value heads of a chunk; with SCORES also P = scale·(q kᵀ) ⊙
-    D, 0 above the diagonal."""
+    """T − I of one or two units, pairs of value heads of a chunk, from `first_unit` to before `end_unit`.
+
+    With SCORES also P = scale·(q kᵀ) ⊙ D, 0 above the diagonal.
+    """
     HALF: gl.constexpr = CHUNK // 2
     QUARTER: gl.constexpr = CHUNK // 4
     UNITS: gl.constexpr = units_of(SCORES, GROUP)
@@ -119,8 +121,8 @@ def rule_chunk_inverse_hopper(
     pairs: gl.constexpr = HEADS // 2
     keyed: gl.constexpr = 1 if GROUP % 2 == 0 else 2
 
-    unit_0 = gl.program_id(0) * UNITS
-    unit_1 = gl.minimum(unit_0 + (UNITS - 1), units - 1)
+    unit_0 = first_unit + gl.program_id(0) * UNITS
+    unit_1 = gl.minimum(unit_0 + (UNITS - 1), end_unit - 1)
     count_0 = gl.load(chunk_indices + (unit_0 // pairs).to(gl.int64) * INDEX_WIDTH + INDEX_COUNT)
     count_1 = gl.load(chunk_indices + (unit_1 // pairs).to(gl.int64) * INDEX_WIDTH + INDEX_COUNT)
     if count_0 + count_1 == 0:
@@ -207,8 +209,8 @@ def rule_chunk_inverse_hopper(
         between._reinterpret(gl.float32, [2, HALF, HALF], SWIZZLED_ALL).store(beyond)
         betweens += (between.index(0),)
 
-    # The inverses of the blocks of size 32: of each the quarters that are not 0, [row, head and block, column]. A thread
-    # has a column of the first half, and one of the second, whose upper quarter is 0.
+    # The inverses of the blocks of size 32, without the quarter that is 0; quarters are [row, head and block, column].
+    # A thread has a column of the left half and one of the right, with which it reads every factor once.
     row = gl.arange(0, QUARTER, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]
     column = gl.arange(0, QUARTER, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
     empty = gl.zeros([QUARTER, BLOCKS, QUARTER], gl.float32, COLUMN)
@@ -308,25 +310,32 @@ def _bind(setup: Setup, shape: Shape, parts: int, scores: bool) -> Callable[...,
         rule_chunk_inverse_hopper, element=shape.element, HEADS=shape.heads, GROUP=shape.group, K=shape.K,
         PARTS=parts, SCORES=scores,
     )  # fmt: skip
-    units = shape.chunks * (shape.heads // 2)
-    grid = (-(-units // units_of(scores, shape.group)),)
+    pairs = shape.heads // 2
 
-    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float) -> None:
+    def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float, part: Part = WHOLE) -> None:
+        first, end = (min(chunk, shape.chunks) * pairs for chunk in (part.first, part.first + part.chunks))
+        if first == end:
+            return
+        grid = (-(-(end - first) // units_of(scores, shape.group)),)
         inverse.launch(
             grid, q=q.start, k=k.start, gates=memory["gates"], chunk_indices=memory["chunk_indices"], T=memory["T"],
             P=memory["P"] if scores else memory["T"], scale=scale, q_token_stride=q.token_stride,
-            q_head_stride=q.head_stride, k_token_stride=k.token_stride, k_head_stride=k.head_stride, units=units,
+            q_head_stride=q.head_stride, k_token_stride=k.token_stride, k_head_stride=k.head_stride,
+            first_unit=first, end_unit=end,
         )  # fmt: skip
 
     return launch
 
 
-def bind_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[[Mapping[str, Any], TokenRows], None]:
-    """T − I of every chunk and value head: `launch(memory, k)`; by `rule_chunk_inverse` where this kernel cannot."""
+def bind_inverse(setup: Setup, shape: Shape, parts: int) -> Callable[..., None]:
+    """T − I of every chunk and value head: `launch(memory, k)`; by `rule_chunk_inverse` where this kernel cannot.
+
+    Where it can, `launch(memory, k, part)` computes those of a part of a row that has one sequence.
+    """
     if not fits_pairs(shape):
         return bind_chunk_inverse(setup, shape, parts)
     inverse = _bind(setup, shape, parts, scores=False)
-    return lambda memory, k: inverse(memory, k, k, 1.0)
+    return lambda memory, k, part=WHOLE: inverse(memory, k, k, 1.0, part)
 
 
 def bind_inverse_and_scores(
@@ -339,7 +348,7 @@ def bind_inverse_and_scores(
 
     def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float) -> None:
         run_concurrently(
-            setup.device, lambda: inverse(memory, k), lambda: scores(memory, q, k, scale), shape.is_large
-        )  # fmt: skip
+            setup.device, lambda: inverse(memory, k), lambda: scores(memory, q, k, scale), worthwhile=shape.is_large
+        )
 
     return launch

@@ -79,7 +79,10 @@ def bind_gradients_beside(setup: Setup, shape: Shape, reverse_scan: ReverseScan)
         scanned, beside = sizes_of(shape, setup.multiprocessors)
         if not beside:
             run_concurrently(
-                device, lambda: reverse_scan(memory, upstream, dinitial_state), scan_states, shape.is_large
+                device,
+                lambda: reverse_scan(memory, upstream, dinitial_state),
+                scan_states,
+                worthwhile=shape.is_large,
             )
             compute_gradients(all_chunks, 0)
             return
@@ -87,13 +90,16 @@ def bind_gradients_beside(setup: Setup, shape: Shape, reverse_scan: ReverseScan)
         first, done = shape.chunks - scanned, shape.chunks - beside
         behind = upstream._replace(dfinal_state=middle)
         run_concurrently(
-            device, lambda: reverse_scan(memory, upstream, middle, Part(first, scanned)), scan_states, True
+            device,
+            lambda: reverse_scan(memory, upstream, middle, Part(first, scanned)),
+            scan_states,
+            worthwhile=True,
         )
         run_concurrently(
             device,
             lambda: reverse_scan(memory, behind, dinitial_state, Part(0, first)),
             lambda: compute_gradients(Part(done, beside), programs_of(shape)),
-            True,
+            worthwhile=True,
         )
         compute_gradients(Part(0, done), 0)
 

@@ -174,11 +174,19 @@ def bind_states_ahead(setup: Setup, shape: Shape, initial: bool) -> Callable[...
     return launch
 
 
-def bind_scan_ahead(setup: Setup, shape: Shape, whole: Callable[..., None], initial: bool) -> Callable[..., None]:
-    """The results of `whole`, the scan that `bind_whole_scan` binds for whole sequences, in three rounds."""
+def bind_scan_ahead(
+    setup: Setup, shape: Shape, inverse: Callable[..., None], whole: Callable[..., None], initial: bool
+) -> Callable[..., None]:
+    """The inverses that `inverse` computes, and the results of `whole`, the scan that `bind_whole_scan` binds for whole
+    sequences, in three rounds.
+
+    The first round leaves multiprocessors idle: of one long sequence, they begin with the inverses it does not need.
+    """
     ahead = bind_states_ahead(setup, shape, initial)
     a, y, z = rounds_of(-(-shape.time // packing.CHUNK))
     b = a + 2 * y
+    is_apart = shape.sequences == 1 and shape.time >= setup.schedule["tokens_apart"]
+    needed, rest = device.Part(0, a + y), device.Part(a + y, device.WHOLE.chunks)
 
     def launch(
         memory: Mapping[str, Any], q: TokenRows, k: TokenRows, v: TokenRows, scale: float,
@@ -194,10 +202,19 @@ def bind_scan_ahead(setup: Setup, shape: Shape, whole: Callable[..., None], init
             if a > 0:
                 scan(0, a, 1, 0)
 
+        def invert_rest() -> None:
+            if is_apart:
+                inverse(memory, k, rest)
+
         # Where a is 0, the stretch in the first place begins with the sequence.
         first_states = (0, a, y, a + y, 0) if a > 0 else (0, y, y, y, 1)
-        run_concurrently(setup.device, lambda: states(*first_states), scan_first, a > 0)
-        run_concurrently(setup.device, lambda: states(a + y, b, z, b + 3 * z, 2), lambda: scan(a, y, 2, 0), True)
+        inverse(memory, k, needed if is_apart else device.WHOLE)
+        run_concurrently(
+            setup.device, lambda: states(*first_states), scan_first, invert_rest, worthwhile=a > 0 or is_apart
+        )
+        run_concurrently(
+            setup.device, lambda: states(a + y, b, z, b + 3 * z, 2), lambda: scan(a, y, 2, 0), worthwhile=True
+        )
         scan(b, z, 4, 2)
 
     return launch

@@ -96,7 +96,8 @@ def rule_gates(
     if INDEX:
         chunks_of_row = tl.cdiv(time, CHUNK)
         row_of_batch, number = slot // chunks_of_row, slot % chunks_of_row
-        first = row_of_batch * time + number * CHUNK
+        begin = number * CHUNK
+        first = row_of_batch * time + begin
         count = tl.minimum(time - number * CHUNK, CHUNK)
         if tl.program_id(0) % blocks == 0:
             _write_index(
@@ -108,11 +109,14 @@ def rule_gates(
         if count == 0:
             return
         first = tl.load(chunk_indices + slot.to(tl.int64) * INDEX_WIDTH)
+        row_of_batch, begin = 0, first  # packed sequences lie in one row
     row = tl.arange(0, CHUNK)
     token = (first + row).to(tl.int64)
     inside = (row < count)[:, None] & (head < heads)[None, :]
     wide_head = head.to(tl.int64)[None, :]
-    g_row = g + ((token // time) * g_batch_stride + (token % time) * g_token_stride)[:, None]
+    batch = tl.cast(row_of_batch, tl.int64)
+    token_of_row = (begin + row).to(tl.int64)
+    g_row = (g + batch * g_batch_stride) + (token_of_row * g_token_stride)[:, None]
     decay = tl.load(g_row + wide_head * g_head_stride, inside, other=0).to(tl.float32)
     if RAISE:
         record(status_word, fault, token[:, None] * heads + wide_head, decay.to(tl.int64), inside & (decay > 0))
@@ -122,7 +126,7 @@ def rule_gates(
     high = G.to(tl.float32)
     low = (G - high.to(tl.float64)).to(tl.float32)
     end = tl.sum(tl.where(row[:, None] == CHUNK - 1, G, 0.0), 0)
-    beta_row = beta + ((token // time) * beta_batch_stride + (token % time) * beta_token_stride)[:, None]
+    beta_row = (beta + batch * beta_batch_stride) + (token_of_row * beta_token_stride)[:, None]
     strength = tl.load(beta_row + wide_head * beta_head_stride, inside, other=0).to(tl.float32)
     place = gates + (slot.to(tl.int64) * heads + wide_head) * (GATE_ROWS * CHUNK) + row[:, None]
     stored = (head < heads)[None, :] & (row < CHUNK)[:, None]
