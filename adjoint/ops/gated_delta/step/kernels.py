@@ -1,10 +1,7 @@
 """Triton kernels of `gated_delta_step` and of its adjoint, and what launches them.
 
 Forward: a program takes a tile [K, columns] of one row's and one value head's state through all its tokens, in
-registers: a state is read once and written once, which is nearly all there is to move. Where there is one token, a
-program may stay for further tiles, which are copied to shared memory while it computes: a thread holds so much of a
-state that few of them fit a multiprocessor, and of 16-bit states what they wait for is too little to keep the memory
-busy. With `a = e^g`, a token is
+registers: a state is read once and written once, which is nearly all there is to move. With `a = e^g`, a token is
 
     u = β·(v − a·Sᵀk),   S ← a·S + k ⊗ u,   o = scale·Sᵀq
 
@@ -29,7 +26,7 @@ a state are added by a third, in the order of rows.
 
 # ruff: noqa: RUF005  (Triton joins tuples with +, and knows no unpacking)
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -82,8 +79,8 @@ def unless_skipped(values, live, INDEXED: tl.constexpr):
 
 
 @kernel(
-    budget=Budget(registers=255, shared_bytes=20 * 1024),  # of three states on the way; 4 KiB without
-    schedule=("HIGH", "HIGH_LEVELS", "GROUPS", "LOW", "LOW_LEVELS", "COLUMNS", "STAGES"),
+    budget=Budget(registers=255, shared_bytes=4096),
+    schedule=("HIGH", "HIGH_LEVELS", "GROUPS", "LOW", "LOW_LEVELS", "COLUMNS", "POLICY"),
 )  # fmt: skip
 @triton.jit
 def gated_delta_step_tiles(
@@ -95,11 +92,11 @@ def gated_delta_step_tiles(
     v_row: Int64If16, v_token: Int64If16, v_head: Int64If16, v_element: Int64, g_row: Int64, g_token: Int64,
     g_head: Int64, beta_row: Int64, beta_token: Int64, beta_head: Int64, state_place: Int64If16,
     state_head: Int64If16, state_key: Int64, state_element: Int64, out_token: Int64If16, states_token: Int64If16,
-    index_step: Int64, tiles: Int32,
+    index_step: Int64,
     K: tl.constexpr, V: tl.constexpr, HIGH: tl.constexpr, HIGH_LEVELS: tl.constexpr, GROUPS: tl.constexpr,
     LOW: tl.constexpr, LOW_LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
     INDEXED: tl.constexpr, NORMALIZE: tl.constexpr, ALL_STATES: tl.constexpr, IN_PLACE: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, ADJACENT: tl.constexpr, STAGES: tl.constexpr, DOUBLE: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, ADJACENT: tl.constexpr, POLICY: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """Outputs and states of one tile. ADJACENT: the strides of elements are 1, and the state's rows follow each other.
 
@@ -109,74 +106,68 @@ def gated_delta_step_tiles(
     BLOCKS: tl.constexpr = (V + GROUPS * COLUMNS - 1) // (GROUPS * COLUMNS)
     if ADJACENT:
         q_element, k_element, v_element, state_key, state_element = 1, 1, 1, V, 1
-    turns = 1
-    if STAGES:  # the program stays, and copies the states of its next tiles while it computes
-        turns = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
-    for turn in tl.range(0, turns, num_stages=STAGES):
-        tile_number = tl.program_id(0) + turn * tl.num_programs(0)
-        block = tile_number % BLOCKS
-        item = tile_number // BLOCKS
-        key_head = (item % heads // group).to(tl.int64)
-        head = (item % heads).to(tl.int64)
-        row = (item // heads).to(tl.int64)
-        number = tl.arange(0, HIGH)[:, None] * LOW + tl.arange(0, LOW)[None, :]
-        key = number[:, None, :, None]
-        column = (block * GROUPS + tl.arange(0, GROUPS)[:, None]) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        across = column[None, :, None, :]
-        in_tile = (key < K) & (across < V)
-        one = tl.zeros([1], tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    item = tl.program_id(0) // BLOCKS
+    key_head = (item % heads // group).to(tl.int64)
+    head = (item % heads).to(tl.int64)
+    row = (item // heads).to(tl.int64)
+    number = tl.arange(0, HIGH)[:, None] * LOW + tl.arange(0, LOW)[None, :]
+    key = number[:, None, :, None]
+    column = (block * GROUPS + tl.arange(0, GROUPS)[:, None]) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    across = column[None, :, None, :]
+    in_tile = (key < K) & (across < V)
+    one = tl.zeros([1], tl.int64)
 
-        place = row
-        live = None
-        in_state = in_tile
-        if INDEXED:
-            place = tl.load(indices + row * index_step).to(tl.int64)
-            live = (place >= 0) & (place < places)
-            in_state = in_tile & live
-            wrong = (block == 0) & (head == 0) & ((place < -1) | (place >= places))
-            record(status_word, index_fault, row + one, place + one, wrong & (one == 0))
-        first = place * state_place + head * state_head
-        S = tl.load(state + (key * state_key + across * state_element + first), in_state, other=0.0).to(WIDE)
+    place = row
+    live = None
+    in_state = in_tile
+    if INDEXED:
+        place = tl.load(indices + row * index_step).to(tl.int64)
+        live = (place >= 0) & (place < places)
+        in_state = in_tile & live
+        wrong = (block == 0) & (head == 0) & ((place < -1) | (place >= places))
+        record(status_word, index_fault, row + one, place + one, wrong & (one == 0))
+    tile = state + place * state_place + head * state_head + (key * state_key + across * state_element)
+    S = tl.load(tile, in_state, other=0.0, eviction_policy=POLICY).to(WIDE)
 
-        q_at = q + row * q_row + key_head * q_head
-        k_at = k + row * k_row + key_head * k_head
-        v_at = v + row * v_row + head * v_head
-        g_at = g + row * g_row + head * g_head
-        beta_at = beta + row * beta_row + head * beta_head
-        out_at = out + row * time * out_token + head * V
-        states_at = states + (row * time if ALL_STATES else row) * states_token + head * (K * V)
+    q_at = q + row * q_row + key_head * q_head
+    k_at = k + row * k_row + key_head * k_head
+    v_at = v + row * v_row + head * v_head
+    g_at = g + row * g_row + head * g_head
+    beta_at = beta + row * beta_row + head * beta_head
+    out_at = out + row * time * out_token + head * V
+    states_at = states + (row * time if ALL_STATES else row) * states_token + head * (K * V)
 
-        for t in range(0, 1 if ONE_TOKEN else time):
-            k_t = tl.load(k_at + t * k_token + number * k_element, number < K, other=0.0).to(WIDE)
-            q_t = tl.load(q_at + t * q_token + number * q_element, number < K, other=0.0).to(WIDE)
-            v_t = tl.load(v_at + t * v_token + column * v_element, column < V, other=0.0).to(WIDE)
-            g_t = tl.load(g_at + t * g_token).to(WIDE)
-            beta_t = tl.load(beta_at + t * beta_token).to(WIDE)
-            positive = (block == 0) & (g_t > 0)
-            position = (row * time + t) * heads + head + one
-            record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
-            decay = tl.exp(g_t)
-            k_tile, q_tile = k_t[:, None, :, None], q_t[:, None, :, None]
-            predicted = decay * sum_over_keys(S * k_tile, HIGH_LEVELS, LOW_LEVELS)
-            if NORMALIZE:  # k and q by their norms, wherever they come in
-                k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
-                new_values = beta_t * (v_t - predicted * k_norm) * k_norm
-            else:
-                new_values = beta_t * (v_t - predicted)
-            S = decay * S + k_tile * new_values[None, :, None, :]
-            o = scale * sum_over_keys(S * q_tile, HIGH_LEVELS, LOW_LEVELS)
-            if NORMALIZE:
-                o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
-            o = unless_skipped(o, live, INDEXED).to(out.dtype.element_ty)
-            tl.store(out_at + t * out_token + column, o, column < V)
-            if ALL_STATES:
-                stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-                tl.store(states_at + t * states_token + (key * V + across), stored, in_tile)
-        if IN_PLACE:
-            tl.store(state + first + (key * state_key + across * state_element), S.to(state.dtype.element_ty), in_state)
-        elif not ALL_STATES:
+    for t in range(0, 1 if ONE_TOKEN else time):
+        k_t = tl.load(k_at + t * k_token + number * k_element, number < K, other=0.0).to(WIDE)
+        q_t = tl.load(q_at + t * q_token + number * q_element, number < K, other=0.0).to(WIDE)
+        v_t = tl.load(v_at + t * v_token + column * v_element, column < V, other=0.0).to(WIDE)
+        g_t = tl.load(g_at + t * g_token).to(WIDE)
+        beta_t = tl.load(beta_at + t * beta_token).to(WIDE)
+        positive = (block == 0) & (g_t > 0)
+        position = (row * time + t) * heads + head + one
+        record(status_word, gate_fault, position, g_t.to(tl.int64) + one, positive & (one == 0))
+        decay = tl.exp(g_t)
+        k_tile, q_tile = k_t[:, None, :, None], q_t[:, None, :, None]
+        predicted = decay * sum_over_keys(S * k_tile, HIGH_LEVELS, LOW_LEVELS)
+        if NORMALIZE:  # k and q by their norms, wherever they come in
+            k_norm = tl.rsqrt(sum_over_keys(k_tile * k_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
+            new_values = beta_t * (v_t - predicted * k_norm) * k_norm
+        else:
+            new_values = beta_t * (v_t - predicted)
+        S = decay * S + k_tile * new_values[None, :, None, :]
+        o = scale * sum_over_keys(S * q_tile, HIGH_LEVELS, LOW_LEVELS)
+        if NORMALIZE:
+            o *= tl.rsqrt(sum_over_keys(q_tile * q_tile, HIGH_LEVELS, LOW_LEVELS) + 1e-6)
+        tl.store(out_at + t * out_token + column, unless_skipped(o, live, INDEXED).to(out.dtype.element_ty), column < V)
+        if ALL_STATES:
             stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
-            tl.store(states_at + (key * V + across), stored, in_tile)
+            tl.store(states_at + t * states_token + (key * V + across), stored, in_tile)
+    if IN_PLACE:
+        tl.store(tile, S.to(state.dtype.element_ty), in_state)
+    elif not ALL_STATES:
+        stored = unless_skipped(S, live, INDEXED).to(states.dtype.element_ty)
+        tl.store(states_at + (key * V + across), stored, in_tile)
 
 
 def _settings(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -192,16 +183,8 @@ MAX_ELEMENTS = 128
 """Numbers of a state that a thread holds at most."""
 
 
-class Tiles(NamedTuple):
-    """A variant of the kernel, the columns of its tiles, and how many programs run at a time if they stay, else 0."""
-
-    kernel: Launch
-    columns: int
-    programs: int
-
-
-def _bind_tiles(setup: Setup, one_token: bool, aligned: bool) -> Tiles:
-    """The kernel: tiles have as many columns as the schedule says, unless a thread would hold too much."""
+def _bind_tiles(setup: Setup, one_token: bool, aligned: bool) -> tuple[Launch, int]:
+    """The kernel, and the columns of its tiles: as many as the schedule says, unless a thread would hold too much."""
     (types, constants), schedule, (K, V) = _settings(setup.problem), setup.schedule, setup.problem.sizes[:2]
     rows, width, all_states = power_of_two(K), power_of_two(V), setup.problem.options[2]
     in_place = setup.problem.op.endswith("in_place")
@@ -210,16 +193,15 @@ def _bind_tiles(setup: Setup, one_token: bool, aligned: bool) -> Tiles:
     elements = MAX_ELEMENTS // (8 if not aligned or constants["DOUBLE"] else 1 if lean else 2)
     columns = min(schedule["columns"], width, max(1, 32 * elements // rows))
     groups = min(schedule["warps"], width // columns)
-    stages = schedule["stages"] if lean and aligned else 0
     # With the columns of a group, a warp.
     low = min(rows, max(1, 32 // max(1, columns * types["state"].itemsize // 16)))
     bound = setup.kernel(
         gated_delta_step_tiles, **types, **constants, V=V, HIGH=rows // low, GROUPS=groups, LOW=low, COLUMNS=columns,
         HIGH_LEVELS=(rows // low).bit_length() - 1, LOW_LEVELS=low.bit_length() - 1, ALL_STATES=all_states,
         IN_PLACE=in_place, ONE_TOKEN=one_token, ADJACENT=aligned, aligned=aligned, num_warps=groups,
-        STAGES=stages,
+        POLICY="evict_first" if "evict_first" in schedule else "",
     )  # fmt: skip
-    return Tiles(bound, groups * columns, schedule["programs"] if stages else 0)
+    return bound, groups * columns
 
 
 def _is_aligned(tokens: tuple[Tensor, ...], state: Tensor, outputs: tuple[Tensor, ...]) -> bool:
@@ -238,7 +220,7 @@ def _is_aligned(tokens: tuple[Tensor, ...], state: Tensor, outputs: tuple[Tensor
 def forward(setup: Setup) -> Execute:
     """Outputs and states, either the rows' new ones or, in place, the pool's own."""
     device, either = setup.device, (True, False)
-    variants = {(one, aligned): _bind_tiles(setup, one, aligned) for one in either for aligned in either}
+    tiles = {(one, aligned): _bind_tiles(setup, one, aligned) for one in either for aligned in either}
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         q, k, v, g, beta, state, indices, scale, normalize, _all_states, checking = arguments
@@ -261,11 +243,9 @@ def forward(setup: Setup) -> Execute:
         g_row, g_token, g_head = g.stride()
         beta_row, beta_token, beta_head = beta.stride()
         state_place, state_head, state_key, state_element = state.stride()
-        kernel, columns, programs = variants[time == 1, _is_aligned((q, k, v), state, outputs)]
-        tiles = batch * heads * -(-V // columns)
-        kernel.launch(
-            (min(tiles, programs * setup.multiprocessors) if programs else tiles,), tiles=tiles, q=q, k=k, v=v, g=g,
-            beta=beta, state=state,
+        bound, columns = tiles[time == 1, _is_aligned((q, k, v), state, outputs)]
+        bound.launch(
+            (batch * heads * -(-V // columns),), q=q, k=k, v=v, g=g, beta=beta, state=state,
             indices=out if indices is None else indices, out=out, states=states, status_word=status_word(device),
             index_fault=STATE_INDEX_OUT_OF_RANGE.row, gate_fault=POSITIVE_GATE.row, scale=scale, time=time,
             heads=heads, group=heads // q.shape[2], places=state.shape[0], q_row=q_row, q_token=q_token,

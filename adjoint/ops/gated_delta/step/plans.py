@@ -97,7 +97,11 @@ _BACKWARD_TILE = 2048
 
 
 def _entry(problem: Problem) -> str:
-    """States of 16 bits have a schedule of their own: too few of their bytes are on the way if programs do not stay."""
+    """The cache treats states of 16 bits best in another way.
+
+    On an H200 a token of 256 × 32 heads of 128 × 128 took 193 µs with "evict_first" and 211 without in bfloat16; in
+    float32 295 µs with it, 272 without.
+    """
     return "gated_delta_step_tiles_16_bit" if problem.dtypes[3].itemsize == 2 else "gated_delta_step_tiles"
 
 

@@ -133,9 +133,6 @@ def calls() -> Iterator[Step]:
 WIDE = Step((1, 1, 1, 1, 16, 16), gradients=False)
 """Aligned; with all its columns in one tile, a thread has several keys of each."""
 
-STAYING = Step((3, 1, 1, 2, 16, 16), (4, -1, 1), 5, gradients=False)
-"""Aligned; a program stays for several tiles of several states."""
-
 WRONG = (
     Step((3, 1, 1, 1, 2, 2), (2, 0, 1), 2, normalize=True, spoiled=True),
     Step((3, 2, 1, 2, 2, 2), (-2, 1, 0), 2, positive=7),
@@ -144,7 +141,7 @@ WRONG = (
 SAID = ("got 2 at position 0", "got -2 at position 0", "a positive number at position 7")
 
 
-_sizes = {"columns": 1, "warps": 2, "stages": 0, "programs": 4}
+_sizes = {"columns": 1, "warps": 2}
 
 
 def shrink() -> None:
@@ -164,10 +161,10 @@ def shrink() -> None:
 
 def noticed() -> bool:
     """Whether any step comes out wrong."""
-    for number, step in enumerate((*calls(), WIDE, STAYING)):
+    for number, step in enumerate((*calls(), WIDE)):
         surround(number)
-        if step in (WIDE, STAYING):
-            _sizes.update(columns=64, stages=0 if step is WIDE else 3)
+        if step is WIDE:
+            _sizes.update(columns=64)
             forget()
         try:
             if step.wrong_result():
@@ -176,7 +173,6 @@ def noticed() -> bool:
         except Exception:
             return True
     said = ""
-    surround(0)
     for step in WRONG:
         try:
             if step.wrong_result():

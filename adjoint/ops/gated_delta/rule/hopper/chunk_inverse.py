@@ -34,9 +34,11 @@ def _either(a, b):
 
 @gluon.jit
 def _split(x):
-    """A float32 in two bfloat16 parts."""
-    high = device.rounded_to(x, gl.bfloat16)
-    return high, device.rest_of(x, high)
+    """A float32 in two bfloat16 parts. One instruction rounds two numbers, which x.to(...) does not give here."""
+    high = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+    return high, (x - high.to(gl.float32)).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -57,14 +59,6 @@ def _line(T, row, i: gl.constexpr):
 
 
 @gluon.jit
-def _factors(lines, step: gl.constexpr, COLUMN: gl.constexpr):
-    """Sixteen numbers of a line of every block, [row, block, 1], which all threads of its columns read."""
-    READ: gl.constexpr = gl.BlockedLayout([2, 8, 1, 1], [1, 1, 2, 16], [1, 1, 4, 1], [3, 2, 1, 0])
-    line = lines.slice(step, 1, dim=2).permute((0, 3, 1, 2)).load(READ)
-    return gl.convert_layout(line.reshape([16, line.shape[2], 1]), COLUMN)
-
-
-@gluon.jit
 def _decay(gates, i, j):
     """e^{G_i − G_j}, of which only i ≥ j is used."""
     return device.exp(gl.load(gates + i)[None, :] - gl.load(gates + j)[:, None])
@@ -81,28 +75,17 @@ def _columns(gram, decay, gates, i, j):
     return gl.where(upper, first, second), second
 
 
-@gluon.constexpr_function
-def units_of(scores, group):
-    """Pairs of value heads that a program has: two, where a pair reads one tile of keys and nothing else."""
-    return 1 if scores or group % 2 else 2
-
-
 @kernel(budget=Budget(registers=255, shared_bytes=96 * 1024), targets=("sm_90",), numeric=("PARTS",))
 @gluon.jit
 def rule_chunk_inverse_hopper(
     q: Pointer16.element, k: Pointer16.element, gates: Pointer16.float32, chunk_indices: Pointer.int32,
     T: Pointer16.element, P: Pointer16.element, scale: Float32, q_token_stride: Int64x16, q_head_stride: Int64x16,
-    k_token_stride: Int64x16, k_head_stride: Int64x16, first_unit: Int32, end_unit: Int32,
+    k_token_stride: Int64x16, k_head_stride: Int64x16, first_chunk: Int32,
     HEADS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """T − I of one or two units, pairs of value heads of a chunk, from `first_unit` to before `end_unit`.
-
-    With SCORES also P = scale·(q kᵀ) ⊙ D, 0 above the diagonal.
-    """
+    """T − I of two value heads of a chunk, from `first_chunk` on; with SCORES also P = scale·(q kᵀ) ⊙ D, 0 above the
+    diagonal."""
     HALF: gl.constexpr = CHUNK // 2
-    QUARTER: gl.constexpr = CHUNK // 4
-    UNITS: gl.constexpr = units_of(SCORES, GROUP)
-    BLOCKS: gl.constexpr = 4 * UNITS
     kind: gl.constexpr = k.dtype.element_ty
     GRAM: gl.constexpr = device.product_layout(CHUNK)
     WIDE_ROWS: gl.constexpr = device.row_layout(K)
@@ -111,8 +94,8 @@ def rule_chunk_inverse_hopper(
     PARTS_OF_ALL: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     SWIZZLED_ALL: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    COLUMN: gl.constexpr = gl.BlockedLayout([16, 1, 1], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    COLUMN: gl.constexpr = gl.BlockedLayout([16, 1, 1], [1, 1, 32], [1, 4, 1], [0, 2, 1])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -121,42 +104,32 @@ def rule_chunk_inverse_hopper(
     pairs: gl.constexpr = HEADS // 2
     keyed: gl.constexpr = 1 if GROUP % 2 == 0 else 2
 
-    unit_0 = first_unit + gl.program_id(0) * UNITS
-    unit_1 = gl.minimum(unit_0 + (UNITS - 1), end_unit - 1)
-    count_0 = gl.load(chunk_indices + (unit_0 // pairs).to(gl.int64) * INDEX_WIDTH + INDEX_COUNT)
-    count_1 = gl.load(chunk_indices + (unit_1 // pairs).to(gl.int64) * INDEX_WIDTH + INDEX_COUNT)
-    if count_0 + count_1 == 0:
+    slot = first_chunk + (gl.program_id(0) // pairs).to(gl.int64)
+    head = (gl.program_id(0) % pairs) * 2
+    count = gl.load(chunk_indices + slot * INDEX_WIDTH + INDEX_COUNT)
+    if count == 0:
         return
-    # Instead of a unit that is not there, or has no tokens, the other one is computed twice, and stored once.
-    stored = (count_0 > 0, (count_1 > 0) & (unit_1 > unit_0))
-    chosen = (gl.where(count_0 > 0, unit_0, unit_1), gl.where(count_1 > 0, unit_1, unit_0))
-    counts = (gl.where(count_0 > 0, count_0, count_1), gl.where(count_1 > 0, count_1, count_0))
+    first = gl.load(chunk_indices + slot * INDEX_WIDTH).to(gl.int64)
+    lane = slot * HEADS + head
+    gates += lane * (GATE_ROWS * CHUNK)
+    T += lane * (PARTS * CHUNK * CHUNK)
+    P += lane * (CHUNK * CHUNK)
 
+    keys = gl.allocate_shared_memory(kind, [keyed, CHUNK, K], TILE)
+    queries = keys
+    if SCORES:
+        queries = gl.allocate_shared_memory(kind, [keyed, CHUNK, K], TILE)
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE_ROWS))
     column = gl.arange(0, K, gl.SliceLayout(0, WIDE_ROWS))
-    k_offset = (row.to(gl.int64) * k_token_stride)[:, None] + column.to(gl.int64)[None, :]
-    q_offset = (row.to(gl.int64) * q_token_stride)[:, None] + column.to(gl.int64)[None, :]
-    # Each tile is allocated alone: between writes to one allocation there are barriers.
-    keys = ()
-    queries = ()
-    lanes = ()
-    for unit in gl.static_range(UNITS):
-        slot = (chosen[unit] // pairs).to(gl.int64)
-        head = (chosen[unit] % pairs) * 2
-        lanes += (slot * HEADS + head,)
-        inside = (row < counts[unit])[:, None] & (column < K)[None, :]
-        first = gl.load(chunk_indices + slot * INDEX_WIDTH).to(gl.int64)
-        for which in gl.static_range(keyed):
-            key_head = ((head + which) // GROUP).to(gl.int64)
-            tile = gl.allocate_shared_memory(kind, [CHUNK, K], TILE)
-            start = k + (first * k_token_stride + key_head * k_head_stride)
-            async_copy.async_copy_global_to_shared(tile, start + k_offset, mask=inside)
-            keys += (tile,)
-            if SCORES:
-                tile = gl.allocate_shared_memory(kind, [CHUNK, K], TILE)
-                start = q + (first * q_token_stride + key_head * q_head_stride)
-                async_copy.async_copy_global_to_shared(tile, start + q_offset, mask=inside)
-                queries += (tile,)
+    inside = (row < count)[:, None] & (column < K)[None, :]
+    token = (first + row)[:, None]
+    for which in gl.static_range(keyed):
+        key_head = ((head + which) // GROUP).to(gl.int64)
+        place = k + (token * k_token_stride + key_head * k_head_stride) + column.to(gl.int64)[None, :]
+        async_copy.async_copy_global_to_shared(keys.index(which), place, mask=inside)
+        if SCORES:
+            place = q + (token * q_token_stride + key_head * q_head_stride) + column.to(gl.int64)[None, :]
+            async_copy.async_copy_global_to_shared(queries.index(which), place, mask=inside)
     async_copy.commit_group()
 
     nothing = gl.zeros([CHUNK, CHUNK], gl.float32, GRAM)
@@ -171,8 +144,8 @@ def rule_chunk_inverse_hopper(
     if SCORES:
         for which in gl.static_range(2):
             if which < keyed:
-                seen = device.start_product(keys[which], queries[which].permute((1, 0)), nothing)
-            decay = _decay(gates + (lanes[0] + which) * (GATE_ROWS * CHUNK), i, j)
+                seen = device.start_product(keys.index(which), queries.index(which).permute((1, 0)), nothing)
+            decay = _decay(gates + which * (GATE_ROWS * CHUNK), i, j)
             if which < keyed:
                 seen = warpgroup_mma_wait(0, deps=[seen])
             if which == 0:
@@ -182,87 +155,61 @@ def rule_chunk_inverse_hopper(
         row = gl.arange(0, CHUNK, gl.SliceLayout(1, ROWS))
         column = gl.arange(0, CHUNK, gl.SliceLayout(0, ROWS))
         offset = (row * CHUNK)[:, None] + column[None, :]
-        P += lanes[0] * (CHUNK * CHUNK)
         gl.store(P + offset, scores.index(0).load(ROWS))
         gl.store(P + CHUNK * CHUNK + offset, scores.index(1).load(ROWS))
-    if UNITS == 2:
-        gram_0 = device.start_product(keys[0], keys[0].permute((1, 0)), nothing)
-        gram_1 = device.start_product(keys[1], keys[1].permute((1, 0)), nothing)
-        gram_0, gram_1 = warpgroup_mma_wait(0, deps=[gram_0, gram_1])
-    # Line j of a block is its column of A: [i // 8, head and block, j, i % 8], so that no two threads of a warp meet in
-    # a bank. Between the blocks [j, i], of each head alone.
-    for which in gl.static_range(2 * UNITS):
-        head_gates = gates + (lanes[which // 2] + which % 2) * (GATE_ROWS * CHUNK)
-        if UNITS == 1 and which < keyed:
-            gram = device.start_product(keys[which], keys[which].permute((1, 0)), nothing)
+    # Row j of a block is its column of A: [j, head and block, i], and [j, head, i] between the blocks.
+    for which in gl.static_range(2):
+        head_gates = gates + which * (GATE_ROWS * CHUNK)
+        if which < keyed:
+            gram = device.start_product(keys.index(which), keys.index(which).permute((1, 0)), nothing)
         decay = _decay(head_gates, i, j)
-        if UNITS == 1 and which < keyed:
+        if which < keyed:
             gram = warpgroup_mma_wait(0, deps=[gram])
-        if UNITS == 2:
-            gram = gram_0 if which < 2 else gram_1
         if which == 0:
-            lines = gl.allocate_shared_memory(gl.float32, [4, BLOCKS, HALF, 8], FLAT)
-            betweens = ()
+            on_diagonal = gl.allocate_shared_memory(gl.float32, [HALF, 4, HALF], FLAT)
+            between = gl.allocate_shared_memory(gl.float32, [4, HALF, HALF], SWIZZLED)
+            far = between._reinterpret(gl.float32, [2, 2, HALF, HALF], SWIZZLED_ALL)
         near, beyond = _columns(gram, decay, head_gates, i, j)
-        lines.slice(2 * which, 2, dim=1).permute((1, 2, 0, 3)).store(near.reshape([2, HALF, 4, 8]))
-        between = gl.allocate_shared_memory(gl.float32, [2, HALF, HALF], SWIZZLED)
-        between._reinterpret(gl.float32, [2, HALF, HALF], SWIZZLED_ALL).store(beyond)
-        betweens += (between.index(0),)
+        on_diagonal.slice(2 * which, 2, dim=1).store(gl.permute(near, (1, 0, 2)))
+        far.index(which).store(beyond)
 
-    # The inverses of the blocks of size 32, without the quarter that is 0; quarters are [row, head and block, column].
-    # A thread has a column of the left half and one of the right, with which it reads every factor once.
-    row = gl.arange(0, QUARTER, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]
-    column = gl.arange(0, QUARTER, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
-    empty = gl.zeros([QUARTER, BLOCKS, QUARTER], gl.float32, COLUMN)
+    # The inverses of the blocks of size 32: [row, head and block, column]; a thread has a column.
+    row = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]
+    column = gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
+    empty = gl.zeros([16, 4, HALF], gl.float32, COLUMN)
     upper = empty + gl.where(row == column, 1.0, 0.0)
-    lower = upper
-    corner = empty
+    lower = empty + gl.where(row + 16 == column, 1.0, 0.0)
+    lines = on_diagonal._reinterpret(gl.float32, [HALF, 4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     for step in gl.static_range(HALF - 1):
-        factor = _factors(lines.slice(2, 2), step, COLUMN)
-        if step < QUARTER:
+        line = lines.index(step).permute((1, 0))
+        if step < 16:
             pivot = _line(upper, row, step)
-            corner = gl.fma(factor, pivot, corner)
-            factor = _factors(lines.slice(0, 2), step, COLUMN)
-            upper = gl.where(row > step, gl.fma(factor, pivot, upper), upper)
+            factor = line.slice(0, 16).load(gl.SliceLayout(2, COLUMN))
+            upper = gl.where(row > step, gl.fma(factor[:, :, None], pivot, upper), upper)
         else:
-            pivot = _line(corner, row, step - QUARTER)
-            corner = gl.where(row + QUARTER > step, gl.fma(factor, pivot, corner), corner)
-            pivot = _line(lower, row, step - QUARTER)
-            lower = gl.where(row + QUARTER > step, gl.fma(factor, pivot, lower), lower)
+            pivot = _line(lower, row, step - 16)
+        factor = line.slice(16, 16).load(gl.SliceLayout(2, COLUMN))
+        lower = gl.where(row + 16 > step, gl.fma(factor[:, :, None], pivot, lower), lower)
     # Their parts by columns, [part, head and block, column, row], where A was; the product between them is −T₁ (A T₀).
-    parts = lines._reinterpret(gl.bfloat16, [2 * BLOCKS, HALF, HALF], PARTS_OF)
-    columns = lines._reinterpret(gl.bfloat16, [2 * BLOCKS, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
-    left = columns.slice(0, QUARTER, dim=2)
-    right = columns.slice(QUARTER, QUARTER, dim=2)
-    for part in gl.static_range(2):
-        of_part = _split(upper)[part]
-        left.slice(0, QUARTER).slice(part * BLOCKS, BLOCKS, dim=1).store(of_part)
-        right.slice(0, QUARTER).slice(part * BLOCKS, BLOCKS, dim=1).store(gl.zeros_like(of_part))
-        left.slice(QUARTER, QUARTER).slice(part * BLOCKS, BLOCKS, dim=1).store(_split(corner)[part])
-        right.slice(QUARTER, QUARTER).slice(part * BLOCKS, BLOCKS, dim=1).store(_split(lower)[part])
-    # Of all heads before any is stored, as there is a barrier between the reads of one and the writes of another.
-    results = ()
-    for which in gl.static_range(2 * UNITS):
-        A = _split(betweens[which].permute((1, 0)).load(LEFT))
+    parts = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF)
+    columns = on_diagonal._reinterpret(gl.bfloat16, [8, HALF, HALF], PARTS_OF_ALL).permute((2, 0, 1))
+    high_columns = columns.slice(0, 4, dim=1)
+    low_columns = columns.slice(4, 4, dim=1)
+    high, low = _split(upper)
+    high_columns.slice(0, 16).store(high)
+    low_columns.slice(0, 16).store(low)
+    high, low = _split(lower)
+    high_columns.slice(16, 16).store(high)
+    low_columns.slice(16, 16).store(low)
+    x_highs = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, HALF], TILE_32)
+    x_lows = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, HALF], TILE_32)
+    for which in gl.static_range(2):
+        A = _split(between.index(2 * which).permute((1, 0)).load(LEFT))
         high = parts.index(2 * which).permute((1, 0))
-        low = parts.index(BLOCKS + 2 * which).permute((1, 0))
-        results += (_split(_product(A, (high.load(RIGHT), low.load(RIGHT)), MMA)),)
-    tiles = ()
-    for which in gl.static_range(2 * UNITS):
-        high_tile = gl.allocate_shared_memory(gl.bfloat16, [HALF, HALF], TILE_32)
-        low_tile = gl.allocate_shared_memory(gl.bfloat16, [HALF, HALF], TILE_32)
-        high, low = results[which]
-        high_tile.store(high)
-        low_tile.store(low)
-        tiles += ((high_tile, low_tile),)
-    results = ()
-    for which in gl.static_range(2 * UNITS):
-        high = parts.index(2 * which + 1).permute((1, 0))
-        low = parts.index(BLOCKS + 2 * which + 1).permute((1, 0))
-        x = (tiles[which][0].load(RIGHT), tiles[which][1].load(RIGHT))
-        product = _product((high.load(LEFT), low.load(LEFT)), x, MMA)
-        rounded = device.rounded_to(product, kind)
-        results += ((rounded, device.rest_of(product, rounded)),)
+        low = parts.index(4 + 2 * which).permute((1, 0))
+        high, low = _split(_product(A, (high.load(RIGHT), low.load(RIGHT)), MMA))
+        x_highs.index(which).store(high)
+        x_lows.index(which).store(low)
     # T − I as it is stored: of each head the two blocks on the diagonal and the one between them, of each part.
     row = gl.arange(0, HALF, gl.SliceLayout(1, MMA))
     column = gl.arange(0, HALF, gl.SliceLayout(0, MMA))
@@ -270,34 +217,34 @@ def rule_chunk_inverse_hopper(
     row = gl.arange(0, HALF, gl.SliceLayout(1, OUT))
     column = gl.arange(0, HALF, gl.SliceLayout(0, OUT))
     offset = (row * CHUNK)[:, None] + column[None, :]
-    for which in gl.static_range(2 * UNITS):
-        outs = ()
-        for _ in gl.static_range(3 * PARTS):
-            outs += (gl.allocate_shared_memory(kind, [HALF, HALF], TILE_32),)
-        rounded, rest = results[which]
-        outs[2].store(rounded)
+    for which in gl.static_range(2):
+        outs = gl.allocate_shared_memory(kind, [3 * PARTS, HALF, HALF], TILE_32)
+        high = parts.index(2 * which + 1).permute((1, 0))
+        low = parts.index(4 + 2 * which + 1).permute((1, 0))
+        right = (x_highs.index(which).load(RIGHT), x_lows.index(which).load(RIGHT))
+        corner = _product((high.load(LEFT), low.load(LEFT)), right, MMA)
+        outs.index(2).store(corner.to(kind))
         if PARTS == 2:
-            outs[5].store(rest)
+            outs.index(5).store((corner - corner.to(kind).to(gl.float32)).to(kind))
         for block in gl.static_range(2):
             high = parts.index(2 * which + block).permute((1, 0)).load(MMA)
             if kind == gl.bfloat16:
                 rounded = high
                 if PARTS == 2:
-                    outs[3 + block].store(parts.index(BLOCKS + 2 * which + block).permute((1, 0)).load(MMA))
+                    outs.index(3 + block).store(parts.index(4 + 2 * which + block).permute((1, 0)).load(MMA))
             else:
-                low = parts.index(BLOCKS + 2 * which + block).permute((1, 0)).load(MMA)
+                low = parts.index(4 + 2 * which + block).permute((1, 0)).load(MMA)
                 value = high.to(gl.float32) + low.to(gl.float32)
                 rounded = value.to(kind)
                 if PARTS == 2:
-                    outs[3 + block].store((value - rounded.to(gl.float32)).to(kind))
-            outs[block].store(gl.where(is_one, gl.zeros_like(rounded), rounded))
-        is_stored = (offset >= 0) & stored[which // 2]
+                    outs.index(3 + block).store((value - rounded.to(gl.float32)).to(kind))
+            outs.index(block).store(gl.where(is_one, gl.zeros_like(rounded), rounded))
         for part in gl.static_range(PARTS):
-            out = T + ((lanes[which // 2] + which % 2) * PARTS + part) * (CHUNK * CHUNK) + offset
-            gl.store(out, outs[3 * part].load(OUT), mask=is_stored)
-            gl.store(out + (HALF * CHUNK + HALF), outs[3 * part + 1].load(OUT), mask=is_stored)
-            gl.store(out + HALF * CHUNK, outs[3 * part + 2].load(OUT), mask=is_stored)
-            gl.store(out + HALF, gl.zeros([HALF, HALF], kind, OUT), mask=is_stored)
+            out = T + (which * PARTS + part) * (CHUNK * CHUNK) + offset
+            gl.store(out, outs.index(3 * part).load(OUT))
+            gl.store(out + (HALF * CHUNK + HALF), outs.index(3 * part + 1).load(OUT))
+            gl.store(out + HALF * CHUNK, outs.index(3 * part + 2).load(OUT))
+            gl.store(out + HALF, gl.zeros([HALF, HALF], kind, OUT))
 
 
 def fits_pairs(shape: Shape) -> bool:
@@ -310,18 +257,16 @@ def _bind(setup: Setup, shape: Shape, parts: int, scores: bool) -> Callable[...,
         rule_chunk_inverse_hopper, element=shape.element, HEADS=shape.heads, GROUP=shape.group, K=shape.K,
         PARTS=parts, SCORES=scores,
     )  # fmt: skip
-    pairs = shape.heads // 2
 
     def launch(memory: Mapping[str, Any], q: TokenRows, k: TokenRows, scale: float, part: Part = WHOLE) -> None:
-        first, end = (min(chunk, shape.chunks) * pairs for chunk in (part.first, part.first + part.chunks))
-        if first == end:
+        chunks = min(part.chunks, shape.chunks - part.first)
+        if chunks <= 0:
             return
-        grid = (-(-(end - first) // units_of(scores, shape.group)),)
         inverse.launch(
-            grid, q=q.start, k=k.start, gates=memory["gates"], chunk_indices=memory["chunk_indices"], T=memory["T"],
-            P=memory["P"] if scores else memory["T"], scale=scale, q_token_stride=q.token_stride,
-            q_head_stride=q.head_stride, k_token_stride=k.token_stride, k_head_stride=k.head_stride,
-            first_unit=first, end_unit=end,
+            (chunks * (shape.heads // 2),), q=q.start, k=k.start, gates=memory["gates"],
+            chunk_indices=memory["chunk_indices"], T=memory["T"], P=memory["P"] if scores else memory["T"], scale=scale,
+            q_token_stride=q.token_stride, q_head_stride=q.head_stride, k_token_stride=k.token_stride,
+            k_head_stride=k.head_stride, first_chunk=part.first,
         )  # fmt: skip
 
     return launch
