@@ -23,10 +23,10 @@ class ByteText:
         return list(prompt.encode("utf-8"))
 
     def decode(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Pieces of text as they are complete: a character may take several bytes."""
+        """Pieces of text as they are complete: a character may take several bytes. Tokens past 255 stand for none."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
-            yield decoder.decode(bytes([token]))
+            yield decoder.decode(bytes([token])) if token < VOCABULARY else "\N{REPLACEMENT CHARACTER}"
 
 
 @cache

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,10 +59,13 @@ def load(
     dtype = _stated_dtype(folder) if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentError(f"HybridLM.from_pretrained: dtype must be a floating torch.dtype, got {dtype!r}")
-    model = kind(config, device="meta", dtype=dtype)
     entries = list(_entries(folder))
+    if config.tie_word_embeddings and _has_another_head(entries):
+        _log.warning("%s: lm_head.weight is not the embedding, though the configuration ties them: it is kept", folder)
+        config = replace(config, tie_word_embeddings=False)
+    model = kind(config, device="meta", dtype=dtype)
     parts, left_out = _assign(model, folder, entries)
-    device = torch.device("cpu" if device is None else device)
+    device = _present("cpu" if device is None else device)
     for name, tensors in parts.items():
         module, _, own = name.rpartition(".")
         holder = model.get_submodule(module)
@@ -76,6 +80,15 @@ def load(
         _log.warning("%s: %d tensors of %s are left out, %s first", folder, len(names), reason, names[0])
     model.left_out = {reason: tuple(names) for reason, names in left_out.items()}
     return model
+
+
+def _present(device: torch.device | str | int) -> torch.device:
+    """A device that tensors can lie on here."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(f"HybridLM.from_pretrained: device {device!r} is not there: {reason}") from None
 
 
 def _stated_dtype(folder: Path) -> torch.dtype:
@@ -112,6 +125,15 @@ def _entries(folder: Path) -> Iterator[Entry]:
         if name not in headers[file]:
             raise ArgumentError(f"{folder / file} has no tensor {name}, which {INDEX} says it has")
         yield headers[file][name]
+
+
+def _has_another_head(entries: Iterable[Entry]) -> bool:
+    """Whether there is a last matrix with other values than those of the embedding."""
+    named = {_text_name(entry.name): entry for entry in entries}
+    head, table = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
+    if head is None or table is None or head.shape != table.shape or not (head.is_floating and table.is_floating):
+        return False
+    return not torch.equal(*(entry.read() for entry in (head, table)))
 
 
 def _assign(
@@ -206,7 +228,10 @@ def save(model: "HybridLM", folder: Path, max_shard_bytes: int) -> None:
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
             raise ArgumentError(f"HybridLM.save_pretrained: parameter {name} is on the meta device and has no values")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"HybridLM.save_pretrained: {folder} cannot be made: {error.strerror}") from None
     config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
     groups = safetensors.split(tensors, max_shard_bytes)
     names = [WEIGHTS]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -88,15 +88,18 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """See `HybridLM.stream`."""
     rows = _checked(model, prompts, max_new_tokens, prefill_chunk)
+    if model.device.type == "meta":
+        raise ArgumentError("generate: the model is on the meta device and has no values")
     if cuda_graph and model.device.type != "cuda":
         raise ArgumentError(f"generate: cuda_graph needs a model on a GPU, and this one is on {model.device}")
     if isinstance(stop_tokens, int):
         stop_tokens = (stop_tokens,)
+    elif isinstance(stop_tokens, Iterable):
+        stop_tokens = list(stop_tokens)  # once: an iterator has them only once
     if stop_tokens is not None and not (
         isinstance(stop_tokens, Iterable) and all(isinstance(token, int) for token in stop_tokens)
     ):
-        shown = list(stop_tokens) if isinstance(stop_tokens, Iterable) else stop_tokens
-        raise ArgumentError(f"generate: stop_tokens must be token ids, got {shown}")
+        raise ArgumentError(f"generate: stop_tokens must be token ids, got {stop_tokens}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ArgumentError(f"generate: generator must be a torch.Generator, got {type(generator).__name__}")
     stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
@@ -106,10 +109,13 @@ def stream(
     if len(cache) != len(rows):
         raise ArgumentError(f"generate: cache holds {len(cache)} sequences, and prompts are {len(rows)}")
     decode = _decoder(model, cache, cuda_graph)
-    if not rows or max_new_tokens == 0:
+    if not rows:
+        return
+    if max_new_tokens == 0:  # the last token of a prompt is the last there is, which a cache has not seen
+        _prefill(model, [row[:-1] for row in rows], cache, prefill_chunk)
         return
     cache.reserve(max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens)
-    logits = _prefill(model, rows, cache, prefill_chunk)
+    logits = cast(Tensor, _prefill(model, rows, cache, prefill_chunk))
     active = list(range(len(rows)))
     for step in range(max_new_tokens):
         tokens = sampling(logits, generator).tolist()
@@ -144,10 +150,10 @@ PREFILL_TOKENS = 65536
 """Prompts go through the model together, up to so many tokens at a time."""
 
 
-def _prefill(model: "HybridLM", rows: list[Tensor], cache: Cache, chunk: int | None) -> Tensor:
-    """The logits after each prompt; prompts go in so many tokens of each at a time, packed."""
+def _prefill(model: "HybridLM", rows: list[Tensor], cache: Cache, chunk: int | None) -> Tensor | None:
+    """The logits after each prompt that has a token; prompts go in so many tokens of each at a time, packed."""
     longest = max(map(len, rows))
-    chunk = longest if chunk is None else chunk
+    chunk = max(1, longest) if chunk is None else chunk
     last: list[Tensor | None] = [None] * len(rows)
     for begin in range(0, longest, chunk):
         pieces = {slot: row[begin : begin + chunk] for slot, row in enumerate(rows) if len(row) > begin}
@@ -156,7 +162,7 @@ def _prefill(model: "HybridLM", rows: list[Tensor], cache: Cache, chunk: int | N
             logits = _logits(model, ids, cache, slots, cu_seqlens)
             for number, slot in enumerate(slots):
                 last[slot] = logits[number]
-    return torch.stack([row for row in last if row is not None])
+    return torch.stack(there) if (there := [row for row in last if row is not None]) else None
 
 
 def _groups(pieces: dict[int, Tensor]) -> list[list[int]]:

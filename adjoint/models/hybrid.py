@@ -1,6 +1,7 @@
 """`HybridLM`: a decoder of Gated DeltaNet and gated attention layers, with the parameters of Hugging Face's models."""
 
 from collections.abc import Iterator, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -210,6 +211,12 @@ class HybridLM(nn.Module):
             raise ArgumentError("HybridLM: slots name sequences of a cache, and cache is None")
         if cache is not None:
             self.check_cache(cache)
+            if labels is not None and labels.is_cpu:  # before the cache is overwritten
+                wrong = labels[(labels != -100) & ((labels < 0) | (labels >= self.config.vocab_size))]
+                if wrong.numel():
+                    raise ArgumentError(
+                        f"HybridLM: labels must be -100 or from 0 to {self.config.vocab_size - 1}, got {int(wrong[0])}"
+                    )
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
                 raise ArgumentError("HybridLM: cache is overwritten, which has no gradient; call under torch.no_grad()")
 
@@ -328,6 +335,8 @@ class HybridLM(nn.Module):
         """
         from adjoint.models.checkpoint import load
 
+        if not isinstance(folder, str | PathLike):
+            raise ArgumentError(f"HybridLM.from_pretrained: folder must be a path, got {type(folder).__name__}")
         return load(cls, Path(folder), device, dtype)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:

@@ -59,8 +59,13 @@ class Entry:
 
     def copy_to(self, target: Tensor) -> None:
         """Copies the tensor into another of its shape, on any device and of any dtype."""
+        if self.begin != self.end:
+            target.copy_(self.read())
+
+    def read(self) -> Tensor:
+        """The tensor as it lies in the file, whose pages are read when they are used."""
         if self.begin == self.end:
-            return
+            return torch.empty(self.shape, dtype=_DTYPES[self.dtype])
         first = self.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with open(self.path, "rb") as file:
             mapping = mmap.mmap(file.fileno(), self.end - first, access=mmap.ACCESS_COPY, offset=first)
@@ -68,7 +73,7 @@ class Entry:
         dtype = _DTYPES[self.dtype]
         if self.begin % dtype.itemsize:
             data = data.clone()
-        target.copy_(data.view(dtype).view(self.shape))
+        return data.view(dtype).view(self.shape)
 
 
 def read_header(path: Path) -> dict[str, Entry]:

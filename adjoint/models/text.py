@@ -29,7 +29,7 @@ class Text:
     """Text, by the tokenizer.json of a folder and the package tokenizers.
 
     Raises:
-        ArgumentError: the folder has no tokenizer.json.
+        ArgumentError: the folder has no tokenizer.json, or one that cannot be read.
         Unsupported: the package is not installed.
     """
 
@@ -43,10 +43,16 @@ class Text:
             raise Unsupported(
                 "generate: text needs the package tokenizers: pip install tokenizers; or give token ids, with --tokens"
             ) from None
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing more special
+            raise ArgumentError(f"generate: {path} is no tokenizer: {error}") from None
 
     def encode(self, prompt: str) -> list[int]:
-        return list(self._tokenizer.encode(prompt).ids)
+        try:
+            return list(self._tokenizer.encode(prompt).ids)
+        except Exception as error:
+            raise ArgumentError(f"generate: the tokenizer does not take {prompt[:40]!r}: {error}") from None
 
     def decode(self, tokens: Iterable[int]) -> Iterator[str]:
         """Pieces of text as they are complete: a character may take several tokens."""

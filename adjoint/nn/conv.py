@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjoint.core.arguments import require_integer, require_size
+from adjoint.core.arguments import require_flag, require_integer, require_size
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
 from adjoint.nn.plain import beside
@@ -55,7 +55,8 @@ class CausalConv1d(nn.Module):
         is_silu("CausalConv1d", activation)
         self.channels, self.width, self.activation, self.preference = channels, width, activation, preference
         self.weight = nn.Parameter(torch.empty(channels, 1, width, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
+        has_bias = require_flag("CausalConv1d", "bias", bias)
+        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if has_bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -143,6 +143,10 @@ class GatedDeltaNet(nn.Module):
             cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of packed sequences.
             cache: the state that the sequences go on from, overwritten by that after their last tokens.
             slots: which of the cache's rows the sequences have; all of them, in order, by default.
+
+        Raises:
+            ArgumentError: an operation refuses its arguments, a gradient would have to go through the cache, or (on the
+                CPU) a slot is none of the cache.
         """
         qkv, z, b, a = self._project(x)
         g, beta = gate(a, b, self.A_log, self.dt_bias)
@@ -156,6 +160,8 @@ class GatedDeltaNet(nn.Module):
             )
         else:
             keep = cache is not None
+            if cache is not None:
+                self._check_cache(cache, slots, qkv.requires_grad or g.requires_grad)
             start = cache if cache is None or slots is None else cache.select(slots)
             past, state = (None, None) if start is None else (start.conv, start.state)
             parts = self.conv1d(
@@ -169,6 +175,19 @@ class GatedDeltaNet(nn.Module):
             if cache is not None and final_state is not None:
                 cache.write(parts[3], final_state, slots)
         return self.out_proj(self.norm(o, z).flatten(-2))  # type: ignore[no-any-return]
+
+    def _check_cache(self, cache: RecurrentCache, slots: Tensor | None, needs_gradient: bool) -> None:
+        """What the operations of a few tokens refuse themselves."""
+        if needs_gradient:
+            raise ArgumentError(
+                "GatedDeltaNet: cache is overwritten, which has no gradient; call under torch.no_grad(), or without one"
+            )
+        rows = len(cache.state)
+        if slots is not None and slots.is_cpu and bool(((slots < 0) | (slots >= rows)).any()):
+            raise ArgumentError(
+                f"GatedDeltaNet: slots of more than {MAX_TOKENS} tokens must be rows of the cache, from 0 to "
+                f"{rows - 1}, got {slots.tolist()}"
+            )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v side by side, z [.., value heads, V], b and a [.., value heads]."""

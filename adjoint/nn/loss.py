@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from adjoint.core.arguments import require_flag, require_size
+from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
 from adjoint.ops.loss import linear_cross_entropy
 from adjoint.ops.loss.arguments import check_options, options
@@ -28,7 +30,7 @@ class LinearCrossEntropy(nn.Linear):
         preference: narrows the choice of plans.
 
     Raises:
-        ArgumentError: an option is out of range.
+        ArgumentError: a size or an option is out of range, or, in a call without labels, hidden has other columns.
 
     >>> import torch
     >>> head = LinearCrossEntropy(2, 3)
@@ -58,7 +60,9 @@ class LinearCrossEntropy(nn.Linear):
     ) -> None:
         values = (ignore_index, label_smoothing, z_loss, softcap, reduction, shift, return_log_probabilities)
         check_options("LinearCrossEntropy", options("LinearCrossEntropy", *values))
-        super().__init__(in_features, out_features, bias, device, dtype)
+        sizes = (("in_features", in_features), ("out_features", out_features))
+        columns, classes = (require_size("LinearCrossEntropy", name, value) for name, value in sizes)
+        super().__init__(columns, classes, require_flag("LinearCrossEntropy", "bias", bias), device, dtype)
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
@@ -74,6 +78,11 @@ class LinearCrossEntropy(nn.Linear):
         self, hidden: Float[Tensor, "*tokens columns"], labels: Int[Tensor, "*tokens"] | None = None
     ) -> Any:
         if labels is None:
+            if not isinstance(hidden, Tensor) or hidden.shape[-1:] != (self.in_features,):
+                got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+                raise ArgumentError(
+                    f"LinearCrossEntropy: hidden must be a tensor with {self.in_features} columns, got {got}"
+                )
             logits = super().forward(hidden)
             cap = self.options["softcap"]
             return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,5 +1,6 @@
 """`Rotary` as a module: it makes cos and sin of positions, and has nothing in its state dict."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class Rotary(nn.Module):
         preference: narrows the choice of plans.
 
     Raises:
-        ArgumentError: R is not an even number from 2 to dim, base not a positive number, or table_dtype not floating.
+        ArgumentError: R is not an even number from 2 to dim, base or the factor is not a positive number, or
+            table_dtype is not floating.
 
     >>> import torch
     >>> q = torch.tensor([1.0, 0.0, 5.0]).expand(1, 2, 1, 3)
@@ -54,6 +56,9 @@ class Rotary(nn.Module):
         dim = require_size("Rotary", "dim", dim)
         if not isinstance(table_dtype, torch.dtype) or not table_dtype.is_floating_point:
             raise ArgumentError(f"Rotary: table_dtype must be a floating torch.dtype, got {table_dtype!r}")
+        for name, value in (("base", base), ("partial_rotary_factor", partial_rotary_factor)):
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < float("inf"):
+                raise ArgumentError(f"Rotary: {name} must be a positive number, got {value!r}")
         self.dim, self.base, self.partial_rotary_factor = dim, base, partial_rotary_factor
         self.rotary_dim = round(dim * partial_rotary_factor)
         if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= dim:
@@ -61,8 +66,6 @@ class Rotary(nn.Module):
                 f"Rotary: dim·partial_rotary_factor, the number of columns that are rotated, must be even, from 2 to "
                 f"the {dim} columns of a head, got {self.rotary_dim}"
             )
-        if not base > 0:
-            raise ArgumentError(f"Rotary: base must be a positive number, got {base}")
         self.interleaved, self.table_dtype, self.preference = interleaved, table_dtype, preference
         self.register_buffer("inv_freq", self._inverse_frequencies(device), persistent=False)
 
@@ -71,15 +74,23 @@ class Rotary(nn.Module):
         return 1.0 / self.base**exponents  # type: ignore[no-any-return]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        """Moves as other modules do, but casts nothing, and has its frequencies again after `to_empty`."""
+        """Moves as other modules do, but casts nothing; after `to_empty` of a module on meta it has its frequencies."""
+        before = self.inv_freq
         super()._apply(fn, recurse)
-        self.inv_freq = self._inverse_frequencies(self.inv_freq.device)
+        device = self.inv_freq.device
+        if before.is_meta:
+            self.inv_freq = self._inverse_frequencies(device)
+        elif device.type != "meta":
+            self.inv_freq = before.to(device)
         return self
 
     @torch.no_grad()
     def tables(self, positions: Int[Tensor, "*batch time"]) -> tuple[Float[Tensor, "*batch time pairs"], ...]:
         """cos and sin of the angles of tokens at these positions, a number for each pair: `rotary` takes them with
         `rotary_dim=self.rotary_dim`. Layers of one model can share them."""
+        if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.is_complex():
+            got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+            raise ArgumentError(f"Rotary: positions must be a tensor of whole numbers, got {got}")
         angles = positions[..., None].float() * self.inv_freq
         return angles.cos().to(self.table_dtype), angles.sin().to(self.table_dtype)
 

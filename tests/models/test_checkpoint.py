@@ -131,6 +131,18 @@ def test_a_head_beside_a_tied_embedding_is_the_embedding(tmp_path: Path) -> None
     )
 
 
+def test_a_head_of_its_own_is_kept_whatever_the_configuration_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers: a checkpoint that has both, with different values, was trained with both."""
+    model = small_model("qwen3_5", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    tied = model.config.to_dict() | {"tie_word_embeddings": True}
+    again = HybridLM.from_pretrained(write_folder(tmp_path, weights_of(model), tied))
+    assert same(again, model) and not again.config.tie_word_embeddings and "lm_head.weight" in caplog.text
+
+
 def test_dtypes_and_devices(tmp_path: Path) -> None:
     model = small_model("qwen3_5")
     model.save_pretrained(tmp_path)
@@ -397,3 +409,24 @@ def test_a_write_that_fails_leaves_the_older_file(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError):
         safetensors.write(path, {"x": torch.ones(3, device="meta")})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_folders_and_devices_that_are_none_are_named(tmp_path: Path) -> None:
+    model = small_model("qwen3_5")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(adjoint.ArgumentError, match="folder must be a path, got NoneType"):
+        HybridLM.from_pretrained(None)  # type: ignore[arg-type]
+    with pytest.raises(adjoint.ArgumentError, match="device 'cdu' is not there"):
+        HybridLM.from_pretrained(tmp_path, device="cdu")
+    with pytest.raises(adjoint.ArgumentError, match="meta device"):
+        HybridLM(model.config, device="meta").generate([[1]], 2)
+    with pytest.raises(adjoint.ArgumentError, match="cannot be made"):
+        model.save_pretrained("/proc/there/is/none")
+
+
+def test_labels_are_refused_before_a_cache_is_overwritten() -> None:
+    model = small_model("qwen3_5")
+    cache, ids = model.new_cache(1), torch.tensor([[1, 2, 3]])
+    with torch.no_grad(), pytest.raises(adjoint.ArgumentError, match="labels must be -100 or from 0 to"):
+        model(ids, labels=ids + 1000, cache=cache)
+    assert cache.lengths == (0,)

@@ -294,3 +294,35 @@ def test_mistakes_of_the_command_are_one_sentence(arguments: list[str], words: s
     arguments = [str(tmp_path) if argument == "FOLDER" else argument for argument in arguments]
     done = CliRunner().invoke(app, ["generate", *arguments, "--device", "cpu"])
     assert done.exit_code == 2 and words in done.output.replace("\n", " ")
+
+
+def test_stop_tokens_may_be_had_only_once() -> None:
+    model = small_model("qwen3_5").eval()
+    (first,) = model.generate(prompts()[:1], 6)
+    (stopped,) = model.generate(prompts()[:1], 6, stop_tokens=iter([first[0]]))
+    assert stopped == first[:1]
+
+
+@pytest.mark.parametrize("chunk", (None, 3))
+def test_a_cache_has_seen_all_but_the_last_token_without_new_ones_too(chunk: int | None) -> None:
+    model = small_model("qwen3_5", torch.float64).eval()
+    cache = model.new_cache(4)
+    assert model.generate(prompts(), 0, cache=cache, prefill_chunk=chunk) == [[]] * 4
+    assert cache.lengths == tuple(len(row) - 1 for row in prompts())
+    last = [row[-1:] for row in prompts()]
+    assert model.generate(last, 3, cache=cache) == model.generate(prompts(), 3)
+
+
+def test_tokenizers_that_cannot_be_read_and_bytes_that_are_none(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from adjoint.models.byte_text import ByteText
+    from adjoint.models.text import Text
+
+    assert "".join(ByteText().decode([110, 300, 195, 169])) == "n\N{REPLACEMENT CHARACTER}é"
+    for content in ("{", "[]"):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(adjoint.ArgumentError, match=r"tokenizer\.json is no tokenizer"):
+            Text(tmp_path)
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(adjoint.ArgumentError, match="does not take 'unknown'"):
+        Text(tmp_path).encode("unknown")

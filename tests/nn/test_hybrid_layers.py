@@ -219,3 +219,15 @@ def test_bad_arguments_are_named(case: str) -> None:
     call, words = BAD[case]
     with torch.no_grad(), pytest.raises(adjoint.ArgumentError, match=words):
         call()
+
+
+def test_a_cache_is_refused_alike_for_few_tokens_and_many() -> None:
+    """Under a gradient, and with slots that are none of its rows."""
+    layer = adjoint.nn.GatedDeltaNet(16, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
+    for time in (5, 50):
+        with pytest.raises(adjoint.ArgumentError):
+            layer(torch.randn(1, time, 16), cache=layer.new_cache(1)).sum().backward()
+        with torch.no_grad(), pytest.raises(adjoint.ArgumentError, match=r"slots|state_indices"):
+            layer(torch.randn(1, time, 16), cache=layer.new_cache(2), slots=torch.tensor([2]))
+    with torch.no_grad(), pytest.raises(adjoint.ArgumentError, match="slots"):
+        layer(torch.randn(1, 50, 16), cache=layer.new_cache(2), slots=torch.tensor([-1]))

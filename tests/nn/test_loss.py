@@ -73,3 +73,13 @@ def test_log_probabilities_on_request() -> None:
 def test_options_are_checked_when_it_is_made(options: dict[str, Any], words: str) -> None:
     with pytest.raises(adjoint.ArgumentError, match=words):
         adjoint.nn.LinearCrossEntropy(4, 9, **options)
+
+
+def test_sizes_that_are_none_and_hidden_of_other_columns_are_named() -> None:
+    for sizes in ((-1, 7), ("3", 7), (3, None)):
+        with pytest.raises(adjoint.ArgumentError, match=r"LinearCrossEntropy: (in|out)_features"):
+            adjoint.nn.LinearCrossEntropy(*sizes)  # type: ignore[arg-type]
+    with pytest.raises(adjoint.ArgumentError, match="bias must be True or False"):
+        adjoint.nn.LinearCrossEntropy(3, 7, "x")  # type: ignore[arg-type]
+    with pytest.raises(adjoint.ArgumentError, match=r"hidden must be a tensor with 3 columns, got \(2, 4\)"):
+        adjoint.nn.LinearCrossEntropy(3, 7)(torch.randn(2, 4))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +160,22 @@ def test_preference_is_passed_on() -> None:
 def test_bad_calls(make: object, words: str) -> None:
     with pytest.raises(adjoint.ArgumentError, match=words):
         make()  # type: ignore[operator]
+
+
+def test_frequencies_that_were_changed_move_with_the_module() -> None:
+    """Casts are undone; a module on meta, which has no values, has its own after `to_empty`."""
+    module = Rotary(8)
+    module.inv_freq.div_(4)
+    changed = module.inv_freq.clone()
+    assert torch.equal(module.to("cpu").inv_freq, changed) and torch.equal(module.half().inv_freq, changed)
+    assert module.share_memory().inv_freq.is_shared()
+    assert torch.equal(Rotary(8, device="meta").to_empty(device="cpu").inv_freq, Rotary(8).inv_freq)
+
+
+@pytest.mark.parametrize("name", ("base", "partial_rotary_factor"))
+@pytest.mark.parametrize("value", (None, "1", float("nan"), float("inf"), -1.0, True))
+def test_numbers_that_are_none_are_named(name: str, value: Any) -> None:
+    with pytest.raises(adjoint.ArgumentError, match=f"{name} must be a positive number"):
+        Rotary(8, **{name: value})
+    with pytest.raises(adjoint.ArgumentError, match="positions must be a tensor of whole numbers"):
+        Rotary(8).tables(value)

@@ -114,6 +114,9 @@ def attend(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        implementation = self.config._attn_implementation or ""
+        if cu_seqlens is not None and dropout and "flash" not in implementation:
+            _require_packed_mask(self, cu_seqlens, kwargs.get("position_ids"))
         modeling: Any = sys.modules[type(self).__module__]
         attention = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, modeling.eager_attention_forward
@@ -122,11 +125,29 @@ def attend(
     return self.o_proj(sigmoid_gate(y.reshape(gate.shape), gate).flatten(-2)), weights
 
 
+def _require_packed_mask(self: Any, cu_seqlens: Tensor, positions: Tensor | None) -> None:
+    """Transformers' attention, which alone has dropout, learns of packed sequences from positions that begin again."""
+    begins = cu_seqlens[1:-1].long()
+    is_told = positions is not None and positions.shape[-1] >= int(cu_seqlens[-1])
+    if not is_told or bool((cast(Tensor, positions)[..., begins] != 0).any()):
+        raise Unsupported(
+            f"{type(self).__name__}: with attention_dropout, packed sequences need position_ids that begin again at 0, "
+            f"beside cu_seq_lens_q, for transformers' own attention"
+        )
+
+
 def by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call of a model's forward by their names."""
     bound = inspect.signature(type(self).forward).bind(self, *arguments, **kwargs).arguments
     others = bound.pop("kwargs", {})
     return {name: value for name, value in bound.items() if name != "self"} | others
+
+
+def _has_own_loss(self: Any) -> bool:
+    """Whether its loss is that of transformers' causal models, and no other that a user has set."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return self.loss_function is ForCausalLMLoss
 
 
 def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
@@ -140,10 +161,13 @@ def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
         or labels is None
         or partly
         or kwargs.get("return_dict") is False
+        or kwargs.get("ignore_index", -100) != -100
+        or not _has_own_loss(self)
         or not is_plain(self.lm_head, nn.Linear)
     ):
         return type(self).forward(self, labels=labels, **kwargs)
-    kwargs.pop("return_dict", None), kwargs.pop("logits_to_keep", None)
+    for name in ("return_dict", "logits_to_keep", "ignore_index"):
+        kwargs.pop(name, None)
     modeling: Any = sys.modules[type(self).__module__]
     shifted, count = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     sparse = hasattr(self, "router_aux_loss_coef")

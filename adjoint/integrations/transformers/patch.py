@@ -135,7 +135,7 @@ def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
     name = type(module).__name__.removeprefix(_family(module))
     if name == "Experts":
         return _replace_experts(module, undo)
-    if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Embedding):
+    if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Module):
         _watch_positions(module, undo)
         return _replace_embedding(module.embed_tokens)
     if loss and name.removeprefix("Text").startswith("For") and name != "ForCausalLM":
@@ -182,7 +182,7 @@ def _forget_forward(module: nn.Module) -> None:
     vars(module).pop("forward", None)
 
 
-def _replace_embedding(module: nn.Embedding) -> tuple[str, str]:
+def _replace_embedding(module: Any) -> tuple[str, str]:
     """The embedding says itself how to undo it, as PEFT trains a copy of it."""
     if type(module) is not nn.Embedding:
         return "embedding", "its embedding is of another class"
@@ -224,10 +224,12 @@ def _forget_hook(module: nn.Module, number: int) -> None:
 
 def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     named = forwards.by_name(module, arguments, kwargs) if arguments else kwargs
-    positions = named.get("position_ids")
-    if positions is None or named.get("cu_seq_lens_q") is not None or named.get("past_key_values") is not None:
+    positions, cache = named.get("position_ids"), named.get("past_key_values")
+    if positions is None or positions.shape[-1] < 2 or named.get("cu_seq_lens_q") is not None:
         return arguments, kwargs
-    if named.get("attention_mask") is None and _are_several(positions):
+    if _is_masked(named.get("attention_mask")) or (cache is not None and _goes_on(cache)):
+        return arguments, kwargs
+    if _are_several(positions):
         raise Unsupported(
             f"{type(module).__name__}: position_ids pack several sequences into each of several rows; lay the rows one "
             f"after the other in one, or pass an attention_mask where they are padded"
@@ -235,11 +237,21 @@ def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> t
     bounds = _bounds_of(positions)
     if bounds is None:
         return arguments, kwargs
-    if named.get("use_cache"):
+    if named.get("use_cache") or cache is not None:
         raise Unsupported(f"{type(module).__name__}: packed sequences cannot fill a cache; pass use_cache=False")
     longest = int(bounds.diff().max())
     packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return (), named | packed | {"use_cache": False}
+
+
+def _is_masked(mask: Any) -> bool:
+    """Whether a mask hides anything: positions then begin again, or stand still, where there is padding."""
+    return mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
+
+
+def _goes_on(cache: Any) -> bool:
+    """Whether a cache has tokens, which those of a call follow."""
+    return torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length() > 0)
 
 
 def _are_several(positions: Tensor) -> bool:
@@ -251,7 +263,7 @@ def _are_several(positions: Tensor) -> bool:
 
 
 def _bounds_of(positions: Tensor) -> Tensor | None:
-    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds but one.
+    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds only one.
 
     Of four rows of positions the first is that of the text. Three are those of images and video alone: they stand still
     within a picture, which is no sequence of its own.

@@ -1,5 +1,6 @@
 """What only `linear_cross_entropy` knows: torch's composition, blocks, what the forward keeps, plans and their bits."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -274,6 +275,25 @@ def test_small_upstream_gradients_do_not_vanish(plan: str, dtype: torch.dtype) -
         for got, right in zip(found, exact, strict=True):
             error = (got.double() - right).norm()
             assert error <= 0.02 * right.norm() + smallest * right.numel() ** 0.5
+
+
+@every_plan
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_upstream_gradient_of_what_does_not_count_counts_for_nothing(plan: str, dtype: torch.dtype) -> None:
+    """However large, and infinite; nor does an infinite one of another token reach it."""
+    layer = _layer((5,), 8, 33, dtype)
+    layer["labels"][2] = -100
+    inputs = layer["hidden"], layer["weight"]
+    loss = adjoint.linear_cross_entropy(**layer, reduction="none", preference=Preference(plan=plan))  # type: ignore[arg-type]
+    ones = torch.ones_like(loss)
+    right = torch.autograd.grad(loss, inputs, ones, retain_graph=True)
+    for amount in (1e8, math.inf, math.nan):
+        upstream = ones.clone()
+        upstream[2] = amount
+        assert all(map(torch.equal, torch.autograd.grad(loss, inputs, upstream, retain_graph=True), right))
+    ones[1] = math.inf
+    dhidden, _ = torch.autograd.grad(loss, inputs, ones)
+    assert not dhidden[2].any() and not dhidden[1].isfinite().all()
 
 
 @KERNELS

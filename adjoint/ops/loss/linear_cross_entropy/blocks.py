@@ -419,7 +419,7 @@ def again(setup: Setup, plan: str) -> Execute:
             scale_of.launch(
                 (1,), dloss=count if upstream.dloss is None else upstream.dloss, count=count, scale=scale,
                 dlog_probabilities=count if upstream.dlog_probabilities is None else upstream.dlog_probabilities,
-                tokens=tokens,
+                targets=targets, tokens=tokens,
             )  # fmt: skip
         elif narrow:
             scale.fill_(1.0)

@@ -73,7 +73,8 @@ class Tokens(NamedTuple):
         """What dx is divided by before it is rounded to float16."""
         if linear.arithmetic.element != torch.float16 or not len(self.g):
             return 1.0
-        return float((self.g.abs() + self.h.abs()).amax()) or 1.0
+        largest = float(torch.where(self.counted, self.g.abs() + self.h.abs(), 0.0).amax())
+        return largest if 0 < largest < float("inf") else 1.0
 
 
 def _rows(tokens: Tokens, weight: Tensor, bias: Tensor | None, loss: Loss, linear: Linear) -> bounds.Rows:

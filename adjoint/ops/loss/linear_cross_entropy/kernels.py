@@ -254,10 +254,12 @@ def loss_column_sums(
 @kernel(budget=_SMALL, schedule=("BLOCK",))
 @triton.jit
 def loss_scale(
-    dloss: Pointer.float32, dlog_probabilities: Pointer.float32, count: Pointer.float32, scale: Pointer.float32,
-    tokens: Int64, LOSS: tl.constexpr, HAS_LOG: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    dloss: Pointer.float32, dlog_probabilities: Pointer.float32, targets: Pointer.int32, count: Pointer.float32,
+    scale: Pointer.float32, tokens: Int64,
+    LOSS: tl.constexpr, HAS_LOG: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest |g| + |h| of all tokens, 1 where all are 0: a power of two would do, and this is as good."""
+    """The largest |g| + |h| of the tokens that count: a power of two would do, and this is as good. 1 where all are 0,
+    and where one is infinite, so that what does not count is still 0."""
     largest = tl.zeros([BLOCK], tl.float32)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -271,9 +273,10 @@ def loss_scale(
             amount = amount / tl.load(count)
         if HAS_LOG:
             amount += tl.abs(tl.load(dlog_probabilities + token, inside, other=0.0))
-        largest = tl.maximum(largest, amount)
+        counts = tl.load(targets + token, inside, other=-1) >= 0
+        largest = tl.maximum(largest, tl.where(counts, amount, 0.0))
     most = tl.max(largest, 0)
-    tl.store(scale, tl.where(most == 0, 1.0, most))
+    tl.store(scale, tl.where((most == 0) | (most == float("inf")), 1.0, most))
 
 
 @kernel(budget=Budget(registers=200), schedule=("BLOCK",))

@@ -141,13 +141,15 @@ def _refuse_tiles(problem: Problem) -> str:
     return _refuse(problem)
 
 
-def _candidates(kernel: str, launch: str, compute: Compute, at_once: AtOnce | None = None) -> tuple[Candidate, ...]:
+def _candidates(
+    kernel: str, launch: str, compute: Compute, at_once: AtOnce | None = None, revision: int = 1
+) -> tuple[Candidate, ...]:
     def on_kernels(name: str, refuse: Callable[[Problem], str]) -> Candidate:
         return Candidate(
             name=f"triton.{name}",
             backend="triton",
             kernel=kernel,
-            revision=1,
+            revision=revision,
             refuse=refuse,
             guarantee=lambda problem: _guarantee(problem, name),
             setup=imported("adjoint.ops.loss.linear_cross_entropy.blocks:" + launch, plan=name),
@@ -162,4 +164,4 @@ def _candidates(kernel: str, launch: str, compute: Compute, at_once: AtOnce | No
 
 FORWARD = _candidates("linear_cross_entropy", "forward", eager.forward, eager.forward_plain)
 SCALING = _candidates("linear_cross_entropy_scaling", "scaling", eager.scaling)
-AGAIN = _candidates("linear_cross_entropy_again", "again", eager.again)
+AGAIN = _candidates("linear_cross_entropy_again", "again", eager.again, revision=2)
