@@ -1,5 +1,6 @@
 """Calls of the losses whose bits are recorded before kernels are broken: a mutant that computes the same keeps them."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -126,6 +127,15 @@ def _linear(
     return _gradients(loss, [x for x in inputs.values() if x.requires_grad], upstream)
 
 
+def _gradients_for(*upstream: float) -> tuple[Tensor, ...]:
+    """In float16, which is scaled by what tokens that count have: the first, of class 0, does, the second does not."""
+    tokens = (len(upstream),)
+    hidden, weight = (_leaf(_normal(n, size, 8, dtype=FLOAT16)) for n, size in enumerate((*tokens, 48)))
+    preference = Preference(plan="triton.tiles")
+    loss = adjoint.linear_cross_entropy(hidden, weight, _labels(tokens, 48), reduction="none", preference=preference)
+    return torch.autograd.grad(loss, [hidden, weight], torch.tensor(upstream))
+
+
 def _wrong_label(position: int, value: int, **options: Any) -> tuple[Tensor, ...]:
     """The words of the error, as numbers."""
     labels = _labels((3, 5), 40)
@@ -198,6 +208,8 @@ def _calls_of_tiles() -> Iterator[Callable[[], tuple[Tensor, ...]]]:
     yield partial(call, (3, 7), 34, 140, BFLOAT16, reduction="sum")
     yield partial(call, (2, 5), 32, 128, BFLOAT16, **NONE)
     yield partial(call, (3, 7), 36, 75, FLOAT16, return_log_probabilities=True)
+    yield partial(_gradients_for, -1e6, math.inf, 1.0, 1.0, 1.0)
+    yield partial(_gradients_for, 0.0, 0.0, 0.0, 0.0)
 
 
 _recorded: dict[str, list[tuple[Tensor, ...]]] = {}

@@ -36,6 +36,10 @@ EQUIVALENT = {
     ("loss_combine", "0.0 -> 1.0 (5)"): "of a row without a label, or past the last, it is not used",
     ("loss_weight_product", "whole < rows -> whole <= rows"): "a step of zeros more, which changes no number",
     ("loss_column_sums", "0.0 -> 1.0"): "of a column past the last, nothing is written",
+    **{
+        ("loss_scale", change): "past the last token nothing counts, and a scale of gradients that all are 0 is any"
+        for change in ("0.0 -> 1.0 (1)", "0.0 -> 1.0 (2)", "other=-1 -> other=-2", "other=-1 -> other=1")
+    },
     ("loss_scale", "1.0 -> 1.5"): "every upstream gradient is 0, and so is what it is divided by any number",
     ("loss_round", "start + BLOCK <= elements -> start + BLOCK < elements"): "a full block is also right under a mask",
 }  # fmt: skip
