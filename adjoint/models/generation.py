@@ -103,6 +103,7 @@ def stream(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ArgumentError(f"generate: generator must be a torch.Generator, got {type(generator).__name__}")
     stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
+    is_kept = cache is not None
     if cache is None:
         cache = model.new_cache(len(rows))
     model.check_cache(cache)
@@ -111,8 +112,9 @@ def stream(
     decode = _decoder(model, cache, cuda_graph)
     if not rows:
         return
-    if max_new_tokens == 0:  # the last token of a prompt is the last there is, which a cache has not seen
-        _prefill(model, [row[:-1] for row in rows], cache, prefill_chunk)
+    if max_new_tokens == 0:
+        if is_kept:  # the last token of a prompt is the last there is, which a cache has not seen
+            _prefill(model, [row[:-1] for row in rows], cache, prefill_chunk)
         return
     cache.reserve(max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens)
     logits = cast(Tensor, _prefill(model, rows, cache, prefill_chunk))
