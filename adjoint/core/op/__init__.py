@@ -28,11 +28,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from adjoint.core.op.backward import Backward, check_reusable
 from adjoint.core.op.flops import Flops, no_products
 from adjoint.core.op.observation import watch
-from adjoint.core.op.operator import Operator, register, transform
+from adjoint.core.op.operator import Operator, refuse_transforms, register, transform
 from adjoint.core.plan import Call, Candidate, publish
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import Problem
@@ -230,7 +231,7 @@ def _make_call(op: Op) -> Callable[..., Any]:
     forms, inputs, output_count = op.forms, op.inputs, len(op.outputs)
     differentiable = tuple(map(inputs.index, op.differentiable))
     overwritten = tuple(map(inputs.index, op.overwrites))
-    grad_enabled, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+    grad_enabled, is_compiling, name = torch.is_grad_enabled, torch.compiler.is_compiling, op.name
 
     def call(*arguments: Any, preference: Preference | None, form: str = "", buffers: tuple[Tensor, ...] = ()) -> Any:
         if autocast:
@@ -251,9 +252,11 @@ def _make_call(op: Op) -> Callable[..., Any]:
                     backward = forms[form]
                     if backward.adjoint.overwrites:
                         check_reusable(op.label, **{inputs[place]: arguments[place] for place in differentiable})
-                    is_seen = is_compiling() or transform() is not None
-                    apply = backward.function.apply if is_seen else backward.apply
-                    return apply(*arguments, *buffers, text)
+                    if is_compiling():
+                        return backward.function.apply(*arguments, *buffers, text)
+                    if transform() is not None or forward_ad._current_level >= 0:
+                        refuse_transforms(name, arguments[: len(inputs)])
+                    return backward.apply(*arguments, *buffers, text)
         if kept:
             results = forward(*arguments, False, text)
             return results[0] if output_count == 1 else results[:output_count]

@@ -68,7 +68,7 @@ class Operator:
         if torch.compiler.is_compiling():
             return self.call(*arguments)
         if _is_heard(tensors):
-            _refuse_transforms(self.name, tensors)
+            refuse_transforms(self.name, tensors)
             return self.call(*arguments)
         results = self.launch(arguments[:-1], arguments[-1])
         return results[0] if len(self.outputs) == 1 and results else results
@@ -167,7 +167,7 @@ def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
     )
 
 
-def _refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
+def refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
     present = [tensor for tensor in tensors if tensor is not None]
     if transform() is not None or any(map(is_batched, present)):
