@@ -1,5 +1,7 @@
 """Packed sequences and padding in patched models: what position_ids, masks and caches say together."""
 
+# ruff: noqa: F811  (fixtures are imported, and arguments have their names)
+
 from typing import Any
 
 import pytest
@@ -8,14 +10,92 @@ from torch import Tensor
 
 import adjoint
 from adjoint.integrations.transformers import patch
-from tests.integrations.test_patch import _version, families, ids, patched, their_model  # noqa: F401  (fixtures, too)
-from tests.models.small import LOGITS, distance
+from tests.integrations.test_patch import _version, families, ids, patched, their_model  # noqa: F401
+from tests.models import oracle
+from tests.models.small import CONFIGS, LOGITS, distance, small_model
 
 PACKED = torch.cat((torch.arange(13), torch.arange(27)))[None]
 
+PACKINGS = ("cu_seq_lens", "position_ids")
+
+
+@families
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_sequences_do_not_see_each_other(name: str, packing: str, ids: Tensor) -> None:
+    """Transformers' own path cannot: its fallback knows no packing."""
+    sequences = [ids[0, :13], ids[0, 13:14], ids[0, 14:40]]
+    bounds = torch.tensor([0, 13, 14, 40], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 26, "max_length_k": 26}
+    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
+    inputs: dict[str, Any] = {"input_ids": ids[:1], "position_ids": positions}
+    model = patched(name)
+    output = model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=False)
+    weights = {key: p.detach().double() for key, p in small_model(name).named_parameters()}
+    right = torch.cat([oracle.logits_of(row, weights, CONFIGS[name])[0] for row in sequences])
+    assert distance(output.logits[0], right) <= LOGITS
+    with pytest.raises(adjoint.Unsupported, match="use_cache=False"):
+        model(**inputs, **(lengths if packing == "cu_seq_lens" else {}), use_cache=True)
+
+
+@families
+def test_positions_are_read_wherever_they_stand(name: str, ids: Tensor) -> None:
+    """By name or by place; several rows that are packed are an error, as layers that recur take one."""
+    model = patched(name).model
+    positions = torch.cat((torch.arange(13), torch.arange(27)))[None]
+    with torch.no_grad():
+        named = model(input_ids=ids[:1], position_ids=positions).last_hidden_state
+        assert torch.equal(model(ids[:1], None, positions).last_hidden_state, named)
+        assert distance(named[:, 13:], model(ids[:1, 13:]).last_hidden_state) <= LOGITS
+        with pytest.raises(adjoint.Unsupported, match="lay the rows one after the other"):
+            model(ids, position_ids=positions.expand(2, -1))
+
+
+@pytest.mark.parametrize("name", ("qwen3_5", "qwen3_5_moe"))
+def test_positions_of_a_picture_are_no_bounds(name: str, ids: Tensor) -> None:
+    """Three rows, in which a picture's tokens share a time; with the text's positions before them, four."""
+    row, model = ids[:1], their_model(name).eval()
+    time = torch.cat((torch.arange(10), torch.full((20,), 10), torch.arange(15, 25)))
+    height, width = time.clone(), time.clone()
+    height[10:30], width[10:30] = 10 + torch.arange(20) // 5, 10 + torch.arange(20) % 5
+    three = torch.stack((time, height, width))[:, None]
+    four = torch.cat((torch.arange(40)[None, None], three))
+    with torch.no_grad():
+        theirs = model(input_ids=row, position_ids=three, use_cache=False).logits
+        patch(model, verbose=False)
+        assert distance(model(input_ids=row, position_ids=three, use_cache=False).logits, theirs) <= 2 * LOGITS
+        assert distance(model(input_ids=row, position_ids=four, use_cache=False).logits, theirs) <= 2 * LOGITS
+
+
+@families
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_padding_of_the_only_row(name: str, side: str, ids: Tensor) -> None:
+    """Positions that stand still where there is no text: what is padding may be a sequence of its own, or none."""
+    model, mask = patched(name).eval(), torch.ones(1, 40, dtype=torch.int64)
+    mask[0, slice(0, 11) if side == "left" else slice(29, 40)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(input_ids=ids[:1], attention_mask=mask, position_ids=positions, use_cache=False).logits
+        alone = model(input_ids=ids[:1, mask[0] == 1], use_cache=False).logits
+    assert distance(padded[:, mask[0] == 1], alone) <= 2 * LOGITS
+
+
+@families
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_padding_changes_nothing(name: str, side: str, ids: Tensor) -> None:
+    model = patched(name).eval()
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 11) if side == "left" else slice(29, 40)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[
+            1, mask[1] == 1
+        ]
+        alone = model(input_ids=ids[1:, mask[1] == 1], use_cache=False).logits[0]
+    assert distance(padded, alone) <= 2 * LOGITS
+
 
 @pytest.mark.parametrize("options", ({"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": [1, 2]}))
-def test_packed_sequences_of_a_model_whose_embedding_adapters_hold(options: dict[str, Any], ids: Tensor) -> None:  # noqa: F811
+def test_packed_sequences_of_a_model_whose_embedding_adapters_hold(options: dict[str, Any], ids: Tensor) -> None:
     """The embedding stays as it is, and the report says so; bounds are read all the same."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], **options)
@@ -28,7 +108,7 @@ def test_packed_sequences_of_a_model_whose_embedding_adapters_hold(options: dict
 
 
 @families
-def test_a_mask_with_a_hole_packs_nothing(name: str, ids: Tensor) -> None:  # noqa: F811
+def test_a_mask_with_a_hole_packs_nothing(name: str, ids: Tensor) -> None:
     """One row with it is what the same row is beside another; in training, too."""
     model = patched(name).eval()
     mask = torch.ones(2, 40, dtype=torch.int64)
@@ -41,7 +121,7 @@ def test_a_mask_with_a_hole_packs_nothing(name: str, ids: Tensor) -> None:  # no
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
-def test_a_padded_row_fills_a_cache(side: str, ids: Tensor) -> None:  # noqa: F811
+def test_a_padded_row_fills_a_cache(side: str, ids: Tensor) -> None:
     model, mask = patched("qwen3_5").eval(), torch.ones(1, 40, dtype=torch.int64)
     mask[0, slice(0, 11) if side == "left" else slice(29, 40)] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -53,7 +133,7 @@ def test_a_padded_row_fills_a_cache(side: str, ids: Tensor) -> None:  # noqa: F8
 @families
 def test_packed_rows_are_refused_with_an_empty_cache_and_with_a_mask_that_hides_nothing(
     name: str,
-    ids: Tensor,  # noqa: F811
+    ids: Tensor,
 ) -> None:
     from transformers import DynamicCache
 
@@ -73,7 +153,7 @@ def test_packed_rows_are_refused_with_an_empty_cache_and_with_a_mask_that_hides_
     assert distance(masked.logits[:, 13:], alone.logits) <= 2 * LOGITS
 
 
-def test_dropout_in_attention_needs_positions_of_packed_sequences(ids: Tensor) -> None:  # noqa: F811
+def test_dropout_in_attention_needs_positions_of_packed_sequences(ids: Tensor) -> None:
     """Transformers' attention, which has dropout, knows no bounds but these."""
     model = patched("qwen3_5").train()
     for module in model.modules():
@@ -89,7 +169,7 @@ def test_dropout_in_attention_needs_positions_of_packed_sequences(ids: Tensor) -
 
 
 @families
-def test_other_losses_are_as_before(name: str, ids: Tensor) -> None:  # noqa: F811
+def test_other_losses_are_as_before(name: str, ids: Tensor) -> None:
     """`loss=True` takes the place of transformers' own loss alone, with its own ignore_index."""
     theirs, ours = their_model(name).train(), their_model(name).train()
     patch(ours, loss=True, verbose=False)
