@@ -237,9 +237,9 @@ def run_concurrently(
 ) -> None:
     """Launches pieces of work that do not depend on each other; what follows waits for all.
 
-    On a GPU, where that is worthwhile, each of the others goes to a stream of its own: none fills the card alone, and
-    those before have the choice of their places. They are joined even when one raises, so memory of the current stream
-    may be used freely. Graphs capture it.
+    On a GPU, where that is worthwhile, each of the others goes to a stream of its own, as no piece fills the card. They
+    are launched in their order, so the first is placed first, and joined even when one raises, so memory of the current
+    stream may be used freely. Graphs capture it.
 
     Args:
         device: where all run.
