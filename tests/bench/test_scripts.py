@@ -1,6 +1,7 @@
 """The scripts in `benchmarks/`: a contestant that fails has a row, the time is limited, and figures are saved."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,54 @@ def test_whose_attention_ran_is_told_by_names() -> None:
     assert result.stdout.splitlines() == [
         "cuDNN's attention", "", "torch's flash attention", "torch's memory-efficient attention",
     ], result.stderr  # fmt: skip
+
+
+def test_copies_of_the_package_are_compared(tmp_path: Path) -> None:
+    def copy(label: str, module: str, old: str, new: str) -> str:
+        shutil.copytree(FOLDER.parent / "adjoint", tmp_path / label / "adjoint")
+        file = tmp_path / label / "adjoint" / module
+        text = file.read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        file.write_text(text.replace(old, new), encoding="utf-8")
+        return f"{label}={tmp_path / label}"
+
+    module, product = "ops/activation/in_float32.py", "_silu(gate, out=y) if up is None"
+    copies = [
+        f"as_is={FOLDER.parent}",
+        copy("other", module, product, "_silu(gate, out=y).mul_(1 + 2**-20) if up is None"),
+        copy("random", module, product, "_silu(gate, out=y).mul_(torch.rand(())) if up is None"),
+        copy("raises", "bench/contenders.py", "def ours(task", "def ours(task): return 1 // 0\ndef theirs(task"),
+        copy("ends", "bench/contenders.py", "KEPT_BYTES = 2**33", "import os; os._exit(1)"),
+    ]
+    file = tmp_path / "rows.json"
+    options = [
+        "--ops",
+        "silu",
+        "--rows",
+        "float32",
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--kernels",
+        "--save",
+        str(file),
+    ]
+    command = [sys.executable, str(FOLDER / "compare_copies.py"), *copies, *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1, result.stderr
+    assert "ends: its process ended" in result.stdout
+    forward, backward = (row["copies"] for row in json.loads(file.read_text())["rows"])
+    assert forward["raises"] == {"failure": "ZeroDivisionError: integer division or modulo by zero"}
+    assert {label: (x["repeats"], x["same_bits"]) for label, x in forward.items() if "repeats" in x} == {
+        "as_is": (True, True), "other": (True, False), "random": (False, False),
+    }  # fmt: skip
+    assert list(backward) == ["as_is", "other", "random"] and all(x["same_bits"] for x in backward.values())
+    assert all(x["microseconds"][0] > 0 for x in (*list(forward.values())[:3], *backward.values()))
+    assert "aten::silu" in forward["as_is"]["kernels"] and "aten::silu_backward" in backward["as_is"]["kernels"]
+
+
+def test_a_folder_without_the_package_is_no_copy(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "compare_copies.py"), f"here={tmp_path}", "--ops", "silu"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "there is no adjoint/__init__.py in that folder" in result.stderr
