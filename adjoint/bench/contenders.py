@@ -1,7 +1,7 @@
-"""What is timed: ours, torch eager, torch.compile, and whatever `peers` adds, each ready to run.
+"""The contenders of a workload: ours, torch eager, torch.compile, and the `peers`, each ready to run.
 
-A contender computes one direction of one workload. Building it does everything that is not to be
-timed: choosing the plan, compiling, recording the graph.
+A contender computes one direction of one workload. Everything that is not timed happens when it is built: the choice of
+the plan, the compilation, the recording of the graph.
 """
 
 from collections.abc import Callable

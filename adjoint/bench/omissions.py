@@ -1,4 +1,4 @@
-"""What a run will leave out, and why: said before it starts, because it can take an hour."""
+"""What a run will leave out, and why. It is printed before the run, which can take an hour."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,6 @@
-"""Other libraries that do the same work, by the names `Workload.peers` uses. Imported when timed.
+"""Other libraries that do the same work, by the names that `Workload.peers` uses; imported when they are timed.
 
-To add one: a function from a `Task` to a `Contender` that calls the peer's own kernels, and a line in
-`PEERS`.
+To add one, write a function from a `Task` to a `Contender` that calls the peer's own kernels, and a line in `PEERS`.
 """
 
 import math

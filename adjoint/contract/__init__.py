@@ -1,1 +1,1 @@
-"""What an op says so that tests, `verify`, `bench` and docs can exercise it: cases, mistakes, bad calls, workloads."""
+"""What an op declares for tests, `verify`, `bench` and docs: cases, mistakes, bad calls, workloads."""

@@ -1,4 +1,4 @@
-"""The calls that every op must refuse, made from an op's first case: an op lists only those of its own."""
+"""The calls that every op must refuse, made from the op's first case; an op lists only its own bad calls."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

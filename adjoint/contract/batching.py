@@ -1,6 +1,6 @@
 """How the items of a problem follow each other along one axis: other sizes, other batches, pieces.
 
-These are what a `Subject` does by default; a family whose items lie otherwise gives its own.
+A `Subject` uses these functions by default; a family with another layout of its items provides its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,9 +1,9 @@
-"""What a family says about its ops so that tests, `verify`, `bench` and docs can exercise them.
+"""What a family declares about its ops for tests, `verify`, `bench` and docs.
 
-An op's `cases.py` lists its `SUBJECTS`, `BAD_CALLS` and `WORKLOADS`, and `built_calls()`, whose kernels are built ahead
-of time: calls, or tuples of a call and what restricts its builds, as `core.launch.variants` takes it. Nothing else is
-needed for a new op to go through every check: see `adjoint.verify`. `ERROR_WORKLOADS`, where it is there, has workloads
-whose errors `bench --errors` measures in place of those that are timed.
+An op's `cases.py` lists its `SUBJECTS`, `BAD_CALLS` and `WORKLOADS`. It has `built_calls()`, which gives the calls
+whose kernels are built ahead of time, each alone or in a tuple with what restricts its builds, as
+`core.launch.variants` takes it. A new op needs nothing else to go through every check: see `adjoint.verify`. It may
+also list `ERROR_WORKLOADS`: `bench --errors` then measures the errors of these instead of those of the timed workloads.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Both directions of a call, each as the plan that serves it and the arguments it runs on."""
+"""Both directions of a call, each as the plan that serves it and the arguments of that plan."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,6 +1,7 @@
-"""Other forms of a call: they write to memory of the caller, or give a gradient of another kind, with the same numbers.
+"""Other forms of a call: they write to memory of the caller or return gradients of another kind, with the same numbers.
 
-A form is compared with the plain call on the same inputs, bit for bit: what the plain form promises and keeps, it does.
+A form is compared with the plain call on the same inputs, bit for bit. So it keeps every promise that the plain form
+keeps.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
 """The tensor arguments of an op under test.
 
-Floating ones are differentiable, unless the subject names them as constant: `Subject.differentiable` and
-`Subject.leaves` know. Integer and boolean ones carry no gradient and keep their dtype everywhere. An optional one that
-is not given is None, and stays None.
+Floating inputs are differentiable, unless the subject names them as constant: see `Subject.differentiable` and
+`Subject.leaves`. Integer and boolean inputs have no gradient and keep their dtype everywhere. An optional input that is
+absent is None, and stays None.
 """
 
 from collections.abc import Callable

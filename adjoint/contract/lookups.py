@@ -1,4 +1,4 @@
-"""What the cases of ops that look up by index share."""
+"""Helpers that the cases of ops share which look up by index."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

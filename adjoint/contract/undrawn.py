@@ -1,4 +1,4 @@
-"""Inputs whose sizes and dtypes matter and whose values do not: for choosing plans, where drawing takes longest."""
+"""Inputs with constant values instead of random ones, for choosing plans, where drawing would take the most time."""
 
 from collections.abc import Callable
 from typing import Any

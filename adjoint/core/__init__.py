@@ -1,4 +1,4 @@
-"""The spine every operation stands on; it knows no op.
+"""The spine of every operation; it knows no op.
 
 A call of `adjoint.silu(x)` passes through it in this order:
 
@@ -6,9 +6,9 @@ A call of `adjoint.silu(x)` passes through it in this order:
     op/operator.py      `Operator` describes the problem and looks for its plan
     plan/selection.py   `select` takes the first candidate that fits, when a problem is new
     plan/execution.py   `Plan.execute` allocates the outputs and runs the candidate
-    launch.py           `Setup` binds the kernels that it launches; the op's own `kernels.py` says which
-    kernels/            `Variant` is compiled once for a device, and started
+    launch.py           `Setup` binds the kernels that the plan launches; the op's own `kernels.py` names them
+    kernels/            `Variant` is compiled once for a device, and launched
 
-The files beside these folders are what ops are written with: problems and preferences, guarantees and errors, layouts,
-workspaces and schedules.
+The files beside these folders serve all ops: problems and preferences, guarantees and errors, layouts, workspaces and
+schedules.
 """

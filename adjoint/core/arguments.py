@@ -1,4 +1,4 @@
-"""Checks of what metadata shows, shared by every op: each raises a sentence that names the argument."""
+"""Checks of metadata that all ops share: each raises an error whose sentence names the argument."""
 
 from numbers import Integral
 from typing import TYPE_CHECKING, Any

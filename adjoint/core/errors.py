@@ -1,20 +1,19 @@
 """The exceptions, and the device status word behind `check()`.
 
-What metadata shows (shape, dtype, device, layout) raises before any kernel runs. What only values
-show raises at once on the CPU; on an accelerator nobody pays a synchronisation for it: the kernel
-stays in bounds, records a fault in its device's status word, and `check()` raises it later.
+A mistake that metadata shows (shape, dtype, device, layout) raises before any kernel runs. A mistake that only values
+show raises at once on the CPU. On an accelerator that would cost a synchronisation. So the kernel stays in bounds and
+records a fault in its device's status word, and `check()` raises it later.
 
-A status word is an int64 tensor `[MAX_FAULTS, 2]`. A fault owns one row. A kernel records the fault
-of an element by two atomic minima, so the row always describes the *first* offending element, in
-whatever order programs run:
+A status word is an int64 tensor `[MAX_FAULTS, 2]`. Each kind of fault owns one row. A kernel records the fault of an
+element by two atomic minima, so the row always describes the *first* offending element, in whatever order programs run:
 
     word[row, 0] = min(word[row, 0], position << 32 | low half of the value)
     word[row, 1] = min(word[row, 1], position << 32 | high half of the value)
 
-The device-side half is `adjoint.device.faults`. `check()` waits for all work of the device, then takes and clears each
-number in one atomic exchange: a fault is raised once and none is lost, whatever other threads and streams do meanwhile.
-A word belongs to a device, not to a thread or a stream: kernels of the backward run on autograd's own thread, and those
-of a replayed graph on none.
+The functions for kernels are in `adjoint.device.faults`. `check()` waits for all work of the device. Then it takes and
+clears each number in one atomic exchange, so a fault is raised once and none is lost, whatever other threads and
+streams do meanwhile. A word belongs to a device and not to a thread or a stream: kernels of the backward run on
+autograd's own thread, and kernels of a replayed graph on no thread.
 """
 
 import threading

@@ -1,17 +1,17 @@
 """What an output promises, as data, and how a promise about error is measured.
 
-A guarantee is made of independent flags about bits, facts about the arithmetic, and one statement
-about error, of a named kind:
+A guarantee has independent flags about bits, facts about the arithmetic, and one statement about error, of a named
+kind:
 
 - `Enumerated`: every input, a 16-bit number, was tried; the largest error in units in the last place.
 - `Derived`: a theorem in the docs; its bound is evaluated in float64 for the very inputs of the call.
 - `Empirical`: a norm-relative ceiling recorded on named cases.
 
-Beside it may stand a `recorded` ceiling, which promises nothing: the op's own cases stay below it, so a regression that
-a promise for every input has room for is noticed there.
+A guarantee may also have a `recorded` ceiling, which promises nothing. The op's own cases stay below it. A promise for
+every input has room for a regression; the ceiling notices it.
 
-Each kind measures an output against the exact result by `measure`, which tests and `adjoint verify`
-share: a tolerance that appears in no guarantee appears in no test.
+Each kind measures an output against the exact result by `measure`, which tests and `adjoint verify` share. A tolerance
+that appears in no guarantee appears in no test.
 """
 
 import math

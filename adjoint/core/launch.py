@@ -1,4 +1,4 @@
-"""What a plan settles before it runs: the kernels it may launch, each with its constants, and its workspace.
+"""What a plan settles before it runs: the kernels that it may launch, each with its constants, and its workspace.
 
     def forward(setup: Setup) -> Execute:              # beneath its kernel; called once for a plan
         scale = setup.either(scale_rows, element=setup.problem.dtypes[0], BLOCK=1024)
@@ -10,12 +10,12 @@
 
         return execute
 
-A run can only launch what the setup has bound, so the setup is the one place that says what a plan launches: `prepare`
-compiles it, the build tests build it, the SKU shows its numeric parameters and `workspace_bytes` adds up its scratch
-memory. None of them is listed again.
+A run can launch only the kernels that the setup has bound. So the setup is the one place that says what a plan
+launches: `prepare` compiles these kernels, the build tests build them, the SKU shows their numeric parameters, and
+`workspace_bytes` adds up the scratch memory. None of this is listed again.
 
-What a setup binds may depend on the problem's dtypes, layout and options and on the GPU, and on sizes only as far as
-kernels are compiled for them: a plan for more tokens must find everything compiled.
+The kernels that a setup binds may depend on the problem's dtypes, layout and options and on the GPU. They may depend on
+sizes only where kernels are compiled for them, because a plan for more tokens must find everything compiled.
 """
 
 import threading

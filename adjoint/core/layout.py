@@ -1,4 +1,4 @@
-"""How tensors lie in memory: which elements are neighbours, which tensors overlap, and what kernels read as rows."""
+"""The layout of tensors in memory: neighbouring elements, overlaps, and the rows that kernels read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,14 +1,14 @@
 """What a caller asks of a plan: `Preference`, and `prefer(...)` for a whole block.
 
-A preference travels as a short string. Schemas of operators take no Python objects, and the backward,
-which runs on autograd's own thread, must not depend on a context that is not there: so the public
-function resolves the preference once, and hands the same string to forward and backward.
+A preference travels as a short string, for two reasons. Schemas of operators take no Python objects. And the backward,
+which runs on autograd's own thread, does not see the forward's context. So the public function resolves the preference
+once, and passes the same string to forward and backward.
 
-The string may name an alternative, behind `OTHERWISE`: what is asked for where no plan meets the first request, which
-then warns. `torch.use_deterministic_algorithms(True, warn_only=True)` makes such strings, and nothing else does.
+The string may name a second request behind `OTHERWISE`, for the case that no plan meets the first one; the call then
+warns. Only `torch.use_deterministic_algorithms(True, warn_only=True)` makes such strings.
 
-The ambient preference lives in a thread-local *instance* attribute: `torch.compile` traces that and
-guards on its value, which it does for no `ContextVar` and for no class attribute of a thread-local.
+The ambient preference is in a thread-local *instance* attribute. `torch.compile` traces that and guards on its value.
+It does neither for a `ContextVar` or for a class attribute of a thread-local.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""What a choice of plan may depend on, and the identity of the plan that was chosen."""
+"""The problem, which has all that a choice of plan may depend on, and the identity of the plan that was chosen."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,8 @@
-"""Running error analysis: exact numbers, each with a bound of the error of what is computed in its place.
+"""Running error analysis: exact numbers, each with a bound of the error of the computed number in its place.
 
-Operations carry both on. They are those of IEEE arithmetic of unit roundoff u, sums in any order: an operation is off
-by what its operands are off by, and by u of the largest that its result may be. So whatever is computed step by step
-has a bound of its own for every number, evaluated for the very inputs, in float64.
+Operations carry number and bound along. The bounds are those of IEEE arithmetic with unit roundoff u and sums in any
+order: the error of an operation is at most the errors of its operands, and u of the largest result that it may have. So
+a computation by steps has a bound for every number, evaluated for the very inputs, in float64.
 """
 
 from collections.abc import Callable

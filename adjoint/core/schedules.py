@@ -1,4 +1,4 @@
-"""Schedule parameters: what may depend on the GPU, because it changes no bit."""
+"""Schedule parameters, which may depend on the GPU because they change no bit."""
 
 import json
 from functools import cached_property

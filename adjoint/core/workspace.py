@@ -1,4 +1,4 @@
-"""How a plan divides the one piece of scratch memory it is given."""
+"""How a plan divides its one piece of scratch memory into regions."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tensors as kernels over rows read them: rows of adjacent elements. What lies otherwise is copied first."""
+"""Tensors as kernels over rows read them: rows of adjacent elements. Tensors with another layout are copied first."""
 
 from torch import Tensor
 

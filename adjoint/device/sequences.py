@@ -1,4 +1,4 @@
-"""Packed sequences and pools of states, as several families take them: checks, and which of their values are wrong."""
+"""Packed sequences and pools of states, which several families take: the checks of their metadata and their values."""
 
 import itertools
 from collections.abc import Sequence

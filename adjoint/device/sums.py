@@ -1,8 +1,8 @@
 """Sums of groups of terms in one stated order, in plain PyTorch on any device, and what such sums promise.
 
-The terms of a group are added one after the other in tiles of `tile` terms, beginning with 0; tiles of tiles
-likewise. So a group's bits depend on its own terms and their order alone, a group of one tile is the obvious
-loop, and a long group still has many tiles that can be summed at once.
+The terms of a group are added one after the other in tiles of `tile` terms, beginning with 0. The sums of tiles are
+added in tiles in the same way. So a group's bits depend on its own terms and their order alone. A group of one tile has
+the bits of the obvious loop, and the tiles of a long group can be summed at once.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The checks every op goes through, in CI and on the user's own machine.
 
-`jobs()` lists them for a device; each job runs one check on one op, dtype and backend, and returns
-rows. What an op needs to be covered is its `cases.py`, and nothing more.
+`jobs()` lists them for a device; each job runs one check on one op, dtype and backend, and returns rows. An op is
+covered by its `cases.py`, and needs nothing more.
 """
 
 from adjoint.verify.listing.jobs import Job, available_backends, jobs, subjects

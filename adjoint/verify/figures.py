@@ -1,13 +1,13 @@
-"""Recorded figures: how far off every op was on its cases, in one reviewed file for each machine and dtype.
+"""Recorded figures: the error of every op on its cases, in one reviewed file for each machine and dtype.
 
     recorded/<machine>/<dtype>.json:   subject → plans, with their revisions → case → output → figure
 
-A machine is a GPU ("nvidia-h200"), "cpu", or "interpreter" for kernels in Triton's. A figure is `MARGIN` times the
-norm-relative error that was measured, so an error that doubles is past it. A promise is for users and every input; a
-figure is for one case on one machine, and promises nothing. `adjoint verify --record FOLDER` writes the files, and
-names in recorded/<machine>/pending.json what it did not get to.
+A machine is a GPU ("nvidia-h200"), "cpu", or "interpreter" for kernels in Triton's interpreter. A figure is `MARGIN`
+times the norm-relative error that was measured, so an error that doubles exceeds it. A promise is for users and for
+every input. A figure is for one case on one machine, and promises nothing. `adjoint verify --record FOLDER` writes the
+files. It lists the cases that it did not reach in recorded/<machine>/pending.json.
 
-Outputs that are copied have no figures: their promise is that they have no error. Nor has float64, in which the
+Outputs that are copied have no figures, because their promise is that they have no error. float64 has none, because the
 reference rounds as much as the op does.
 """
 

@@ -1,4 +1,4 @@
-"""What `adjoint verify --record FOLDER` does: the errors of ops' cases on a machine become its recorded figures."""
+"""What `adjoint verify --record FOLDER` does: it makes the errors of ops' cases on a machine its recorded figures."""
 
 from collections import Counter
 from collections.abc import Sequence

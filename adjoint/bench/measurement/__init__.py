@@ -1,1 +1,1 @@
-"""What is measured: the times of contenders that were checked, their errors, and the host cost of one call."""
+"""The measurements: the times of contenders whose results were checked, their errors, and the host cost of one call."""

@@ -1,4 +1,4 @@
-"""Whether a contender's result is right: against the float64 reference, every element, piece by piece."""
+"""The check of a contender's result against the float64 reference: every element, piece by piece."""
 
 import math
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
-"""Errors of workloads: ours beside its promise, and beside everybody else's on the same inputs. Nothing is timed.
+"""Errors of workloads: ours beside its promise, and beside all other contenders' on the same inputs. Nothing is timed.
 
-Saved as one JSON file per machine, merged by workload and direction, and shown as Markdown in docs/errors.md.
+Errors are saved as one JSON file per machine, merged by workload and direction, and shown as Markdown in
+docs/errors.md.
 """
 
 import gc

@@ -2,8 +2,8 @@
 
     host cost = the whole call − the arithmetic of its plan
 
-beside the same work as a user writes it in torch, and beside torch in float64 with one rounding, which is what the
-plan `eager` computes.
+It is shown beside the same work as a user writes it in torch, and beside torch in float64 with one rounding, which is
+the computation of the plan `eager`.
 """
 
 import statistics

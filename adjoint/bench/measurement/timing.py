@@ -1,4 +1,4 @@
-"""Clocks: GPU time with a cold cache, CPU time, and the copy that sets the memory ceiling."""
+"""Clocks: GPU time with a cold cache, CPU time, and the large copy whose rate is the memory ceiling."""
 
 import statistics
 from collections.abc import Callable, Iterator

@@ -1,1 +1,1 @@
-"""What is shown of measurements: tables for a terminal and for Markdown, saved results, charts and pictures."""
+"""The reports of measurements: tables for a terminal and for Markdown, saved results, charts and pictures."""

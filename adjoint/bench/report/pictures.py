@@ -1,7 +1,7 @@
 """Pictures of saved results beside peers, as SVG: of speed, and of errors.
 
-They show no selection: of every op that was timed beside another library it is the first such workload, in every
-direction that was, with every contender whose result was right.
+They show, for every op that was timed beside another library, the first such workload in every timed direction, with
+every contender whose result was right. Nothing else is selected.
 """
 
 import re

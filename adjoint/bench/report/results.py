@@ -1,8 +1,7 @@
 """Saved results: one JSON file per machine, merged by workload, direction and contender; and as Markdown.
 
-Every row names the run it comes from, and every run its conditions: a file may hold several, and a
-ratio was always taken within one. Rows and runs that were saved by earlier versions have fewer fields; tables show
-what is there.
+Every row names the run that it comes from, and every run its conditions. A file may have several runs, but a ratio is
+always of one run. Rows and runs that earlier versions saved have fewer fields; tables show the fields that they have.
 """
 
 import json

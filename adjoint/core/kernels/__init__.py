@@ -1,18 +1,18 @@
-"""Triton kernels with typed parameters: what is compiled, for which target, and how often it was launched.
+"""Triton kernels with typed parameters: how they are declared, compiled for a target, launched and counted.
 
     @kernel(budget=Budget(registers=32), schedule=("BLOCK",))
     @triton.jit
     def scale(x: PointerIf16.element, y: PointerIf16.element, factor: Float32, count: Int64, BLOCK: tl.constexpr):
         ...
 
-The signature states the type of every run-time parameter, and Triton's own annotation says which are compile-time
-constants. `adjoint.core.launch` binds the constants of a kernel and launches it by the names of its parameters.
+The signature states the type of every run-time parameter, and Triton's own annotation marks the compile-time constants.
+`adjoint.core.launch` binds the constants of a kernel and launches it by the names of its parameters.
 
-Kernels are compiled from these types instead of through Triton's call-time specialisation, so that what is compiled
-never depends on a batch's sizes or addresses by accident, the same description builds ahead of time for a GPU that is
-not there, and a launch costs no signature matching.
+Kernels are compiled from these types, and not through Triton's specialisation at call time, for three reasons. The
+compiled code never depends on a batch's sizes or addresses by accident. The same description builds ahead of time for a
+GPU that is not present. And a launch costs no signature matching.
 
-These modules import Triton only inside functions: importing the package must not.
+These modules import Triton only inside functions, because importing the package must not import it.
 """
 
 from adjoint.core.kernels.builds import Build, build

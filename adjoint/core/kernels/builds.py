@@ -1,4 +1,4 @@
-"""Builds for a GPU that need not be there, and what their machine code uses."""
+"""Builds of kernels for a GPU that need not be present, and the resources that their machine code uses."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""How often this process has launched each plan, and compiled a kernel."""
+"""Counters: how often this process has launched each plan, and compiled a kernel."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`kernel`, which declares a Triton function as a kernel: its types, its budget, and its numeric parameters."""
+"""`kernel`, which declares a Triton function as a kernel, with its types, its budget and its numeric parameters."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass

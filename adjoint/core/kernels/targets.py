@@ -1,4 +1,4 @@
-"""Targets: the architectures that kernels are for, and why Triton's kernels cannot run on a device."""
+"""Targets: the architectures that kernels are built for, and why Triton's kernels cannot run on a device."""
 
 from collections.abc import Iterable
 from functools import cache

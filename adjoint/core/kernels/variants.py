@@ -1,4 +1,4 @@
-"""Variants: what is compiled of a kernel, for which device, and how the compiled kernel is started."""
+"""Variants: the single compilations of a kernel, and how a compiled kernel is launched."""
 
 import threading
 from collections.abc import Callable

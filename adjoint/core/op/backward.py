@@ -1,4 +1,4 @@
-"""The machinery behind a declared backward: its operator, the `autograd.Function` that runs it, and its rules."""
+"""The machinery of a declared backward: its operator, the `autograd.Function` that runs it, and its rules."""
 
 from typing import TYPE_CHECKING, Any
 

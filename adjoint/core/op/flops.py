@@ -1,7 +1,8 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators of the package.
+"""The operations that `torch.utils.flop_counter.FlopCounterMode` counts for the operators of the package.
 
-Its convention: 2·m·n·k for a product of matrices, nothing for the rest. Its module imports Triton, so this one does not
-import it: it gets the formulas when somebody else imports it, or at once where that has happened.
+Torch's convention is 2·m·n·k for a product of matrices, and nothing for other operations. Torch's module imports
+Triton, so this one does not import it. It registers the formulas when somebody else imports that module, or at once
+where that has happened.
 """
 
 import sys

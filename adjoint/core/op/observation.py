@@ -1,4 +1,4 @@
-"""Who watches the calls of ops: nobody, but while a model is audited."""
+"""The observer of the calls of ops: there is none, except while a model is audited."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

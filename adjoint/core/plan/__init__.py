@@ -1,12 +1,11 @@
 """Problem -> Plan: which kernel serves a call, with which guarantee, and why.
 
-An operator lists `Candidate`s, best first. A `Problem` is what metadata tells about a call and a choice may depend on.
-`select` takes the first candidate that accepts the problem and meets the preference; the result is a `Plan`.
+An operator lists `Candidate`s, best first. A `Problem` has the part of a call's metadata on which the choice may
+depend. `select` takes the first candidate that accepts the problem and meets the preference; the result is a `Plan`.
 
-A plan's parameters come in two kinds. Numeric ones change bits: they are part of the SKU and may
-depend on the item's own size and dtype alone. Schedule ones (warps, tiles along independent axes) may
-depend on anything, because they do not change a bit, which `verify` asserts. They are reviewed JSON,
-by GPU name, beside the kernels.
+A plan's parameters come in two kinds. Numeric parameters change bits. They are part of the SKU, and may depend only on
+the item's own size and dtype. Schedule parameters (warps, tiles along independent axes) change no bit, which `verify`
+asserts, so they may depend on anything. They are reviewed JSON, by GPU name, beside the kernels.
 """
 
 from adjoint.core.plan.calls import Call, bind, plan, publish, published

@@ -1,4 +1,4 @@
-"""Calls of public functions: the operators that one amounts to, and `plan`, which says how they would run."""
+"""Calls of public functions: the operators that a call runs, and `plan`, which says how they would run."""
 
 import inspect
 from collections.abc import Callable, Iterator

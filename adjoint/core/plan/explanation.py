@@ -1,4 +1,4 @@
-"""What a plan says about itself: a line, the whole explanation, and the same as data."""
+"""How a plan explains itself: in a line, in full, and as data."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any

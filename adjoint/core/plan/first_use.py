@@ -1,7 +1,7 @@
 """The first-use check: before a plan's kernels first serve a call, they compute a small case with a known answer.
 
-It is off by default. `known_answers` has the cases and the comparison, and is imported when a plan is first checked;
-here is the switch, and what was checked so far in this process.
+The check is off by default. This module has the switch, and the record of what this process has checked.
+`known_answers` has the cases and the comparison, and is imported when a plan is first checked.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Grouping positions by key on the device: a stable sort whose memory is the plan's own workspace.
 
-What plans ask before they import Triton; the kernels and what launches them are in `kernels.py`.
+This module has the facts that plans need before Triton is imported. `kernels.py` has the kernels and their launches.
 """
 
 MAX_COUNT = 2**30

@@ -1,4 +1,4 @@
-"""The audit of a user's own model: every op in it, on the tensors that really flow, beside float64 and its bound."""
+"""The audit of a user's own model: every op, on the tensors that really flow, beside float64 and its bound."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an audit sees of every call: results and gradients beside float64, their bounds, inputs outside the domain."""
+"""What an audit records of every call: results and gradients beside float64, bounds, inputs outside the domain."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

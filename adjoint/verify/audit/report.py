@@ -1,4 +1,4 @@
-"""What an audit found: a table by layer, the worst with the reason, and both as JSON and as a page."""
+"""The report of an audit: a table by layer, the worst results with their reasons, and both as JSON and as a page."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Long batches cut down to whole items: rows of a batch, or sequences of a packed row."""
+"""Samples of long batches: whole items, which are rows of a batch or sequences of a packed row."""
 
 import itertools
 from collections.abc import Mapping

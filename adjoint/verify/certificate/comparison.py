@@ -1,4 +1,4 @@
-"""What differs between two certificates: the machines, the errors, the bits, and what only one of them has."""
+"""The comparison of two certificates: their machines, errors and bits, and what only one of them has."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

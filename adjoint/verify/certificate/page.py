@@ -1,4 +1,4 @@
-"""The certificate as one page of HTML, which needs nothing else."""
+"""The certificate as one page of HTML that needs no other file."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Digests of results on fixed inputs: what two machines, versions or days are compared by, bit for bit."""
+"""Digests of results on fixed inputs, by which the bits of two machines, versions or days are compared."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""The check of other forms of a call: those that reuse, add to or overwrite memory of the caller, or write sparse."""
+"""The check of other forms of a call: they reuse, overwrite or add to the caller's memory, or give sparse gradients."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

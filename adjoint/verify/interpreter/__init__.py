@@ -1,24 +1,27 @@
-"""What Triton's interpreter gets wrong, or takes long for: bfloat16, sorts, and its own entry into a function.
+"""Corrections of Triton's interpreter: its wrong bfloat16, its slow sorts, and its slow entry into a function.
 
-The interpreter of Triton 3.6 to 3.9 keeps bfloat16 as raw 16-bit integers. It truncates float32 to
-bfloat16 where the hardware rounds to nearest even, converts other types by their bits, and
-multiplies matrices of raw bits. `correct_bfloat16()` replaces its conversions and its product; it
-touches nothing outside the interpreter, and nothing in versions it was not written for. The new product adds
-terms in one order for every element, as a GPU does: numpy's own lets the shapes of the matrices decide.
+The interpreter of Triton 3.6 to 3.9 keeps bfloat16 as raw 16-bit integers. It truncates float32 to bfloat16 where the
+hardware rounds to nearest even, converts other types by their bits, and multiplies matrices of raw bits.
+`correct_bfloat16()` replaces its conversions and its product. It changes nothing outside the interpreter, and nothing
+in versions that it was not written for. The new product adds terms in one order for every element, as a GPU does; in
+numpy's own product the shapes of the matrices decide the order.
 
-It takes a loop's bounds from arrays of one element, which Triton 3.6 hands to `int` as they are and newer versions of
-numpy refuse: `convert_one_element()` converts the element.
+Triton 3.6 passes a loop's bounds to `int` as arrays of one element, which newer versions of numpy refuse.
+`convert_one_element()` converts the element.
 
-Sorts give the right order, but after half a second for 256 integers: `replace_sorts()` lets numpy sort them.
+Sorts give the right order, but take half a second for 256 integers. `replace_sorts()` lets numpy sort them.
 
-Before every launch, and every call of one function by another, the interpreter looks through all names of
-`triton.language` for those it must replace, a third of the time that small kernels take; for every value it writes
-down anew which type of numpy stands for which of Triton's. `remember_lookups()` lets it remember both. For every value
-it also makes, and checks, the shape of its block again, and the tuple that shows it: a quarter of the time of kernels
-with many small operations. `remember_shapes()` has each made once. And it checks every sum and product of integers for
-overflow, by eight operations whose outcome is reported in debug mode alone: `skip_unreported_checks()` skips them
-elsewhere. `operands` has what is remembered of the two sides of an operation; `operations` does in one step what was
-done before with operands of the same types.
+The other functions save time that the interpreter repeats:
+
+- Before every launch, and every call of one function by another, the interpreter looks through all names of
+  `triton.language` for those that it must replace. This takes a third of the time of small kernels. For every value it
+  also looks up which type of numpy stands for which type of Triton. `remember_lookups()` lets it remember both.
+- For every value it makes and checks the shape of its block, and the tuple that shows the shape. This takes a quarter
+  of the time of kernels with many small operations. `remember_shapes()` makes each shape once.
+- It checks every sum and product of integers for overflow, by eight operations whose result is reported in debug mode
+  alone. `skip_unreported_checks()` skips them in other modes.
+- `operands` remembers facts about the two sides of an operation. `operations` computes in one step where the types of
+  the operands have occurred before.
 
 `correct()` does all of it, for the command and the tests alike.
 """

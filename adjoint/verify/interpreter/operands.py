@@ -1,8 +1,8 @@
-"""What Triton's interpreter decides anew for every operation, it decides once: half of the time of small ones.
+"""Decisions that Triton's interpreter makes for every operation, made once; they are half of the time of small ones.
 
-Most operands of sums, products and comparisons have one type, which needs no conversion, or are a tensor and a number
-of Python's, which is the same constant each time. What is remembered changes how soon a result is there, not which
-result it is: where nothing is remembered yet, Triton's own function decides.
+Most operands of sums, products and comparisons need no conversion. Either both have one type, or one is a tensor and
+the other a Python number, which becomes the same constant each time. Remembered decisions change how soon a result is
+there, but not the result: where nothing is remembered yet, Triton's own function decides.
 """
 
 from typing import Any

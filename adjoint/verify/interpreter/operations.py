@@ -1,10 +1,10 @@
-"""Operators of Triton's interpreter in one step, where their operands have types that they had before.
+"""Operators of Triton's interpreter in one step, where the types of their operands have occurred before.
 
-A sum passes a dozen functions, which find out what the types of its operands mean: which of them is converted, whose
-shape the result has, what type. All of it follows from the two types, or from one and a number of Python's. Triton's
-own functions decide it when such a pair is met first; the decision is remembered, and what is left of the operation is
-numpy's part. Where a decision would not be all (16-bit floats, which numpy does not have, or has other rules for),
-nothing is remembered.
+A sum passes a dozen functions. They find out from the types of its operands which one is converted, whose shape the
+result has, and its type. All of this follows from the two types, or from one type and a Python number. Triton's own
+functions decide it when such a pair occurs first. The decision is remembered, and only numpy's part of the operation
+remains. Nothing is remembered where the decision is not everything: for 16-bit floats, which numpy does not have or
+treats by other rules.
 """
 
 from collections.abc import Callable

@@ -3,9 +3,9 @@
     with watched():                 # or `watch()`, from now on
         plan.run(...)               # raises `Race` where programs depend on their order
 
-Two programs that store different numbers at one address race; so do one that loads what another stores, and two
-elements of one store with one address and different numbers. Programs that store the same number do not: the bits are
-the same in any order. Atomic operations are not looked at.
+Two programs race if they store different numbers at one address, or if one loads what another stores. Two elements of
+one store race if they have one address and different numbers. Programs that store the same number do not race, because
+the bits are the same in any order. Atomic operations are not examined.
 """
 
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""Which checks run: all that there are for a device, the fewest that hold every promise, and what they cover."""
+"""Which checks run: all checks of a device, the fewest that cover every promise, and what they cover."""

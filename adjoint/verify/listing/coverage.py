@@ -1,7 +1,7 @@
-"""Which promises are checked: those that plans make about their outputs, less those that the listed checks hold.
+"""Which promises are checked: the promises of plans about their outputs, without those that the listed checks cover.
 
-A promise is a field of a `Guarantee` that states something, of one output of one plan of one operator. Beside them:
-which figures a machine should have on record.
+A promise is a field of a `Guarantee` that states something, for one output of one plan of one operator. This module
+also lists the figures that a machine should have on record.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

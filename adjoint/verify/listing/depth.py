@@ -1,8 +1,8 @@
 """The quick set of checks: the fewest cases on which every op, plan and promise of a machine is checked once.
 
-A stop is a case of a subject in one dtype, by one plan. Stops are tried, the ones that cost little first, and taken
-where they bring a plan, a kernel, a promise, or in PyTorch a dtype, that none before had. All checks of a plan then run
-at each stop, so that its kernels are compiled once. What a promise is, `coverage` says.
+A stop is a case of a subject in one dtype, by one plan. Stops that cost little are tried first. A stop is taken if it
+adds a plan, a kernel, a promise or, in PyTorch, a dtype. All checks of a plan then run at each stop, so that its
+kernels are compiled once. `coverage` says what a promise is.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Parts of a run: which jobs belong to one, the file it is saved in, and the whole that all parts make up.
+"""Shards of a run: which jobs a shard has, the file that it is saved in, and the whole that all shards make up.
 
-Parts make up a whole if they are parts of the same suite, every shard is there once, and each has the rows of all its
-jobs. Anything else is refused: a table of fewer checks would look like one of all.
+Shards make up a whole if they are of the same suite, each is there once, and each has the rows of all its jobs.
+Anything else is refused, because a table of fewer checks would look like a table of all.
 """
 
 import json

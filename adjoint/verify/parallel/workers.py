@@ -1,8 +1,8 @@
-"""Jobs in several processes: each takes one job at a time, and one that dies takes no other job with it.
+"""Jobs in several processes: each takes one job at a time, and a process that dies takes no other job with it.
 
-A job does not travel between processes, because its inputs are functions. What travels is the listing, from which
-every process makes the same jobs, and then the position of the job to run. Processes are spawned, not forked: CUDA
-does not survive a fork.
+A job does not travel between processes, because its inputs are functions. The listing travels, from which every process
+makes the same jobs, and then the position of the job to run. Processes are spawned and not forked, because CUDA does
+not survive a fork.
 """
 
 import faulthandler

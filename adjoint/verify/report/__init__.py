@@ -1,1 +1,1 @@
-"""What is shown of a run: the summary of its rows, the table of verdicts, and pages of HTML."""
+"""The reports of a run: the summary of its rows, the table of verdicts, and pages of HTML."""

@@ -1,4 +1,4 @@
-"""The table of verdicts, and how close an error came to its limit."""
+"""The table of verdicts, and the share of its limit that an error takes."""
 
 import re
 from collections.abc import Sequence
