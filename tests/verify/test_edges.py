@@ -1,4 +1,4 @@
-"""Every promise holds where numbers, or products of them, have no digits left: named inputs of many ops."""
+"""Every promise holds where numbers have no digits left, and where sums pass the largest: named inputs of many ops."""
 
 from collections.abc import Callable
 
@@ -59,11 +59,45 @@ def subnormal_slope(name: str, dtype: torch.dtype) -> Example:
 
 NORMS = ("rms_norm", "gated_rms_norm", "l2_norm", "normalize")
 
+
+def subnormal_share(name: str, dtype: torch.dtype) -> Example:
+    """Probabilities of 2⁻¹⁴⁰, and a large gradient of the loss."""
+    logits = torch.zeros(4, 8, dtype=dtype)
+    logits[:, 0] = 97.0
+    indices = (torch.zeros(4, 2, dtype=torch.long),) if name == "moe.load_balancing_loss" else ()
+    return (logits, *indices, None), (torch.tensor(2.0**110, dtype=dtype),)
+
+
+def large_logits(name: str, dtype: torch.dtype) -> Example:
+    """A logsumexp whose square has no place in float32."""
+    return (torch.linspace(-1, 1, 12).view(2, 6).to(dtype) * 2.0**70, torch.tensor([1, 2])), (torch.tensor(1.0),)
+
+
+def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """Terms of which some add up to more than the largest number, and all of them to less."""
+    large = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64).mul(0.9 * torch.finfo(dtype).max).to(dtype)
+    column, zeros = large[:, None], torch.zeros(3, dtype=torch.long)
+    layout = torch.arange(3).int()[None], torch.tensor([0, 3]).int()
+    return {
+        "embedding": lambda: ((zeros, torch.ones(4, 1, dtype=dtype)), (column,)),
+        "embedding_bag[mean]": lambda: ((zeros.new_tensor([[0, 1, 2]]), column, None, None), (column[:1] / 4,)),
+        "take_along_axis": lambda: ((torch.ones(1, 4, dtype=dtype), zeros[None]), (large[None],)),
+        "moe.dispatch": lambda: ((torch.ones(1, 1, dtype=dtype), zeros.new_tensor([[0, 1, 2]])), (column,)),
+        "moe.combine": lambda: ((column, torch.ones(1, 3), *layout), (torch.ones(1, 1, dtype=dtype),)),
+        "cross_entropy": lambda: ((column * zeros.new_tensor([0, 1]), zeros), (torch.tensor(1.0),)),
+    }[name]()
+
+
+SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
+
 EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] = [
     *((subnormal_x, name, kind) for name in NORMS for kind in (F32, F64)),
     *((subnormal_rows, name, kind) for name in NORMS[:2] for kind in (F32, F64)),
     (subnormal_sum, "rms_norm", BF16),
     (subnormal_slope, "gate", F64),
+    *((subnormal_share, name, F32) for name in ("moe.load_balancing_loss", "moe.z_loss")),
+    *((large_logits, "cross_entropy", kind) for kind in (F32, BF16)),
+    *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
 ]
 
 
