@@ -73,6 +73,13 @@ def large_logits(name: str, dtype: torch.dtype) -> Example:
     return (torch.linspace(-1, 1, 12).view(2, 6).to(dtype) * 2.0**70, torch.tensor([1, 2])), (torch.tensor(1.0),)
 
 
+def capped_logits(name: str, dtype: torch.dtype) -> Example:
+    """Logits of which some are off by more than a softcap is."""
+    hidden, weight = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 1, 20).view(5, 4)
+    weight[0] *= 2.0**38
+    return (hidden.to(dtype), weight.to(dtype), torch.tensor([1, 3, 0]), None), (torch.tensor(1.0),)
+
+
 def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
     """Terms of which some add up to more than the largest number, and all of them to less."""
     large = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64).mul(0.9 * torch.finfo(dtype).max).to(dtype)
@@ -97,6 +104,7 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     (subnormal_slope, "gate", F64),
     *((subnormal_share, name, F32) for name in ("moe.load_balancing_loss", "moe.z_loss")),
     *((large_logits, "cross_entropy", kind) for kind in (F32, BF16)),
+    (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
     *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
 ]
 

@@ -153,6 +153,7 @@ def slopes_and_error(g: Tensor, h: Tensor, rows: Rows, loss: Loss, arithmetic: A
     if loss.softcap:
         steep = rows.slope * (torch.expm1(2 * rows.x_error / loss.softcap) + u * 24) + u * 8
         steep = steep + u * 6 * rows.slope * torch.atanh((rows.z / loss.softcap).clamp(-1 + 1e-16, 1 - 1e-16)).abs()
+        steep = steep.nan_to_num(nan=SECOND_ORDER).clamp_max(SECOND_ORDER)  # both slopes are between 0 and 1
         error = error * (rows.slope + steep) + value.abs() * steep + arithmetic.tiny
         value = value * rows.slope
     zero = torch.zeros_like(value)
