@@ -68,6 +68,9 @@ def _sum_tiles(terms: Terms, begins: Tensor, lengths: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------- promises
 
+IN_RANGE = "every input of which no sum of some terms overflows the accumulator"
+"""The domain of sums."""
+
 
 def additions(count: Tensor, tile: int) -> Tensor:
     """The longest chain of additions a term of a sum of `count` terms goes through."""
@@ -85,7 +88,8 @@ def sum_bound(
 
     After n roundings in the wide type that is γ·Σ|terms|, γ = n·u / (1 − n·u); then half a unit in the
     last place of what is rounded. Additions do not underflow; products may, by half the smallest number
-    each. For float64 the exact sum is itself one in float64, of as many roundings as terms.
+    each. For float64 the exact sum is itself one in float64, of as many roundings as terms. Where a sum of
+    some terms may overflow, whatever that of all is, the bound is infinite.
     """
     info = torch.finfo(wide_dtype(dtype))
     steps = steps.double()  # of integers and numbers torch would make float32, which has not the smallest of float64
@@ -93,6 +97,7 @@ def sum_bound(
         steps = steps + count
     chain = steps * (info.eps / 2)
     before = chain / (1 - chain) * magnitude + steps * info.smallest_normal * info.eps
+    before = before.masked_fill(magnitude + before > info.max, torch.inf)
     if (out or dtype) == wide_dtype(dtype):
         return before
     return before + spacing(exact.abs() + before, out or dtype) / 2

@@ -37,6 +37,10 @@ class Arithmetic(NamedTuple):
         return torch.finfo(wide_dtype(self.element)).smallest_normal
 
     @property
+    def largest(self) -> float:
+        return torch.finfo(wide_dtype(self.element)).max
+
+    @property
     def tiny(self) -> float:
         """The smallest number there is: η."""
         return self.smallest * torch.finfo(wide_dtype(self.element)).eps
@@ -89,6 +93,7 @@ def losses_error(rows: Rows, loss: Loss, arithmetic: Arithmetic) -> tuple[Tensor
         mean, magnitude = rows.z.mean(-1), rows.z.abs().mean(-1)
         of_mean = rows.z_error.mean(-1) + u * (arithmetic.classes + 8) * (magnitude + rows.size.abs())
         of_loss = of_loss + loss.label_smoothing * (rows.size_error + of_mean)
+        of_loss = of_loss.masked_fill(magnitude * rows.z.shape[-1] > arithmetic.largest, torch.inf)  # of z on the way
         value = -(1 - loss.label_smoothing) * log_probability + loss.label_smoothing * (rows.size - mean)
     else:
         value = -log_probability
@@ -106,6 +111,8 @@ def reduced_error(of_tokens: Tensor, losses: Tensor, counted: Tensor, loss: Loss
     values = losses.abs().sum()
     total = of_tokens.sum() + arithmetic.u * arithmetic.tokens * (values + of_tokens.sum())
     number = int(counted.sum()) if loss.reduction == "mean" else 1
+    if number > 1 and values + total > arithmetic.largest:
+        return torch.full_like(total, torch.inf)  # the sum may overflow, whatever the mean is
     return (total + 4 * arithmetic.u * (values + of_tokens.sum())) / max(1, number) + arithmetic.smallest
 
 
@@ -146,6 +153,7 @@ def slopes_and_error(g: Tensor, h: Tensor, rows: Rows, loss: Loss, arithmetic: A
     if loss.softcap:
         steep = rows.slope * (torch.expm1(2 * rows.x_error / loss.softcap) + u * 24) + u * 8
         steep = steep + u * 6 * rows.slope * torch.atanh((rows.z / loss.softcap).clamp(-1 + 1e-16, 1 - 1e-16)).abs()
+        steep = steep.nan_to_num(nan=SECOND_ORDER).clamp_max(SECOND_ORDER)  # both slopes are between 0 and 1
         error = error * (rows.slope + steep) + value.abs() * steep + arithmetic.tiny
         value = value * rows.slope
     zero = torch.zeros_like(value)

@@ -196,7 +196,9 @@ def results_of(top, log_total, chosen, sum_z, smoothing, z_weight, classes, SMOO
     loss = -log_probability
     if SMOOTHING:
         loss = (1.0 - smoothing) * loss + smoothing * ((top - sum_z / classes) + log_total)
-    return loss + z_weight * (size * size), log_probability, size
+    # Past 10¹⁸ the square may overflow where its product with z_weight, which may be 0, does not.
+    square = tl.where(tl.abs(size) < 1e18, z_weight * (size * size), (z_weight * size) * size)
+    return loss + square, log_probability, size
 
 
 @kernel(budget=_ROW, numeric=("LANE_LEVELS", "UNROLL"))

@@ -11,6 +11,7 @@ from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, Plan, Run, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
+from adjoint.device.sums import IN_RANGE
 from adjoint.ops.loss import eager
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, MAX_CLASSES, Loss
 from adjoint.ops.loss.bounds import Arithmetic, cross_entropy_bound
@@ -83,7 +84,8 @@ def _guarantee(problem: Problem, on_kernels: bool) -> dict[str, Guarantee]:
             accumulator=short(wide_dtype(dtype)),
             roundings=1 if dtype.itemsize == 2 and is_backward else 0,
             error=Derived(f"{FORMULAS[name]}: docs/loss.md", cross_entropy_bound(loss, computed, name)),
-            domain="every input" + (TOKENS_IN_ORDER if on_kernels and of_all_tokens else ""),
+            domain=("every input" if is_backward else IN_RANGE)
+            + (TOKENS_IN_ORDER if on_kernels and of_all_tokens else ""),
             special_values=SPECIAL_VALUES,
             out_of_range="" if is_backward else OUT_OF_RANGE,
         )

@@ -2,6 +2,9 @@
 
 With unit u of the arithmetic and L levels in the sum over a row, the relative error of r is at most (L/2 + 4)·u: the
 sum's terms are positive, and a root halves what is under it. Everything else counts the roundings behind it.
+
+A product that underflows loses less than the smallest normal number ν, which later products multiply. So each counts as
+larger by `floor`, ν/u, than it is: u times that is ν, and goes wherever the product goes.
 """
 
 import torch
@@ -33,7 +36,7 @@ class Bounds:
         self.u_residual = torch.finfo(element).eps / 2 * norm.residual
         self.levels, self.chain = levels, chain
         self.silu, self.slope = SILU[element.itemsize == 2] if norm.gate else (0, 0)
-        self.tiny = info.smallest_normal  # what products that underflow may cost
+        self.floor = info.smallest_normal / self.u
         self.tiny_silu = info.smallest_normal * 2**30  # silu below it counts as 0
 
     def _stored(self, exact: Tensor, before: Tensor, kind: torch.dtype) -> Tensor:
@@ -44,47 +47,44 @@ class Bounds:
         if kind == self.arithmetic:
             return before
         if self.arithmetic == torch.float64 and kind.itemsize == 2:
-            before = before + 2.0**-24 * (exact.abs() + before)
+            before = before + spacing(exact.abs() + before, torch.float32) / 2
         return before + spacing(exact.abs() + before, kind) / 2
 
     def _rounding(self, z: Tensor) -> Tensor:
         """The error of z where it is rounded before the weight."""
-        if self.rounded and self.element != self.arithmetic:
-            return spacing(z, self.element) / 2 + 2.0**-24 * z
-        return torch.zeros_like(z)
+        nothing = torch.zeros_like(z)
+        return self._stored(z, nothing, self.element) if self.rounded else nothing
 
     def _sizes(self, of: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         """r, |z|, and the size of w with that of its terms."""
         r = reference.reciprocal(of.x, self.eps)
-        return r, (of.x * r).abs(), (self.offset + of.weight).abs() + abs(self.offset)
+        return r, (of.x * r).abs() + self.floor, (self.offset + of.weight).abs() + abs(self.offset)
 
-    def _gated(self, values: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-        """values·silu(gate), and the size of that."""
+    def _gate(self, gate: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+        """silu(gate) and its size, or 1 where there is no gate."""
         if gate is None:
-            return values, values.abs()
+            return 1.0, 1.0
         silu = reference.silu(gate)
-        return values * silu, values.abs() * (silu.abs() + self.tiny_silu)
+        return silu, silu.abs() + self.tiny_silu
 
     def s(self, of: Arguments) -> Tensor:
         return self._stored(of.x, self.u * of.x.abs(), self.element)
 
     def y(self, of: Arguments) -> Tensor:
-        _, z, w = self._sizes(of)
-        exact, _ = self._gated(reference.rms_norm(of.x, of.weight, self.eps, self.offset), of.gate)
-        _, w = self._gated(w, of.gate)
+        (_, z, w), (silu, size) = self._sizes(of), self._gate(of.gate)
+        exact = reference.rms_norm(of.x, of.weight, self.eps, self.offset) * silu
         relative = (self.levels / 2 + 8 + self.silu) * self.u + 2.01 * self.u_residual
-        before = (relative * z + 1.01 * self._rounding(z)) * w + self.tiny * (1 + w)
+        before = relative * ((z * w + self.floor) * size + self.floor) + 1.01 * self._rounding(z) * w * size
         return self._stored(exact, before, self.element)
 
     def dx(self, of: Arguments) -> Tensor:
         """Relative to r·(|d·w| + |z|·mean|d·w·z|)."""
-        u, a = self._gated(of.dy, of.gate)
-        exact, _ = reference.rms_norm_backward(u, of.x, of.weight, self.eps, self.offset)
-        r, z, w = self._sizes(of)
-        a = a * w
-        size = r * (a + z * (a * z).mean(-1, keepdim=True))
+        (r, z, w), (silu, size) = self._sizes(of), self._gate(of.gate)
+        exact, _ = reference.rms_norm_backward(of.dy * silu, of.x, of.weight, self.eps, self.offset)
+        a = (of.dy.abs() * size + self.floor) * w + self.floor
+        size = r * (a + z * ((a * z).mean(-1, keepdim=True) + (1 + r) * self.floor)) + self.floor
         relative = (3 * self.levels + 26 + 2 * self.silu) * self.u + 5.1 * self.u_residual
-        before = relative * size + self.tiny * (1 + r) * (1 + z) * (1 + w)
+        before = relative * size
         if of.ds is not None:
             exact, before = exact + of.ds, before + self.u * (exact.abs() + of.ds.abs())
         return self._stored(exact, before, self.element)
@@ -93,19 +93,21 @@ class Bounds:
 
     def dweight(self, of: Arguments) -> Tensor:
         """Relative to the sum of |u·z|, over a chain of additions that the number of rows fixes."""
-        (u, size), z = self._gated(of.dy, of.gate), of.x * reference.reciprocal(of.x, self.eps)
+        (r, z, _), (silu, size) = self._sizes(of), self._gate(of.gate)
+        exact, size = of.dy * silu * (of.x * r), of.dy.abs() * size + self.floor
         relative = 1.01 * (self.chain + self.levels / 2 + 8 + self.silu) * self.u + 2.01 * self.u_residual
-        errors = size * (relative * z.abs() + 1.01 * self._rounding(z.abs()))
-        exact, before = (t.reshape(-1, of.x.shape[-1]).sum(0) for t in (u * z, errors))
-        return self._stored(exact, before + self.tiny * self.chain, self.weight)
+        errors = relative * (size * z + self.floor) + 1.01 * size * self._rounding(z)
+        exact, before = (t.reshape(-1, of.x.shape[-1]).sum(0) for t in (exact, errors))
+        return self._stored(exact, before, self.weight)
 
     def dgate(self, of: Arguments) -> Tensor:
         """Relative to |dy·z·w|·(σ + |gate|·σ·(1 − σ)), since silu' has a root."""
         exact = of.dy * reference.rms_norm(of.x, of.weight, self.eps, 0.0) * reference.silu_slope(of.gate)
         (_, z, w), dy = self._sizes(of), of.dy.abs()
         terms = torch.sigmoid(of.gate) * (1 + of.gate.abs() * torch.sigmoid(-of.gate)) + self.tiny_silu
-        error = (self.levels / 2 + 10 + self.slope) * self.u * z + 1.01 * self._rounding(z)
-        return self._stored(exact, error * dy * w * terms + self.tiny * (1 + dy) * (1 + w), self.element)
+        size = (dy * (z * w + self.floor) + w * self.floor) * terms + self.floor
+        before = (self.levels / 2 + 10 + self.slope) * self.u * size + 1.01 * self._rounding(z) * dy * w * terms
+        return self._stored(exact, before, self.element)
 
 
 class L2Bounds(Bounds):
@@ -113,12 +115,11 @@ class L2Bounds(Bounds):
 
     def y(self, of: Arguments) -> Tensor:
         exact = reference.l2_norm(of.x, self.eps)
-        return self._stored(exact, (self.levels / 2 + 10) * self.u * exact.abs() + self.tiny, self.element)
+        return self._stored(exact, (self.levels / 2 + 10) * self.u * (exact.abs() + self.floor), self.element)
 
     def dx(self, of: Arguments) -> Tensor:
         """Relative to r·(|dy| + |y|·Σ|y·dy|)."""
         exact, y = reference.l2_norm_backward(of.dy, of.x, self.eps), reference.l2_norm(of.x, self.eps).abs()
-        r, dy = 1 / torch.sqrt(of.x.square().sum(-1, keepdim=True) + self.eps), of.dy.abs()
-        size = r * (dy + y * (y * dy).sum(-1, keepdim=True))
-        before = (3 * self.levels + 32) * self.u * size + self.tiny * (1 + r) * (1 + of.x.shape[-1] * y)
-        return self._stored(exact, before, self.element)
+        r, dy, y = 1 / torch.sqrt(of.x.square().sum(-1, keepdim=True) + self.eps), of.dy.abs(), y + self.floor
+        size = r * (dy + y * (y * dy + self.floor).sum(-1, keepdim=True)) + self.floor
+        return self._stored(exact, (3 * self.levels + 32) * self.u * size, self.element)

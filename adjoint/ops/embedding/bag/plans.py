@@ -11,9 +11,9 @@ from torch import Tensor
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, Compute, Plan, allocating_outputs, in_pytorch
-from adjoint.core.problem import Problem
+from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import group_sums_bound, invariant_guarantee, sum_bound
+from adjoint.device.sums import IN_RANGE, group_sums_bound, invariant_guarantee, sum_bound
 from adjoint.ops.embedding.bag import eager
 from adjoint.ops.embedding.plans import TILE, order_in_words, refuse_to_group
 
@@ -60,11 +60,15 @@ def _forward_bound(problem: Problem, ids: Tensor, weight: Tensor, *others: Tenso
     number = len(bags.starts)
     if mode == "max":
         return weight.new_zeros(number, weight.shape[1])
-    terms = weight[bags.ids[entries].long()] * factors[:, None]
+    rows, bag = weight[bags.ids[entries].long()], bags.bag_of[entries]
     # A product or a division besides.
-    return group_sums_bound(
-        terms, bags.bag_of[entries], number, TILE, problem.dtypes[0], roundings=2, count=bags.ends - bags.starts
+    bound = group_sums_bound(
+        rows * factors[:, None], bag, number, TILE, problem.dtypes[0], roundings=2, count=bags.ends - bags.starts
     )
+    if mode == "mean":  # sums are divided when all is added
+        sums = rows.new_zeros(bound.shape).index_add_(0, bag, rows.abs())
+        bound = bound.masked_fill(sums + bound > torch.finfo(wide_dtype(problem.dtypes[0])).max, torch.inf)
+    return bound
 
 
 def _weight_bound(problem: Problem, dout: Tensor, ids: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
@@ -92,13 +96,14 @@ def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, is_maximum = problem.dtypes[0], forward_options(problem)[0] == "max"
     error = "0: the largest row's value is copied" if is_maximum else _SUM
     integers = Derived("0: integers", lambda *inputs: torch.zeros(()))
+    order = order_in_words(TILE).replace("row", "bag").replace("tokens", "entries")
     return {
         "out": invariant_guarantee(
             "bag",
             Derived(error, partial(_forward_bound, problem)),
             dtype,
             roundings=int(not is_maximum),
-            domain=f"every input; {order_in_words(TILE).replace('row', 'bag').replace('tokens', 'entries')}",
+            domain="every input" if is_maximum else f"{IN_RANGE}; {order}",
             special_values="as IEEE sums that begin with +0; an empty bag is +0",
             out_of_range=_OUT_OF_RANGE,
             ties="the first of equal entries; NaN above every number" if is_maximum else "",
@@ -119,7 +124,7 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             item,
             Derived(_SUM, partial(bound, problem)),
             problem.dtypes[0],
-            domain=f"every input; {order}",
+            domain=f"{IN_RANGE}; {order}",
             special_values="as IEEE sums that begin with +0",
             out_of_range="no gradient",
         )

@@ -13,7 +13,7 @@ from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import copy_guarantee, group_sums_bound, invariant_guarantee, sum_error
+from adjoint.device.sums import IN_RANGE, copy_guarantee, group_sums_bound, invariant_guarantee, sum_error
 from adjoint.ops.embedding.embedding import eager
 from adjoint.ops.embedding.plans import SEQUENTIAL, TILE, order_in_words, refuse_to_group, tile_in_words
 from adjoint.ops.embedding.table import ID_OUT_OF_RANGE, is_counted
@@ -57,7 +57,7 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
             dtype,
             # Some libraries round float64 to a 16-bit type by way of float32.
             device_invariant=not (dtype == torch.float64 and out.itemsize == 2),
-            domain=f"every input; {order_in_words(tile)}",
+            domain=f"{IN_RANGE}; {order_in_words(tile)}",
             special_values=f"as IEEE sums that begin with +0: a row never referenced {untouched}, no sum is −0",
             out_of_range="no gradient",
         )

@@ -13,7 +13,7 @@ from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, Plan, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import copy_guarantee, group_sums_bound, invariant_guarantee, sum_error
+from adjoint.device.sums import IN_RANGE, copy_guarantee, group_sums_bound, invariant_guarantee, sum_error
 from adjoint.ops.indexing.take_along_axis import eager
 from adjoint.ops.indexing.take_along_axis.layout import MAX_NUMBER, TOO_MANY_AXES
 
@@ -79,7 +79,7 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
             "line",
             sum_error(bound, "dout| over the element's entries", "an entry", dtype),
             dtype,
-            domain=promise if distinct else f"every input; {order}",
+            domain=promise if distinct else f"{IN_RANGE}; {order}",
             special_values="as IEEE sums that begin with +0: an element never taken is +0, no sum is −0",
             out_of_range="no gradient",
         )

@@ -10,6 +10,7 @@ from adjoint.core.errors import register_fault, report
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.plan import Plan
 from adjoint.core.problem import Problem
+from adjoint.device.sums import IN_RANGE
 from adjoint.ops.moe.combine import eager
 from adjoint.ops.moe.token_rows.eager import entries_of, scatter, sum_rows
 from adjoint.ops.moe.token_rows.plans import (
@@ -74,7 +75,7 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
         "dweights": promise(
             Derived(SUM_ERROR, weights_bound),
             problem,
-            domain=f"every input; columns {DOT_WIDTH} apart are added in their order, then neighbours",
+            domain=f"{IN_RANGE}; columns {DOT_WIDTH} apart are added in their order, then neighbours",
             special_values=IEEE_SUMS,
             out_of_range="no gradient",
         ),

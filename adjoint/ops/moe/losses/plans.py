@@ -14,6 +14,7 @@ from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, wide_dtype
 from adjoint.core.schedules import Schedules
+from adjoint.device.sums import IN_RANGE
 from adjoint.ops.moe.layout import REPORTED
 from adjoint.ops.moe.logits import refuse_float64
 from adjoint.ops.moe.losses import eager, reference
@@ -43,7 +44,7 @@ def levels(rows: int) -> list[int]:
 # ------------------------------------------------------------------------------------------- guarantee
 
 _ORDER = (
-    f"every input; tokens are added in their order within runs of {RUN}, runs in their order {RUNS} at a time, and so "
+    f"{IN_RANGE}; tokens are added in their order within runs of {RUN}, runs in their order {RUNS} at a time, and so "
     f"on: the order depends on the number of tokens alone"
 )
 _SPECIAL = (
@@ -75,6 +76,11 @@ class _Arithmetic(NamedTuple):
     def smallest(self) -> float:
         """The smallest normal number."""
         return torch.finfo(self.kind).tiny
+
+    @property
+    def floor(self) -> float:
+        """What numbers count as larger that may be subnormal: u times it is the smallest normal number."""
+        return 0.0 if self.rounds_once else self.smallest / self.u
 
 
 def _arithmetic(problem: Problem, in_float64: bool) -> _Arithmetic:
@@ -127,7 +133,9 @@ def _forward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
         _, _, size, error, counted = _parts(logits, mask, arithmetic)
         number = max(1, int(counted.sum()))
         terms = (2 * size.abs() * error + error * error)[counted].sum() / number
-        return 1.001 * terms + u * (arithmetic.over_tokens + 6) * loss.abs() + 2 * arithmetic.smallest
+        limit = 1.001 * terms + u * (arithmetic.over_tokens + 6) * loss.abs() + 2 * arithmetic.smallest
+        largest = torch.finfo(arithmetic.kind).max
+        return torch.where(loss * number + limit * number > largest, torch.inf, limit)  # the sum, not the mean
 
     return balance if "balancing" in problem.op else z
 
@@ -145,7 +153,9 @@ def _backward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]
         p, relative, _, _, counted = _parts(logits, mask, arithmetic)
         f = reference.fractions(indices, counted, p.shape[1], p.dtype)
         exact = reference.load_balancing_loss_backward(dloss, logits, indices, mask).reshape(p.shape)
-        terms = p * (f + (p * f).sum(-1, keepdim=True)) * p.shape[1] / max(1, int(counted.sum())) * dloss.abs()
+        p = p + arithmetic.floor  # a probability may be subnormal, as a product may, and what multiplies it large
+        terms = p * (f + (p * f).sum(-1, keepdim=True)) + arithmetic.floor
+        terms = terms * p.shape[1] / max(1, int(counted.sum())) * dloss.abs()
         sums = 2 * relative.amax(-1, keepdim=True) + u * (arithmetic.over_experts + 24)
         share = u * 8 if arithmetic.rounds_once else sums
         return finish(exact, share * terms, counted, logits.shape)
@@ -153,7 +163,8 @@ def _backward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]
     def z(dloss: Tensor, logits: Tensor, mask: Tensor | None = None) -> Tensor:
         p, relative, size, error, counted = _parts(logits, mask, arithmetic)
         exact = reference.z_loss_backward(dloss, logits, mask).reshape(p.shape)
-        factor = 2 * p / max(1, int(counted.sum())) * dloss.abs()
+        p = p + arithmetic.floor  # as above, and so may the first product of three factors be
+        factor = 2 * p / max(1, int(counted.sum())) * (dloss.abs() + arithmetic.floor)
         sums = factor * (size.abs() * (relative + 8 * u) + 2 * error)
         limit = u * 8 * exact.abs() if arithmetic.rounds_once else sums
         return finish(exact, limit, counted, logits.shape)
@@ -176,7 +187,7 @@ def _guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
         accumulator="float64" if in_float64 else "float32",
         roundings=2 if backward and balancing and problem.dtypes[0].itemsize > 2 else 1,  # the load is kept rounded
         error=Derived(f"{formula}, {units}", (_backward_bound if backward else _forward_bound)(problem, in_float64)),
-        domain="every input" if backward or in_float64 else _ORDER,
+        domain="every input" if backward else IN_RANGE if in_float64 else _ORDER,
         special_values=_SPECIAL,
         out_of_range=f"an index counts for no expert, {REPORTED}" if balancing and not backward else "",
     )

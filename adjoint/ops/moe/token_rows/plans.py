@@ -12,12 +12,12 @@ from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, Compute, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.core.schedules import Schedules
-from adjoint.device.sums import sum_bound
+from adjoint.device.sums import IN_RANGE, sum_bound
 from adjoint.ops.moe.layout import MAX_ENTRIES, MAX_EXPERTS
 from adjoint.ops.moe.token_rows.eager import entries_of
 
 SUM_ERROR = "½ ulp + γ·Σ|terms|, γ = n·u / (1 − n·u), n the roundings a term goes through"
-SLOT_ORDER = "every input; a token's rows are added in the order of its slots"
+SLOT_ORDER = f"{IN_RANGE}; a token's rows are added in the order of its slots"
 IEEE_SUMS = "as IEEE sums that begin with +0"
 
 

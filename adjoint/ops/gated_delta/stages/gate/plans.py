@@ -70,7 +70,7 @@ def _bound(name: str, kind: torch.dtype, computed: torch.dtype, additions: int) 
             "ddt_bias": lambda: dg * m.rate * m.slope,
         }[name]().abs()
         share = m.share_of_beta if name == "db" else m.share
-        tiny = (dbeta.abs() if name == "db" else dg.abs() * (1 + m.rate)) * lost
+        tiny = (dbeta.abs() if name == "db" else (1 + dg.abs()) * (1 + m.rate)) * lost
         if name in ("da", "db"):
             return stored(exact, exact * share + tiny, kind, computed)
         columns = exact.shape[-1]
@@ -111,7 +111,6 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 # ------------------------------------------------------------------------------------------ candidates
 
 _KERNELS = ("adjoint.ops.gated_delta.stages.gate.kernels", refuse, _guarantee, _SCHEDULES)
-_EAGER_DOMAIN = "every finite input whose results are finite"
 _UNUSED = "a token whose dg is 0 adds 0 to da, dA_log and ddt_bias, where its g is −inf too"
 
 
@@ -122,9 +121,9 @@ def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> 
     return Derived(words, _bound(name, kinds[name], torch.float64, problem.sizes[1]))
 
 
-_OUTPUTS = in_pytorch.promised(FORWARD, torch.float64, _EAGER_DOMAIN, bound=_eager_bound, g="wide", beta="wide")
+_OUTPUTS = in_pytorch.promised(FORWARD, torch.float64, _FINITE, bound=_eager_bound, g="wide", beta="wide")
 _GRADIENTS = in_pytorch.promised(
-    BACKWARD, torch.float64, _EAGER_DOMAIN, _UNUSED, bound=_eager_bound, da=0, db=1, dA_log=2, ddt_bias=3
+    BACKWARD, torch.float64, _FINITE, _UNUSED, bound=_eager_bound, da=0, db=1, dA_log=2, ddt_bias=3
 )
 
 GATE = (on_kernels("gated_delta_gate", *_KERNELS), in_pytorch.forward(eager.forward, _OUTPUTS))

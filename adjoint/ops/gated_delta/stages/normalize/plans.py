@@ -12,11 +12,13 @@ from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.arguments import EPSILON
 from adjoint.ops.gated_delta.promises import BACKWARD, FORWARD
 from adjoint.ops.gated_delta.stages import in_pytorch
-from adjoint.ops.gated_delta.stages.rows import TINY, U, guarantee, refuse, stored
+from adjoint.ops.gated_delta.stages.rows import TINY, U, guarantee, refuse, stored, underflow
 from adjoint.ops.norm.plans import L2_NORM, L2_NORM_BACKWARD
 
 MAX_SIZE = 1024
 """The longest vector that kernels normalise."""
+
+_DOMAIN = "vectors whose squares, and their products with dy, have sums that are finite in {}"
 
 
 def _refuse(problem: Problem) -> str:
@@ -33,20 +35,26 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * r, r
 
 
+def _terms(dy: Tensor, x: Tensor, floor: float) -> Tensor:
+    """The sizes of the terms of dx; numbers that may be subnormal, and lose digits, count as larger by a floor."""
+    y, r = _scaled(x)
+    y = y.abs() + floor
+    return r * (dy.abs() + y * (y * dy.abs()).sum(-1, keepdim=True))
+
+
 def _guarantee(problem: Problem) -> dict[str, Guarantee]:
     """A sum by halves costs an addition for each halving; 16 for everything else."""
     (kind,) = problem.dtypes
     steps = max(1, problem.sizes[0] - 1).bit_length() + 16
-    domain = "vectors whose squares, and their products with dy, have sums that are finite in float32"
+    domain = _DOMAIN.format("float32")
 
     def y_bound(x: Tensor) -> Tensor:
         exact = _scaled(x)[0].abs()
         return stored(exact, steps * U * exact, kind)
 
     def dx_bound(dy: Tensor, x: Tensor) -> Tensor:
-        y, r = _scaled(x)
-        terms = r * (dy.abs() + y.abs() * (y * dy).abs().sum(-1, keepdim=True))
-        return stored(terms, 3 * steps * U * terms + r * TINY, kind)
+        terms = _terms(dy, x, TINY / U)
+        return stored(terms, 3 * steps * U * terms + _scaled(x)[1] * TINY, kind)
 
     if problem.op.endswith("_backward"):
         words = "½ ulp + 3·c·u·Σ|terms|, c the halvings of a sum and 16"
@@ -64,9 +72,8 @@ def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> 
 
     def dx_bound(dy: Tensor, x: Tensor) -> Tensor:
         y, r = _scaled(x)
-        terms = r * (dy.abs() + y.abs() * (y * dy).abs().sum(-1, keepdim=True))
         exact = (dy - y * (y * dy).sum(-1, keepdim=True)) * r
-        return stored(exact, 3 * share * terms, kind, torch.float64)
+        return stored(exact, 3 * share * _terms(dy, x, underflow(torch.float64) / share), kind, torch.float64)
 
     words = "½ ulp + (n + 16)·u·|y|" if name == "y" else "½ ulp + 3·(n + 16)·u·Σ|terms|"
     return Derived(f"{words}, n the length of a vector, u = 2⁻⁵²", y_bound if name == "y" else dx_bound)
@@ -93,7 +100,7 @@ def _backward(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return ((dy - y * (y * dy).sum(-1, keepdim=True)) * r,)
 
 
-_FINITE = "every finite input whose results are finite"
+_FINITE = _DOMAIN.format("float64")
 
 NORMALIZE = (
     _on_kernels(L2_NORM[0]),

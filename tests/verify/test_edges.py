@@ -1,0 +1,122 @@
+"""Every promise holds where numbers have no digits left, and where sums pass the largest: named inputs of many ops."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjoint.core.preference import Preference
+from adjoint.verify.listing.jobs import subjects
+from adjoint.verify.run import differentiate, measure
+
+Example = tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]
+"""Inputs, and gradients of the outputs."""
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+SUBNORMAL = {F32: 2.0**-145, BF16: 2.0**-131, F64: 2.0**-1070}
+
+
+def one_of(shape: tuple[int, ...], dtype: torch.dtype, first: float, others: float) -> Tensor:
+    """Numbers of two sizes: that of the first of each line, and that of the others, which grow a little."""
+    x = torch.linspace(1, 1.5, shape[-1], dtype=torch.float64).mul(others).expand(shape).clone()
+    x[..., 0] = first
+    return x.to(dtype)
+
+
+def rows(dtype: torch.dtype, *factors: float, shape: tuple[int, ...] = (3, 32)) -> tuple[Tensor, ...]:
+    """x, whose rows begin with a subnormal number, and for every factor a tensor of about that, which is 0 there."""
+    return one_of(shape, dtype, SUBNORMAL[dtype], 1.0), *(one_of(shape, dtype, 0.0, factor) for factor in factors)
+
+
+def subnormal_x(name: str, dtype: torch.dtype) -> Example:
+    """dx at a subnormal x with no gradient of its own: the product of what x lost with what all others add up to."""
+    large = 2.0**300 if dtype == F64 else 2.0**40
+    x, dy = rows(dtype, large, shape=(1, 3, 32) if name == "normalize" else (3, 32))
+    weight, gate = (torch.ones(32, dtype=dtype),), (torch.full_like(x, 2.0),)
+    more = {"rms_norm": weight, "gated_rms_norm": gate + weight}.get(name, ())
+    return (x, *more), (dy,)
+
+
+def subnormal_rows(name: str, dtype: torch.dtype) -> Example:
+    """dweight of rows of which all but one number have lost digits, and whose gradients are large."""
+    x = one_of((3, 32), dtype, 1.0, SUBNORMAL[dtype])
+    weight, gate = (torch.ones(32, dtype=dtype),), (torch.full_like(x, 2.0),)
+    return (x, *(gate if name == "gated_rms_norm" else ()), *weight), (torch.full_like(x, 2.0**60),)
+
+
+def subnormal_sum(name: str, dtype: torch.dtype) -> Example:
+    """Results of bfloat16 that are subnormal in float32, too, through which float64 goes."""
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return (x, torch.linspace(1, 2, 1024) * 2.0**-128), (torch.ones_like(x),)
+
+
+def subnormal_slope(name: str, dtype: torch.dtype) -> Example:
+    """A slope and a gradient whose product is subnormal, and a rate that it is multiplied by."""
+    a, ones = torch.full((1, 2, 4), -59.0, dtype=dtype), torch.ones(1, 2, 4, dtype=dtype)
+    return (a, ones, torch.full((4,), 400.0, dtype=dtype), torch.zeros(4, dtype=dtype)), (ones * 1e-296, ones)
+
+
+NORMS = ("rms_norm", "gated_rms_norm", "l2_norm", "normalize")
+
+
+def subnormal_share(name: str, dtype: torch.dtype) -> Example:
+    """Probabilities of 2⁻¹⁴⁰, and a large gradient of the loss."""
+    logits = torch.zeros(4, 8, dtype=dtype)
+    logits[:, 0] = 97.0
+    indices = (torch.zeros(4, 2, dtype=torch.long),) if name == "moe.load_balancing_loss" else ()
+    return (logits, *indices, None), (torch.tensor(2.0**110, dtype=dtype),)
+
+
+def large_logits(name: str, dtype: torch.dtype) -> Example:
+    """A logsumexp whose square has no place in float32."""
+    return (torch.linspace(-1, 1, 12).view(2, 6).to(dtype) * 2.0**70, torch.tensor([1, 2])), (torch.tensor(1.0),)
+
+
+def capped_logits(name: str, dtype: torch.dtype) -> Example:
+    """Logits of which some are off by more than a softcap is."""
+    hidden, weight = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 1, 20).view(5, 4)
+    weight[0] *= 2.0**38
+    return (hidden.to(dtype), weight.to(dtype), torch.tensor([1, 3, 0]), None), (torch.tensor(1.0),)
+
+
+def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """Terms of which some add up to more than the largest number, and all of them to less."""
+    large = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64).mul(0.9 * torch.finfo(dtype).max).to(dtype)
+    column, zeros = large[:, None], torch.zeros(3, dtype=torch.long)
+    layout = torch.arange(3).int()[None], torch.tensor([0, 3]).int()
+    return {
+        "embedding": lambda: ((zeros, torch.ones(4, 1, dtype=dtype)), (column,)),
+        "embedding_bag[mean]": lambda: ((zeros.new_tensor([[0, 1, 2]]), column, None, None), (column[:1] / 4,)),
+        "take_along_axis": lambda: ((torch.ones(1, 4, dtype=dtype), zeros[None]), (large[None],)),
+        "moe.dispatch": lambda: ((torch.ones(1, 1, dtype=dtype), zeros.new_tensor([[0, 1, 2]])), (column,)),
+        "moe.combine": lambda: ((column, torch.ones(1, 3), *layout), (torch.ones(1, 1, dtype=dtype),)),
+        "cross_entropy": lambda: ((column * zeros.new_tensor([0, 1]), zeros), (torch.tensor(1.0),)),
+    }[name]()
+
+
+SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
+
+EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] = [
+    *((subnormal_x, name, kind) for name in NORMS for kind in (F32, F64)),
+    *((subnormal_rows, name, kind) for name in NORMS[:2] for kind in (F32, F64)),
+    (subnormal_sum, "rms_norm", BF16),
+    (subnormal_slope, "gate", F64),
+    *((subnormal_share, name, F32) for name in ("moe.load_balancing_loss", "moe.z_loss")),
+    *((large_logits, "cross_entropy", kind) for kind in (F32, BF16)),
+    (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
+    *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
+]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize(("make", "name", "dtype"), EXAMPLES)
+def test_promises_hold_where_digits_are_lost(
+    make: Callable[[str, torch.dtype], Example], name: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    (subject,) = (x for x in subjects() if x.name == name)
+    if backend == "triton" and dtype == F64:
+        pytest.skip("not every op has kernels for float64")
+    inputs, upstream = (tuple(x if x is None else x.to(device) for x in part) for part in make(name, dtype))
+    found = measure(differentiate(subject, inputs, upstream, Preference(backend=backend)))
+    assert all(error.holds for error in found.values()), {name: str(error) for name, error in found.items()}
