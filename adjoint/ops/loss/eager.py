@@ -80,12 +80,19 @@ def tokens_from(targets: Tensor) -> Tokens:
     return Tokens(targets.clamp_min(0).long(), counted)
 
 
-def cap(x: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """z, and dz/dx where there is a cap."""
+def widened(x: Tensor, kind: torch.dtype, softcap: float, needs_slope: bool) -> tuple[Tensor, Tensor | None, bool]:
+    """z of logits, dz/dx where there is a cap and it is needed, and whether z is in memory of its own."""
+    z = x.to(kind)
+    return *cap(z, softcap, needs_slope, overwrite=z is not x), z is not x or softcap > 0
+
+
+def cap(x: Tensor, softcap: float, needs_slope: bool, overwrite: bool) -> tuple[Tensor, Tensor | None]:
+    """z, and dz/dx where there is a cap and it is needed; z is written over x on request."""
     if not softcap:
         return x, None
-    share = torch.tanh(x / softcap)
-    return softcap * share, 1 - share.square()
+    share = torch.div(x, softcap, out=x if overwrite else None).tanh_()
+    slope = share.square().neg_().add_(1) if needs_slope else None
+    return share.mul_(softcap), slope
 
 
 _SMALLEST = {kind: torch.finfo(kind).smallest_normal for kind in (torch.float32, torch.float64)}
@@ -302,9 +309,12 @@ def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: t
     losses = [count.new_empty(0)]
     g = reciprocal_of(count, len(rows), loss)
     for block in row_blocks(*rows.shape):
-        z, slope = cap(part(rows, block).to(count.dtype), loss.softcap)
-        own = tokens.part(block)
-        results = row_results(z, own, loss, part(into, block) if slopes.numel() else None)
+        own, x = tokens.part(block), part(rows, block)
+        memory = part(into, block) if slopes.numel() else None
+        if memory is not None and memory.dtype != x.dtype:
+            x = memory.copy_(x)
+        z, slope, is_own = widened(x, count.dtype, loss.softcap, memory is not None)
+        results = row_results(z, own, loss, z if memory is None and is_own else memory)
         losses.append(own.keep(results.losses))
         if sizes.numel():
             part(sizes, block).copy_(own.keep(results.sizes))
@@ -312,6 +322,7 @@ def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: t
             row_slopes(results.p, slope, own, results.sizes, None if g is None else part(g, block), None, loss)
         if loss.log_probabilities:
             log_probabilities.view(-1)[block] = own.keep(results.log_probabilities)
+        del x, z, slope, results  # before the next block takes memory
     write_loss(losses[1] if len(losses) == 2 else torch.cat(losses), count, loss, out)
 
 
@@ -370,14 +381,15 @@ def backward(
     tokens, rows = tokens_from(targets), logits.reshape(-1, classes)
     into = dlogits.view(-1, classes) if dlogits.is_contiguous() else rows.new_empty(rows.shape)
     for block in row_blocks(*rows.shape):
-        z, slope = cap(part(rows, block).to(kind), loss.softcap)
+        z, slope, _ = widened(part(rows, block), kind, loss.softcap, True)
         target = part(into, block)
-        p = torch.softmax(z, -1, out=target if into.dtype == kind else None)
+        p = torch.softmax(z, -1, out=target if into.dtype == kind else z)
         of_loss_rows, of_label = (None if x is None else part(x, block) for x in (g, h))
         row_slopes(p, slope, tokens.part(block), part(sizes, block), of_loss_rows, of_label, loss)
         if of_loss is not None:
             times_upstream(p, part(of_loss, block) if of_loss.dim() else of_loss, target)
         elif into.dtype != kind:
             target.copy_(p)
+        del z, slope, p
     if not dlogits.is_contiguous():
         dlogits.copy_(into.view(dlogits.shape))
