@@ -17,8 +17,13 @@ def beside(weight: Tensor, x: Tensor) -> Tensor:
     """A module's weight, or a table of cosines, as norms, convolutions and rotary positions take it beside x.
 
     Autocast to one 16-bit type, of a model in the other, makes x of another type than the weight, which is then widened
-    to float32, exactly. Otherwise such a mixture is a mistake, and the op says so.
+    to float32, exactly. Otherwise such a mixture is a mistake, and the op says so, as it does where x is no tensor.
     """
-    if weight.dtype == x.dtype or weight.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
+    if (
+        not isinstance(x, Tensor)
+        or weight.dtype == x.dtype
+        or weight.dtype.itemsize != 2
+        or not torch.is_autocast_enabled(x.device.type)
+    ):
         return weight
     return weight.float()

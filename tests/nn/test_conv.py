@@ -89,3 +89,9 @@ def test_a_preference_is_passed_on() -> None:
 def test_a_module_that_could_never_run_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(adjoint.ArgumentError, match=words):
         make()
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    for module in (CausalConv1d(4, 4), adjoint.nn.RMSNorm(4)):
+        with pytest.raises(adjoint.ArgumentError, match="x must be a tensor, got NoneType"):
+            module(None)

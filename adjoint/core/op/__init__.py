@@ -74,7 +74,7 @@ class Adjoint:
         buffers: tensors of the caller that it adds to instead of returning a gradient.
         assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
         at_once: `at_once(*arguments)`: the gradients where they are what was saved, and nothing is left to compute;
-            else None. Not asked while compiling.
+            else None. Not asked while compiling, or where a mode sees what runs.
         flops: the operations of its matrix products, 2·m·n·k each, those of gradients that are needed; what the
             forward has computed before counts once, there.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import ArgumentError, Unsupported, second_derivative
 from adjoint.core.layout import overlaps_itself, share_memory, to_meta
-from adjoint.core.op.operator import Operator, register
+from adjoint.core.op.operator import Operator, dispatch_modes, register
 from adjoint.core.problem import Problem
 
 if TYPE_CHECKING:
@@ -191,16 +191,16 @@ class Backward:
                 else:
                     arguments = (*upstream, *ctx.saved_tensors, *rest)  # checkpoints unpack what is saved once
                     results = None
-                    if adjoint.at_once is not None and not is_compiling():
+                    if adjoint.at_once is not None and not (is_compiling() or dispatch_modes()):
                         results = adjoint.at_once(*arguments[:-1])
                     if results is None:
                         results = operator(*arguments)
-                    if adjoint.buffers:
-                        return tuple(gradients)
-                    if adjoint.assemble is not None:
-                        results = adjoint.assemble(results, arguments)
-                    elif not has_mask:
-                        results = (results,)
+                        if adjoint.buffers:
+                            return tuple(gradients)
+                        if adjoint.assemble is not None:
+                            results = adjoint.assemble(results, arguments)
+                        elif not has_mask:
+                            results = (results,)
                 for place, needed, gradient in zip(differentiable, needs, results, strict=True):
                     if needed:
                         gradients[place] = gradient

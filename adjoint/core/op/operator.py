@@ -148,7 +148,7 @@ def forget() -> None:
 # ------------------------------------------------------------------------------------------ torch's dispatcher
 
 _PLAIN = frozenset((Tensor, Parameter))
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
 transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's that is active, or None
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched=True makes
 
@@ -163,7 +163,7 @@ def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
         if is_batched(tensor):
             return True
     return bool(
-        _dispatch_modes() or transform() is not None or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
+        dispatch_modes() or transform() is not None or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
     )
 
 

@@ -37,7 +37,7 @@ def activate(z: Tensor, is_silu: bool, out: Tensor | None = None) -> Tensor:
     count = z.clamp_(min=-_BOUND).numel()
     if count <= _PIECE and count % _VECTORS == 0:
         return torch.ops.aten.silu.out(z, out=z if out is None else out)  # type: ignore[no-any-return]
-    y = F.pad(z.flatten(), (0, -count % _VECTORS))
+    y = torch.constant_pad_nd(z.flatten(), (0, -count % _VECTORS))
     for piece in y.split(_PIECE):
         F.silu(piece, inplace=True)
     y = y[:count].view(z.shape)
@@ -90,7 +90,7 @@ class Sequences:
             return self.x[chunk.rows, begin : chunk.tokens.stop].to(self.kind)
         tokens = chunk.of(self.x) if chunk.tokens.start == 0 else self.x[chunk.rows, : chunk.tokens.stop]
         if self.state is None:
-            return F.pad(tokens.to(self.kind), (0, 0, -begin, 0))
+            return torch.constant_pad_nd(tokens.to(self.kind), (0, 0, -begin, 0))
         state = self.state[chunk.rows].mT[:, chunk.tokens.start :]
         return torch.cat((state.to(self.kind), tokens.to(self.kind)), 1)  # autocast would join no 16-bit types
 
@@ -160,7 +160,7 @@ def backward(
         if not need & (NEED_X | NEED_STATE):
             continue
         if after is None or chunk.tokens.stop == shape.time:
-            slopes = F.pad(dz, (0, 0, 0, before))
+            slopes = torch.constant_pad_nd(dz, (0, 0, 0, before))
         else:
             slopes = torch.cat((dz, after), 1)
         after = slopes[:, :before]
@@ -173,7 +173,7 @@ def backward(
         if need & NEED_X and into is None:
             chunk.of(dx).copy_(gradient)
         if need & NEED_STATE and before and chunk.tokens.start == 0:
-            gradient = add_taps(F.pad(after, (0, 0, before, 0)), taps)
+            gradient = add_taps(torch.constant_pad_nd(after, (0, 0, before, 0)), taps)
             if last is not None and shape.time < before:
                 gradient[:, shape.time :] += last[chunk.rows, : before - shape.time]
             dstate[chunk.rows] = gradient.mT

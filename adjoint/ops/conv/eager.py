@@ -76,8 +76,12 @@ class _Packed:
         rows = self.blank(kind)
         rows[self.on_device] = x.reshape(self.shape.tokens, self.shape.channels).to(kind)
         if state is not None:
-            rows[self.state_rows] = state.mT.reshape(-1, self.shape.channels).to(kind)
+            rows[self.state_rows] = self.rows_of(state).to(kind)
         return rows
+
+    def rows_of(self, states: Tensor) -> Tensor:
+        """The columns of all states, a row for each."""
+        return states.mT.reshape(len(states) * self.before, self.shape.channels)
 
     def states(self, rows: Tensor, is_final: bool = False) -> Tensor:
         """The rows of the initial states, or of the final ones, as states have them."""
@@ -104,7 +108,7 @@ def forward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor,
     for tokens, places in packed.chunks():
         y = activate(_convolve(rows, places, taps, bias), shape.is_silu)[packed.own(tokens, places)]
         for begin, part in zip(shape.begins, parts, strict=False):
-            part.view(shape.tokens, -1)[tokens] = y[:, begin : begin + part.shape[2]]
+            part.view(shape.tokens, part.shape[2])[tokens] = y[:, begin : begin + part.shape[2]]
     if final.numel():
         final.copy_(packed.states(rows, is_final=True))
 
@@ -141,7 +145,7 @@ def backward(problem: Problem, arguments: tuple[Any, ...], outputs: tuple[Tensor
             last = min(first + size, len(rows))
             add_taps(dz[None, first : last + before], backwards, out=rows[None, first:last])
         if dfinal is not None and before:
-            rows[packed.final_rows] += dfinal.mT.reshape(-1, shape.channels)
+            rows[packed.final_rows] += packed.rows_of(dfinal)
     for bit, target, gradient in (
         (NEED_X, dx, lambda: rows[packed.on_device][None]), (NEED_WEIGHT, dweight, lambda: dtaps.T),
         (NEED_BIAS, dbias, lambda: dbiases[0]), (NEED_STATE, dstate, lambda: packed.states(rows)),

@@ -16,7 +16,7 @@ def windows(rows: Tensor, length: int) -> Tensor:
 
 def taps_of(weight: Tensor, kind: torch.dtype) -> tuple[Tensor, ...]:
     """The W taps of a weight [channels, W], that of the oldest token first: each [channels], of a type."""
-    return weight.to(kind).T.contiguous().unbind()
+    return weight.to(kind).t().contiguous().unbind()
 
 
 def add_taps(rows: Tensor, taps: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -25,10 +25,10 @@ def add_taps(rows: Tensor, taps: Sequence[Tensor], bias: Tensor | None = None, o
     Tap by tap, the oldest token first, in operations that torch computes alike for every element: a token has the same
     bits in a whole sequence, after a prefix of it, and in a step.
     """
-    length = rows.shape[1] - len(taps) + 1
-    z = torch.mul(rows.narrow(1, 0, length), taps[0], out=out)
-    for place in range(1, len(taps)):
-        z.addcmul_(rows.narrow(1, place, length), taps[place])
+    first, *others = windows(rows, rows.shape[1] - len(taps) + 1).unbind()
+    z = torch.mul(first, taps[0], out=out)
+    for window, tap in zip(others, taps[1:], strict=True):
+        z.addcmul_(window, tap)
     return z if bias is None else z.add_(bias)
 
 

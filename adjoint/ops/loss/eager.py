@@ -1,11 +1,13 @@
 """The losses over rows of logits in plain PyTorch, on any device, in the wide type; without waiting for a GPU."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjoint.core.errors import Fault, report
+from adjoint.core.kernels import interpreting
+from adjoint.core.op.operator import is_batched
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import Loss
 
@@ -41,7 +43,7 @@ class Tokens(NamedTuple):
 def tokens_of(labels: Tensor, classes: int, loss: Loss, fault: Fault) -> Tokens:
     """The tokens of labels; one out of range counts for nothing, and is reported."""
     if labels.is_cpu and labels.numel() and not loss.shift:
-        low, high = labels.aminmax()
+        low, high = (x.item() for x in labels.aminmax())
         has_ignored = 0 <= loss.ignore_index < classes and bool((labels == loss.ignore_index).any())
         if low >= 0 and high < classes and not has_ignored:
             return Tokens(labels.reshape(-1).long(), None)
@@ -78,48 +80,58 @@ def tokens_from(targets: Tensor) -> Tokens:
     return Tokens(targets.clamp_min(0).long(), counted)
 
 
-def cap(x: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """z, and dz/dx where there is a cap."""
+def widened(x: Tensor, kind: torch.dtype, softcap: float, needs_slope: bool) -> tuple[Tensor, Tensor | None, bool]:
+    """z of logits, dz/dx where there is a cap and it is needed, and whether z is in memory of its own."""
+    z = x.to(kind)
+    return *cap(z, softcap, needs_slope, overwrite=z is not x), z is not x or softcap > 0
+
+
+def cap(x: Tensor, softcap: float, needs_slope: bool, overwrite: bool) -> tuple[Tensor, Tensor | None]:
+    """z, and dz/dx where there is a cap and it is needed; z is written over x on request."""
     if not softcap:
         return x, None
-    share = torch.tanh(x / softcap)
-    return softcap * share, 1 - share.square()
+    share = torch.div(x, softcap, out=x if overwrite else None).tanh_()
+    slope = share.square().neg_().add_(1) if needs_slope else None
+    return share.mul_(softcap), slope
+
+
+_SMALLEST = {kind: torch.finfo(kind).smallest_normal for kind in (torch.float32, torch.float64)}
+"""Of the wide types."""
 
 
 class RowResults(NamedTuple):
-    """The loss, the label's log-probability and L of each row, and the logarithms of all probabilities."""
+    """The loss, the label's log-probability and L of each row, and p, all probabilities."""
 
     losses: Tensor
     log_probabilities: Tensor
     sizes: Tensor
-    logarithms: Tensor
+    p: Tensor
 
 
-def row_results(z: Tensor, tokens: Tokens, loss: Loss, overwrite: bool = False) -> RowResults:
-    """Of rows of logits, whether they count or not; `overwrite` allows the logits to be lost.
+def row_results(z: Tensor, tokens: Tokens, loss: Loss, into: Tensor | None = None) -> RowResults:
+    """Of rows of logits, whether they count or not; p lies in memory of its own, or in other memory, that of z too.
 
-    On the CPU, where fresh memory costs as much as the arithmetic, logarithms are then written over the logits: a row's
-    largest element and its sum are known before the first is written.
+    An exponential is computed once: a row's L is that of any of its classes, z − log p. On the CPU it is the label's
+    class, unless p is below the smallest normal number there; otherwise it is the likeliest class.
     """
-    index = tokens.target[:, None]
-    of_label = z.gather(1, index)[:, 0]
-    if overwrite and z.is_cpu:
-        logarithms = torch.ops.aten._log_softmax.out(z, 1, False, out=z)
+    index = tokens.target.unsqueeze(1)
+    of_label = z.gather(1, index).squeeze(1)
+    mean = z.mean(-1) if loss.label_smoothing else None
+    top = z.amax(-1) if into is z or not z.is_cpu else None
+    p = torch.softmax(z, -1, out=into)
+    p_label = p.gather(1, index).squeeze(1)
+    if z.is_cpu and z.shape[0] and p_label.min().item() >= _SMALLEST[z.dtype]:
+        chosen = p_label.log_()
+        size = of_label - chosen
     else:
-        logarithms = torch.log_softmax(z, -1)
-    chosen = logarithms.gather(1, index)[:, 0]
-    size = of_label - chosen
+        top, p_top = z.amax(-1) if top is None else top, p.amax(-1).log_()
+        size, chosen = top - p_top, of_label - top + p_top
     losses = -chosen
-    if loss.label_smoothing:
-        losses = (1 - loss.label_smoothing) * losses - loss.label_smoothing * logarithms.mean(-1)
+    if mean is not None:
+        losses = (1 - loss.label_smoothing) * losses + loss.label_smoothing * (size - mean)
     if loss.z_loss:
         losses = losses + loss.z_loss * size.square()
-    return RowResults(losses, chosen, size, logarithms)
-
-
-def unit_slopes(results: RowResults, slope: Tensor | None, tokens: Tokens, loss: Loss) -> Tensor:
-    """dx of rows for an upstream gradient of 1, written over the logarithms."""
-    return row_slopes(results.logarithms.exp_(), slope, tokens, results.sizes, None, None, loss)
+    return RowResults(losses, chosen, size, p)
 
 
 def row_slopes(
@@ -134,14 +146,18 @@ def row_slopes(
     if h is not None:
         of_p, of_label = (1 if of_p is None else of_p) - h, of_label + h
     if of_p is not None:
-        p.mul_(of_p[:, None])
-    p.scatter_add_(1, tokens.target[:, None], of_label[:, None])
+        p.mul_(of_p.unsqueeze(1))
+    p.scatter_add_(1, tokens.target.unsqueeze(1), of_label.unsqueeze(1))
     if loss.label_smoothing:
         share = loss.label_smoothing / p.shape[1]
-        p.sub_(share if g is None else (share * g)[:, None])
+        p.sub_(share if g is None else (share * g).unsqueeze(1))
     if slope is not None:
         p.mul_(slope)
-    return p if tokens.counted is None else p.masked_fill_(~tokens.counted[:, None], 0.0)
+    if tokens.counted is None:
+        return p
+    if p.is_cpu:
+        return p.index_fill_(0, tokens.counted.logical_not().nonzero().view(-1), 0.0)
+    return p.masked_fill_(~tokens.counted[:, None], 0.0)
 
 
 def write_loss(losses: Tensor, count: Tensor, loss: Loss, out: Tensor) -> None:
@@ -166,11 +182,19 @@ def upstream_of_rows(
     return g, None if dlog_probabilities is None else dlog_probabilities.reshape(-1)
 
 
+def reciprocal_of(count: Tensor, tokens: int, loss: Loss) -> Tensor | None:
+    """What each row's part of one loss is multiplied by, for an upstream gradient of 1; None for 1."""
+    return count.reciprocal().expand(tokens) if loss.reduction == "mean" else None
+
+
 # ---------------------------------------------------------------------------------- logits that exist
 
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Reductions, as torch numbers them."""
+
+_FEW = 2**17
+"""Logits whose exponentials take less time than calls of torch, of which there are fewer if they are computed twice."""
 
 
 def reduction_of(loss: Loss) -> int:
@@ -179,8 +203,9 @@ def reduction_of(loss: Loss) -> int:
 
 def is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
     """Whether the loss is torch's own, one number of few logits on the CPU, and takes torch's few calls."""
-    is_small = labels.is_cpu and 0 < labels.numel() * classes <= BLOCK_ELEMENTS
-    return is_small and loss.is_total and not (loss.label_smoothing or loss.z_loss or loss.softcap)
+    if loss.label_smoothing or loss.z_loss or loss.softcap or not loss.is_total:
+        return False
+    return labels.is_cpu and 0 < labels.numel() * classes <= _FEW
 
 
 def plain_targets(labels: Tensor, loss: Loss) -> Tensor:
@@ -192,43 +217,53 @@ def plain_targets(labels: Tensor, loss: Loss) -> Tensor:
     return target if target.dim() == 1 else target.reshape(-1)
 
 
-UNITS = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.float64)}
+_UNITS = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.float64)}
 """Upstream gradients of 1."""
+
+# What follows runs once a call, and costs a small loss as much as its arithmetic: torch's functions are bound here.
+_losses_of, _slopes_of_losses = torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss_backward.default
+_slopes_of_logits = torch._log_softmax_backward_data
 
 
 class Plain(NamedTuple):
-    """A plain loss: its value, the number of labels as a tensor and as a number, and whether every token counts."""
+    """A plain loss: its value, the number of labels as a tensor, whether there are any, whether each token has one."""
 
     value: Tensor
     number: Tensor
-    counted: int
+    has_labels: bool
     is_whole: bool
 
     @staticmethod
     def of(logarithms: Tensor, target: Tensor, loss: Loss) -> "Plain | None":
         """From the logarithms of all probabilities; None where a label is out of range."""
-        reduction, ignored = reduction_of(loss), loss.ignore_index
         try:
-            value, number = torch.ops.aten.nll_loss_forward.default(logarithms, target, None, reduction, ignored)
+            value, number = _losses_of(logarithms, target, None, reduction_of(loss), loss.ignore_index)
         except IndexError:
             return None
-        counted = int(number.item())
-        return Plain(value if counted else torch.zeros_like(value), number, counted, counted == target.shape[0])
+        counted = number.item()
+        return Plain(value if counted else torch.zeros_like(value), number, counted > 0, counted == target.shape[0])
 
     @property
     def kept_count(self) -> Tensor:
         """The number of labels, at least 1, as it is kept."""
-        return self.number.view(1) if self.counted else self.number.new_ones(1)
+        return self.number.view(1) if self.has_labels else self.number.new_ones(1)
 
 
-def plain_slopes(logarithms: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: int) -> Tensor:
-    """dx of a plain loss for an upstream gradient of 1, NaN where a token does not count and has logits of NaN."""
-    unit = UNITS[logarithms.dtype]
-    chosen = torch.ops.aten.nll_loss_backward.default(unit, logarithms, target, None, reduction, ignore_index, number)
-    return torch.ops.aten._log_softmax_backward_data.default(chosen, logarithms, 1, logarithms.dtype)  # type: ignore[no-any-return]
+def plain_slopes(
+    logarithms: Tensor, target: Tensor, number: Tensor, ignore_index: int, reduction: int, is_whole: bool
+) -> Tensor:
+    """dx of a plain loss for an upstream gradient of 1; 0 where a token does not count, whatever its logits."""
+    kind = logarithms.dtype
+    slopes = _slopes_of_losses(_UNITS[kind], logarithms, target, None, reduction, ignore_index, number)
+    _slopes_of_logits(slopes, logarithms, 1, kind, out=slopes)
+    if not is_whole:
+        slopes.index_fill_(0, (target == ignore_index).nonzero().view(-1), 0.0)
+    return slopes  # type: ignore[no-any-return]
 
 
-def forward_plain(logits: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, ...] | None:
+def forward_plain(
+    logits: Tensor, labels: Tensor, loss: Loss, with_slopes: bool, keep: bool
+) -> tuple[Tensor, ...] | None:
     """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
     if not is_plain(labels, logits.shape[-1], loss):
         return None
@@ -239,68 +274,122 @@ def forward_plain(logits: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, .
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
+    empty = rows.new_empty
+    if with_slopes:
+        slopes = empty(0)
+        if keep:
+            own = loss.ignore_index, reduction_of(loss), plain.is_whole
+            slopes = plain_slopes(logarithms, target, plain.number, *own).view(logits.shape)
+        return plain.value, empty(0), empty(0, dtype=torch.int32), empty(0), plain.kept_count, slopes
     # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
     of_each = [torch.ops.aten.nll_loss.default(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
     sizes, targets = of_each[0].sub_(of_each[1]), target.int()
     if not plain.is_whole:
         targets.masked_fill_(target == loss.ignore_index, -1)
-    return plain.value, plain.value.new_empty(0), targets, sizes, plain.kept_count
+    return plain.value, empty(0), targets, sizes, plain.kept_count, empty(0)
 
 
-def _backward_plain(dloss: Tensor, logits: Tensor, targets: Tensor, count: Tensor, loss: Loss, dlogits: Tensor) -> None:
-    """The same in few calls: (p − 1_y)·g, written over p."""
-    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-    is_own = dlogits.is_contiguous() and dlogits.dtype == count.dtype
-    into = None if not is_own else dlogits if rows is logits else dlogits.view(rows.shape)
-    p = torch.softmax(rows if rows.dtype == count.dtype else rows.to(count.dtype), 1, out=into)
-    target, ignored, counted = targets.long(), None, count.item()
-    if counted == 1 or counted != target.shape[0]:  # a count of 1 may be that of no label
-        ignored, target = (target < 0).unsqueeze(1), target.clamp_min(0)
-    p.scatter_(1, target.unsqueeze(1), -1.0, reduce="add")
-    p.mul_(dloss / count if loss.reduction == "mean" else dloss)
-    if ignored is not None:
-        p.masked_fill_(ignored, 0.0)
-    if not is_own:
-        dlogits.copy_(p.view(dlogits.shape))
+def _backward_plain(logits: Tensor, targets: Tensor, count: Tensor, loss: Loss) -> Tensor:
+    """The same, of a backward: dx for an upstream gradient of 1."""
+    rows, counted = logits.reshape(-1, logits.shape[-1]).to(count.dtype), count.item()
+    is_whole = 1 != counted == len(targets)  # a count of 1 may be that of no label
+    logarithms = torch.log_softmax(rows, 1)
+    return plain_slopes(logarithms, targets.long(), count, -1, reduction_of(loss), is_whole)
 
 
 def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: tuple[Tensor, ...]) -> None:
-    """Into the loss, log-probabilities where they are asked for, targets, L and the number of labels."""
-    out, log_probabilities, targets, sizes, count = outputs
+    """Into the loss, log-probabilities where they are asked for, and what there is memory for: targets, L, slopes."""
+    out, log_probabilities, targets, sizes, count, slopes = outputs
     classes = logits.shape[-1]
     tokens = tokens_of(labels, classes, loss, fault)
     write_count(tokens, count)
-    write_targets(tokens, targets)
-    rows = logits.reshape(-1, classes)
-    losses = [sizes.new_empty(0)]
+    if targets.numel():
+        write_targets(tokens, targets)
+    rows, into = logits.reshape(-1, classes), slopes.view(-1, classes)
+    losses = [count.new_empty(0)]
+    g = reciprocal_of(count, len(rows), loss)
     for block in row_blocks(*rows.shape):
-        z, _ = cap(part(rows, block).to(sizes.dtype), loss.softcap)
-        own = tokens.part(block)
-        results = row_results(z, own, loss)
+        own, x = tokens.part(block), part(rows, block)
+        memory = part(into, block) if slopes.numel() else None
+        if memory is not None and memory.dtype != x.dtype:
+            x = memory.copy_(x)
+        z, slope, is_own = widened(x, count.dtype, loss.softcap, memory is not None)
+        results = row_results(z, own, loss, z if memory is None and is_own else memory)
         losses.append(own.keep(results.losses))
-        part(sizes, block).copy_(own.keep(results.sizes))
+        if sizes.numel():
+            part(sizes, block).copy_(own.keep(results.sizes))
+        if slopes.numel():
+            row_slopes(results.p, slope, own, results.sizes, None if g is None else part(g, block), None, loss)
         if loss.log_probabilities:
             log_probabilities.view(-1)[block] = own.keep(results.log_probabilities)
+        del x, z, slope, results  # before the next block takes memory
     write_loss(losses[1] if len(losses) == 2 else torch.cat(losses), count, loss, out)
+
+
+def keeps_slopes(logits: Any, loss: Loss) -> bool:
+    """Whether the forward keeps dx for upstream gradients of 1 in place of the logits, in the wide type: on the CPU,
+    where the logits are few, and a token's loss alone has an upstream gradient."""
+    return (
+        not torch.compiler.is_compiling()
+        and not loss.log_probabilities
+        and isinstance(logits, Tensor)
+        and logits.is_cpu
+        and logits.numel() <= BLOCK_ELEMENTS
+        and not interpreting()
+    )
+
+
+def times_upstream(slopes: Tensor, dloss: Tensor, out: Tensor) -> None:
+    """dx for upstream gradients of 1 times those of the loss, one or one for each row; rounded to the type of out."""
+    if dloss.dim() == 0 and dloss.is_cpu and dloss.item() == 1:
+        if out is not slopes:
+            out.copy_(slopes)
+    else:
+        torch.mul(slopes, dloss.unsqueeze(-1) if dloss.dim() else dloss, out=out)
+
+
+def is_handed_on(dloss: Tensor) -> bool:
+    """Whether gradients that were kept for an upstream gradient of 1 are those that are asked for.
+
+    On the CPU alone, where asking costs nothing. A graph that is kept for another backward keeps what it has: what the
+    caller does with his gradients must not change it.
+    """
+    if type(dloss) is not Tensor or not dloss.is_cpu or dloss.dim() or is_batched(dloss) or dloss.item() != 1:
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def backward(
     dloss: Tensor | None, dlog_probabilities: Tensor | None, logits: Tensor, targets: Tensor, sizes: Tensor,
     count: Tensor, loss: Loss, dlogits: Tensor,
 ) -> None:  # fmt: skip
-    """Into dlogits, which may be the logits themselves."""
+    """Into dlogits, which may be the logits themselves.
+
+    Without log-probabilities, gradients have the bits of slopes that a forward keeps times the upstream gradients.
+    """
     classes, kind = logits.shape[-1], wide_dtype(logits.dtype)
-    if dloss is not None and dlog_probabilities is None and is_plain(targets, classes, loss):
-        return _backward_plain(dloss, logits, targets, count, loss, dlogits)
-    g, h = upstream_of_rows(dloss, dlog_probabilities, count, len(targets), loss)
+    of_loss = dloss if dlog_probabilities is None else None  # where it is all there is
+    if of_loss is not None and is_plain(targets, classes, loss):
+        slopes = _backward_plain(logits, targets, count, loss).view(logits.shape)
+        times_upstream(slopes, of_loss, dlogits)
+        return
+    if of_loss is not None:
+        g, h = reciprocal_of(count, len(targets), loss), None
+        of_loss = of_loss.reshape(-1) if of_loss.dim() else of_loss
+    else:
+        g, h = upstream_of_rows(dloss, dlog_probabilities, count, len(targets), loss)
     tokens, rows = tokens_from(targets), logits.reshape(-1, classes)
     into = dlogits.view(-1, classes) if dlogits.is_contiguous() else rows.new_empty(rows.shape)
     for block in row_blocks(*rows.shape):
-        z, slope = cap(part(rows, block).to(kind), loss.softcap)
-        own, target = None if h is None else part(h, block), part(into, block)
-        p = torch.softmax(z, -1, out=target if into.dtype == kind else None)
-        row_slopes(p, slope, tokens.part(block), part(sizes, block), part(g, block), own, loss)
-        if into.dtype != kind:
+        z, slope, _ = widened(part(rows, block), kind, loss.softcap, True)
+        target = part(into, block)
+        p = torch.softmax(z, -1, out=target if into.dtype == kind else z)
+        of_loss_rows, of_label = (None if x is None else part(x, block) for x in (g, h))
+        row_slopes(p, slope, tokens.part(block), part(sizes, block), of_loss_rows, of_label, loss)
+        if of_loss is not None:
+            times_upstream(p, part(of_loss, block) if of_loss.dim() else of_loss, target)
+        elif into.dtype != kind:
             target.copy_(p)
+        del z, slope, p
     if not dlogits.is_contiguous():
         dlogits.copy_(into.view(dlogits.shape))

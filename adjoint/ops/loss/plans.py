@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.kernels import why_not_triton
 from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, Plan, Run, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short, wide_dtype
@@ -15,6 +16,8 @@ from adjoint.device.sums import IN_RANGE
 from adjoint.ops.loss import eager
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, MAX_CLASSES, Loss
 from adjoint.ops.loss.bounds import Arithmetic, cross_entropy_bound
+
+DTYPES = {short(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -103,22 +106,37 @@ def refuse_sizes(problem: Problem, tokens: int, classes: int) -> str:
 
 
 def _run_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-    logits, labels, *options = arguments
-    return eager.forward_plain(logits, labels, Loss(*options[: len(Loss._fields)]))
+    logits, labels, *options, with_slopes, keep = arguments
+    return eager.forward_plain(logits, labels, Loss(*options), with_slopes, keep)
 
 
 def _run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-    logits, labels, *options = arguments
-    loss = Loss(*options[: len(Loss._fields)])
-    eager.forward(logits, labels, loss, LABEL_OUT_OF_RANGE["cross_entropy"], outputs)
+    logits, labels, *options, _with_slopes, _keep = arguments
+    eager.forward(logits, labels, Loss(*options), LABEL_OUT_OF_RANGE["cross_entropy"], outputs)
 
 
 def _run_backward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     """Of both forms: one has dlogits to write, and the other writes over the logits."""
-    dloss, dlog_probabilities, logits, targets, sizes, count, *options = arguments
+    dloss, dlog_probabilities, logits, targets, sizes, count, *options, _with_slopes = arguments
     eager.backward(
         dloss, dlog_probabilities, logits, targets, sizes, count, Loss(*options), outputs[0] if outputs else logits
     )
+
+
+def _run_kept(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
+    dloss, _dlog_probabilities, slopes, *_options = arguments
+    eager.times_upstream(slopes, dloss, outputs[0])
+
+
+def _refuse(problem: Problem) -> str:
+    with_slopes = problem.options[len(Loss._fields)]
+    if with_slopes and not why_not_triton(problem.device):
+        return "keeps nothing of the size of the logits"
+    return refuse_sizes(problem, *problem.sizes)
+
+
+def _in_pytorch(run: Run) -> Candidate:
+    return in_pytorch("eager", lambda problem: _guarantee(problem, False), run, revision=4)
 
 
 def _candidates(kernel: str, launch: str, run: Run) -> tuple[Candidate, ...]:
@@ -127,13 +145,14 @@ def _candidates(kernel: str, launch: str, run: Run) -> tuple[Candidate, ...]:
         backend="triton",
         kernel=kernel,
         revision=1,
-        refuse=lambda problem: refuse_sizes(problem, *problem.sizes),
+        refuse=_refuse,
         guarantee=lambda problem: _guarantee(problem, True),
         setup=imported(f"adjoint.ops.loss.cross_entropy.launches:{launch}"),
         schedules=SCHEDULES,
     )
-    return on_kernels, in_pytorch("eager", lambda problem: _guarantee(problem, False), run, revision=3)
+    return on_kernels, _in_pytorch(run)
 
 
 CROSS_ENTROPY = _candidates("cross_entropy", "forward", allocating_outputs(_run, _run_plain))
 CROSS_ENTROPY_BACKWARD = _candidates("cross_entropy_backward", "backward", allocating_outputs(_run_backward))
+CROSS_ENTROPY_BACKWARD_KEPT = (_in_pytorch(allocating_outputs(_run_kept)),)

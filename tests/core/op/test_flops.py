@@ -43,7 +43,8 @@ WITHOUT_PRODUCTS = {
     "moe_route", "moe_route_backward",
     "moe_load_balancing_loss", "moe_load_balancing_loss_backward", "moe_z_loss", "moe_z_loss_backward",
     "moe_dispatch", "moe_dispatch_backward", "moe_combine", "moe_combine_backward",
-    "cross_entropy", "cross_entropy_backward", "cross_entropy_backward_reuse", "linear_cross_entropy_backward",
+    "cross_entropy", "cross_entropy_backward", "cross_entropy_backward_kept", "cross_entropy_backward_reuse",
+    "linear_cross_entropy_backward",
     "cumulative_decay", "cumulative_decay_backward", "gate", "gate_backward", "normalize", "normalize_backward",
     "solve",
 }  # fmt: skip

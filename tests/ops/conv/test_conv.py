@@ -385,6 +385,15 @@ def test_final_states_alone_have_gradients(backend: str, device: torch.device) -
     assert torch.equal(dx, expected) and torch.equal(dstate, before)
 
 
+@every_backend
+def test_packed_sequences_without_channels_have_states_without_elements(backend: str, device: torch.device) -> None:
+    x, weight, state = leaves(device, normal(1, 7, 0), normal(0, 4, seed=1), normal(3, 0, 3, seed=2))
+    options = {"initial_state": state, "output_final_state": True, "cu_seqlens": torch.tensor([0, 0, 2, 7]).to(device)}
+    y, final = conv(x, weight, **options, backend=backend)
+    gradients = torch.autograd.grad((y, final), (x, weight, state), (y.detach(), final.detach()))
+    assert [x.shape for x in (y, final, *gradients)] == [(1, 7, 0), (3, 0, 3), (1, 7, 0), (0, 4), (3, 0, 3)]
+
+
 # ------------------------------------------------------------------------------------------------- steps
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import adjoint
 from adjoint import ArgumentError, Preference, Unsupported
@@ -310,8 +311,8 @@ def test_torchs_few_calls_give_the_loss_of_the_blocks(
         loss = adjoint.cross_entropy(leaf * 1.0, target, **options, reuse_inputs=reuse)  # type: ignore[call-overload]
         named = {"loss": (loss, exact), "dlogits": (torch.autograd.grad(loss, leaf, unit)[0], slopes)}
         assert not broken(adjoint.cross_entropy, (logits, target), named, (unit,), **options)
-        _, _, targets, sizes, count = torch.ops.adjoint.cross_entropy(
-            logits, target, -100, 0.0, 0.0, 0.0, reduction, shift, False, True, ""
+        _, _, targets, sizes, count, _ = torch.ops.adjoint.cross_entropy(
+            logits, target, -100, 0.0, 0.0, 0.0, reduction, shift, False, False, True, ""
         )
         counted = used >= 0
         assert torch.equal(targets, torch.where(counted, used, -1)) and targets.dtype == torch.int32
@@ -326,3 +327,96 @@ def test_torchs_few_calls_give_the_loss_of_the_blocks(
     monkeypatch.undo()
     with pytest.raises(ArgumentError, match="got 9 at position 1"):
         adjoint.cross_entropy(logits, torch.tensor([[-100 if shift else 0, 9, 1], [2, 3, 4]]), shift=shift)
+
+
+LIKE_TORCH: tuple[dict[str, Any], ...] = (
+    {}, {"reduction": "sum", "shift": True}, {"reduction": "none"},
+    {"label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.1},
+)  # fmt: skip
+on_the_cpu = pytest.mark.skipif(device_under_test().type != "cpu", reason="a GPU keeps no gradients in the forward")
+
+
+@on_the_cpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", LIKE_TORCH)
+def test_few_logits_on_the_cpu_give_their_gradient_in_the_forward(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """The forward keeps one tensor of the size of the logits, in the wide type, and nothing else; `reuse_inputs`, whose
+    backward starts from the logits, has the same bits for every upstream gradient."""
+    logits = _logits(4, 6, 40).to(dtype).cpu().requires_grad_()
+    labels = _labels(4, 6, classes=40).cpu()
+    loss = adjoint.cross_entropy(logits, labels, **options)
+    (kept,) = [x for x in loss.grad_fn.saved_tensors if x is not None]  # type: ignore[union-attr]
+    assert kept.shape == logits.shape and kept.dtype == (dtype if dtype.itemsize > 2 else torch.float32)
+    for scale in (1.0, 0.3):
+        upstream = torch.full_like(loss, scale) * torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)
+        (gradient,) = torch.autograd.grad(loss, logits, upstream, retain_graph=True)
+        reused = logits.detach().clone().requires_grad_()
+        again = adjoint.cross_entropy(reused, labels, **options, reuse_inputs=True)
+        assert torch.equal(loss, again)
+        assert torch.equal(gradient, torch.autograd.grad(again, reused, upstream)[0])
+    assert torch.equal(loss, adjoint.cross_entropy(logits.detach(), labels, **options))
+
+
+@on_the_cpu
+def test_an_upstream_gradient_of_one_is_not_multiplied_by_on_the_cpu() -> None:
+    logits, labels = _logits(4, 40).float().cpu().requires_grad_(), _labels(4, classes=40).cpu()
+    loss = adjoint.cross_entropy(logits, labels)
+    kept = loss.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert first.data_ptr() != kept.data_ptr()  # the caller's own: the graph is asked again
+    first.zero_()
+    (last,) = torch.autograd.grad(loss, logits)
+    assert last.data_ptr() == kept.data_ptr() and last.any()
+
+
+@on_the_cpu
+def test_many_logits_and_log_probabilities_keep_eight_bytes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = _logits(4, 40).float().cpu().requires_grad_(), _labels(4, classes=40).cpu()
+    _, logs = adjoint.cross_entropy(logits, labels, return_log_probabilities=True)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 4 * 40 - 1)
+    loss = adjoint.cross_entropy(logits, labels)
+    for output in (logs, loss):
+        read, targets, sizes, _ = output.grad_fn.saved_tensors
+        assert read.data_ptr() == logits.data_ptr()
+        assert targets.nbytes + sizes.nbytes == 8 * 4
+
+
+@on_the_cpu
+@pytest.mark.parametrize("options", LIKE_TORCH)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_labels_that_are_next_to_impossible_have_their_loss(
+    options: dict[str, Any], is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probability below the smallest normal number of float32 says nothing of its own logarithm."""
+    monkeypatch.setattr(eager, "is_plain", lambda *_: is_plain and options == {})
+    logits = _logits(1, 4, 9).float().cpu()
+    logits[..., 3] += torch.tensor([86.0, 95.0, 110.0, 2000.0])
+    labels, options = torch.tensor([[0, 1, 2, 4]]), {**options, "softcap": None}
+    leaf = logits.requires_grad_()
+    loss = adjoint.cross_entropy(leaf, labels, **options)
+    upstream = torch.ones_like(loss)
+    named = {
+        "loss": (loss, reference.cross_entropy(logits.detach().double(), labels, **options)[0]),
+        "dlogits": (
+            torch.autograd.grad(loss, leaf, upstream)[0],
+            reference.cross_entropy_backward((upstream.double(),), logits.detach().double(), labels, **options),
+        ),
+    }
+    assert not broken(adjoint.cross_entropy, (logits.detach(), labels), named, (upstream,), **options)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_tracer_sees_the_backward(mode: str) -> None:
+    """Also where an upstream gradient of 1 would hand on what the forward has kept, in silence."""
+
+    def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        loss = adjoint.linear_cross_entropy(hidden, weight, labels) + adjoint.cross_entropy(hidden, labels)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    inputs = [torch.randn(n, 6, requires_grad=True) for n in (4, 5)]
+    labels = torch.arange(4)
+    traced = make_fx(step, tracing_mode=mode)(*inputs, labels)
+    called = [str(node.target) for node in traced.graph.nodes if "backward" in str(node.target)]
+    assert len(called) == 2 and all(name.startswith("adjoint.") for name in called)
+    for got, right in zip(traced(*inputs, labels), step(*inputs, labels), strict=True):
+        assert torch.allclose(got, right)

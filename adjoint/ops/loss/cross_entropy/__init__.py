@@ -7,7 +7,8 @@ Adjoint, given g of a token's loss and h of its label's log-probability z_y − 
 
     dz = (g·(1 + 2·λ·L) − h)·p + (h − g·(1 − ε))·1_y − g·ε/V,     dx = dz·(1 − (z / softcap)²)
 
-Saves the logits, and for each token its class and L: 8 bytes. Under autocast nothing is cast.
+Saves the logits, and for each token its class and L: 8 bytes. Of few logits on the CPU the forward computes dx for
+upstream gradients of 1, and saves that alone: see `eager.keeps_slopes`. Under autocast nothing is cast.
 """
 
 from typing import Any, Literal, overload
@@ -21,9 +22,10 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
-from adjoint.core.problem import wide_dtype
+from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.loss import plans
 from adjoint.ops.loss.arguments import OPTIONS, Loss, check_labels, check_options, check_saved, check_upstream, options
+from adjoint.ops.loss.eager import is_handed_on, keeps_slopes
 
 _OP = "cross_entropy"
 
@@ -40,7 +42,7 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _check(logits: Tensor, labels: Tensor, *values: Any) -> None:
-    loss = Loss(*values)
+    loss = Loss(*values[:-1])
     _check_logits(logits)
     check_labels(_OP, labels, "logits", logits, loss)
     check_options(_OP, loss)
@@ -50,7 +52,7 @@ def _check_backward(
     dloss: Tensor | None, dlog_probabilities: Tensor | None, logits: Tensor, targets: Tensor, sizes: Tensor,
     count: Tensor, *values: Any,
 ) -> None:  # fmt: skip
-    loss = Loss(*values)
+    loss = Loss(*values[:-1])
     _check_logits(logits)
     check_options(_OP, loss)
     upstream = {"dloss": dloss, "dlog_probabilities": dlog_probabilities}
@@ -59,14 +61,16 @@ def _check_backward(
 
 
 def _allocate(logits: Tensor, labels: Tensor, *values: Any) -> tuple[Tensor, ...]:
-    loss, tokens, kind = Loss(*values[: len(Loss._fields)]), labels.shape, wide_dtype(logits.dtype)
-    number = labels.numel()
+    *numbers, with_slopes, keep = values
+    loss, tokens, kind = Loss(*numbers), labels.shape, wide_dtype(logits.dtype)
+    number = 0 if with_slopes else labels.numel()
     return (
         logits.new_empty(tokens if loss.reduction == "none" else (), dtype=kind),
         logits.new_empty(tokens if loss.log_probabilities else 0, dtype=kind),
         logits.new_empty(number, dtype=torch.int32),
         logits.new_empty(number, dtype=kind),
         logits.new_empty(1, dtype=kind),
+        logits.new_empty(logits.shape if with_slopes and keep else 0, dtype=kind),
     )
 
 
@@ -87,16 +91,44 @@ def _describe_backward(dloss: Tensor | None, dlog_probabilities: Tensor | None, 
     return Facts((logits.dtype,), "; ".join(filter(None, parts)), _sizes(logits))
 
 
+def _check_kept(dloss: Tensor | None, dlog_probabilities: Tensor | None, slopes: Tensor, *values: Any) -> None:
+    *numbers, _with_slopes, dtype = values
+    if dtype not in plans.DTYPES:
+        raise ArgumentError(f"{_OP}: dtype must be one of {', '.join(plans.DTYPES)}, got {dtype!r}")
+    require_floating(_OP, "slopes", slopes)
+    kind = wide_dtype(plans.DTYPES[dtype])
+    if slopes.dtype != kind or not slopes.dim():
+        raise ArgumentError(
+            f"{_OP}: slopes must be {short(kind)} of the shape of the logits, as the forward gives them"
+        )
+    if dloss is None or dlog_probabilities is not None:
+        raise ArgumentError(f"{_OP}: the loss must have an upstream gradient, and nothing else may have one")
+    check_upstream(_OP, Loss(*numbers), slopes.shape[:-1], slopes, {"dloss": dloss})
+
+
+def _describe_kept(dloss: Tensor, dlog_probabilities: Any, slopes: Tensor, *values: Any) -> Facts:
+    return Facts((plans.DTYPES[values[-1]],), "", _sizes(slopes))
+
+
+def _allocate_kept(dloss: Tensor, dlog_probabilities: Any, slopes: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    return (slopes.new_empty(slopes.shape, dtype=plans.DTYPES[values[-1]]),)
+
+
+def _unscaled(dloss: Tensor, dlog_probabilities: Any, slopes: Tensor, *values: Any) -> tuple[Tensor, ...] | None:
+    """What was kept, where it is the gradient itself, of a type that is not rounded."""
+    return (slopes,) if values[-1] in ("float32", "float64") and is_handed_on(dloss) else None
+
+
 _SAVES = ("logits", "targets", "sizes", "count")
 
 _cross_entropy = Op(
     _OP,
     inputs=("logits", "labels"),
     differentiable=("logits",),
-    options=OPTIONS,
+    options=f"{OPTIONS}, bool with_slopes",
     outputs=("loss", "log_probabilities"),
-    kept=("targets", "sizes", "count"),
-    absent=lambda logits, labels, *values: () if values[-1] else ("log_probabilities",),
+    kept=("targets", "sizes", "count", "slopes"),
+    absent=lambda logits, labels, *values: () if values[-2] else ("log_probabilities",),
     check=_check,
     allocate=_allocate,
     describe=_describe,
@@ -110,7 +142,18 @@ _cross_entropy = Op(
             check=_check_backward,
             name="backward_reuse",
             overwrites=True,
-        )
+        ),
+        "kept": Adjoint(
+            lambda: plans.CROSS_ENTROPY_BACKWARD_KEPT,
+            _describe_kept,
+            saves=("slopes",),
+            options=f"{OPTIONS}, bool with_slopes, str dtype",
+            options_of=lambda logits, labels, *values: (*values, short(logits.dtype)),
+            check=_check_kept,
+            allocate=_allocate_kept,
+            name="backward_kept",
+            at_once=_unscaled,
+        ),
     },
 )
 
@@ -172,5 +215,8 @@ def cross_entropy(
     """
     values = options(_OP, ignore_index, label_smoothing, z_loss, softcap, reduction, shift, return_log_probabilities)
     form = "" if reuse_inputs is False else reuse_form(_OP, reuse_inputs)
-    loss, log_probabilities = _cross_entropy.call(logits, labels, *values, preference=preference, form=form)
+    with_slopes = not form and keeps_slopes(logits, values)
+    loss, log_probabilities = _cross_entropy.call(
+        logits, labels, *values, with_slopes, preference=preference, form="kept" if with_slopes else form
+    )
     return (loss, log_probabilities) if return_log_probabilities else loss

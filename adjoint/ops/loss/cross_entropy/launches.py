@@ -25,7 +25,7 @@ def forward(setup: Setup) -> Execute:
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         logits, labels = arguments[:2]
-        out, log_probabilities, targets, sizes, count = outputs
+        out, log_probabilities, targets, sizes, count, _slopes = outputs
         if tokens == 0:
             out.zero_()
             count.fill_(1.0)

@@ -24,10 +24,10 @@ from adjoint.core.arguments import require_floating, require_like
 from adjoint.core.errors import ArgumentError
 from adjoint.core.layout import copied_layout, copied_names
 from adjoint.core.op import Adjoint, Facts, Op
-from adjoint.core.op.operator import is_batched
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short, wide_dtype
 from adjoint.ops.loss.arguments import OPTIONS, Loss, check_labels, check_options, check_saved, check_upstream, options
+from adjoint.ops.loss.eager import is_handed_on
 from adjoint.ops.loss.linear_cross_entropy import plans
 from adjoint.ops.loss.linear_cross_entropy.kept import (
     NEED_BIAS,
@@ -36,6 +36,7 @@ from adjoint.ops.loss.linear_cross_entropy.kept import (
     hidden_sums_dtype,
     needed_sums,
 )
+from adjoint.ops.loss.plans import DTYPES
 
 _OP = "linear_cross_entropy"
 
@@ -75,9 +76,9 @@ def _check_scaling(
     bias_sums: Tensor, count: Tensor, *values: Any,
 ) -> None:  # fmt: skip
     dtype = values[-2]
-    if dtype not in plans.DTYPES:
-        raise ArgumentError(f"{_OP}: dtype must be one of {', '.join(plans.DTYPES)}, got {dtype!r}")
-    kind = wide_dtype(plans.DTYPES[dtype])
+    if dtype not in DTYPES:
+        raise ArgumentError(f"{_OP}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    kind = wide_dtype(DTYPES[dtype])
     if dloss is None or dloss.dtype != kind or dloss.dim() or dlog_probabilities is not None:
         raise ArgumentError(f"{_OP}: dloss must be one {short(kind)}, and nothing else may have an upstream gradient")
     for name, tensor in (("weight_sums", weight_sums), ("bias_sums", bias_sums), ("count", count)):
@@ -128,7 +129,7 @@ def _describe_scaling(
 ) -> Facts:  # fmt: skip
     layout = copied_layout({}, {"hidden_sums": hidden_sums, "weight_sums": weight_sums, "bias_sums": bias_sums})
     sizes = tuple(x.numel() for x in (hidden_sums, weight_sums, bias_sums))
-    return Facts((plans.DTYPES[values[-2]],), layout, sizes)
+    return Facts((DTYPES[values[-2]],), layout, sizes)
 
 
 def _describe_again(
@@ -168,21 +169,15 @@ def _allocate_scaled(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dtype, need = values[-2:]
     return tuple(
-        count.new_empty(sums.shape if need >> bit & 1 else 0, dtype=plans.DTYPES[dtype])
+        count.new_empty(sums.shape if need >> bit & 1 else 0, dtype=DTYPES[dtype])
         for bit, sums in enumerate((hidden_sums, weight_sums, bias_sums))
     )
 
 
 def _unscaled(dloss: Tensor, dlog_probabilities: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
-    """What was kept, where it is the gradient itself: an upstream gradient of 1, of a type that is not rounded.
-
-    On the CPU alone, where asking costs nothing. A graph that is kept for another backward keeps its sums: what the
-    caller does with his gradients must not change them.
-    """
+    """What was kept, where it is the gradient itself, of a type that is not rounded."""
     sums, (dtype, _) = arguments[:3], arguments[-2:]
-    if not dloss.is_cpu or dtype not in ("float32", "float64") or is_batched(dloss) or dloss.item() != 1:
-        return None
-    return None if torch._C._autograd._get_current_graph_task_keep_graph() else sums
+    return sums if dtype in ("float32", "float64") and is_handed_on(dloss) else None
 
 
 def _allocate_again(

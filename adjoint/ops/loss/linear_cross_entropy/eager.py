@@ -22,7 +22,6 @@ from adjoint.ops.loss.eager import (
     row_slopes,
     tokens_from,
     tokens_of,
-    unit_slopes,
     upstream_of_rows,
     write_count,
     write_loss,
@@ -100,9 +99,8 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
     slopes = logarithms  # not read, unless they are
     if needed:
         own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
-        slopes = plain_slopes(logarithms, target, plain.number, loss.ignore_index, reduction_of(own))
-        if not plain.is_whole:  # what does not count has no gradient, whatever its logits
-            slopes.index_fill_(0, (target == loss.ignore_index).nonzero().view(-1), 0.0)
+        of_loss = loss.ignore_index, reduction_of(own), plain.is_whole
+        slopes = plain_slopes(logarithms, target, plain.number, *of_loss)
     empty = logits.new_empty
     of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else empty(0)
     if element == torch.bfloat16:
@@ -145,17 +143,19 @@ def _forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     losses = [count.new_empty(0)]
     for block in row_blocks(len(rows), classes):
         of_block, own = part(rows, block).to(kind), tokens.part(block)
-        z, slope = cap(_logits(of_block, wide, wide_bias), loss.softcap)
-        results = row_results(z, own, loss, overwrite=True)
+        z, slope = cap(_logits(of_block, wide, wide_bias), loss.softcap, kept > 0, overwrite=True)
+        results = row_results(z, own, loss, into=z)
         losses.append(own.keep(results.losses))
         if sizes.numel():
             sizes[block] = own.keep(results.sizes)
         if loss.log_probabilities:
             log_probabilities.view(-1)[block] = own.keep(results.log_probabilities)
         if kept:
-            slopes = unit_slopes(results, slope, own, loss)
+            slopes = row_slopes(results.p, slope, own, results.sizes, None, None, loss)
             sums = part(by_row, block) if by_row.numel() else by_row, weight_sums, bias_sums
             _add_products(slopes, of_block, wide, g, block.start == 0, sums)
+            del slopes
+        del z, slope, results  # before the next block takes memory
     if len(rows) == 0:
         weight_sums.zero_()
         bias_sums.zero_()
@@ -191,10 +191,12 @@ def _again(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     wide, wide_bias = weight.to(kind), None if bias is None else bias.to(kind)
     for block in row_blocks(len(rows), weight.shape[0]):
         of_block, size, own = part(rows, block).to(kind), part(sizes, block), None if h is None else part(h, block)
-        z, slope = cap(_logits(of_block, wide, wide_bias), loss.softcap)
-        slopes = row_slopes(torch.softmax(z, -1), slope, tokens.part(block), size, part(g, block), own, loss)
+        z, slope = cap(_logits(of_block, wide, wide_bias), loss.softcap, True, overwrite=True)
+        p = torch.softmax(z, -1, out=z)
+        slopes = row_slopes(p, slope, tokens.part(block), size, part(g, block), own, loss)
         into = part(by_row, block) if by_row.numel() else by_row, *sums
         _add_products(slopes, of_block, wide, None, block.start == 0, into)
+        del z, p, slope, slopes  # before the next block takes memory
     for gradient, total in zip((dweight, dbias), sums, strict=True):
         if len(rows) == 0:
             gradient.zero_()

@@ -25,8 +25,6 @@ from adjoint.ops.loss.plans import (
     refuse_sizes,
 )
 
-DTYPES = {short(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-
 BLOCK_BYTES = 5 * 2**28
 """Of a block's logits, at most; half of it in a backward, where the gradients are in memory too."""
 
@@ -158,7 +156,7 @@ def _candidates(
         )
 
     in_torch = in_pytorch(
-        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute, at_once), revision=3
+        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute, at_once), revision=4
     )
     return on_kernels("vendor", _refuse_vendor), on_kernels("tiles", _refuse_tiles), in_torch
 
