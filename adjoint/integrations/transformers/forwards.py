@@ -6,6 +6,8 @@ with any of these is called too. The weights of a convolution are read, as trans
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -64,9 +66,9 @@ def mix_by_delta_rule(
         qkv = cache_params.update_conv_state(qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=width)
         qkv = qkv.transpose(1, 2)
     sizes = (self.key_dim, self.key_dim, self.value_dim)
-    weight, bias = beside(self.conv1d.weight.squeeze(1), qkv), self.conv1d.bias
-    bias = None if bias is None else beside(bias, qkv)
-    parts = causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens, split=sizes)
+    with _loaded(self.conv1d) as conv:
+        weight, bias = beside(conv.weight.squeeze(1), qkv), None if conv.bias is None else beside(conv.bias, qkv)
+        parts = causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens, split=sizes)
     widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
     q, k, v = (x[:, -time:].unflatten(-1, (-1, width)) for x, width in zip(parts, widths, strict=True))
     if state is not None and 1 <= time <= MAX_TOKENS:
@@ -80,6 +82,19 @@ def mix_by_delta_rule(
         cache_params.update_recurrent_state(final, self.layer_idx)
     y = self.norm(o.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(y.view(*hidden_states.shape[:-1], self.value_dim))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _loaded(module: Any) -> Iterator[Any]:
+    """Has the weights of a module that is not called where a call has them: a hook of accelerate may load them."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(module)
+    try:
+        yield module
+    finally:
+        if hook is not None:
+            hook.post_forward(module, ())
 
 
 def _projections(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

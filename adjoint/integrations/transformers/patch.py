@@ -5,6 +5,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
 
 def _why_not(module: Any, name: str) -> str:
     """Why a module cannot run our operations; empty where it can."""
-    if "forward" in vars(module):
+    if _is_replaced(module):
         return "its forward is replaced already"
     activation = getattr(module, "act_fn", getattr(module, "activation", "silu"))
     if not (activation in ("silu", "swish") or isinstance(activation, nn.SiLU) or _is_silu(activation)):
@@ -165,28 +166,48 @@ def _is_silu(activation: object) -> bool:
     return type(activation).__name__ == "SiLUActivation"
 
 
+class _Forward(partial[Any]):
+    """A forward of ours, bound to its module. It pickles and copies with it."""
+
+
+def _place_of_forward(module: nn.Module) -> str:
+    """Where a module keeps its own forward. Hooks of accelerate, which move and load what a module needs where a model
+    is spread over devices, take the place of `forward` and call what they keep."""
+    return "_old_forward" if "_hf_hook" in vars(module) and "_old_forward" in vars(module) else "forward"
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether someone has replaced a module's forward; a hook of accelerate around it has not."""
+    place = _place_of_forward(module)
+    kept = vars(module).get(place)
+    return kept is not None and (place == "forward" or getattr(kept, "__func__", None) is not type(module).forward)
+
+
 def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: Undo) -> None:
-    """A forward that pickles and copies with its module, and has the names of the arguments that it had: transformers
-    and its Trainer look at them to see which inputs the model takes."""
+    """The new forward has the names of the arguments that the old one had: transformers and its Trainer look at them to
+    see which inputs the model takes."""
     names = inspect.signature(module.forward)
     parameters = [parameter.replace(annotation=parameter.empty) for parameter in names.parameters.values()]
-    replaced: Any = partial(forward, module)
+    replaced: Any = _Forward(forward, module)
     replaced.__func__ = forward  # accelerate wraps the function of a bound method, and binds it again
     replaced.__signature__ = names.replace(parameters=parameters, return_annotation=names.empty)
-    module.forward = replaced
+    setattr(module, _place_of_forward(module), replaced)
     undo.append((_forget_forward, module))
 
 
 def _forget_forward(module: nn.Module) -> None:
-    """The forward is that of the class again."""
-    vars(module).pop("forward", None)
+    """The forward is that of the class again, inside a hook of accelerate too."""
+    if isinstance(vars(module).get("_old_forward"), _Forward):
+        module._old_forward = MethodType(type(module).forward, module)  # type: ignore[assignment]
+    else:
+        vars(module).pop("forward", None)
 
 
 def _replace_embedding(module: Any) -> tuple[str, str]:
     """The embedding says itself how to undo it, as PEFT trains a copy of it."""
     if type(module) is not nn.Embedding:
         return "embedding", "its embedding is of another class"
-    if "forward" in vars(module):
+    if _is_replaced(module):
         return "embedding", "its embedding's forward is replaced already"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "embedding", "its embedding has max_norm, scale_grad_by_freq or sparse"
