@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.core.errors import Unsupported
+from adjoint.integrations.transformers.families import class_of
 from adjoint.models.packing import next_labels
 from adjoint.nn.attention import causal_attention
 from adjoint.nn.plain import beside, is_plain
@@ -132,7 +133,7 @@ def attend(
         implementation = self.config._attn_implementation or ""
         if cu_seqlens is not None and dropout and "flash" not in implementation:
             _require_packed_mask(self, cu_seqlens, kwargs.get("position_ids"))
-        modeling: Any = sys.modules[type(self).__module__]
+        modeling: Any = sys.modules[class_of(self).__module__]
         attention = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, modeling.eager_attention_forward
         )
@@ -183,7 +184,7 @@ def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, labels=labels, **kwargs)
     for name in ("return_dict", "logits_to_keep", "ignore_index"):
         kwargs.pop(name, None)
-    modeling: Any = sys.modules[type(self).__module__]
+    modeling: Any = sys.modules[class_of(self).__module__]
     shifted, count = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     sparse = hasattr(self, "router_aux_loss_coef")
     if sparse and kwargs.get("output_router_logits") is None:

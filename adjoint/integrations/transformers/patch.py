@@ -6,20 +6,19 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.integrations.transformers import forwards
+from adjoint.integrations.transformers.families import FAMILIES, class_of
 from adjoint.integrations.transformers.moe import register_experts, router_forward, why_not_experts
 from adjoint.integrations.transformers.versions import require
 
 OLDEST, NEWEST = (5, 17), (5, 22)
 """The versions whose forwards ours are written after, and are tested on."""
-
-FAMILIES = ("Qwen3Next", "Qwen3_5Moe", "Qwen3_5")
 
 _STATE = "_adjoint_patch"
 """The attribute of a module that was replaced which says how to undo it: whatever holds the module can be unpatched."""
@@ -76,7 +75,7 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         raise ArgumentError(f"patch: model must be a model of transformers, got {type(model).__name__}")
     if any(_STATE in vars(module) for module in model.modules()):
         raise ArgumentError(f"patch: this {type(model).__name__} is patched already; unpatch it first")
-    modules = [module for module in model.modules() if _family(module)]
+    modules = [module for module in model.modules() if class_of(module)]
     if not modules:
         raise ArgumentError(
             f"patch: {type(model).__name__} has no module of the families it knows: {', '.join(FAMILIES)}"
@@ -112,13 +111,6 @@ def unpatch(model: nn.Module) -> None:
             function(*arguments)
 
 
-def _family(module: nn.Module) -> str:
-    """The family that a module belongs to, by its class and where that is defined; empty for others."""
-    if not type(module).__module__.startswith("transformers.models.qwen3_"):
-        return ""
-    return next((family for family in FAMILIES if type(module).__name__.startswith(family)), "")
-
-
 _FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "RMSNorm": (forwards.normalize, "rms_norm"),
     "RMSNormGated": (forwards.normalize_gated, "gated_rms_norm"),
@@ -133,7 +125,8 @@ _FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 
 def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
     """Replaces what a module does; its operations, and why it was left alone. Both empty: there is nothing to do."""
-    name = type(module).__name__.removeprefix(_family(module))
+    kind = cast(type, class_of(module))
+    name = next(kind.__name__.removeprefix(family) for family in FAMILIES if kind.__name__.startswith(family))
     if name == "Experts":
         return _replace_experts(module, undo)
     if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Module):
@@ -154,6 +147,8 @@ def _why_not(module: Any, name: str) -> str:
     """Why a module cannot run our operations; empty where it can."""
     if _is_replaced(module):
         return "its forward is replaced already"
+    if type(module).forward is not getattr(class_of(module), "forward", None):
+        return f"its class is made from {class_of(module).__name__}, with a forward of its own"
     activation = getattr(module, "act_fn", getattr(module, "activation", "silu"))
     if not (activation in ("silu", "swish") or isinstance(activation, nn.SiLU) or _is_silu(activation)):
         return f"has the activation {activation}, not SiLU"
