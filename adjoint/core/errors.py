@@ -108,14 +108,13 @@ def status_word(device: torch.device) -> Tensor:
 
 def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
     """For paths in plain PyTorch: raises the first faulty value on the CPU, records it elsewhere, without waiting."""
+    is_cpu = values.device.type == "cpu"
+    if values.numel() == 0 or (is_cpu and not faulty.any()):
+        return
     values, faulty = values.reshape(-1).long(), faulty.reshape(-1)
-    if values.device.type == "cpu":
-        if faulty.any():
-            first = int(faulty.to(torch.int8).argmax())
-            raise fault.error(first, int(values[first]))
-        return
-    if values.numel() == 0:
-        return
+    if is_cpu:
+        first = int(faulty.to(torch.int8).argmax())
+        raise fault.error(first, int(values[first]))
     positions = torch.arange(values.numel(), device=values.device).clamp_max_(MAX_POSITION) << 32
     halves = torch.stack([positions | ((values >> shift) & 0xFFFFFFFF) for shift in (0, 32)])
     earliest = torch.where(faulty, halves, _CLEAR).amin(1)

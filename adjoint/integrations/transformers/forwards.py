@@ -6,12 +6,15 @@ with any of these is called too. The weights of a convolution are read, as trans
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjoint.core.errors import Unsupported
+from adjoint.integrations.transformers.families import class_of
 from adjoint.models.packing import next_labels
 from adjoint.nn.attention import causal_attention
 from adjoint.nn.plain import beside, is_plain
@@ -64,9 +67,9 @@ def mix_by_delta_rule(
         qkv = cache_params.update_conv_state(qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=width)
         qkv = qkv.transpose(1, 2)
     sizes = (self.key_dim, self.key_dim, self.value_dim)
-    weight, bias = beside(self.conv1d.weight.squeeze(1), qkv), self.conv1d.bias
-    bias = None if bias is None else beside(bias, qkv)
-    parts = causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens, split=sizes)
+    with _loaded(self.conv1d) as conv:
+        weight, bias = beside(conv.weight.squeeze(1), qkv), None if conv.bias is None else beside(conv.bias, qkv)
+        parts = causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens, split=sizes)
     widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
     q, k, v = (x[:, -time:].unflatten(-1, (-1, width)) for x, width in zip(parts, widths, strict=True))
     if state is not None and 1 <= time <= MAX_TOKENS:
@@ -80,6 +83,19 @@ def mix_by_delta_rule(
         cache_params.update_recurrent_state(final, self.layer_idx)
     y = self.norm(o.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(y.view(*hidden_states.shape[:-1], self.value_dim))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _loaded(module: Any) -> Iterator[Any]:
+    """Has the weights of a module that is not called where a call has them: a hook of accelerate may load them."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(module)
+    try:
+        yield module
+    finally:
+        if hook is not None:
+            hook.post_forward(module, ())
 
 
 def _projections(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,7 +133,7 @@ def attend(
         implementation = self.config._attn_implementation or ""
         if cu_seqlens is not None and dropout and "flash" not in implementation:
             _require_packed_mask(self, cu_seqlens, kwargs.get("position_ids"))
-        modeling: Any = sys.modules[type(self).__module__]
+        modeling: Any = sys.modules[class_of(self).__module__]
         attention = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, modeling.eager_attention_forward
         )
@@ -168,7 +184,7 @@ def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, labels=labels, **kwargs)
     for name in ("return_dict", "logits_to_keep", "ignore_index"):
         kwargs.pop(name, None)
-    modeling: Any = sys.modules[type(self).__module__]
+    modeling: Any = sys.modules[class_of(self).__module__]
     shifted, count = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     sparse = hasattr(self, "router_aux_loss_coef")
     if sparse and kwargs.get("output_router_logits") is None:

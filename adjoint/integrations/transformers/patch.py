@@ -5,20 +5,20 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.integrations.transformers import forwards
+from adjoint.integrations.transformers.families import FAMILIES, class_of
 from adjoint.integrations.transformers.moe import register_experts, router_forward, why_not_experts
 from adjoint.integrations.transformers.versions import require
 
 OLDEST, NEWEST = (5, 17), (5, 22)
 """The versions whose forwards ours are written after, and are tested on."""
-
-FAMILIES = ("Qwen3Next", "Qwen3_5Moe", "Qwen3_5")
 
 _STATE = "_adjoint_patch"
 """The attribute of a module that was replaced which says how to undo it: whatever holds the module can be unpatched."""
@@ -75,7 +75,7 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         raise ArgumentError(f"patch: model must be a model of transformers, got {type(model).__name__}")
     if any(_STATE in vars(module) for module in model.modules()):
         raise ArgumentError(f"patch: this {type(model).__name__} is patched already; unpatch it first")
-    modules = [module for module in model.modules() if _family(module)]
+    modules = [module for module in model.modules() if class_of(module)]
     if not modules:
         raise ArgumentError(
             f"patch: {type(model).__name__} has no module of the families it knows: {', '.join(FAMILIES)}"
@@ -111,13 +111,6 @@ def unpatch(model: nn.Module) -> None:
             function(*arguments)
 
 
-def _family(module: nn.Module) -> str:
-    """The family that a module belongs to, by its class and where that is defined; empty for others."""
-    if not type(module).__module__.startswith("transformers.models.qwen3_"):
-        return ""
-    return next((family for family in FAMILIES if type(module).__name__.startswith(family)), "")
-
-
 _FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "RMSNorm": (forwards.normalize, "rms_norm"),
     "RMSNormGated": (forwards.normalize_gated, "gated_rms_norm"),
@@ -132,7 +125,8 @@ _FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 
 def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
     """Replaces what a module does; its operations, and why it was left alone. Both empty: there is nothing to do."""
-    name = type(module).__name__.removeprefix(_family(module))
+    kind = cast(type, class_of(module))
+    name = next(kind.__name__.removeprefix(family) for family in FAMILIES if kind.__name__.startswith(family))
     if name == "Experts":
         return _replace_experts(module, undo)
     if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Module):
@@ -151,8 +145,10 @@ def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
 
 def _why_not(module: Any, name: str) -> str:
     """Why a module cannot run our operations; empty where it can."""
-    if "forward" in vars(module):
+    if _is_replaced(module):
         return "its forward is replaced already"
+    if type(module).forward is not getattr(class_of(module), "forward", None):
+        return f"its class is made from {class_of(module).__name__}, with a forward of its own"
     activation = getattr(module, "act_fn", getattr(module, "activation", "silu"))
     if not (activation in ("silu", "swish") or isinstance(activation, nn.SiLU) or _is_silu(activation)):
         return f"has the activation {activation}, not SiLU"
@@ -165,28 +161,48 @@ def _is_silu(activation: object) -> bool:
     return type(activation).__name__ == "SiLUActivation"
 
 
+class _Forward(partial[Any]):
+    """A forward of ours, bound to its module. It pickles and copies with it."""
+
+
+def _place_of_forward(module: nn.Module) -> str:
+    """Where a module keeps its own forward. Hooks of accelerate, which move and load what a module needs where a model
+    is spread over devices, take the place of `forward` and call what they keep."""
+    return "_old_forward" if "_hf_hook" in vars(module) and "_old_forward" in vars(module) else "forward"
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether someone has replaced a module's forward; a hook of accelerate around it has not."""
+    place = _place_of_forward(module)
+    kept = vars(module).get(place)
+    return kept is not None and (place == "forward" or getattr(kept, "__func__", None) is not type(module).forward)
+
+
 def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: Undo) -> None:
-    """A forward that pickles and copies with its module, and has the names of the arguments that it had: transformers
-    and its Trainer look at them to see which inputs the model takes."""
+    """The new forward has the names of the arguments that the old one had: transformers and its Trainer look at them to
+    see which inputs the model takes."""
     names = inspect.signature(module.forward)
     parameters = [parameter.replace(annotation=parameter.empty) for parameter in names.parameters.values()]
-    replaced: Any = partial(forward, module)
+    replaced: Any = _Forward(forward, module)
     replaced.__func__ = forward  # accelerate wraps the function of a bound method, and binds it again
     replaced.__signature__ = names.replace(parameters=parameters, return_annotation=names.empty)
-    module.forward = replaced
+    setattr(module, _place_of_forward(module), replaced)
     undo.append((_forget_forward, module))
 
 
 def _forget_forward(module: nn.Module) -> None:
-    """The forward is that of the class again."""
-    vars(module).pop("forward", None)
+    """The forward is that of the class again, inside a hook of accelerate too."""
+    if isinstance(vars(module).get("_old_forward"), _Forward):
+        module._old_forward = MethodType(type(module).forward, module)  # type: ignore[assignment]
+    else:
+        vars(module).pop("forward", None)
 
 
 def _replace_embedding(module: Any) -> tuple[str, str]:
     """The embedding says itself how to undo it, as PEFT trains a copy of it."""
     if type(module) is not nn.Embedding:
         return "embedding", "its embedding is of another class"
-    if "forward" in vars(module):
+    if _is_replaced(module):
         return "embedding", "its embedding's forward is replaced already"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "embedding", "its embedding has max_norm, scale_grad_by_freq or sparse"

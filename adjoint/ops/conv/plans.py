@@ -191,7 +191,9 @@ def _candidates(
         schedules=_SCHEDULES,
         entry=entry,
     )
-    run = allocating_outputs(lambda plan, arguments, outputs, workspace: compute(plan.problem, arguments, outputs))
+    run = allocating_outputs(
+        lambda plan, arguments, outputs, _: compute(plan.problem, arguments, outputs), many_calls=True
+    )
     return on_kernels, in_pytorch("eager", lambda problem: promises(problem, False), run, waits=_waits, revision=2)
 
 

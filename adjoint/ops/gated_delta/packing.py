@@ -4,6 +4,7 @@ All sequences are stretches of one flat token axis: the rows of a batch one afte
 cuts from its only row. Chunks and segments are counted from a sequence's own start.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +33,8 @@ class Group:
 
     Attributes:
         chunk: a power of two, `CHUNK`, or less where every sequence fits into one smaller chunk.
-        sequences: their numbers; starts: where they begin; lengths: how many tokens they have, none of them 0.
+        sequences: their numbers; starts: where they begin; lengths: how many tokens they have, none of them 0;
+        longest: the first of the lengths.
         first_head, heads: the range of key heads.
     """
 
@@ -40,16 +42,17 @@ class Group:
     sequences: Tensor
     starts: Tensor
     lengths: Tensor
+    longest: int
     first_head: int
     heads: int
 
     @property
     def segments(self) -> int:
-        return -(-int(self.lengths[0]) // SEGMENT)
+        return -(-self.longest // SEGMENT)
 
     def active(self, segment: int) -> int:
         """How many sequences, from the first, reach a segment."""
-        return int((self.lengths > segment * SEGMENT).sum())
+        return int((self.lengths > segment * SEGMENT).sum()) if segment else len(self.lengths)
 
     @cached_property
     def spacing(self) -> int | None:
@@ -57,7 +60,7 @@ class Group:
 
         They are read and written as views then: no table of places goes to the device.
         """
-        number, length = len(self.sequences), int(self.lengths[0])
+        number, length = len(self.sequences), self.longest
         if number == 1:
             return length
         distance = int(self.starts[1] - self.starts[0])
@@ -110,19 +113,22 @@ def groups(starts: Tensor, lengths: Tensor, key_heads: int, value_heads: int) ->
         return
     lengths, order = lengths.sort(descending=True, stable=True)
     per_key_head = value_heads // key_heads
-    begin, count = 0, int((lengths > 0).sum())
+    sizes = lengths.tolist()
+    begin, count = 0, bisect_left(sizes, True, key=lambda size: size == 0)
     while begin < count:
-        longest = int(lengths[begin])
+        longest = sizes[begin]
         chunk = min(CHUNK, 1 << (longest - 1).bit_length())
         padded = min(SEGMENT, -(-longest // chunk) * chunk)
         heads = max(1, min(key_heads, _ROWS // max(1, padded * per_key_head)))
         fitting = max(1, _ROWS // max(1, padded * per_key_head * heads))
         # A sequence of less than half the length would be padding for the most part: it waits for a group of its own.
-        similar = int((lengths[begin:count] * 2 > min(longest, SEGMENT)).sum())
-        end = begin + min(fitting, similar)
+        half = min(longest, SEGMENT) / 2
+        dissimilar = bisect_left(sizes, True, begin, count, key=lambda size: size <= half)
+        end = min(begin + fitting, dissimilar)
         members = order[begin:end]
+        of_members = starts[members], lengths[begin:end], longest
         for first in range(0, key_heads, heads):
-            yield Group(chunk, members, starts[members], lengths[begin:end], first, min(heads, key_heads - first))
+            yield Group(chunk, members, *of_members, first, min(heads, key_heads - first))
         begin = end
 
 
@@ -131,11 +137,12 @@ class Tokens:
 
     def __init__(self, group: Group, segment: int, device: torch.device) -> None:
         self.number, self.chunk = group.active(segment), group.chunk
-        lengths = (group.lengths[: self.number] - segment * SEGMENT).clamp_max(SEGMENT)
-        starts = group.starts[: self.number] + segment * SEGMENT
-        self.start, self.length, self.spacing = int(starts[0]), int(lengths[0]), group.spacing
-        self.steps = -(-self.length // self.chunk)
+        past = segment * SEGMENT
+        self.start, self.length = int(group.starts[0]) + past, min(group.longest - past, SEGMENT)
+        self.spacing, self.steps = group.spacing, -(-self.length // self.chunk)
         if self.spacing is None:
+            lengths = (group.lengths[: self.number] - past).clamp_max(SEGMENT)
+            starts = group.starts[: self.number] + past
             place = torch.arange(self.steps * self.chunk)
             inside = place[None] < lengths[:, None]
             places = torch.where(inside, starts[:, None] + place[None], 0)
@@ -149,17 +156,15 @@ class Tokens:
         """Views of `[tokens, heads, ...]` and of `[steps, sequences, heads, chunk, ...]` that hold the same tokens:
         the whole chunks, and the tail."""
         assert self.spacing is not None
-        size = (self.number, self.length, *x.shape[1:])
-        step = x.stride(0)
-        rows = x.as_strided(size, (self.spacing * step, step, *x.stride()[1:]), x.storage_offset() + self.start * step)
         whole, tail = divmod(self.length, self.chunk)
-        if whole:
-            yield (
-                rows[:, : whole * self.chunk].unflatten(1, (whole, self.chunk)).transpose(0, 1),
-                chunks[:whole].transpose(2, 3),
-            )
-        if tail:
-            yield rows[:, whole * self.chunk :], chunks[whole].transpose(1, 2)[:, :tail]
+        step, head, *rest = x.stride()
+        first = x.storage_offset() + self.start * step
+        for begin, steps, size in ((0, whole, self.chunk), (whole, 1, tail)):
+            if steps and size:
+                shape = (steps, self.number, x.shape[1], size, *x.shape[2:])
+                strides = (self.chunk * step, self.spacing * step, head, step, *rest)
+                rows = x.as_strided(shape, strides, first + begin * self.chunk * step)
+                yield rows, chunks if not tail else chunks[begin : begin + steps, :, :, :size]
 
     def gather(self, x: Tensor, wide: torch.dtype) -> Tensor:
         """[tokens, heads, ...] -> [steps, sequences, heads, chunk, ...], in another dtype; padding is 0."""

@@ -98,7 +98,11 @@ def eager_candidate(
     """A candidate in plain PyTorch, for every problem and layout."""
 
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        with torch.no_grad(), torch.autocast(plan.problem.device.type, enabled=False):  # which would round operands
+        device = plan.problem.device.type
+        if not torch.is_autocast_enabled(device):
+            compute(arguments, outputs)
+            return
+        with torch.autocast(device, enabled=False):  # which would round operands
             compute(arguments, outputs)
 
-    return in_pytorch(name, guarantee, allocating_outputs(run), numeric, waits, revision)
+    return in_pytorch(name, guarantee, allocating_outputs(run, many_calls=True), numeric, waits, revision)

@@ -141,7 +141,7 @@ def _candidates(norm: Norm, direction: str) -> tuple[Candidate, Candidate]:
         schedules=_SCHEDULES,
         entry=entry,
     )
-    run = allocating_outputs(lambda plan, arguments, outputs, workspace: compute(norm, arguments, outputs))
+    run = allocating_outputs(lambda plan, arguments, outputs, _: compute(norm, arguments, outputs), many_calls=True)
     return on_kernels, in_pytorch("eager", lambda problem: _guarantee(norm, direction, False, problem), run)
 
 

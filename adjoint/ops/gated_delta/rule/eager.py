@@ -92,7 +92,7 @@ class _Block:
         if inputs.normalize:
             q, self.q_norm = _normalize(q)
             k, self.k_norm = _normalize(k)
-        self.kk, self.qk = self._each_head(k @ k.mT), self._each_head(q @ k.mT)
+        self.kk, self.qk = k @ k.mT, q @ k.mT
         self.q, self.k = self._each_head(q), self._each_head(k)
         self.v = tokens.gather(inputs.v[:, self.heads], kind).flatten(1, 2)
         self.beta = tokens.gather(inputs.beta[:, self.heads], kind).flatten(1, 2).unsqueeze(-1)
@@ -100,20 +100,38 @@ class _Block:
         # A reset is not in it: what crosses one is 0, and the tokens after it have their own small sums.
         g = tokens.gather(inputs.g[:, self.heads], torch.float64).flatten(1, 2)
         is_reset = g < RESET[kind]
-        resets = is_reset.cumsum(-1, dtype=torch.int8)
-        log_decay = g.masked_fill_(is_reset, 0).cumsum(-1)
-        from_start, chunk_decay = log_decay.exp().masked_fill_(resets > 0, 0), log_decay[..., -1].exp()
-        to_end = (log_decay[..., -1:] - log_decay).exp_().masked_fill_(resets != resets[..., -1:], 0)
-        self.from_start, self.to_end = from_start.unsqueeze(-1).to(kind), to_end.unsqueeze(-1).to(kind)
-        self.chunk_decay = chunk_decay.masked_fill_(resets[..., -1] > 0, 0)[..., None, None].to(kind)
+        resets = None
+        if not g.is_cpu or is_reset.any():  # elsewhere nobody waits for that
+            resets = is_reset.cumsum(-1, dtype=torch.int8)
+            g.masked_fill_(is_reset, 0)
+        log_decay = g.cumsum(-1)
+        end = log_decay[..., -1:]
+        from_start, to_end, chunk_decay = log_decay.exp(), (end - log_decay).exp_(), end.exp()
+        if resets is not None:
+            from_start.masked_fill_(resets > 0, 0)
+            to_end.masked_fill_(resets != resets[..., -1:], 0)
+            chunk_decay.masked_fill_(resets[..., -1:] > 0, 0)
+        self.from_start, self.to_end, self.chunk_decay = (
+            x.unsqueeze(-1).to(kind) for x in (from_start, to_end, chunk_decay)
+        )
         self.decay = _decays(log_decay, resets, kind)
-        self.T = inverse((self.kk * self.decay).mul_(self.beta).tril_(-1)).view_as(self.decay)
+        self.T = inverse(self._times(self.kk, self.decay).mul_(self.beta).tril_(-1)).view_as(self.decay)
+        self.k_to_end = self.k * self.to_end
+
+    @property
+    def chunks(self) -> list["_Chunk"]:
+        parts = (self.q, self.k, self.k_to_end, self.v, self.beta, self.from_start, self.chunk_decay, self.T)
+        return [_Chunk(*chunk) for chunk in zip(*parts, strict=True)]
 
     def _each_head(self, x: Tensor) -> Tensor:
         """[steps, sequences, key heads, ...] -> [steps, lanes, ...]: every value head reads its key head."""
         if self.repeat == 1:
             return x.flatten(1, 2)
         return x.unsqueeze(3).expand(*x.shape[:3], self.repeat, *x.shape[3:]).flatten(1, 3)
+
+    def _times(self, gram: Tensor, x: Tensor) -> Tensor:
+        """gram ⊙ x: the products of a key head's tokens, and a matrix of each value head that reads it."""
+        return (x.view(*gram.shape[:3], self.repeat, *gram.shape[3:]) * gram.unsqueeze(3)).view_as(x)
 
     def _each_key_head(self, x: Tensor) -> Tensor:
         """The adjoint: sums over the value heads that share a key head."""
@@ -124,56 +142,58 @@ class _Block:
         """[steps, lanes, ...] -> [steps, sequences, value heads, ...]"""
         return x.unflatten(1, (self.tokens.number, -1))
 
-    def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of all chunks, and the state after them."""
-        scores = self.qk * self.decay
+    def forward(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The outputs of all chunks, and the state after them; from a state of zeros, where none is given."""
         out = torch.empty_like(self.v)
-        for s in range(self.steps):
-            _, new_values = self._new_values(s, state)
-            seen = torch.bmm(self.q[s], state).mul_(self.from_start[s])
-            torch.baddbmm(seen, scores[s], new_values, beta=self.scale, alpha=self.scale, out=out[s])
-            state = self._next(s, state, new_values)
+        for chunk, scores, into in zip(self.chunks, self._times(self.qk, self.decay), out, strict=True):
+            new_values = chunk.new_values(None if state is None else chunk.predicted(state))
+            seen = into if state is None else torch.bmm(chunk.q, state).mul_(chunk.from_start)
+            share = 0 if state is None else self.scale
+            torch.baddbmm(seen, scores, new_values, beta=share, alpha=self.scale, out=into)
+            state = chunk.next(state, new_values)
+        assert state is not None
         return out, state
 
-    def _new_values(self, s: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        """e^G ⊙ (k S) and v'."""
-        predicted = torch.bmm(self.k[s], state).mul_(self.from_start[s])
-        return predicted, torch.bmm(self.T[s], (self.v[s] - predicted).mul_(self.beta[s]))
-
-    def _next(self, s: int, state: Tensor, new_values: Tensor) -> Tensor:
-        return torch.baddbmm(state * self.chunk_decay[s], (self.k[s] * self.to_end[s]).mT, new_values)
-
     def backward(
-        self, state: Tensor, dstate: Tensor, dout: Tensor | None, need: int
+        self, state: Tensor | None, dstate: Tensor, dout: Tensor | None, need: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradient of the state the block begins with, by lane, and those of its inputs that are needed and not 0,
         as `[steps, sequences, heads, chunk, ...]`."""
-        shape = (self.steps, *state.shape)
-        states, dstates = state.new_empty(shape), state.new_empty(shape)
+        shape, chunks = (self.steps, *dstate.shape), self.chunks
+        states, dstates = dstate.new_empty(shape), dstate.new_empty(shape)
         predicted, new_values, dnew, Y = (torch.empty_like(self.v) for _ in range(4))
-        for s in range(self.steps):
-            states[s] = state
-            predicted[s], new_values[s] = self._new_values(s, state)
-            state = self._next(s, state, new_values[s])
+        for s, (chunk, start, of_keys, values) in enumerate(zip(chunks, states, predicted, new_values, strict=True)):
+            if state is None:
+                start.zero_()
+                of_keys.zero_()
+                chunk.new_values(None, values)
+            else:
+                start.copy_(state)
+                chunk.new_values(chunk.predicted(state, of_keys), values)
+            if s + 1 < self.steps:
+                state = chunk.next(state, values)
         if dout is None:
             dnew.zero_()
         else:
             dout = dout * self.scale
-            torch.matmul((self.qk * self.decay).mT, dout, out=dnew)
+            torch.matmul(self._times(self.qk, self.decay).mT, dout, out=dnew)
+            from_outputs = (self.q * self.from_start).mT.unbind()
+        from_start = self.beta * self.from_start
         for s in reversed(range(self.steps)):
+            chunk, dvalues = chunks[s], dnew[s]
             dstates[s] = dstate
-            dnew[s].baddbmm_(self.k[s] * self.to_end[s], dstate)
-            torch.bmm(self.T[s].mT, dnew[s], out=Y[s])
-            dstate = dstate * self.chunk_decay[s]
+            dvalues.baddbmm_(chunk.k_to_end, dstate)
+            of_values = torch.bmm(chunk.T.mT, dvalues, out=Y[s])
+            dstate = dstate * chunk.chunk_decay
             if dout is not None:
-                dstate.baddbmm_((self.q[s] * self.from_start[s]).mT, dout[s])
-            dstate.baddbmm_(self.k[s].mT, Y[s] * (self.beta[s] * self.from_start[s]), alpha=-1)
+                dstate.baddbmm_(from_outputs[s], dout[s])
+            dstate.baddbmm_(chunk.k.mT, of_values * from_start[s], alpha=-1)
         dv = Y * self.beta
         gradients = {"v": self.by_sequence(dv)}
         if not need & (NEED_Q | NEED_K | NEED_G | NEED_BETA):
             return dstate, gradients
         N = torch.matmul(Y, new_values.mT).mul_(self.decay).neg_().tril_(-1)
-        of_grams = N * self.kk
+        of_grams = self._times(self.kk, N)
         if need & NEED_BETA:
             gradients["beta"] = self.by_sequence((Y * (self.v - predicted)).sum(-1).add_(of_grams.sum(-1)))
         if not need & (NEED_Q | NEED_K | NEED_G):
@@ -185,7 +205,7 @@ class _Block:
             M = torch.matmul(dout, new_values.mT).mul_(self.decay)
             dq = torch.matmul(dout, states.mT).mul_(self.from_start)
             if need & NEED_G:
-                through_decay.add_((M * self.qk).tril_(-1))
+                through_decay.add_(self._times(self.qk, M).tril_(-1))
                 since_start.add_((self.q * dq).sum(-1))
             if need & NEED_Q:
                 dq += torch.matmul(M, self.k)
@@ -213,13 +233,41 @@ class _Block:
         return total.sub_(y * (y * total).sum(-1, keepdim=True)).mul_(norm)
 
 
+class _Chunk(NamedTuple):
+    """One chunk of all lanes: [lanes, chunk, ...], and what a state is multiplied with, [lanes, 1, 1]."""
+
+    q: Tensor
+    k: Tensor
+    k_to_end: Tensor
+    v: Tensor
+    beta: Tensor
+    from_start: Tensor
+    chunk_decay: Tensor
+    T: Tensor
+
+    def predicted(self, state: Tensor, out: Tensor | None = None) -> Tensor:
+        """e^G ⊙ (k S)"""
+        return torch.bmm(self.k, state, out=out).mul_(self.from_start)  # type: ignore[arg-type]
+
+    def new_values(self, predicted: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """v', where nothing is predicted from a state of zeros."""
+        residual = self.v * self.beta if predicted is None else (self.v - predicted).mul_(self.beta)
+        return torch.bmm(self.T, residual, out=out)  # type: ignore[arg-type]
+
+    def next(self, state: Tensor | None, new_values: Tensor) -> Tensor:
+        """The state after the chunk."""
+        if state is None:
+            return torch.bmm(self.k_to_end.mT, new_values)
+        return torch.baddbmm(state * self.chunk_decay, self.k_to_end.mT, new_values)
+
+
 _VANISHES = {torch.float32: -104.0, torch.float64: -746.0}
 """The exponential of this, and of what is below, is nearer to 0 than to the smallest number of a type."""
 
 
-def _decays(log_decay: Tensor, resets: Tensor, kind: torch.dtype) -> Tensor:
-    """e^{G_i−G_j} for i ≥ j, 0 above the diagonal and across a reset, which `resets` counts; differences first, of sums
-    in two parts where one is not enough.
+def _decays(log_decay: Tensor, resets: Tensor | None, kind: torch.dtype) -> Tensor:
+    """e^{G_i−G_j} for i ≥ j, 0 above the diagonal and across a reset, which `resets` counts where there may be any;
+    differences first, of sums in two parts where one is not enough.
 
     What has no place, or vanishes, is left out of the exponential: MKL's takes up to 14 times as long for such numbers.
     """
@@ -230,7 +278,7 @@ def _decays(log_decay: Tensor, resets: Tensor, kind: torch.dtype) -> Tensor:
         between.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
     remains = between.tril_().clone().gt_(_VANISHES[kind])
     decay = F.threshold(between, _VANISHES[kind], 0.0, inplace=True).exp_().mul_(remains).tril_()
-    if decay.is_cpu and not resets.any():  # elsewhere nobody waits for that
+    if resets is None:
         return decay
     return decay.masked_fill_(resets.unsqueeze(-1) != resets.unsqueeze(-2), 0)
 
@@ -267,20 +315,31 @@ def inverse(A: Tensor) -> Tensor:
     size = A.shape[-1]
     A = A.reshape(-1, size, size)
     width = min(size, _SUBSTITUTED)
-    blocks = [slice(begin, begin + width) for begin in range(0, size, width)]
     T = torch.zeros_like(A)
-    T.diagonal(dim1=1, dim2=2).fill_(1)
-    diagonal, inverses = (torch.cat([X[:, at, at] for at in blocks]) for X in (A, T))
-    for i in range(1, width):
-        inverses[:, i, :i] = torch.bmm(diagonal[:, i : i + 1, :i], inverses[:, :i, :i]).neg_()[:, 0]
-    for number, at in enumerate(blocks):
-        T[:, at, at] = inverses[number * len(A) : (number + 1) * len(A)]
+    _blocks(T, width).copy_(_inverse_by_substitution(_blocks(A, width)))
     while width < size:
-        for begin in range(0, size, 2 * width):
-            upper, lower = slice(begin, begin + width), slice(begin + width, begin + 2 * width)
-            joined = torch.bmm(torch.bmm(T[:, lower, lower], A[:, lower, upper]), T[:, upper, upper])
-            T[:, lower, upper] = joined.neg_()
+        inverses, below, into = _blocks(T, width), _blocks(A, width, -1), _blocks(T, width, -1)
+        for i in range(0, size // width, 2):
+            torch.neg(torch.bmm(torch.bmm(inverses[i + 1], below[i]), inverses[i]), out=into[i])
         width *= 2
+    return T
+
+
+def _blocks(x: Tensor, width: int, below: int = 0) -> Tensor:
+    """The blocks on the diagonal of matrices [n, C, C], or so many below it: a view, [blocks, n, width, width]."""
+    count = x.shape[-1] // width
+    return x.view(len(x), count, width, count, width).diagonal(below, 1, 3).movedim(-1, 0)
+
+
+def _inverse_by_substitution(A: Tensor) -> Tensor:
+    """(I + A)⁻¹ of small matrices, row by row: T_i = I_i − A_i T."""
+    width = A.shape[-1]
+    unit = torch.eye(width, dtype=A.dtype, device=A.device).expand_as(A)
+    if A.is_cpu:  # BLAS substitutes, too: the columns of Tᵀ (I + A)ᵀ = I one after the other
+        return torch.linalg.solve_triangular(A.mT, unit, upper=True, left=False, unitriangular=True).mT
+    T = unit.clone()
+    for i in range(1, width):
+        T[..., i, :i] = torch.matmul(A[..., i : i + 1, :i], T[..., :i, :i]).neg_()[..., 0, :]
     return T
 
 
@@ -308,11 +367,11 @@ def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         states = _States(inputs, group, initial_state)
         for segment in range(group.segments):
             block = _Block(inputs, group, segment)
-            state = states.active(block)
-            if keep and segment:
-                saved[group.saved(segment, saved.device), block.heads] = states.by_sequence(state)
-            chunks, state = block.forward(state)
-            states.update(state)
+            start = states.active(block) if segment or initial_state is not None else None
+            if keep and start is not None and segment:
+                saved[group.saved(segment, saved.device), block.heads] = states.by_sequence(start)
+            chunks, end = block.forward(start)
+            states.update(end)
             block.tokens.scatter(flat_out[:, block.heads], block.by_sequence(chunks))
         if output_final_state:
             final_state[group.numbers(v.device), states.heads] = states.all
@@ -338,7 +397,7 @@ def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
             if segment:
                 state = saved[group.saved(segment, saved.device), block.heads].to(inputs.kind).flatten(0, 1)
             else:
-                state = initial_states.active(block)
+                state = None if initial_state is None else initial_states.active(block)
             upstream = None
             if flat_do is not None:
                 upstream = block.tokens.gather(flat_do[:, block.heads], inputs.kind).flatten(1, 2)

@@ -208,7 +208,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
         in_pytorch(
             "eager.grouped",
             lambda problem: guarantee(problem, ours=False, repeats_on_cpu=True),
-            allocating_outputs(in_torch(PER_EXPERT)),
+            allocating_outputs(in_torch(PER_EXPERT), many_calls=True),
             revision=2,
         ),
         # After the one that serves everything: only a preference that names it gets it.
@@ -216,7 +216,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             in_pytorch(
                 "eager.grouped_mm",
                 lambda problem: guarantee(problem, ours=False, rounds_dh=True),
-                allocating_outputs(in_torch(grouped_mm.GROUPED_MM)),
+                allocating_outputs(in_torch(grouped_mm.GROUPED_MM), many_calls=True),
                 revision=2,
             ),
             refuse=grouped_mm.refuse,
