@@ -63,7 +63,8 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         model: a model of transformers, or one that holds it, such as a PEFT model; training, generation, checkpointing
             and adapters work as before.
         loss: whether the model, in training and with labels, returns the loss of `adjoint.linear_cross_entropy` and
-            no logits, which are then never held at once.
+            no logits, which are then never held at once. Not for a trainer that reads logits in training, as TRL's
+            `SFTTrainer` does for its metrics.
         verbose: whether the report is printed.
 
     Raises:
