@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -109,7 +110,7 @@ def _entries(folder: Path) -> Iterator[Entry]:
     """All tensors of a folder: those of the index where there is one, or of the only file."""
     index = folder / INDEX
     if not index.exists():
-        if not (folder / WEIGHTS).exists():
+        if not os.path.lexists(folder / WEIGHTS):
             others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".safetensors"))
             there = f"; it has {', '.join(others[:4])}, which are not read" if others else ""
             raise ArgumentError(f"HybridLM.from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}{there}")

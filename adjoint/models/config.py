@@ -286,6 +286,10 @@ def _refuse(config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ArgumentError(f"HybridConfig: rope_parameters must be an object, got {rope!r}")
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise Unsupported(
+            f"HybridConfig: rope_parameters must be those of all layers, got some of their own for {', '.join(nested)}"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise Unsupported(f"HybridConfig: rope_type must be 'default', got {kind!r}")

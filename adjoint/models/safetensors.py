@@ -93,7 +93,8 @@ def read_header(path: Path) -> dict[str, Entry]:
                 )
             header = json.loads(file.read(length).decode("utf-8"))
     except FileNotFoundError:
-        raise ArgumentError(f"there is no file {path}") from None
+        link = f"{path} is a link to {os.readlink(path)}, which is not there" if path.is_symlink() else ""
+        raise ArgumentError(link or f"there is no file {path}") from None
     except RecursionError:
         raise ArgumentError(f"{path} is no safetensors file: its header is nested too deep") from None
     except (ValueError, OSError) as error:
@@ -103,7 +104,21 @@ def read_header(path: Path) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise ArgumentError(f"{path} is no safetensors file: its header must be a JSON object")
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
+    entries = {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
+    _check_places(path, entries.values(), 8 + length, size)
+    return entries
+
+
+def _check_places(path: Path, entries: Iterable[Entry], start: int, size: int) -> None:
+    """Tensors follow each other from the first byte after the header to the last of the file."""
+    end, before = start, "the header"
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != end:
+            how = "overlap" if entry.begin < end else "have a gap between them"
+            raise ArgumentError(f"{path} is no right safetensors file: {before} and tensor {entry.name} {how}")
+        end, before = entry.end, f"tensor {entry.name}"
+    if end != size:
+        raise ArgumentError(f"{path} is no right safetensors file: it has {size - end} bytes behind {before}, the last")
 
 
 def _entry(path: Path, name: str, fields: object, start: int, size: int) -> Entry:

@@ -38,6 +38,20 @@ def test_packed_sequences_do_not_see_each_other(name: str, packing: str, ids: Te
 
 
 @families
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_no_sequence_has_a_label_in_the_next(name: str, packing: str, ids: Tensor) -> None:
+    """The loss of a training step: the mean over what each sequence predicts of itself."""
+    model = their_model(name).train()
+    model.config.output_router_logits = False
+    row, inputs = ids[:1], {"position_ids": PACKED, "use_cache": False}
+    if packing == "cu_seq_lens":
+        inputs["cu_seq_lens_q"] = torch.tensor([0, 13, 40], dtype=torch.int32)
+    alone = [model(part, labels=part).loss * (part.shape[1] - 1) for part in row.split((13, 27), 1)]
+    patch(model, loss=True, verbose=False)
+    assert distance(model(row, labels=row, **inputs).loss, sum(alone) / 38) <= 2 * LOGITS
+
+
+@families
 def test_positions_are_read_wherever_they_stand(name: str, ids: Tensor) -> None:
     """By name or by place; several rows that are packed are an error, as layers that recur take one."""
     model = patched(name).model

@@ -3,6 +3,7 @@
 import json
 import logging
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,40 @@ def _other_config(folder: Path, changes: dict[str, Any]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def _changed_header(folder: Path, change: Callable[[dict[str, Any]], str]) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = change(json.loads(data[8 : 8 + length])).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + length :])
+
+
+def _displaced(header: dict[str, Any]) -> dict[str, Any]:
+    """A norm at the place of another."""
+    place = header["model.layers.0.input_layernorm.weight"]["data_offsets"]
+    return header["model.norm.weight"] | {"data_offsets": place}  # type: ignore[no-any-return]
+
+
+def _overlapping(header: dict[str, Any]) -> str:
+    return json.dumps(header | {"model.norm.weight": _displaced(header)})
+
+
+def _named_twice(header: dict[str, Any]) -> str:
+    """JSON takes the last of two; what the first names is then nobody's."""
+    return json.dumps(header)[:-1] + f', "model.norm.weight": {json.dumps(_displaced(header))}}}'
+
+
+def _more_bytes(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + bytes(100))
+
+
+def _broken_link(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.unlink()
+    path.symlink_to(folder / "blobs")
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "cut": (_cut, adjoint.ArgumentError, r"model\.safetensors is truncated: tensor \S+ ends at byte"),
     "cut in the header": (_cut_in_the_header, adjoint.ArgumentError, r"model\.safetensors is truncated"),
@@ -278,6 +313,31 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda f: _header(f, _dtype(None)),
         adjoint.ArgumentError,
         r"lm_head\.weight has no right",
+    ),
+    "overlapping": (
+        lambda f: _changed_header(f, _overlapping),
+        adjoint.ArgumentError,
+        r"and tensor model\.\S+ overlap",
+    ),
+    "named twice": (
+        lambda f: _changed_header(f, _named_twice),
+        adjoint.ArgumentError,
+        r"and tensor model\.\S+ overlap",
+    ),
+    "more bytes": (
+        _more_bytes,
+        adjoint.ArgumentError,
+        r"model\.safetensors is no right .*: it has 100 bytes behind tensor",
+    ),
+    "broken link": (
+        _broken_link,
+        adjoint.ArgumentError,
+        r"model\.safetensors is a link to .*blobs, which is not there",
+    ),
+    "angles of their own": (
+        lambda f: _other_config(f, {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}),
+        adjoint.Unsupported,
+        r"rope_parameters must be those of all layers, got some of their own for full_attention",
     ),
     "nested": (lambda f: _header(f, b"[" * 10**5), adjoint.ArgumentError, r"no safetensors file: its header is nested"),
     "text for a text model": (

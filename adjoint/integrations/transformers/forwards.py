@@ -4,7 +4,6 @@ A forward calls the module's submodules, so that adapters, hooks and quantised p
 with any of these is called too. The weights of a convolution are read, as transformers' own forward reads them.
 """
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from adjoint.core.errors import Unsupported
 from adjoint.integrations.transformers.families import class_of
+from adjoint.integrations.transformers.positions import by_name, with_bounds
 from adjoint.models.packing import next_labels
 from adjoint.nn.attention import causal_attention
 from adjoint.nn.plain import beside, is_plain
@@ -152,13 +152,6 @@ def _require_packed_mask(self: Any, cu_seqlens: Tensor, positions: Tensor | None
         )
 
 
-def by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of a model's forward by their names."""
-    bound = inspect.signature(type(self).forward).bind(self, *arguments, **kwargs).arguments
-    others = bound.pop("kwargs", {})
-    return {name: value for name, value in bound.items() if name != "self"} | others
-
-
 def _has_own_loss(self: Any) -> bool:
     """Whether its loss is that of transformers' causal models, and no other that a user has set."""
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -189,6 +182,7 @@ def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
     sparse = hasattr(self, "router_aux_loss_coef")
     if sparse and kwargs.get("output_router_logits") is None:
         kwargs["output_router_logits"] = self.config.output_router_logits
+    kwargs = with_bounds(self.model, (), kwargs)[1]  # no sequence's last token has a label in the next
     outputs = self.model(**kwargs)
     targets = next_labels(cast(Tensor, labels), kwargs.get("cu_seq_lens_q")) if shifted is None else shifted
     hidden, (weight, bias) = outputs.last_hidden_state, (self.lm_head.weight, self.lm_head.bias)

@@ -8,13 +8,13 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.errors import ArgumentError
 from adjoint.integrations.transformers import forwards
 from adjoint.integrations.transformers.families import FAMILIES, class_of
 from adjoint.integrations.transformers.moe import register_experts, router_forward, why_not_experts
+from adjoint.integrations.transformers.positions import with_bounds
 from adjoint.integrations.transformers.versions import require
 
 OLDEST, NEWEST = (5, 17), (5, 22)
@@ -63,7 +63,8 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         model: a model of transformers, or one that holds it, such as a PEFT model; training, generation, checkpointing
             and adapters work as before.
         loss: whether the model, in training and with labels, returns the loss of `adjoint.linear_cross_entropy` and
-            no logits, which are then never held at once.
+            no logits, which are then never held at once. Not for a trainer that reads logits in training, as TRL's
+            `SFTTrainer` does for its metrics.
         verbose: whether the report is printed.
 
     Raises:
@@ -229,68 +230,10 @@ def _replace_experts(module: Any, undo: Undo) -> tuple[str, str]:
 
 def _watch_positions(module: nn.Module, undo: Undo) -> None:
     """Packed sequences that position_ids alone tell get their bounds, for the layers that are given no positions."""
-    handle = module.register_forward_pre_hook(_with_bounds, with_kwargs=True)
+    handle = module.register_forward_pre_hook(with_bounds, with_kwargs=True)
     undo.append((_forget_hook, module, handle.id))
 
 
 def _forget_hook(module: nn.Module, number: int) -> None:
     module._forward_pre_hooks.pop(number, None)
     module._forward_pre_hooks_with_kwargs.pop(number, None)
-
-
-def _with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    named = forwards.by_name(module, arguments, kwargs) if arguments else kwargs
-    positions, cache = named.get("position_ids"), named.get("past_key_values")
-    if positions is None or positions.shape[-1] < 2 or named.get("cu_seq_lens_q") is not None:
-        return arguments, kwargs
-    if _is_masked(named.get("attention_mask")) or (cache is not None and _goes_on(cache)):
-        return arguments, kwargs
-    if _are_several(positions):
-        raise Unsupported(
-            f"{type(module).__name__}: position_ids pack several sequences into each of several rows; lay the rows one "
-            f"after the other in one, or pass an attention_mask where they are padded"
-        )
-    bounds = _bounds_of(positions)
-    if bounds is None:
-        return arguments, kwargs
-    if named.get("use_cache") or cache is not None:
-        raise Unsupported(f"{type(module).__name__}: packed sequences cannot fill a cache; pass use_cache=False")
-    longest = int(bounds.diff().max())
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    return (), named | packed | {"use_cache": False}
-
-
-def _is_masked(mask: Any) -> bool:
-    """Whether a mask hides anything: positions then begin again, or stand still, where there is padding."""
-    return mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
-
-
-def _goes_on(cache: Any) -> bool:
-    """Whether a cache has tokens, which those of a call follow."""
-    return torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length() > 0)
-
-
-def _are_several(positions: Tensor) -> bool:
-    """Whether a row of several begins again at 0."""
-    if positions.dim() == 3 and positions.shape[0] != 4:
-        return False
-    rows = positions[0] if positions.dim() == 3 else positions
-    return rows.dim() == 2 and rows.shape[0] > 1 and bool((rows[:, 1:] == 0).any())
-
-
-def _bounds_of(positions: Tensor) -> Tensor | None:
-    """The bounds of the sequences in the only row, of positions that go on by 1; None where it holds only one.
-
-    Of four rows of positions the first is that of the text. Three are those of images and video alone: they stand still
-    within a picture, which is no sequence of its own.
-    """
-    if positions.dim() == 3 and positions.shape[0] != 4:
-        return None
-    row = positions[0] if positions.dim() == 3 else positions
-    if row.shape[0] != 1 or row.shape[1] < 2:
-        return None
-    begins = (row[0].diff() != 1).nonzero().flatten() + 1
-    if begins.numel() == 0:
-        return None
-    ends = begins.new_tensor([row.shape[1]])
-    return torch.cat((begins.new_zeros(1), begins, ends)).to(torch.int32)
