@@ -420,3 +420,15 @@ def test_a_tracer_sees_the_backward(mode: str) -> None:
     assert len(called) == 2 and all(name.startswith("adjoint.") for name in called)
     for got, right in zip(traced(*inputs, labels), step(*inputs, labels), strict=True):
         assert torch.allclose(got, right)
+
+
+def test_a_plan_for_a_gpu_is_that_of_tensors_which_are_there() -> None:
+    """What the CPU does with few logits says nothing of a GPU, whatever the device of the tensors that are shown."""
+    logits, labels = torch.randn(4, 9), torch.arange(4)
+    shown = adjoint.plan(adjoint.cross_entropy, logits, labels, target="sm_90")
+    on_none = adjoint.plan(adjoint.cross_entropy, logits.to("meta"), labels=labels.to("meta"), target="sm_90")
+    for plan, other in ((shown, on_none), (shown.adjoint, on_none.adjoint)):
+        assert plan is not None and other is not None
+        assert plan.name == other.name == "triton.rows" and plan.sku == other.sku
+    with_name = adjoint.plan(adjoint.cross_entropy, logits, labels=labels, target="sm_90")
+    assert with_name.sku == shown.sku
