@@ -23,13 +23,14 @@ From this come both torch operators with their shape functions, the checks of up
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from adjoint.core.layout import to_meta
 from adjoint.core.op.backward import Backward, check_reusable
 from adjoint.core.op.flops import Flops, no_products
 from adjoint.core.op.observation import watch
@@ -122,6 +123,8 @@ class Op:
         autocast: inputs that are cast to autocast's dtype where it is on, unless they are float64.
         label: the op as errors name it; by default its name.
         flops: the operations of its matrix products, 2·m·n·k each, for torch's `FlopCounterMode`; 0 by default.
+        asks_device: the public function looks at the device of its tensors: a plan for another device is then that of
+            tensors on none.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Op:
         autocast: tuple[str, ...] = (),
         label: str | None = None,
         flops: Flops = no_products,
+        asks_device: bool = False,
     ) -> None:
         self.name, self.label, self.options = name, label or name, options
         self.inputs = tuple(x.removesuffix("?") for x in inputs)
@@ -154,6 +158,7 @@ class Op:
         self.outputs, self.constant, self.kept = outputs, constant, kept
         self.upstream = tuple(f"d{x}" for x in outputs if x not in constant)
         self.absent, self.gradient, self.overwrites = absent, gradient, overwrites
+        self.asks_device = asks_device
         self.check, self.allocate = check, allocate
         self.autocast = tuple(self.inputs.index(x) for x in autocast)
         self.input_count = input_count = len(self.inputs)
@@ -204,7 +209,10 @@ class Op:
             try:
                 function(*arguments, **keywords, preference=BINDING)
             except Bound as bound:
-                return bound.call
+                if not self.asks_device:
+                    return bound.call
+                named = {name: to_meta(value) for name, value in keywords.items()}
+                return replace(bound.call, elsewhere=lambda: bind(*map(to_meta, arguments), **named))
             raise TypeError(f"{self.label}: the public function returned without calling the op")
 
         signature = inspect.signature(function)

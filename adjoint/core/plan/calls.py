@@ -33,6 +33,7 @@ class Call:
             forward operator. Reads metadata alone: inside `plan` both are meta tensors.
         public_outputs: how many of the operator's outputs, from the first, the public function
             returns; None for all.
+        elsewhere: the call of tensors on no device, where their device decides more than the choice of a plan.
     """
 
     operator: "Operator"
@@ -40,9 +41,13 @@ class Call:
     adjoint: "Operator | None" = None
     adjoint_arguments: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Any, ...]] | None = None
     public_outputs: int | None = None
+    elsewhere: "Callable[[], Call] | None" = None
 
     def problems(self, device: torch.device) -> Iterator[tuple["Operator", Problem]]:
         """Both operators with their problems on a device, for upstream gradients that lie like the outputs."""
+        if self.elsewhere is not None and self.arguments[0].device.type not in (device.type, "meta"):
+            yield from self.elsewhere().problems(device)
+            return
         yield self.operator, self.operator.describe(*self.arguments)._replace(device=device)
         if self.adjoint is not None and self.adjoint_arguments is not None:
             outputs = self.operator.allocate(*map(to_meta, self.arguments))

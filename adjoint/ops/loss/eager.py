@@ -340,12 +340,19 @@ def keeps_slopes(logits: Any, loss: Loss) -> bool:
 
 
 def times_upstream(slopes: Tensor, dloss: Tensor, out: Tensor) -> None:
-    """dx for upstream gradients of 1 times those of the loss, one or one for each row; rounded to the type of out."""
+    """dx for upstream gradients of 1 times those of the loss, one or one for each row; rounded to the type of out.
+
+    What is 0 stays 0: a token that does not count has no gradient, whatever that of its loss.
+    """
     if dloss.dim() == 0 and dloss.is_cpu and dloss.item() == 1:
         if out is not slopes:
             out.copy_(slopes)
+        return
+    upstream = dloss.unsqueeze(-1) if dloss.dim() else dloss
+    if dloss.is_cpu and bool(dloss.isfinite().all()):
+        torch.mul(slopes, upstream, out=out)
     else:
-        torch.mul(slopes, dloss.unsqueeze(-1) if dloss.dim() else dloss, out=out)
+        out.copy_(torch.where(slopes == 0, 0.0, slopes * upstream))
 
 
 def is_handed_on(dloss: Tensor) -> bool:

@@ -420,3 +420,36 @@ def test_a_tracer_sees_the_backward(mode: str) -> None:
     assert len(called) == 2 and all(name.startswith("adjoint.") for name in called)
     for got, right in zip(traced(*inputs, labels), step(*inputs, labels), strict=True):
         assert torch.allclose(got, right)
+
+
+def test_a_plan_for_a_gpu_is_that_of_tensors_which_are_there() -> None:
+    """What the CPU does with few logits says nothing of a GPU, whatever the device of the tensors that are shown."""
+    logits, labels = torch.randn(4, 9), torch.arange(4)
+    shown = adjoint.plan(adjoint.cross_entropy, logits, labels, target="sm_90")
+    on_none = adjoint.plan(adjoint.cross_entropy, logits.to("meta"), labels=labels.to("meta"), target="sm_90")
+    for plan, other in ((shown, on_none), (shown.adjoint, on_none.adjoint)):
+        assert plan is not None and other is not None
+        assert plan.name == other.name == "triton.rows" and plan.sku == other.sku
+    with_name = adjoint.plan(adjoint.cross_entropy, logits, labels=labels, target="sm_90")
+    assert with_name.sku == shown.sku
+
+
+@every_backend
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "softcap": 5.0}])
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("upstream", [float("inf"), float("nan")])
+def test_a_token_that_does_not_count_has_no_gradient_whatever_that_of_its_loss(
+    backend: str, options: dict[str, Any], reuse: bool, upstream: float
+) -> None:
+    """A loss that is divided by the number of labels of its row, for example, where a row has none."""
+    logits, labels = (
+        _logits(4, 9).float().requires_grad_(),
+        torch.tensor([1, -100, 3, -100], device=device_under_test()),
+    )
+    preference = Preference(backend=backend)
+    keywords: dict[str, Any] = {"reduction": "none", "reuse_inputs": reuse, "preference": preference, **options}
+    loss = adjoint.cross_entropy(logits * 1.0, labels, **keywords)
+    weights = torch.tensor([0.5, upstream, 2.0, upstream], device=logits.device)
+    (gradient,) = torch.autograd.grad(loss, logits, weights, retain_graph=not reuse)
+    assert not gradient[1].any() and not gradient[3].any()
+    assert gradient[0].isfinite().all() and gradient[0].any() and gradient[2].any()

@@ -133,6 +133,7 @@ _cross_entropy = Op(
     allocate=_allocate,
     describe=_describe,
     forward=lambda: plans.CROSS_ENTROPY,
+    asks_device=True,
     adjoint=Adjoint(lambda: plans.CROSS_ENTROPY_BACKWARD, _describe_backward, saves=_SAVES, check=_check_backward),
     alternatives={
         "reuse": Adjoint(
