@@ -104,6 +104,24 @@ def subnormal_inverse(name: str, dtype: torch.dtype) -> Example:
     return (k, v, beta, -beta, T, None), (torch.full_like(k, 0.3), torch.full_like(v, 0.3))
 
 
+def tokens(dtype: torch.dtype, query: float, key: float, strength: float) -> Example:
+    """Three tokens whose outputs have a large gradient."""
+    k, v = torch.full((1, 3, 1, 2), key, dtype=dtype), torch.ones(1, 3, 1, 3, dtype=dtype)
+    q, beta, g = torch.full_like(k, query), torch.full((1, 3, 1), strength), torch.full((1, 3, 1), -0.5)
+    state = torch.ones(1, 1, 2, 3)
+    return (q, k, v, g, beta, state, None), (torch.full_like(v, 2.0**32), torch.zeros_like(state))
+
+
+def zero_strengths(name: str, dtype: torch.dtype) -> Example:
+    """Tokens that write nothing, and whose queries make a large gradient of the state."""
+    return tokens(dtype, 2.0**21, 0.5, 0.0)
+
+
+def subnormal_decayed_keys(name: str, dtype: torch.dtype) -> Example:
+    """Keys that are subnormal, and lose digits as they decay."""
+    return tokens(dtype, 1.0, 511 * 2.0**-149, 0.6)
+
+
 def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
     """Terms of which some add up to more than the largest number, and all of them to less."""
     large = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64).mul(0.9 * torch.finfo(dtype).max).to(dtype)
@@ -131,6 +149,7 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     (subnormal_state, "gated_delta_step", F32),
     (subnormal_keys, "carry", F32),
     (subnormal_inverse, "recompute_w_u", F32),
+    *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys)),
     (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
     *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
 ]
