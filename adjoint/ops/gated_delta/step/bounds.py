@@ -66,6 +66,7 @@ class StepBounds:
         self.kinds = {"o": element, "new_state": state, "states": state, "dq": element, "dk": element, "dv": element}
         self.kinds |= {"dg": g, "dbeta": beta, "dstate": state}
         self.K, self.V = problem.sizes[:2]
+        self.tiny_state = self.tiny * (self.K * self.V) ** 0.5  # products that underflow, of all numbers of a state
         # The share by which normalised q and k are off.
         self.share = (self.K / 2 + 8) * self.u if self.normalize else 0.0
 
@@ -110,7 +111,8 @@ class StepBounds:
         Z = decay[..., None, None] * S.exact
         # e^g is off by (4·|g| + 8)·u of itself, and its product with the state is rounded.
         lost = torch.where(decay > 0, (4 * g.abs() + 10) * u * decay, 0.0).nan_to_num(nan=0.0)
-        of_Z = Sized(Z, _norm(Z, 2), decay * S.error + SECOND_ORDER * lost * S.size + self.tiny * S.size)
+        error = decay * S.error + SECOND_ORDER * lost * S.size + self.tiny * S.size + self.tiny_state
+        of_Z = Sized(Z, _norm(Z, 2), error)
         e = v - torch.einsum("bhkv,bhk->bhv", Z, k)
         known = k_norm * of_Z.size
         own = self.sum_of(self.K) * known + 2 * u * v.norm(dim=-1) + self.share * known + self.tiny * self.V
@@ -121,7 +123,7 @@ class StepBounds:
         rounded = 4 * u * beta * k_norm * of_e.size + self.share * beta * k_norm * of_e.size
         norm = _norm(after, 2)
         error = factor * of_Z.error + beta * k_norm * own + rounded
-        error = SECOND_ORDER * (error + u * (norm + error)) + self.tiny * (self.K * self.V) ** 0.5
+        error = SECOND_ORDER * (error + u * (norm + error)) + self.tiny_state
         return Token(q, k, k_norm, g, beta, decay, of_Z, of_e, Sized(after, norm, error))
 
     def forward(self, name: str, *inputs: Tensor | None) -> Tensor:
@@ -133,7 +135,7 @@ class StepBounds:
                 exact = self.scale * torch.einsum("bhkv,bhk->bhv", token.after.exact, token.q)
                 size = abs(self.scale) * token.q.norm(dim=-1)
                 lost = (self.sum_of(self.K) + self.share) * token.after.size
-                error = size * (token.after.error + lost) + self.tiny * self.V
+                error = size * (token.after.error + lost) + self.tiny * (self.V + token.after.size)
                 errors.append(self.stored(name, exact.norm(dim=-1), error, self.V))
             return torch.stack(errors, 1) * live[:, None, None]
         numbers = self.K * self.V
@@ -168,10 +170,10 @@ class StepBounds:
         exact = dS.exact if dstate is None else dS.exact + dstate
         exact = exact + self.scale * x.q[..., None] * do[..., None, :]
         norm, added = _norm(exact, 2), scale * q_norm * upstream
-        error = dS.error + (3 * u + self.share) * added + 3 * u * (norm + dS.error + added)
+        error = dS.error + (3 * u + self.share) * added + 3 * u * (norm + dS.error + added) + self.tiny * upstream
         if dstate is not None:
             error = error + 2 * u * _norm(dstate, 2)
-        dS = Sized(exact, norm, SECOND_ORDER * error + self.tiny * (self.K * self.V) ** 0.5)
+        dS = Sized(exact, norm, SECOND_ORDER * error + self.tiny_state)
         a = torch.einsum("bhkv,bhk->bhv", exact, x.k)
         own = (self.sum_of(self.K) + self.share) * x.k_norm * dS.size + self.tiny * self.V
         of_a = Sized(a, a.norm(dim=-1), x.k_norm * dS.error + own)
@@ -179,10 +181,10 @@ class StepBounds:
         factor = (1 - x.beta * x.k_norm.square()).abs().clamp_min(1.0)
         error = factor * dS.error + x.beta * x.k_norm * (own + (4 * u + self.share) * of_a.size)
         norm = _norm(dZ, 2)
-        of_dZ = Sized(dZ, norm, SECOND_ORDER * (error + u * (norm + error)) + self.tiny * (self.K * self.V) ** 0.5)
+        of_dZ = Sized(dZ, norm, SECOND_ORDER * (error + u * (norm + error)) + self.tiny_state)
         lost = torch.where(x.decay > 0, (4 * x.g.abs() + 10) * u * x.decay, 0.0).nan_to_num(nan=0.0)
         before = x.decay[..., None, None] * dZ
-        error = x.decay * of_dZ.error + SECOND_ORDER * lost * of_dZ.size + self.tiny * of_dZ.size
+        error = x.decay * of_dZ.error + SECOND_ORDER * lost * of_dZ.size + self.tiny * of_dZ.size + self.tiny_state
         return self._gradient(name, x, do, dS, of_a, of_dZ), Sized(before, _norm(before, 2), error)
 
     def _gradient(
@@ -192,13 +194,13 @@ class StepBounds:
         if name == "dq":
             exact = self.scale * torch.einsum("bhkv,bhv->bhk", x.after.exact, do)
             error = abs(self.scale) * upstream * (x.after.error + self.sum_of(self.V) * x.after.size)
-            return exact, exact.norm(dim=-1), error + self.tiny * self.K
+            return exact, exact.norm(dim=-1), error + self.tiny * (self.K + x.after.size)
         if name == "dk":
             exact = torch.einsum("bhkv,bhv->bhk", dS.exact, x.beta[..., None] * x.e.exact)
             exact = exact - torch.einsum("bhkv,bhv->bhk", x.Z.exact, x.beta[..., None] * a.exact)
             error = dS.error * x.e.size + dS.norm * x.e.error + x.Z.error * a.size + x.Z.norm * a.error
             error = error + self.sum_of(self.V) * (dS.size * x.e.size + x.Z.size * a.size)
-            return exact, exact.norm(dim=-1), x.beta * error + self.tiny * self.K
+            return exact, exact.norm(dim=-1), x.beta * error + self.tiny * (self.K + dS.size + x.Z.size)
         if name == "dv":
             exact = x.beta[..., None] * a.exact
             return exact, exact.norm(dim=-1), x.beta * (a.error + 2 * u * a.size) + self.tiny * self.V

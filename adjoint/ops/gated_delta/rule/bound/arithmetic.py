@@ -11,7 +11,8 @@ NOISE = 2.0**-46
 """What a reference in float64 may lose of a chunk's terms, where its result for a token is 0, as dk is where β is."""
 
 FLUSHED = 2.0**-125
-"""What a number of float32 that underflows may have been."""
+"""What a number of float32 that underflows may have been, a product of a key with its decay too: what multiplies it may
+be large."""
 
 
 TF32_PRODUCT = 3 * 2.0**-20

@@ -84,7 +84,7 @@ class Chunk:
             off = self.T0.to(a.storage).double() - self.T0
             rounded = a.u * self.T0.abs() + (1 + a.u) * self.T_error + a.tiny
             self.stored_error = torch.minimum(rounded, off.abs() + 2 * self.T_error).tril(-1)
-        score_error = self.qk_abs * (self.over_keys * self.D + self.decay_error)
+        score_error = self.qk_abs * (self.over_keys * self.D + self.decay_error) + FLUSHED * (self.D > 0)
         self.P_error = abs(self.scale) * score_error
         self.largest_score = max(1.0, abs(self.scale)) * ((self.qk * self.D).abs() + score_error)
 

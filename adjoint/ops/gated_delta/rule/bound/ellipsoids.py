@@ -26,8 +26,9 @@ class Ellipsoids:
 
         Q = (Σ_j d_j‖a_j‖)·Σ_j d_j/‖a_j‖·a_j a_jᵀ, by Cauchy and Schwarz.
         """
-        lengths = columns.norm(dim=-2).clamp_min(1e-290)
+        lengths = columns.norm(dim=-2)
         factor = ((sizes * lengths).sum(-1, keepdim=True) * sizes / lengths).sqrt()
+        factor = factor.masked_fill(lengths < 1e-150, 0.0)  # so short a column adds nothing, however large its e_j
         scaled = columns * factor.unsqueeze(-2)
         return Ellipsoids((scaled @ scaled.mT).unsqueeze(1))
 

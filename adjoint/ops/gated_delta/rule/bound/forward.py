@@ -50,7 +50,7 @@ def forward_step(
     predicted = times(c.old.abs(), s + dS)
     values = c.beta * v.norm(dim=-1)
     residual_error = (c.over_keys + 8 * a.unit) * predicted + 4 * a.unit * values + row
-    residual_error += c.beta * c.start_error * times(c.k.abs(), s + dS)
+    residual_error += c.beta * c.start_error * times(c.k.abs(), s + dS) + FLUSHED * (s + dS).sum(-1, keepdim=True)
     r = c.beta.unsqueeze(-1) * v - c.old @ S
     new_values = c.T @ r
     rho = r.norm(dim=-1) + E.along(c.old) + times(c.old.abs(), dS) + residual_error
@@ -63,7 +63,7 @@ def forward_step(
     carried = through_T + (a.u + 4 * a.unit) * size + row
     k_abs = c.k.abs().mT
     sums = c.over_tokens * (c.over.unsqueeze(-1) * s + times(c.kt.abs(), size)) + row * (1 + c.k.abs().sum(-2))
-    sums = sums + c.start_error[..., -1:] * s + times(k_abs, c.end_error * size)
+    sums = sums + c.start_error[..., -1:] * s + times(k_abs, c.end_error * size) + FLUSHED * size.sum(-1, keepdim=True)
     columns = torch.cat([c.kt @ c.w, c.kt @ c.T0, c.kt @ c.T, c.kt, c.eye], -1)
     sizes = torch.cat([dS, dr, residual_error, carried, sums], -1)
     after = c.over[:, None, None] * S + c.kt @ new_values

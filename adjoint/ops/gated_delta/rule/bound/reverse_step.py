@@ -51,7 +51,7 @@ def reverse_step(
         R = c.kt.mT @ dS + of_scores
         P_error = (two + tokens) * P_abs + c.P_error + tiny
         R_error = times(P_error.mT, upstream) + (two + keys) * times(kt_abs.mT, s)
-        R_error = R_error + c.end_error * times(c.k.abs(), s) + row
+        R_error = R_error + c.end_error * times(c.k.abs(), s) + row + FLUSHED * s.sum(-1, keepdim=True)
         R_size = R.norm(dim=-1) + E.along(c.kt.mT) + R_error
         Y = c.T.mT @ R
         local_error = times(T_error.mT, R_size) + times(T_abs.mT, R_error + row) + row
@@ -60,7 +60,7 @@ def reverse_step(
         local = c.T.mT @ of_scores
         Y = c.W @ dS + local
         W_error = T_error.mT @ kt_abs.mT + T_abs.mT @ (c.end_error.unsqueeze(-1) * c.k.abs())
-        W_error = a.u * c.W.abs() + (1 + a.u) * W_error + a.tiny
+        W_error = a.u * c.W.abs() + (1 + a.u) * W_error + a.tiny + FLUSHED
         P_error = (3 * two + tokens) * P_abs + c.P_error + tiny
         slip = times(T_error.mT, times(P_abs.mT, upstream)) + times(T_abs.mT, times(P_error.mT, upstream))
         local_error = a.u * local.norm(dim=-1) + (1 + a.u) * slip + row
@@ -75,7 +75,7 @@ def reverse_step(
     sums = sums + (two + tokens + 8 * a.unit) * times(c.far.abs().mT, upstream)
     sums = sums + times(c.k.abs().mT, c.beta * c.start_error * size)
     sums = sums + abs(c.scale) * times(c.q.abs().mT, c.start_error * upstream)
-    sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2))
+    sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2)) + FLUSHED * (size + upstream).sum(-1, keepdim=True)
     columns = torch.cat([c.old.mT, c.eye], -1)
     sizes = torch.cat([local_error + (a.u + 8 * a.unit) * size + row, sums], -1)
     overflow = overflow | matrix_may_overflow(a, dS, s) | matrix_may_overflow(a, Y, size)

@@ -32,17 +32,23 @@ Bound = Callable[..., Tensor]
 
 
 class _Magnitudes:
-    """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs."""
+    """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs.
 
-    def __init__(self, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> None:
+    Exponentials and products may be subnormal, and what multiplies them large: they count as larger by `floor`.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None, *, floor: float = 0.0
+    ) -> None:
         self.chunks = Chunks(k, cu_seqlens, T.shape[-1])
         self.tokens = self.chunks.tokens
         self.repeat = v.shape[2] // max(1, k.shape[2])
         self.k = self.gather(k).repeat_interleave(self.repeat, 1)
         self.v, self.T = self.gather(v), self.gather(T)
-        self.beta, self.from_start = self.gather(beta)[..., None], self.gather(G.exp())[..., None]
+        self.beta, self.from_start = self.gather(beta)[..., None], self.gather(G.exp())[..., None] + floor
         self.exponent = self.gather(G)[..., None]
-        self.beta_k, self.beta_v = self.beta * self.from_start * self.k, self.beta * self.v
+        self.beta_k = (self.beta * self.k + floor) * self.from_start + floor
+        self.beta_v = self.beta * self.v + floor
 
     def gather(self, x: Tensor) -> Tensor:
         return self.chunks.gather(x.abs(), torch.float64)
@@ -90,19 +96,20 @@ def _eager_share(problem: Problem, terms: int, rounded: bool) -> float:
 def _eager_bound(problem: Problem, name: str, kind: torch.dtype) -> Bound:
     dtype, wide = problem.dtypes[0], wide_dtype(problem.dtypes[0])
     K, V, chunk = problem.sizes[:3]
+    floor = 2 * torch.finfo(wide).smallest_normal / torch.finfo(wide).eps
 
     def of_result(*inputs: Any) -> Tensor:
-        m = _Magnitudes(*inputs)
+        m = _Magnitudes(*inputs, floor=floor)
         operand = m.beta_k if name == "w" else m.beta_v
         magnitude = m.tokens(m.T @ operand)
         underflow = m.tokens(m.T @ torch.full_like(operand, _smallest(dtype)))
         return _stored(_eager_share(problem, chunk, True) * magnitude + underflow, magnitude, chunk, kind, wide)
 
     def of_gradient(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
-        m = _Magnitudes(*inputs)
+        m = _Magnitudes(*inputs, floor=floor)
         dw, du = m.gather(dw), m.gather(du)
-        X, Y = m.T.mT @ dw, m.T.mT @ du
-        of_keys = (X * m.k).sum(-1) * m.from_start[..., 0]
+        X, Y = m.T.mT @ dw + floor, m.T.mT @ du + floor
+        of_keys = ((X * m.k).sum(-1) + floor) * m.from_start[..., 0] + floor
         magnitude = {
             "dk": lambda: (X * m.beta * m.from_start).unflatten(1, (-1, m.repeat)).sum(2),
             "dv": lambda: Y * m.beta,
@@ -183,18 +190,18 @@ def _kernel_bound(problem: Problem, name: str, kind: torch.dtype) -> Bound:
         dw, du = m.gather(dw), m.gather(du)
         products, sums = _share(parts, chunk + m.repeat), _share(plain, K + V + chunk)
         if name in ("dk", "dv"):
-            through = m.T.mT @ (dw if name == "dk" else du)
+            through = m.T.mT @ (dw if name == "dk" else du) + _FLUSHED / U
             terms = through * (m.beta * m.from_start if name == "dk" else m.beta)
             lost = terms * (products + decayed(m)) + m.beta * through * _FLUSHED
             if name == "dk":
                 terms, lost = (x.unflatten(1, (-1, m.repeat)).sum(2) for x in (terms, lost))
         elif name == "dT":
-            P, Q = dw @ m.k.mT, du @ m.v.mT
+            P, Q = dw @ m.k.mT + _FLUSHED / U, du @ m.v.mT + _FLUSHED / U
             terms = (P * m.from_start.mT + Q) * m.beta.mT
             lost = terms * (sums + decayed(m).mT) + P * m.beta.mT * _FLUSHED
         else:
-            of_keys = (m.T * (dw @ m.k.mT)).sum(-2)[..., None]
-            of_values = (m.T * (du @ m.v.mT)).sum(-2)[..., None]
+            of_keys = (m.T * (dw @ m.k.mT + _FLUSHED / U) + _FLUSHED / U).sum(-2)[..., None]
+            of_values = (m.T * (du @ m.v.mT + _FLUSHED / U)).sum(-2)[..., None]
             by = m.beta if name == "dG" else torch.ones_like(m.beta)
             terms = of_keys * m.from_start * by + (0.0 if name == "dG" else of_values)
             lost = terms * (sums + decayed(m)) + of_keys * by * _FLUSHED
