@@ -14,7 +14,7 @@ from adjoint.core.problem import Problem, short
 from adjoint.ops.moe.experts.eager import Products
 
 MULTIPLE = 8
-"""Of elements in a row of each matrix: what 16 bytes hold."""
+"""The number of elements in a row of each matrix must be a multiple of this, which is 16 bytes."""
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
