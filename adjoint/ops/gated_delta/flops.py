@@ -13,14 +13,15 @@ from adjoint.ops.gated_delta.arguments import NEED_K, NEED_Q
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """Sᵀk, k ⊗ β·(v − Sᵀk) and Sᵀq, for each token and value head."""
+    """The operations of Sᵀk, k ⊗ β·(v − Sᵀk) and Sᵀq, for each token and value head."""
     return 3 * _product(q, v)
 
 
 def recurrence_backward(do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """S do for dq; dSᵀk, k ⊗ de and, where there is a do, q ⊗ do for dS, which all others need; dS e and S de for dk.
+    """The operations of S do for dq, of dS e and S de for dk, and of dS, which all gradients but dq need.
 
-    The states, which the backward computes again, count in the forward alone.
+    dS takes dSᵀk, k ⊗ de and, if there is a do, q ⊗ do. The states, which the backward computes again, count only in
+    the forward.
     """
     need, has_do = rest[-1], do is not None
     products = int(has_do) if need & NEED_Q else 0

@@ -12,11 +12,11 @@ from torch import Tensor
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, state_count
 
 SLACK = 1.02
-"""Products of two errors of float32, or of float64."""
+"""A factor for products of two errors of float32 or of float64."""
 
 
 class CarryBound:
-    """The chunks' exact states and values, [chunks, heads, ...], and the errors of what is computed in their place."""
+    """The exact states and values of the chunks, [chunks, heads, ...], and the errors of the computed ones."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class CarryBound:
     def _carried(
         self, at: slice | Tensor, E: Tensor, size: Tensor, own: Tensor, total: Tensor, weights: Tensor, result: Tensor
     ) -> Tensor:
-        """The error of a state after a chunk, whose rows have sizes `total` and, of their own, errors `own`."""
+        """The error of a state after a chunk whose rows have sizes `total` and their own errors `own`."""
         lost = self.end_error[at] * self.k_norm[at] * total + self._sum(self.chunk) * weights * total
         added = (weights * own + lost).sum(-1) + (self.over_error[at] + 3 * self.u * self.over[at]) * size
         added = added + 3 * self.u * result.norm(dim=(-1, -2)) + self.tiny * (self.K * self.V) ** 0.5
