@@ -107,10 +107,7 @@ def status_word(device: torch.device) -> Tensor:
 
 
 def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
-    """Reports the first faulty value of a path in plain PyTorch: raises on the CPU, and records on other devices.
-
-    Recording does not wait for the device.
-    """
+    """For paths in plain PyTorch: raises the first faulty value on the CPU, records it elsewhere, without waiting."""
     values, faulty = values.reshape(-1).long(), faulty.reshape(-1)
     if values.device.type == "cpu":
         if faulty.any():

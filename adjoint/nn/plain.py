@@ -17,8 +17,8 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 def beside(weight: Tensor, x: Tensor) -> Tensor:
     """A module's weight, or a table of cosines, in a dtype that norms, convolutions and rotary positions take beside x.
 
-    If a model in one 16-bit type runs under autocast to the other one, x has another type than the weight. Then the
-    weight is widened to float32, exactly. Elsewhere such a mixture is a mistake, and the op refuses it.
+    Autocast to one 16-bit type, of a model in the other, makes x of another type than the weight, which is then widened
+    to float32, exactly. Otherwise such a mixture is a mistake, and the op says so.
     """
     if weight.dtype == x.dtype or weight.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
         return weight

@@ -150,8 +150,8 @@ def forget() -> None:
 
 _PLAIN = frozenset((Tensor, Parameter))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-transform = torch._C._functorch.peek_interpreter_stack  # the innermost active transform of torch.func, or None
-is_batched = torch._C._functorch.is_legacy_batchedtensor  # whether is_grads_batched=True made the tensor
+transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's that is active, or None
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched=True makes
 
 
 def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:

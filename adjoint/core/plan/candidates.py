@@ -113,10 +113,8 @@ class Candidate:
 
 
 def allocating_outputs(compute: Compute, at_once: AtOnce | None = None) -> Run:
-    """Makes a candidate's `run` from a function that writes into allocated outputs.
-
-    `at_once` may instead return outputs in memory of its own, which saves an allocation and a copy.
-    """
+    """A candidate's `run` from what writes into outputs that are there; `at_once` may give them in memory of their own
+    instead, which saves allocating and copying."""
 
     def run(
         plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, workspace: Tensor | None

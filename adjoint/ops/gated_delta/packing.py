@@ -31,10 +31,8 @@ class Group:
     """Sequences of similar length, longest first, and a range of key heads, which are computed together.
 
     Attributes:
-        chunk: a power of two: `CHUNK`, or less if every sequence fits into one smaller chunk.
-        sequences: the numbers of the sequences.
-        starts: the place of the first token of each sequence.
-        lengths: the number of tokens of each sequence, which is not 0.
+        chunk: a power of two, `CHUNK`, or less where every sequence fits into one smaller chunk.
+        sequences: their numbers; starts: where they begin; lengths: how many tokens they have, none of them 0.
         first_head, heads: the range of key heads.
     """
 
@@ -50,7 +48,7 @@ class Group:
         return -(-int(self.lengths[0]) // SEGMENT)
 
     def active(self, segment: int) -> int:
-        """The number of sequences that reach a segment. They are the first ones."""
+        """How many sequences, from the first, reach a segment."""
         return int((self.lengths > segment * SEGMENT).sum())
 
     @cached_property
@@ -120,7 +118,7 @@ def groups(starts: Tensor, lengths: Tensor, key_heads: int, value_heads: int) ->
         padded = min(SEGMENT, -(-longest // chunk) * chunk)
         heads = max(1, min(key_heads, _ROWS // max(1, padded * per_key_head)))
         fitting = max(1, _ROWS // max(1, padded * per_key_head * heads))
-        # A sequence of less than half the length would be mostly padding, so it belongs to a later group.
+        # A sequence of less than half the length would be padding for the most part: it waits for a group of its own.
         similar = int((lengths[begin:count] * 2 > min(longest, SEGMENT)).sum())
         end = begin + min(fitting, similar)
         members = order[begin:end]

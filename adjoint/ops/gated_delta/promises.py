@@ -99,7 +99,7 @@ def eager_candidate(
     """A candidate in plain PyTorch, for every problem and layout."""
 
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
-        with torch.no_grad(), torch.autocast(plan.problem.device.type, enabled=False):  # autocast would round operands
+        with torch.no_grad(), torch.autocast(plan.problem.device.type, enabled=False):  # which would round operands
             compute(arguments, outputs)
 
     return in_pytorch(name, guarantee, allocating_outputs(run), numeric, waits, revision)

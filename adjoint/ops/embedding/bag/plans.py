@@ -61,7 +61,7 @@ def _forward_bound(problem: Problem, ids: Tensor, weight: Tensor, *others: Tenso
     if mode == "max":
         return weight.new_zeros(number, weight.shape[1])
     terms = weight[bags.ids[entries].long()] * factors[:, None]
-    # A product or a division comes in addition.
+    # A product or a division besides.
     return group_sums_bound(
         terms, bags.bag_of[entries], number, TILE, problem.dtypes[0], roundings=2, count=bags.ends - bags.starts
     )

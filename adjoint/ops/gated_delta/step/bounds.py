@@ -66,7 +66,7 @@ class StepBounds:
         self.kinds = {"o": element, "new_state": state, "states": state, "dq": element, "dk": element, "dv": element}
         self.kinds |= {"dg": g, "dbeta": beta, "dstate": state}
         self.K, self.V = problem.sizes[:2]
-        # The relative error of normalised q and k.
+        # The share by which normalised q and k are off.
         self.share = (self.K / 2 + 8) * self.u if self.normalize else 0.0
 
     def sum_of(self, terms: int) -> float:

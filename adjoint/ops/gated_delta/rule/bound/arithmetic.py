@@ -12,7 +12,7 @@ NOISE = 2.0**-46
 0."""
 
 FLUSHED = 2.0**-125
-"""The largest magnitude that a float32 number that underflows may have had."""
+"""What a number of float32 that underflows may have been."""
 
 
 TF32_PRODUCT = 3 * 2.0**-20

@@ -82,7 +82,7 @@ class CarryBound:
     def _carried(
         self, at: slice | Tensor, E: Tensor, size: Tensor, own: Tensor, total: Tensor, weights: Tensor, result: Tensor
     ) -> Tensor:
-        """The error of a state after a chunk whose rows have sizes `total` and their own errors `own`."""
+        """The error of a state after a chunk, whose rows have sizes `total` and, of their own, errors `own`."""
         lost = self.end_error[at] * self.k_norm[at] * total + self._sum(self.chunk) * weights * total
         added = (weights * own + lost).sum(-1) + (self.over_error[at] + 3 * self.u * self.over[at]) * size
         added = added + 3 * self.u * result.norm(dim=(-1, -2)) + self.tiny * (self.K * self.V) ** 0.5
