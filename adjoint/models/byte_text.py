@@ -1,4 +1,4 @@
-"""Text as its bytes: a vocabulary of 256, and the tokenizer.json by which the package tokenizers does the same."""
+"""Text as its bytes: a vocabulary of 256, and a tokenizer.json with which the package tokenizers does the same."""
 
 import codecs
 import json

@@ -1,4 +1,4 @@
-"""`Cache`: everything a `HybridLM` keeps of the tokens that have passed, in one object."""
+"""`Cache`: the states of all layers of a `HybridLM` after earlier tokens, in one object."""
 
 import itertools
 from collections.abc import Sequence

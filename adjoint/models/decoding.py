@@ -1,4 +1,4 @@
-"""`Decoder`: one more token of a cache's sequences, at fixed addresses, so that a CUDA graph can hold the step."""
+"""`Decoder`: one more token of a cache's sequences, at fixed addresses, so that a CUDA graph can contain the step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Text from a `HybridLM`: a prefill of packed prompts, then a token at a time from the cache."""
+"""Text from a `HybridLM`: a prefill of packed prompts, and then one token at a time with the cache."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`Embedding` and `EmbeddingBag` as modules: torch's own, with the lookup and its gradient from here."""
+"""`Embedding` and `EmbeddingBag` as modules: torch's own modules with the lookups and gradients of adjoint."""
 
 from collections.abc import Sequence
 from typing import cast

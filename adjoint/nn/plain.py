@@ -1,4 +1,4 @@
-"""Whether an op may take a module's parameters in place of calling it, and as which numbers."""
+"""Whether an op may take a module's parameters instead of calling the module, and in which dtype."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""`Rotary` as a module: it makes cos and sin of positions, and has nothing in its state dict."""
+"""`Rotary` as a module, which makes cos and sin of positions and has an empty state dict."""
 
 from numbers import Real
 from typing import Any

@@ -1,4 +1,4 @@
-"""The command `adjoint train`: its options are those of `Options`, and a few about where the run is."""
+"""The command `adjoint train`. Its options are those of `Options`, and a few that name files and the run's folder."""
 
 import inspect
 import os

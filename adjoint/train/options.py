@@ -1,4 +1,4 @@
-"""`Options`: everything that decides what a run computes. The command line and the TOML file are both made from it."""
+"""`Options`: all options that decide what a run computes. The command line and the TOML file are made from it."""
 
 import dataclasses
 import difflib

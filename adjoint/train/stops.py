@@ -1,4 +1,4 @@
-"""The errors that stop a run which has begun; those of the user's making are `ArgumentError` and `Unsupported`."""
+"""The errors that stop a run after its beginning. Mistakes of the user are `ArgumentError` and `Unsupported`."""
 
 
 class CannotSave(RuntimeError):

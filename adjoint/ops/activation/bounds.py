@@ -1,8 +1,8 @@
 """How far the activations may be from the exact results: docs/activation.md derives the constants.
 
-silu of a 16-bit number has a stated error in units in the last place where every number has it: all were tried.
-Everything else is a product of two or three numbers, too many to try: an error before the result is rounded, and that
-rounding.
+silu of a 16-bit number has a stated error in units in the last place, because all numbers were tried. All other results
+are products of two or three numbers, which are too many to try. Their bounds have an error before the result is
+rounded, and that rounding.
 """
 
 from collections.abc import Mapping

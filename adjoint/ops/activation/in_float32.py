@@ -1,8 +1,8 @@
 """The activations by torch's own functions, in float32 arithmetic, on the CPU.
 
-torch computes silu(x) as x / (1 + e^−x) and σ(x) as 1 / (1 + e^−x). Both are right for finite x that are not far below
-0: for x below LOWEST e^−x overflows sooner or later, and the result is 0. Nothing looks for such x, which would take
-another pass over memory; what a plan states says where they begin.
+Torch computes silu(x) as x / (1 + e^−x) and σ(x) as 1 / (1 + e^−x). Both are right for finite x that are not far below
+0. For x below LOWEST, e^−x overflows sooner or later, and the result is 0. A search for such x would take another pass
+over memory, so there is none, and the plan's statements say where such x begin.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """The operations of matrix products of the rule: those of the recurrence, 2·K·V for each product with a state.
 
-Not those of the chunks it is computed by, which have products within a chunk besides: that number would depend on the
-plan, on the size of a chunk and on how sequences are packed. The recurrence gives the same number for a whole sequence,
-for its tokens step by step and for any other implementation: a model's utilisation of a GPU is stated in such numbers.
+They are not the operations of the chunked algorithm, which also has products within a chunk. Their number would depend
+on the plan, on the size of a chunk and on the packing of sequences. The recurrence gives the same number for a whole
+sequence, for its tokens one by one, and for any other implementation. A model's utilisation of a GPU is stated in such
+numbers.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Where sequences lie, and which of them the eager path takes at a time.
+"""The places of sequences, and the groups of them that the eager path computes at a time.
 
-All sequences are stretches of one flat token axis: the rows of a batch one after the other, or what `cu_seqlens`
-cuts from its only row. Chunks and segments are counted from a sequence's own start.
+All sequences are parts of one flat token axis: the rows of a batch one after the other, or the sequences into which
+`cu_seqlens` cuts its only row. Chunks and segments are counted from the start of their sequence.
 """
 
 from collections.abc import Iterator

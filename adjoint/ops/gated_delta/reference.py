@@ -1,7 +1,7 @@
 """The gated delta rule as defined: short, in the dtype of its inputs, never optimised.
 
-Twice, and independently: token by token as the recurrence reads, and chunk by chunk as kernels compute it. Written
-with differentiable functions of torch, so that autograd gives the gradients of both.
+It is written twice and independently: token by token as in the recurrence, and chunk by chunk as kernels compute it.
+Both have only differentiable functions of torch, so autograd gives their gradients.
 """
 
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The loss curve: in the terminal by lines of characters, and as a PNG that needs no package."""
+"""The loss curve: in the terminal as lines of characters, and as a PNG that is written without a package."""
 
 import itertools
 import struct

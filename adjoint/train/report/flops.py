@@ -1,4 +1,4 @@
-"""How many operations a token takes, and how many a device does: the share of the peak in a run's display."""
+"""The operations of a token and the peak of a device, for the share of the peak in a run's display."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: which step, layer and batch it came from."""
+"""The error for a loss or gradient that is not finite, which names its step, layer and batch."""
 
 from pathlib import Path
 

@@ -1,10 +1,11 @@
 """The order of tokens: an endless stream of documents, cut into rows, of which every step takes some.
 
-Each epoch has all documents in an order of its own. Row r of the stream is its tokens from r·T to r·T + T and one more,
-the last label. Rows are shuffled too, in blocks of as many as an epoch has, so that a long document does not fill steps
-by itself: place p of the order has row ⌊p / B⌋·B + π(p mod B). Step s has the places from s·R to s·R + R, whatever the
-number of ranks. So what a step reads is a function of the seed and its number alone, and the position of a run in its
-data is the number of its steps: a resume repeats nothing and leaves nothing out.
+Each epoch has all documents in an order of its own. Row r of the stream has the tokens from r·T to r·T + T and one more
+token, which is the last label. Rows are shuffled too, so that a long document does not fill steps by itself. They are
+shuffled in blocks of B rows, as many as an epoch has: place p of the order has row ⌊p / B⌋·B + π(p mod B). Step s has
+the places from s·R to s·R + R, whatever the number of ranks. So the data of a step depend only on the seed and on the
+step's number. The position of a run in its data is the number of its steps, so a resumed run repeats nothing and leaves
+nothing out.
 """
 
 import hashlib

@@ -1,15 +1,15 @@
 """Embedding bag.   out[b, :] = reduce over the entries n of bag b of   factor[n] · weight[ids[n], :]
 
-`reduce` is the sum, the mean (the sum over the number of entries that count) or the maximum. An entry that
-is `padding_idx` counts for nothing; an empty bag is 0.
+`reduce` is the sum, the mean (the sum divided by the number of entries that count) or the maximum. An entry that is
+`padding_idx` does not count. An empty bag gives 0.
 
 Adjoint, given dout:
     dweight[r, :]          = Σ factor[n] · dout[bag of n, :] over the n with ids[n] = r
     dper_sample_weights[n] = dout[bag of n, :] · weight[ids[n], :]
-with factor 1/count for the mean, and for the maximum only the columns that entry n has won.
+with factor 1/count for the mean, and for the maximum only in the columns in which entry n is the maximum.
 
-Saves ids, offsets, per-sample weights, and the table where their gradient is wanted; besides, for the mean
-how many entries count in each bag, for the maximum the entry that won in each column.
+It saves ids, offsets, per-sample weights, and the table if the gradient of these weights is needed. For the mean it
+also saves how many entries count in each bag, and for the maximum the entry that is the maximum of each column.
 """
 
 from typing import Any, Literal

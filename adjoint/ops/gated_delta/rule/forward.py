@@ -9,12 +9,12 @@
     state scan                  triton/state_scan               hopper/forward_scan, one kernel
     output                      triton/output                   for both
 
-Where spans and heads alone keep the GPU busy, hopper/whole_scan takes the place of hopper/forward_scan, bit for bit. It
-computes the scores itself, and hopper/chunk_inverse none. It does so for a long sequence, too, stretches of which it
-scans side by side from the states that hopper/states_ahead finds.
+If spans and heads alone keep the GPU busy, hopper/whole_scan replaces hopper/forward_scan and gives the same bits. It
+computes the scores itself, so hopper/chunk_inverse computes none. It also serves a long sequence, of which it scans
+parts side by side from the states that hopper/states_ahead computes.
 
-Only where a sequence is split have segments transitions, and states that are composed of them; only where it is asked
-for are q and k normalised.
+Segments have transitions, and states that are composed of them, only if a sequence is split. q and k are normalised
+only if the call asks for it.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""What plans of the gated delta rule promise: bounds evaluated in float64 beside the reference, for the very inputs.
+"""The promises of plans of the gated delta rule: bounds evaluated in float64 beside the reference, for the very inputs.
 
-`bound.py` evaluates them, and docs/gated-delta-error.md proves them. Here is what they depend on, the arithmetic of a
-plan, and what is recorded of the op's cases beside them.
+The package `bound` evaluates them, and docs/gated-delta-error.md proves them. This module has the arithmetic of a plan,
+on which they depend, and the ceilings that are recorded for the op's cases.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Layers that the rule is timed on, and the rule in torch's own functions."""
+"""The layers on which the rule is timed, and the rule in torch's own functions."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""How the paths in plain PyTorch take tokens by chunks: `[chunks, heads, chunk, ...]`."""
+"""Tokens by chunks for the paths in plain PyTorch: `[chunks, heads, chunk, ...]`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the plans of `gate` and `normalize` on kernels have in common: both go through rows of adjacent elements."""
+"""The common parts of the kernel plans of `gate` and `normalize`, which both process rows of adjacent elements."""
 
 from collections.abc import Callable
 

@@ -13,9 +13,9 @@ The order of gate and up is that of Hugging Face's fused experts: the first I ro
 
 A row is a token and one of its slots. Saved for the backward, besides the arguments: g and u of each row in the type
 of x (4·I bytes a row in 16 bits), and the layout of the rows (8 bytes a row). Recomputed: h, from the saved g and u.
-The gradient is that of the layer at the saved, rounded g and u. Neither x nor dy is ever copied into rows: the products
-read them by token; of what is D columns wide and has a line for each row, 512 columns are in memory at once, or, where
-I is more, as many as that.
+The gradient is that of the layer at the saved, rounded g and u. Neither x nor dy is ever copied into rows, because the
+products read them by token. Of intermediate results with D columns for each row, only 512 columns are in memory at
+once, or I columns if I is larger.
 """
 
 from typing import Any

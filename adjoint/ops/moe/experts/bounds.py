@@ -1,7 +1,7 @@
 """How far the expert layer may be from the exact one, evaluated in float64 for the very inputs: see docs/experts.md.
 
-Every number has a bound of its own. A product is off by what its operands are off by, and by what its sum loses; what
-is rounded to 16 bits on the way by half a unit in the last place.
+Every number has a bound of its own. The error of a product has the errors of its operands and that of its sum. A number
+that is rounded to 16 bits on the way has a further error of half a unit in the last place.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """The expert layer in plain PyTorch, on any device: a matrix product per expert, rows grouped as kernels group them.
 
-Another library's grouped products can stand in for those (`Products`): the rest stays the same.
+Grouped products of another library can replace these products (`Products`); the rest stays the same.
 
-What is rounded, and saved, is what kernels round and save: g and u, h = silu(g)·u, and each row's result.
+It rounds and saves the same numbers as the kernels: g and u, h = silu(g)·u, and each row's result.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How the rows of a dispatch lie: grouped by expert, then by token, then by slot.
+"""The order of the rows of a dispatch: grouped by expert, then by token, then by slot.
 
 The T·k entries of `indices` [T, k], numbered token·k + slot, are ordered by a stable sort of their experts.
 An entry whose expert is out of range belongs to none and comes last, past `offsets[num_experts]`. Nothing else

@@ -1,7 +1,7 @@
-"""Where a 16-bit type has no number for what a kernel rounds to it: there nothing is promised, and bounds are infinite.
+"""Overflows of numbers that kernels round to a 16-bit type. There nothing is promised, and bounds are infinite.
 
-float16 ends at 65504, and what is rounded may be larger than results are: E, the products of Y and v' for dk, has terms
-that cancel. What counts is the exact number with the bound of its error, so that a number below is never infinite.
+float16 ends at 65504, and intermediate numbers may be larger than results: E, the products of Y and v' for dk, has
+terms that cancel. The test adds the bound of the error to the exact number, so a number that passes is never infinite.
 """
 
 from typing import NamedTuple

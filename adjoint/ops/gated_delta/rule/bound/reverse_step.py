@@ -1,4 +1,4 @@
-"""One chunk of the reverse scan of the state's gradient: what is computed in its place is how far off."""
+"""The errors of one chunk of the reverse scan of the state's gradient."""
 
 from typing import NamedTuple
 

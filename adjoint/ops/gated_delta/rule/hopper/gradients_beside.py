@@ -1,9 +1,9 @@
 """Gradients beside the reverse scan of a long sequence, for Hopper.
 
-The reverse scan of one sequence leaves most of a card idle, and the state scan beside it ends before. So its last
-chunks are scanned first, beside the state scan, and the rest beside gradients of chunks that both have passed. The
-rest begins with the gradient of the state that the last chunks begin with, in float32: the very number that one scan
-would have. A chunk has the same gradients in every launch, so sizes change no bit.
+The reverse scan of one sequence leaves most of a GPU idle, and the state scan beside it ends earlier. So the last
+chunks of the sequence are scanned first, beside the state scan. The rest is scanned beside the gradients of chunks that
+both scans have passed. The rest begins with the gradient, in float32, of the state at the beginning of the last chunks,
+which is the same number as in a single scan. A chunk has the same gradients in every launch, so sizes change no bit.
 """
 
 from collections.abc import Callable
