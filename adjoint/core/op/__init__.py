@@ -73,11 +73,11 @@ class Adjoint:
         name: the operator's name behind that of the op.
         overwrites: whether it writes the gradients over the differentiable inputs, which must be saved.
         buffers: the caller's tensors to which it adds, instead of returning a gradient.
-        assemble: `assemble(results, arguments)` gives the gradients, for an operator that returns something else.
-        at_once: `at_once(*arguments)` gives the gradients where they were saved already and nothing is left to
-            compute; else None. It is not called while compiling.
-        flops: the operations of its matrix products, 2·m·n·k each, for the gradients that are needed. Products that the
-            forward computes count in the forward alone.
+        assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
+        at_once: `at_once(*arguments)`: the gradients where they are what was saved, and nothing is left to compute;
+            else None. Not asked while compiling.
+        flops: the operations of its matrix products, 2·m·n·k each, those of gradients that are needed; what the
+            forward has computed before counts once, there.
     """
 
     candidates: Candidates

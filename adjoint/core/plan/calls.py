@@ -31,7 +31,8 @@ class Call:
         adjoint_arguments: `(upstream, outputs) -> arguments` of an adjoint that computes every gradient. `upstream` has
             the gradients of the public outputs, and `outputs` has all outputs of the forward operator. It reads only
             metadata, because both are meta tensors inside `plan`.
-        public_outputs: how many of the operator's outputs, from the first, the public function returns; None for all.
+        public_outputs: how many of the operator's outputs, from the first, the public function
+            returns; None for all.
     """
 
     operator: "Operator"
@@ -41,7 +42,7 @@ class Call:
     public_outputs: int | None = None
 
     def problems(self, device: torch.device) -> Iterator[tuple["Operator", Problem]]:
-        """Both operators with their problems on a device, for upstream gradients with the layout of the outputs."""
+        """Both operators with their problems on a device, for upstream gradients that lie like the outputs."""
         yield self.operator, self.operator.describe(*self.arguments)._replace(device=device)
         if self.adjoint is not None and self.adjoint_arguments is not None:
             outputs = self.operator.allocate(*map(to_meta, self.arguments))
