@@ -15,7 +15,7 @@ from adjoint.core.problem import Problem, wide_dtype
 from adjoint.ops.gated_delta.arguments import EPSILON
 
 AXES = {"o": 1, "new_state": 2, "states": 2, "dq": 1, "dk": 1, "dv": 1, "dstate": 2}
-"""The last axes of a result whose norm is bounded."""
+"""The number of last axes of a result over which its norm is taken."""
 
 FORMULA = "what its tokens round, decayed and carried on, as the theorem on steps in docs/gated-delta-error.md has it"
 
@@ -23,7 +23,7 @@ SECOND_ORDER = 1.02
 
 
 class Sized(NamedTuple):
-    """An exact tensor, its norm, and the norm of the error of what is computed in its place: [rows, heads] each."""
+    """An exact tensor, its norm, and the norm of the error of the computed one. Both norms are [rows, heads]."""
 
     exact: Tensor
     norm: Tensor
@@ -35,7 +35,7 @@ class Sized(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What a token of all rows leaves for the backward: Z, e and S⁺, and the token's own numbers."""
+    """The results of one token, of all rows, for the backward: Z, e and S⁺, and the token's own numbers."""
 
     q: Tensor
     k: Tensor
@@ -71,11 +71,11 @@ class StepBounds:
         self.share = (self.K / 2 + 8) * self.u if self.normalize else 0.0
 
     def sum_of(self, terms: int) -> float:
-        """What a sum of products, in any order, and the products around it lose of its terms."""
+        """The share of its terms that a sum of products, in any order, and the products around it lose."""
         return SECOND_ORDER * (terms + 8) * self.u
 
     def stored(self, name: str, norm: Tensor, error: Tensor, numbers: int) -> Tensor:
-        """With the rounding to the type of the result, which has so many numbers."""
+        """The error, including the rounding to the type of the result, which has `numbers` numbers."""
         kind = self.kinds[name]
         if kind == self.wide:
             return error
@@ -85,7 +85,7 @@ class StepBounds:
     # ----------------------------------------------------------------------------------------- forward
 
     def _tokens(self, inputs: Sequence[Tensor | None]) -> tuple[list[Token], Tensor]:
-        """Every token of the rows that are not skipped, which are 1 in the mask."""
+        """Every token, and a mask of the rows that are not skipped."""
         q, k, v, g, beta, state, indices = (*inputs, None)[:7]
         assert q is not None and k is not None and v is not None and g is not None and beta is not None
         assert state is not None
@@ -109,7 +109,7 @@ class StepBounds:
     def _token(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Sized) -> Token:
         u, k_norm, decay = self.u, k.norm(dim=-1), g.exp()
         Z = decay[..., None, None] * S.exact
-        # e^g is off by (4·|g| + 8)·u of itself, and its product with the state is rounded.
+        # e^g has a relative error of (4·|g| + 8)·u, and its product with the state is rounded.
         lost = torch.where(decay > 0, (4 * g.abs() + 10) * u * decay, 0.0).nan_to_num(nan=0.0)
         error = decay * S.error + SECOND_ORDER * lost * S.size + self.tiny * S.size + self.tiny_state
         of_Z = Sized(Z, _norm(Z, 2), error)
@@ -118,7 +118,7 @@ class StepBounds:
         own = self.sum_of(self.K) * known + 2 * u * v.norm(dim=-1) + self.share * known + self.tiny * self.V
         of_e = Sized(e, e.norm(dim=-1), k_norm * of_Z.error + own)
         after = Z + k[..., None] * (beta[..., None] * e)[..., None, :]
-        # E⁺ = (I − β k kᵀ) E_Z + β k ownᵀ and roundings; of a normalised key also β (δk eᵀ − k (Zᵀδk)ᵀ).
+        # E⁺ = (I − β k kᵀ) E_Z + β k ownᵀ and roundings; for a normalised key also β (δk eᵀ − k (Zᵀδk)ᵀ).
         factor = (1 - beta * k_norm.square()).abs().clamp_min(1.0)
         rounded = 4 * u * beta * k_norm * of_e.size + self.share * beta * k_norm * of_e.size
         norm = _norm(after, 2)
@@ -165,7 +165,7 @@ class StepBounds:
     def _back(
         self, name: str, x: Token, do: Tensor, dstate: Tensor | None, dS: Sized
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Sized]:
-        """A gradient of one token: exact, its norm and error; and the gradient of the state before the token."""
+        """The exact gradient of one token with its norm and error, and the gradient of the state before the token."""
         u, scale, q_norm, upstream = self.u, abs(self.scale), x.q.norm(dim=-1), do.norm(dim=-1)
         exact = dS.exact if dstate is None else dS.exact + dstate
         exact = exact + self.scale * x.q[..., None] * do[..., None, :]
@@ -213,7 +213,7 @@ class StepBounds:
         return exact, exact.abs(), error + self.tiny * self.K * self.V
 
     def _of_key_heads(self, name: str, exact: Tensor, norms: Tensor, errors: Tensor, x: Tensor) -> Tensor:
-        """Of dq or dk, which add up value heads and go through the normalisation."""
+        """The bound of dq or dk, which add up value heads and then pass through the normalisation."""
         group = norms.shape[2] // max(1, x.shape[2])
         size = (norms + errors).unflatten(2, (-1, group)).sum(3)
         exact, error = (y.unflatten(2, (-1, group)).sum(3) for y in (exact, errors))
@@ -226,7 +226,7 @@ class StepBounds:
         return self.stored(name, exact.norm(dim=-1), error, self.K)
 
     def _of_pool(self, dS: Sized, live: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
-        """Of the gradient of the states, to which rows that share one add up."""
+        """The bound of the gradient of the states, where rows that share a state add up."""
         if indices is None:
             return self.stored("dstate", dS.norm, dS.error, self.K * self.V)
         error, size = (torch.zeros_like(state[..., 0, 0]) for _ in range(2))

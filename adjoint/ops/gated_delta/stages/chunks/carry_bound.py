@@ -12,11 +12,11 @@ from torch import Tensor
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, state_count
 
 SLACK = 1.02
-"""Products of two errors of float32, or of float64."""
+"""A factor for products of two errors of float32 or of float64."""
 
 
 class CarryBound:
-    """The chunks' exact states and values, [chunks, heads, ...], and the errors of what is computed in their place."""
+    """The exact states and values of the chunks, [chunks, heads, ...], and the errors of the computed ones."""
 
     def __init__(
         self,
